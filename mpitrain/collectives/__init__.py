@@ -1,0 +1,1 @@
+"""Collective operations built from point-to-point messages, bound once per buffer."""

@@ -1,0 +1,48 @@
+"""Errors a user can meet: the law that was broken, the values that broke it, and the way out."""
+
+
+class MpitrainError(Exception):
+    """Base of every error that mpitrain raises on purpose.
+
+    law       what must hold, with the values that break it; one or two sentences
+    way_out   what to type or change; printed on a line of its own, aligned under the law
+    """
+
+    exit_code = 1
+
+    def __init__(self, law: str, way_out: str = ""):
+        super().__init__(law, way_out)
+        self.law = law
+        self.way_out = way_out
+
+    def __str__(self) -> str:
+        name = f"{type(self).__name__}: "
+        indent = "\n" + " " * len(name)
+        lines = [*self.law.splitlines(), *self.way_out.splitlines()]
+        return name + indent.join(lines)
+
+
+class ConfigError(MpitrainError):
+    """The configuration, the command line or the layout cannot work."""
+
+    exit_code = 2
+
+
+class DataError(MpitrainError):
+    """A data source is missing, unreadable, or too small for the model."""
+
+    exit_code = 2
+
+
+class CheckpointError(MpitrainError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+    exit_code = 2
+
+
+class CommError(MpitrainError):
+    """Ranks disagree about a message or a collective, or a peer is gone."""
+
+
+class TrainingError(MpitrainError):
+    """The run itself went wrong: a loss that is not finite, a replica that differs."""

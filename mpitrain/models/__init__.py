@@ -1,0 +1,1 @@
+"""Networks as flat lists of units."""

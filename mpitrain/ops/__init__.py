@@ -1,0 +1,1 @@
+"""One name per op, several bodies: reference.py is the meaning, host.py the tuned CPU body."""

@@ -1,0 +1,1 @@
+"""Point-to-point messages between ranks: one protocol, several carriers."""

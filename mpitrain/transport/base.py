@@ -1,0 +1,84 @@
+"""The Transport protocol: what every carrier of messages offers, and nothing a collective could be built from instead.
+
+Arrays are contiguous NumPy (or CuPy) arrays of any shape; a receive fills the whole array. Every point-to-point call
+carries a `tag`; messages of one (source, tag) arrive in the order they were sent. `rank` and `size` are relative to this
+transport: `split` makes smaller ones.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent through point-to-point calls: messages and payload bytes, empty messages included.
+
+    Barriers, `gather_text` and the library's own reductions are not point-to-point and are not counted.
+    """
+
+    messages: int = 0
+    nbytes: int = 0
+
+
+class Request(Protocol):
+    """A message under way. The array belongs to the transport until `test` has said True or `wait` has returned."""
+
+    source: int
+    """The sender of a finished receive (that is how `start_recv_any` reports it); -1 for sends."""
+
+    def test(self) -> bool:
+        """True once the message is complete; moves messages along; never blocks."""
+
+    def wait(self) -> None:
+        """Block until the message is complete."""
+
+
+class Transport(Protocol):
+    """Moves arrays between `size` ranks. Waits have no deadline of their own; the watchdog has."""
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    """Host name of every rank, by rank."""
+    traffic: Traffic
+
+    def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
+        """Send the array; returns when it may be reused."""
+
+    def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
+        """Fill the array with the next message from `source` under `tag`; CommError if its size differs."""
+
+    def exchange(self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0) -> None:
+        """Send and receive at once, so that a ring of exchanges cannot deadlock."""
+
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
+        """Begin a send; the array must stay untouched until the request is complete."""
+
+    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
+        """Begin a receive; the array holds the message once the request is complete, and nothing defined before."""
+
+    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
+        """Begin a receive from whoever sends first under `tag`; `request.source` names the sender afterwards."""
+
+    def barrier(self) -> None:
+        """Return once every rank has entered."""
+
+    def split(self, color: int | None, key: int = 0) -> "Transport | None":
+        """A transport of the ranks with the same colour, ordered by (key, rank); None for colour None. Collective."""
+
+    def gather_text(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank; values travel as JSON. Collective."""
+
+    def allocate(self, count: int, dtype: Any) -> np.ndarray:
+        """A zeroed, 64-byte aligned 1-D buffer that messages and reductions can use. Collective."""
+
+    def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
+        """The library's own all-reduce in place ("add" or "maximum"), where there is one. Collective."""
+
+    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Request:
+        """Begin `native_all_reduce`. Host memory only."""
+
+    def abort(self, message: str) -> None:
+        """Print the message and end every rank of the job at once, non-zero. Does not return."""

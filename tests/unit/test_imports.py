@@ -1,0 +1,77 @@
+"""The direction of imports and the single doors, read from the source."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "mpitrain"
+
+# Ground floor first: a room imports only from itself and from rooms above it in this list.
+FLOORS = """
+errors arena backend device config kernels ops transport trace collectives layers units optim precision topology
+parallel models lora pipeline data checkpoint metrics trainer plan bench cli __main__
+""".split()
+
+DOORS = {
+    "mpi4py": ("transport/",),
+    "cupy": ("backend.py", "device.py", "kernels/"),
+    "click": ("cli/",),
+    "os.environ": ("device.py", "transport/mpi.py", "cli/"),
+}
+
+SOURCES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def imported_names(tree: ast.AST) -> set[str]:
+    """Every module a file imports, lazily or not, and "os.environ" where it reads the environment."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the direction"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+            names.add("os.environ")
+    return names
+
+
+def room(dotted: str) -> str:
+    """The room of a module path such as mpitrain.ops.host or of a file such as ops/host.py."""
+    return dotted.removeprefix("mpitrain.").replace("/", ".").removesuffix(".py").split(".")[0]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_file_imports_only_from_floors_above_it(source):
+    if source == "__init__.py":
+        return
+    own = FLOORS.index(room(source))
+    for name in imported_names(ast.parse((PACKAGE / source).read_text())):
+        if name.startswith("mpitrain.") and name != "mpitrain.__version__":
+            assert FLOORS.index(room(name)) <= own, f"{source} imports {name} from a higher floor"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_library_enters_by_its_own_door(source):
+    names = imported_names(ast.parse((PACKAGE / source).read_text()))
+    for library, doors in DOORS.items():
+        if any(name == library or name.startswith(library + ".") for name in names):
+            assert source.startswith(doors), f"{source} uses {library}; its door is {' or '.join(doors)}"
+
+
+def test_help_loads_neither_numpy_nor_mpi_nor_the_validation_library():
+    code = (
+        "import sys\n"
+        "from mpitrain.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "heavy = {'numpy', 'mpi4py', 'cupy', 'pydantic', 'torch', 'safetensors', 'tqdm'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
