@@ -6,9 +6,13 @@ class MpitrainError(Exception):
 
     law       what must hold, with the values that break it; one or two sentences
     way_out   what to type or change; printed on a line of its own, aligned under the law
+
+    exit_code is what the process ends with; `agreed` says that every rank holds this very error, so that rank 0 may print
+    it for all and nobody has to be aborted.
     """
 
     exit_code = 1
+    agreed = False
 
     def __init__(self, law: str, way_out: str = ""):
         super().__init__(law, way_out)

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "mpitrain"
 # Ground floor first: a room imports only from itself and from rooms above it in this list.
 FLOORS = """
 errors arena backend device config kernels ops transport trace collectives layers units optim precision topology
-parallel models lora pipeline data checkpoint metrics trainer plan bench cli __main__
+parallel models lora pipeline data metrics trainer checkpoint session plan bench cli __main__
 """.split()
 
 DOORS = {

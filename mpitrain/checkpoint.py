@@ -1,0 +1,144 @@
+"""Checkpoints: safetensors by logical name, whole whatever the layout, written beside and renamed into place.
+
+    checkpoints/step-00000400/model.safetensors       parameters under their full names: any tool can read them
+    checkpoints/step-00000400/optimizer.safetensors   optimizer state under <buffer>/<full name>
+
+Each file's metadata holds the step and a SHA-256 over everything else in it, so a truncated or altered file is refused.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mpitrain.errors import CheckpointError
+from mpitrain.trainer import Trainer
+
+FORMAT = "mpitrain-1"
+
+
+class Checkpoint(NamedTuple):
+    """A verified checkpoint in memory: optimizer steps done, and whole tensors by full name."""
+
+    step: int
+    parameters: dict[str, np.ndarray]
+    state: dict[str, np.ndarray]
+
+
+def save(folder: Path, trainer: Trainer, step: int, keep: int) -> Path:
+    """Write step `step` under `folder` and drop all but the newest `keep`; for rank 0 of replicas that are whole.
+
+    Whatever happens on the way, the checkpoints that were there stay good until the new one has its final name.
+    """
+    to_host = trainer.backend.to_host
+    target, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    flat = to_host(trainer.parameters)
+    _write(partial / "model.safetensors", {e.name: e.view(flat) for e in trainer.plan.entries}, step)
+    buffers = {name: to_host(buffer) for name, buffer in trainer.optimizer.state.items()}
+    _write(partial / "optimizer.safetensors",
+           {f"{name}/{e.name}": e.view(buffer) for name, buffer in buffers.items() for e in trainer.plan.entries}, step)
+    _sync(partial)
+    if target.exists():
+        replaced = folder / f".step-{step:08d}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+        partial.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        partial.rename(target)
+    _sync(folder)
+    for old in steps(folder)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def steps(folder: Path) -> list[Path]:
+    """The finished checkpoints of a folder, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def newest(folder: Path) -> Path:
+    """The newest checkpoint of a folder; CheckpointError if there is none."""
+    found = steps(folder)
+    if not found:
+        raise CheckpointError(f"There is no checkpoint in {folder}.", "Name a run directory that has one, or train first.")
+    return found[-1]
+
+
+def read(path: Path) -> Checkpoint:
+    """Read and verify one checkpoint; CheckpointError names what is wrong with it."""
+    step, parameters = _read(path / "model.safetensors")
+    optimizer_step, state = _read(path / "optimizer.safetensors")
+    if step != optimizer_step:
+        raise CheckpointError(f"{path} mixes step {step} (model) with step {optimizer_step} (optimizer).", _way_out(path))
+    return Checkpoint(step, parameters, state)
+
+
+def load(checkpoint: Checkpoint, trainer: Trainer, with_state: bool = True) -> None:
+    """Put a checkpoint into a trainer of any layout: each rank keeps its part of every tensor."""
+    _fill(trainer, trainer.parameters, "", checkpoint.parameters)
+    if with_state:
+        for name, buffer in trainer.optimizer.state.items():
+            _fill(trainer, buffer, f"{name}/", checkpoint.state)
+
+
+def _fill(trainer: Trainer, flat: np.ndarray, prefix: str, tensors: Mapping[str, np.ndarray]) -> None:
+    for entry in trainer.plan.entries:
+        tensor, wanted = tensors.get(prefix + entry.name), entry.parameter.shape
+        if tensor is None or tensor.shape != wanted:
+            has = "none" if tensor is None else f"shape {tensor.shape}"
+            raise CheckpointError(f"The model needs {prefix}{entry.name} of shape {wanted}, but the checkpoint has {has}.",
+                                  "Use the configuration that the checkpoint was trained with.")
+        part = tensor if entry.parameter.slices is None else tensor[entry.parameter.slices]
+        entry.view(flat)[...] = trainer.backend.from_host(part)
+
+
+def _write(path: Path, tensors: dict[str, np.ndarray], step: int) -> None:
+    metadata = {"format": FORMAT, "step": str(step)}
+    save_file(tensors, path, {**metadata, "sha256": _digest(tensors, metadata)})
+    _sync(path)
+
+
+def _read(path: Path) -> tuple[int, dict[str, np.ndarray]]:
+    try:
+        with safe_open(path, "numpy") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.", _way_out(path.parent)) from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.", _way_out(path.parent)) from None
+    if metadata.pop("sha256", None) != _digest(tensors, metadata) or metadata.get("format") != FORMAT:
+        raise CheckpointError(f"{path} was altered: its contents do not match its SHA-256.", _way_out(path.parent))
+    return int(metadata["step"]), tensors
+
+
+def _way_out(path: Path) -> str:
+    older = [other.name for other in steps(path.parent) if other.name < path.name]
+    return f"Remove {path}" + (f" to go on from {older[-1]}." if older else " and start the run again.")
+
+
+def _digest(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode())
+        digest.update(np.ascontiguousarray(tensor).data if tensor.size else b"")
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Make a file or folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

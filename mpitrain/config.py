@@ -1,0 +1,195 @@
+"""The typed configuration of a run: every key, its range, its default and one line of help; and nothing that acts on it."""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mpitrain.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A table of the configuration file: no unknown keys, no silent conversions, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    seed: int = Field(0, ge=0, description="seed of the initial parameters and of the data order")
+    steps: int = Field(400, ge=0, description="optimizer steps in all, those before a resume included")
+    out: str = Field("", description="run directory; empty: runs/<date>-<n>")
+    log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and on the screen")
+    eval_every: int = Field(0, ge=-1, description="steps between evaluations; 0: only at the end, -1: never")
+    stall_seconds: float = Field(600.0, gt=0, description="a rank that makes no progress for so long ends the job")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="what a loss or gradient that is not finite does: end the run, or skip that update"
+    )
+
+
+class Data(Section):
+    source: str = Field("pydocs", description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files)")
+
+
+class Model(Section):
+    kind: Literal["gpt", "mlp"] = Field("gpt", description="gpt for tokens, mlp for samples with a class each")
+    layers: int = Field(4, ge=1, description="transformer blocks, or hidden layers of the mlp")
+    width: int = Field(128, ge=1, description="channels of the residual stream, or units of a hidden layer")
+    heads: int = Field(4, ge=1, description="attention heads; must divide the width")
+    context: int = Field(128, ge=1, description="tokens in one sequence")
+    tied: bool = Field(False, description="the output projection shares the token embedding")
+
+
+class Batch(Section):
+    size: int = Field(32, ge=1, description="sequences (or samples) per optimizer step, over all ranks")
+    micro_batches: int = Field(1, ge=1, description="parts in which each rank computes its share")
+
+
+class Layout(Section):
+    dp: int = Field(0, ge=0, description="data-parallel replicas; 0: as many as the ranks allow")
+    tp: Literal[1] = Field(1, description="ranks that share each layer (this version shards no layers)")
+    pp: Literal[1] = Field(1, description="pipeline stages (this version has one)")
+
+
+class Replication(Section):
+    mode: Literal["all-reduce"] = Field("all-reduce", description="how replicas are kept equal")
+    algorithm: Literal["ring", "star", "native"] = Field("ring", description="the all-reduce of the gradients")
+    bucket_mb: float = Field(4.0, gt=0, description="megabytes of whole units that are reduced together")
+    overlap: bool = Field(True, description="reduce a bucket as soon as its gradients are ready")
+
+
+class Precision(Section):
+    compute: Literal["float32", "float64"] = Field("float32", description="dtype of parameters, activations, gradients")
+
+
+class Optimizer(Section):
+    name: Literal["sgd", "momentum", "adamw"] = Field("adamw", description="the update rule")
+    lr: float = Field(4e-3, gt=0, description="learning rate at its peak")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; biases and gains are exempt")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    warmup: int = Field(20, ge=0, description="steps over which the learning rate rises from 0")
+    schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="decay to a tenth after the warm-up")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the momentum rule")
+    beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment")
+    epsilon: float = Field(1e-8, gt=0, description="adamw: keeps the division finite")
+
+
+class Checkpoint(Section):
+    every: int = Field(100, ge=0, description="steps between checkpoints; 0: only when the run ends or is stopped")
+    keep: int = Field(2, ge=1, description="newest checkpoints to keep")
+
+
+class Device(Section):
+    kind: Literal["cpu"] = Field("cpu", description="where to compute")
+
+
+class Config(Section):
+    """A whole run. `Config()` is the default run."""
+
+    run: Run = Run()
+    data: Data = Data()
+    model: Model = Model()
+    batch: Batch = Batch()
+    layout: Layout = Layout()
+    replication: Replication = Replication()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpoint = Checkpoint()
+    device: Device = Device()
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse what cannot work whatever the ranks and the data are."""
+        width, heads = self.model.width, self.model.heads
+        if self.model.kind == "gpt" and width % heads:
+            near = sorted((width // heads * heads or heads, -(-width // heads) * heads))
+            raise ConfigError(
+                f"model.heads must divide model.width, but {heads} does not divide {width}.",
+                f"Set model.width to {' or '.join(map(str, dict.fromkeys(near)))}, or model.heads to a divisor of {width}.",
+            )
+
+
+class Key(NamedTuple):
+    """One line of `--help-config`."""
+
+    name: str
+    type: str
+    default: Any
+    range: str
+    help: str
+
+
+def keys() -> Iterator[Key]:
+    """Every configuration key, in the order of the file."""
+    for section, field in Config.model_fields.items():
+        for name, key in field.annotation.model_fields.items():
+            choices = getattr(key.annotation, "__args__", None)
+            bounds = [
+                f"{sign} {getattr(bound, attribute):g}"
+                for bound in key.metadata
+                for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+                if hasattr(bound, attribute)
+            ]
+            kind = type(choices[0]).__name__ if choices else key.annotation.__name__
+            allowed = " | ".join(map(str, choices)) if choices else ", ".join(bounds)
+            yield Key(f"{section}.{name}", kind, key.default, allowed, key.description)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a configuration file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration file {path} cannot be read: {error}.", "Name a readable TOML file.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys.") from None
+
+
+def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:
+    """The tables with each `section.key=value` put in; a value is TOML, or else a bare string."""
+    merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot and key):
+            raise ConfigError(f"--set takes section.key=value, but got {setting!r}.", "For example: --set optimizer.lr=1e-3")
+        table = merged.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} must be a table, but the configuration says {section} = {table!r}.",
+                              f"Write a [{section}] table.")
+        table[key] = _toml_value(text.strip())
+    return merged
+
+
+def _toml_value(text: str) -> Any:
+    if text.lstrip("+-").lower() in ("nan", "inf"):
+        return float(text)
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse(tables: Mapping[str, Any]) -> Config:
+    """Validate; one ConfigError lists everything that is wrong."""
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_complaint(item) for item in error.errors()),
+                          "`mpitrain train --help-config` lists every key with its type and range.") from None
+
+
+def _complaint(item: Mapping[str, Any]) -> str:
+    """One pydantic finding in our words: the key, the law, the value."""
+    name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = [key.name for key in keys()]
+        close = difflib.get_close_matches(name, known, 1, 0.6)
+        return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
+    law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
+    if item["type"] == "finite_number" or (isinstance(item["input"], float) and math.isnan(item["input"])):
+        law = "must be a finite number"
+    return f"{name} {law}, but is {item['input']!r}."

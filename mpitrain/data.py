@@ -1,0 +1,200 @@
+"""Data sources. The global batch of step k depends on (seed, k) alone; a rank asks for its rows of it.
+
+Token sources hold out their last tenth; sample sources have a test set. B batch, T tokens in a context, F features.
+"""
+
+import gzip
+import zlib
+import struct
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mpitrain.errors import ConfigError, DataError
+
+SOURCES = "pydocs, digits, text:FILE, tokens:FILE or idx:DIR"
+LLM_C_MAGIC = 20240520  # first int32 of a token file of llm.c, whose header of 256 int32 precedes the tokens
+
+
+class Source(Protocol):
+    """Numbered rows to train on, and held-out rows to evaluate on.
+
+    model       the model.kind this source is for
+    inputs      vocabulary size, or features of a sample
+    classes     what is predicted: one of so many
+    held_out    number of held-out rows
+    """
+
+    model: str
+    inputs: int
+    classes: int
+    held_out: int
+
+    def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+        """Rows `rows` of the global batch of `size` rows of a step: inputs, and int64 targets."""
+
+    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
+        """Held-out rows, in the same form."""
+
+
+class TokenSource:
+    """A stream of tokens cut into windows of T: inputs (B, T) int64, targets the same windows one token later."""
+
+    model = "gpt"
+
+    def __init__(self, tokens: np.ndarray, vocabulary: int, context: int, name: str):
+        self.inputs = self.classes = vocabulary
+        self._context = context
+        cut = len(tokens) - len(tokens) // 10
+        self._train, self._test = tokens[:cut], tokens[cut:]
+        self.held_out = (len(self._test) - 1) // context
+        if self.held_out < 1:
+            raise DataError(
+                f"The held-out tenth of {name} must hold a context of {context} tokens and one more, but the source has "
+                f"{len(tokens)} tokens in all.",
+                f"Use at least {10 * (context + 1)} tokens, or lower model.context.",
+            )
+
+    def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+        starts = np.random.default_rng([seed, step]).integers(len(self._train) - self._context, size=size)
+        return self._windows(self._train, starts[rows.start:rows.stop])
+
+    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
+        return self._windows(self._test, np.arange(rows.start, rows.stop) * self._context)
+
+    def _windows(self, tokens: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        windows = tokens[starts[:, None] + np.arange(self._context + 1)].astype(np.int64)
+        return windows[:, :-1], windows[:, 1:]
+
+
+class SampleSource:
+    """Labelled samples, all of them once per epoch in an order drawn from (seed, epoch): inputs (B, F), targets (B,)."""
+
+    model = "mlp"
+
+    def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
+        self._train, self._test = train, test
+        self.inputs = train[0].shape[1]
+        self.classes = int(max(train[1].max(), test[1].max())) + 1
+        self.held_out = len(test[1])
+
+    def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+        samples, labels = self._train
+        position = step * size + np.arange(rows.start, rows.stop)
+        chosen = np.empty(len(position), np.int64)
+        for epoch in np.unique(position // len(labels)):
+            here = position // len(labels) == epoch
+            order = np.random.default_rng([seed, int(epoch)]).permutation(len(labels))
+            chosen[here] = order[position[here] % len(labels)]
+        return samples[chosen], labels[chosen]
+
+    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
+        samples, labels = self._test
+        return samples[rows.start:rows.stop], labels[rows.start:rows.stop]
+
+
+def open_source(name: str, context: int, dtype: str) -> Source:
+    """Open a source by its configuration name; DataError if it is missing, unreadable or too small.
+
+    context   tokens per row of a token source
+    dtype     of the features of a sample source
+    """
+    kind, _, place = name.partition(":")
+    if kind == "pydocs" and not place:
+        return TokenSource(_pydocs(), 256, context, "pydocs")
+    if kind == "text" and place:
+        return TokenSource(_text(Path(place)), 256, context, place)
+    if kind == "tokens" and place:
+        tokens = _tokens(Path(place))
+        return TokenSource(tokens, _largest(tokens) + 1, context, place)
+    if kind == "digits" and not place:
+        return _digits(dtype)
+    if kind == "idx" and place:
+        return _idx(Path(place), dtype)
+    raise ConfigError(f"data.source must be {SOURCES}, but is {name!r}.", "For example: --set data.source=text:book.txt")
+
+
+def _pydocs() -> np.ndarray:
+    """The text of CPython's own documentation topics, as bytes: real text that every installation has."""
+    from pydoc_data import topics
+
+    return np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
+
+
+def _text(path: Path) -> np.ndarray:
+    if _size(path) == 0:
+        raise DataError(f"{path} is empty.", "Name a file with text in it.")
+    return np.memmap(path, np.uint8, "r")
+
+
+def _tokens(path: Path) -> np.ndarray:
+    size = _size(path)
+    if size == 0 or size % 2:
+        raise DataError(f"{path} must hold uint16 tokens, but has {size} bytes.", "Write it with numpy.ndarray.tofile.")
+    with path.open("rb") as file:
+        head = file.read(4)
+    has_header = len(head) == 4 and struct.unpack("<i", head)[0] == LLM_C_MAGIC
+    if has_header and size <= 1024:
+        raise DataError(f"{path} has the header of a token file and no tokens.", "Write the tokens after the header.")
+    return np.memmap(path, "<u2", "r", offset=1024 if has_header else 0)
+
+
+def _largest(tokens: np.ndarray) -> int:
+    """The largest token, found in pieces so that a large memory map does not become resident at once."""
+    return max(int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
+
+
+def _size(path: Path) -> int:
+    try:
+        with path.open("rb"):
+            return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"The data file {path} cannot be read: {error.strerror}.", "Check data.source.") from None
+
+
+def _digits(dtype: str) -> SampleSource:
+    """The 1797 handwritten 8 x 8 digits of scikit-learn, scaled to 0..1; every fifth is a test image."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError("data.source digits needs scikit-learn, which is not installed.",
+                        "pip install scikit-learn") from None
+    images, labels = load_digits(return_X_y=True)
+    images, labels = (images / 16).astype(dtype), labels.astype(np.int64)
+    test = np.arange(len(labels)) % 5 == 4
+    return SampleSource((images[~test], labels[~test]), (images[test], labels[test]))
+
+
+def _idx(folder: Path, dtype: str) -> SampleSource:
+    """MNIST-format files (train-images-idx3-ubyte and its three companions, gzipped or not), pixels scaled to 0..1."""
+    parts = {}
+    for part in ("train", "t10k"):
+        images = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
+        labels = _idx_array(folder, f"{part}-labels-idx1-ubyte", 1)
+        if len(images) != len(labels) or len(labels) == 0:
+            raise DataError(f"{folder} has {len(images)} {part} images but {len(labels)} labels.",
+                            "Every image needs a label.")
+        parts[part] = (images.reshape(len(images), -1).astype(dtype) / 255, labels.astype(np.int64))
+    if parts["train"][0].shape[1] != parts["t10k"][0].shape[1]:
+        raise DataError(f"Train and test images in {folder} differ in size.", "Use files of one data set.")
+    return SampleSource(parts["train"], parts["t10k"])
+
+
+def _idx_array(folder: Path, name: str, dims: int) -> np.ndarray:
+    """One idx file: two zero bytes, type 8 (uint8), the number of dims, big-endian sizes, then the bytes."""
+    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+    if path is None:
+        raise DataError(f"{folder} holds neither {name} nor {name}.gz.", "Name a folder with the four MNIST-format files.")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}.", "Copy the file again.") from None
+    head = 4 + 4 * dims
+    if len(raw) < head or raw[:4] != bytes((0, 0, 8, dims)):
+        raise DataError(f"{path} is not an idx file of {dims} dims of bytes.", "Use files in the MNIST format.")
+    shape = struct.unpack(f">{dims}I", raw[4:head])
+    if len(raw) - head != int(np.prod(shape)):
+        raise DataError(f"{path} should hold {int(np.prod(shape))} bytes after its header, but holds {len(raw) - head}.",
+                        "Copy the file again.")
+    return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)

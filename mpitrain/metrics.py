@@ -1,0 +1,79 @@
+"""metrics.jsonl: strict JSON, one object per line; and the watchdog that notices when steps stop coming."""
+
+import faulthandler
+import json
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def strict(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with every non-finite number as None and `nonfinite` set if there was one: JSON has no NaN."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return {**clean, "nonfinite": True} if any(v is None and record[k] is not None for k, v in clean.items()) else clean
+
+
+class MetricsFile:
+    """Appends records to a file, each line complete on disk's side of the process before the next."""
+
+    def __init__(self, path: Path):
+        self._file: TextIO = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a line cut short by a killed run is left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Drop all lines that tell of what happened after `step`, and the closing line, as a resume requires."""
+    kept = [r for r in read_metrics(path) if r.get("step", 0) <= step and r.get("event") not in ("end", "stopped", "failed")]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    partial.replace(path)
+
+
+class Watchdog:
+    """Ends the process when nobody has called `alive` for `seconds`: says where each thread stands, then exits 1.
+
+    It is a thread that makes no MPI call; a launcher that sees a rank leave without MPI_Finalize ends the job.
+    """
+
+    def __init__(self, rank: int, seconds: float):
+        self._rank, self._seconds = rank, seconds
+        self._doing, self._since = "starting", time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def alive(self, doing: str) -> None:
+        """Say what is being begun; the clock starts again."""
+        self._doing, self._since = doing, time.monotonic()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._seconds / 4)):
+            silent = time.monotonic() - self._since
+            if silent > self._seconds:
+                print(f"rank {self._rank}: no progress for {silent:.0f} s in {self._doing}; ending the job "
+                      f"(run.stall_seconds is {self._seconds:g}). Where it stands:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(sys.stderr)
+                os._exit(1)

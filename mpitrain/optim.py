@@ -1,0 +1,49 @@
+"""Learning-rate schedules, and the update rules applied to runs of flat buffers."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpitrain import config
+from mpitrain.units import Plan
+
+STATE = {"sgd": (), "momentum": ("momentum",), "adamw": ("first_moment", "second_moment")}
+"""The flat buffers each rule keeps beside the parameters."""
+
+
+def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule down to a tenth of the peak."""
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    progress = min(1.0, (step - settings.warmup) / max(1, steps - settings.warmup))
+    share = {
+        "constant": 1.0,
+        "linear": 1.0 - 0.9 * progress,
+        "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi * progress)),
+    }[settings.schedule]
+    return settings.lr * share
+
+
+class Optimizer:
+    """One update rule over flat buffers; `state` maps a name to a buffer like the parameters'."""
+
+    def __init__(self, settings: config.Optimizer, plan: Plan, ops: Any):
+        self.settings, self.plan, self._ops = settings, plan, ops
+        self.state = {name: np.zeros(plan.length, plan.dtype) for name in STATE[settings.name]}
+
+    def update(self, parameters: np.ndarray, gradients: np.ndarray, lr: float, step: int,
+               start: int = 0, stop: int | None = None) -> None:
+        """Update parameters[start:stop] in place from gradients[start:stop]; `step` counts from 0."""
+        s = self.settings
+        for run in self.plan.runs(start, self.plan.length if stop is None else stop):
+            here = slice(run.start, run.stop)
+            decay = s.weight_decay if run.decayed else 0.0
+            state = [buffer[here] for buffer in self.state.values()]
+            if s.name == "sgd":
+                self._ops.sgd(parameters[here], gradients[here], lr=lr, weight_decay=decay)
+            elif s.name == "momentum":
+                self._ops.momentum(parameters[here], gradients[here], *state, lr=lr, weight_decay=decay, beta=s.momentum)
+            else:
+                self._ops.adamw(parameters[here], gradients[here], *state, lr=lr, weight_decay=decay,
+                                beta1=s.beta1, beta2=s.beta2, epsilon=s.epsilon, step=step + 1)

@@ -1,0 +1,130 @@
+"""How replicas of one model stay equal: the Replication protocol, and data parallelism by all-reduce."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain import config
+from mpitrain.arena import Arena
+from mpitrain.collectives.group import Group
+from mpitrain.optim import Optimizer
+from mpitrain.topology import share
+from mpitrain.units import Bucket, Plan
+
+
+class Step(NamedTuple):
+    """What a rank knows at the end of its backward pass.
+
+    index  number of the step, from 0
+    loss   this rank's part of the mean loss over the global batch
+    lr     learning rate
+    stop   whether this rank was asked to stop
+    """
+
+    index: int
+    loss: float
+    lr: float
+    stop: bool = False
+
+
+class Outcome(NamedTuple):
+    """What every rank knows after a step: the same values on all of them.
+
+    loss       mean over the global batch
+    grad_norm  global 2-norm of the gradient, before clipping
+    nonfinite  gradient elements that are infinite or NaN
+    updated    whether the parameters were updated
+    stop       whether any rank was asked to stop
+    """
+
+    loss: float
+    grad_norm: float
+    nonfinite: int
+    updated: bool
+    stop: bool
+
+
+class Replication:
+    """What the training step calls, unit by unit. The defaults do nothing: one replica whose parameters lie whole."""
+
+    def __init__(self, ops: Any):
+        self._ops = ops
+
+    def share(self, rows: int) -> range:
+        """The rows of a global batch that this rank computes."""
+        return range(rows)
+
+    def open(self, unit: int) -> None:
+        """The unit's parameters are about to be used."""
+
+    def close(self, unit: int) -> None:
+        """They have been used."""
+
+    def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float, arena: Arena) -> tuple[float, np.ndarray]:
+        """Summed cross-entropy of (N, V) logits and (N,) targets, and the gradient of scale x that sum."""
+        return self._ops.cross_entropy(logits, targets, scale, arena)
+
+    def gradient_ready(self, unit: int) -> None:
+        """The unit's gradient is complete on this rank; it may be communicated from now on."""
+
+    def poll(self) -> None:
+        """Move communication along; called between layers."""
+
+    def finish(self, step: Step) -> Outcome:
+        """Wait for the gradients, agree on the outcome, update the parameters."""
+        raise NotImplementedError
+
+    def serve(self) -> None:
+        """The loop of a rank that holds no model."""
+
+
+class AllReduce(Replication):
+    """Data parallelism without a master: every rank computes its rows, gradients are summed by an all-reduce.
+
+    Buckets of whole units lie in the flat gradient buffer; each is reduced in place, from the last unit to the first,
+    while earlier layers still compute. Li et al. 2020, PyTorch Distributed, VLDB 13(12).
+    """
+
+    def __init__(self, group: Group, plan: Plan, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
+                 ops: Any, settings: config.Replication, clip: float):
+        super().__init__(ops)
+        self._group, self._optimizer = group, optimizer
+        self._parameters, self._gradients = parameters, gradients
+        self._overlap, self._clip = settings.overlap, clip
+        self._buckets: dict[int, Bucket] = {b.first_unit: b for b in plan.buckets(settings.bucket_mb * 1e6)}
+        self._reductions = {
+            unit: group.bind(gradients[bucket.start:bucket.stop]) for unit, bucket in self._buckets.items()
+        }
+        self._control = np.zeros(4)  # loss, sum of squares, non-finite elements, stop requests
+        self._agree = group.bind(self._control)
+        # The norm is computed once: each rank squares its share of the reduced gradient.
+        own = share(plan.length, group.rank, group.size)
+        self._own = gradients[own.start:own.stop]
+
+    def share(self, rows: int) -> range:
+        return share(rows, self._group.rank, self._group.size)
+
+    def gradient_ready(self, unit: int) -> None:
+        if self._overlap and unit in self._reductions:
+            self._reductions[unit].start()
+
+    def poll(self) -> None:
+        for reduction in self._reductions.values():
+            reduction.poll()
+
+    def finish(self, step: Step) -> Outcome:
+        for reduction in self._reductions.values():
+            reduction.wait() if self._overlap else reduction.run()
+        squares = self._ops.squared_norm(self._own)
+        nonfinite = 0 if math.isfinite(squares) else self._ops.count_nonfinite(self._own)
+        self._control[:] = step.loss, squares, nonfinite, step.stop
+        self._agree.run()
+        loss, squares, nonfinite, stop = self._control.tolist()
+        norm = math.sqrt(squares) if squares >= 0 else math.nan
+        updated = math.isfinite(loss) and math.isfinite(norm)
+        if updated:
+            if 0 < self._clip < norm:
+                self._gradients *= self._clip / norm
+            self._optimizer.update(self._parameters, self._gradients, step.lr, step.index)
+        return Outcome(loss, norm, int(nonfinite), updated, stop > 0)

@@ -1,0 +1,224 @@
+"""One run from start to end: its directory, its loop, its checkpoints, its metrics."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import tomli_w
+
+from mpitrain import __version__, checkpoint, data
+from mpitrain.config import Config, parse, read_toml
+from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, TrainingError
+from mpitrain.metrics import MetricsFile, Watchdog, cut_after
+from mpitrain.optim import learning_rate
+from mpitrain.trainer import Trainer, build, replicas_equal
+from mpitrain.transport.agree import agreed
+from mpitrain.transport.base import Transport
+
+METRICS, CONFIG, CHECKPOINTS = "metrics.jsonl", "config.toml", "checkpoints"
+
+
+class Watcher(Protocol):
+    """Is told what happens, on rank 0; the command line draws a progress bar from it."""
+
+    def began(self, config: Config, folder: Path, record: dict[str, Any], first_step: int) -> None:
+        """The run starts (or goes on) after `first_step` steps."""
+
+    def stepped(self, step: int, loss: float) -> None:
+        """A step is done."""
+
+    def recorded(self, record: dict[str, Any]) -> None:
+        """A line was written to metrics.jsonl."""
+
+
+class Finished(NamedTuple):
+    """How a run ended: its directory, whether it was stopped on request, and the trainer as it stands."""
+
+    folder: Path
+    stopped: bool
+    trainer: Trainer
+    source: data.Source
+
+
+def prepare_folder(transport: Transport, config: Config, resume: str) -> tuple[Path, bool]:
+    """The run directory, the same on all ranks, and whether it holds a run to go on with; collective.
+
+    resume  "no": a directory that holds a run is refused; "yes": one that holds none is; "auto": either will do
+    """
+    def choose() -> list[Any] | None:
+        if transport.rank != 0:
+            return None
+        folder = Path(config.run.out) if config.run.out else _fresh_name(Path("runs"))
+        has_run = (folder / CONFIG).exists()
+        if resume == "no" and has_run:
+            raise ConfigError(f"{folder} already holds a run.", "Add --resume to go on with it, or choose another --out.")
+        if resume == "yes" and not has_run:
+            raise ConfigError(f"There is no run in {folder} to resume.", "Name its directory with --out, or leave out --resume.")
+        try:
+            (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"The run directory {folder} cannot be made: {error.strerror}.", "Choose another --out.") from None
+        return [str(folder), has_run]
+
+    folder, has_run = transport.gather_text(agreed(transport, choose))[0]
+    return Path(folder), has_run and (resume == "yes" or bool(checkpoint.steps(Path(folder) / CHECKPOINTS)))
+
+
+def _fresh_name(parent: Path) -> Path:
+    date = time.strftime("%Y-%m-%d")
+    return next(folder for n in range(1, 1 << 30) if not (folder := parent / f"{date}-{n}").exists())
+
+
+def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher) -> Finished:
+    """Train as configured, in its run directory; collective.
+
+    resume          see `prepare_folder`
+    stop_requested  asked once per step; a True on any rank ends the run after a checkpoint
+    raises          MpitrainError with `agreed` set where all ranks stop together
+    """
+    folder, goes_on = prepare_folder(transport, config, resume)
+    trainer, source = build(transport, config)
+    first = 0
+    if goes_on:
+        found = agreed(transport, lambda: checkpoint.read(checkpoint.newest(folder / CHECKPOINTS)))
+        agreed(transport, lambda: _resumable(found, config))
+        agreed(transport, lambda: checkpoint.load(found, trainer))
+        first = found.step
+    run = _Run(trainer, source, folder, watcher, first)
+    try:
+        stopped = run.loop(first, stop_requested)
+    finally:
+        run.close()
+    return Finished(folder, stopped, trainer, source)
+
+
+def _resumable(found: checkpoint.Checkpoint, config: Config) -> None:
+    if found.step > config.run.steps:
+        raise CheckpointError(f"The checkpoint is at step {found.step}, past run.steps {config.run.steps}.",
+                              f"Set run.steps to at least {found.step}.")
+
+
+class _Run:
+    """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
+
+    def __init__(self, trainer: Trainer, source: data.Source, folder: Path, watcher: Watcher, first: int):
+        self._trainer, self._source, self._folder, self._watcher = trainer, source, folder, watcher
+        self._config, self._is_root = trainer.config, trainer.transport.rank == 0
+        self._watchdog = Watchdog(trainer.transport.rank, self._config.run.stall_seconds)
+        self._saved_at: int | None = first or None
+        self._metrics: MetricsFile | None = None
+        if self._is_root:
+            (folder / CONFIG).write_text(tomli_w.dumps(self._config.model_dump()))
+            cut_after(folder / METRICS, first)
+            self._metrics = MetricsFile(folder / METRICS)
+            record = {
+                "event": "resume" if first else "start", "step": first, "version": __version__,
+                "ranks": trainer.transport.size, "hosts": len(set(trainer.transport.hosts)),
+                "parameters": trainer.plan.parameter_count, "held_out": source.held_out,
+            }
+            self._metrics.write(record)
+            watcher.began(self._config, folder, record, first)
+
+    def close(self) -> None:
+        self._watchdog.close()
+        if self._metrics:
+            self._metrics.close()
+
+    def loop(self, first: int, stop_requested: Callable[[], bool]) -> bool:
+        """Steps `first` + 1 to the last; returns whether the run was stopped on request."""
+        run, every = self._config.run, self._config.checkpoint.every
+        since, logged_at = time.perf_counter(), first
+        for index in range(first, run.steps):
+            step = index + 1
+            self._watchdog.alive(f"step {step}")
+            rows = self._trainer.share()
+            inputs, targets = self._source.batch(run.seed, index, self._config.batch.size, rows)
+            outcome = self._trainer.step(index, inputs, targets, stop_requested())
+            if self._is_root:
+                self._watcher.stepped(step, outcome.loss)
+            if step == 1 or step % run.log_every == 0 or step == run.steps or outcome.stop or not outcome.updated:
+                now = time.perf_counter()
+                self._log_step(step, outcome, (now - since) / (step - logged_at), targets[0].size)
+                since, logged_at = now, step
+            if not outcome.updated and run.on_nonfinite == "stop":
+                raise self._nonfinite(step, outcome)
+            if outcome.stop and step < run.steps:
+                self._save(step)
+                self._record({"event": "stopped", "step": step})
+                return True
+            if run.eval_every > 0 and step % run.eval_every == 0 and step < run.steps:
+                self._evaluate(step)
+                since, logged_at = time.perf_counter(), step
+            if every and step % every == 0:
+                self._save(step)
+        if run.eval_every >= 0:
+            self._evaluate(run.steps)
+        self._save(run.steps)
+        equal = replicas_equal(self._trainer)
+        self._record({"event": "end", "step": run.steps, "replicas_equal": equal,
+                      "peak_activation_bytes": self._trainer.arena.peak})
+        if not equal:
+            error = TrainingError("After the last step the parameters differ between replicas.",
+                                  "This is a fault of mpitrain or of the machine's memory; please report it.")
+            error.agreed = True
+            raise error
+        return False
+
+    def _log_step(self, step: int, outcome: Any, step_s: float, predictions: int) -> None:
+        size = self._config.batch.size
+        rates = {"samples_per_s": size / step_s}
+        if self._source.model == "gpt":
+            rates["tokens_per_s"] = size * predictions / step_s
+        skipped = {} if outcome.updated else {"skipped": True, "nonfinite_elements": outcome.nonfinite}
+        lr = learning_rate(self._config.optimizer, step - 1, self._config.run.steps)
+        self._record({"step": step, "loss": outcome.loss, "lr": lr, "grad_norm": outcome.grad_norm, "step_s": step_s,
+                      **rates, "peak_activation_bytes": self._trainer.arena.peak, **skipped})
+
+    def _evaluate(self, step: int) -> None:
+        self._watchdog.alive(f"the evaluation after step {step}")
+        loss, accuracy = self._trainer.evaluate(self._source)
+        self._record({"step": step, "val_loss": loss, "val_accuracy": accuracy})
+
+    def _save(self, step: int) -> None:
+        """Checkpoint on rank 0; an error there is agreed, so that no rank trains on without one."""
+        if self._saved_at == step:
+            return
+        self._watchdog.alive(f"the checkpoint of step {step}")
+        agreed(self._trainer.transport, lambda: self._save_on_root(step))
+        self._saved_at = step
+
+    def _save_on_root(self, step: int) -> None:
+        if not self._is_root:
+            return
+        try:
+            checkpoint.save(self._folder / CHECKPOINTS, self._trainer, step, self._config.checkpoint.keep)
+        except OSError as error:
+            raise TrainingError(f"The checkpoint of step {step} cannot be written: {error}.",
+                                f"Make room, then go on with --resume --out {self._folder}.") from None
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self._metrics:
+            self._metrics.write(record)
+            self._watcher.recorded(record)
+
+    def _nonfinite(self, step: int, outcome: Any) -> MpitrainError:
+        self._record({"event": "failed", "step": step})
+        error = TrainingError(
+            f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are not finite.",
+            "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
+        )
+        error.agreed = True
+        return error
+
+
+def open_run(transport: Transport, folder: Path, overrides: dict[str, Any] | None = None) -> tuple[Config, checkpoint.Checkpoint]:
+    """Configuration and newest checkpoint of a run directory, for `eval` and `generate`; collective."""
+    def read() -> tuple[Config, checkpoint.Checkpoint]:
+        tables = read_toml(folder / CONFIG)
+        tables["layout"] = {}
+        for section, table in (overrides or {}).items():
+            tables.setdefault(section, {}).update(table)
+        return parse(tables), checkpoint.read(checkpoint.newest(folder / CHECKPOINTS))
+
+    return agreed(transport, read)

@@ -1,0 +1,156 @@
+"""The training step over a list of units, and the one function that builds everything bound to a transport."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpitrain.backend import backend_for
+from mpitrain.collectives.group import Group
+from mpitrain.config import Config
+from mpitrain.data import Source, open_source
+from mpitrain.errors import ConfigError
+from mpitrain.layers import Plain
+from mpitrain.layers.base import Unit
+from mpitrain.models.gpt import gpt
+from mpitrain.models.mlp import mlp
+from mpitrain.ops import ops_for
+from mpitrain.optim import Optimizer, learning_rate
+from mpitrain.parallel.replicate import AllReduce, Outcome, Step
+from mpitrain.topology import share, topology
+from mpitrain.transport.agree import agreed
+from mpitrain.transport.base import Transport
+from mpitrain.units import Plan
+
+
+class Trainer:
+    """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
+
+    plan         where each tensor lies in the flat buffers
+    parameters   flat buffer, equal on all replicas
+    optimizer    its `state` maps names to buffers like `parameters`
+    arena        where activations come from
+    """
+
+    def __init__(self, transport: Transport, units: Sequence[Unit], config: Config):
+        grid = topology(config, transport.size)
+        self.config, self.transport, self.units = config, transport, list(units)
+        self.backend = backend_for(config.device.kind)
+        self._ops = ops_for(self.backend.kind)
+        self.arena = self.backend.arena()
+        self.plan = Plan(self.units, config.precision.compute, grid.dp)
+        self.parameters = transport.allocate(self.plan.length, self.plan.dtype)
+        self.plan.initialize(self.parameters, config.run.seed)
+        gradients = transport.allocate(self.plan.length, self.plan.dtype)
+        self._weights = self.plan.weights(self.parameters)
+        self._gradients, self._leaves = self.plan.gradients(gradients)
+        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops)
+        self.group = Group(transport, config.replication.algorithm)
+        self.replication = AllReduce(
+            self.group, self.plan, self.parameters, gradients, self.optimizer, self._ops, config.replication,
+            config.optimizer.clip,
+        )
+
+    def share(self) -> range:
+        """The rows of the global batch that this rank computes."""
+        return self.replication.share(self.config.batch.size)
+
+    def step(self, index: int, inputs: np.ndarray, targets: np.ndarray, stop: bool = False) -> Outcome:
+        """One optimizer step; collective.
+
+        index    number of the step, from 0
+        inputs   this rank's rows (see `share`) of the global batch
+        targets  their classes: (rows,) or (rows, tokens)
+        stop     ask all ranks to stop after this step; the outcome tells them
+        """
+        rows, parts = len(inputs), self.config.batch.micro_batches
+        scale = 1 / (self.config.batch.size * targets[0].size)
+        for leaf in self._leaves:
+            leaf.filled = False
+        loss = 0.0
+        for part in range(parts):
+            mine = share(rows, part, parts)
+            here = slice(mine.start, mine.stop)
+            loss += scale * self._forward_backward(inputs[here], targets[here], scale, is_last=part == parts - 1)
+        lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
+        return self.replication.finish(Step(index, loss, lr, stop))
+
+    def _forward_backward(self, inputs: np.ndarray, targets: np.ndarray, scale: float, is_last: bool) -> float:
+        """Add one micro-batch's gradients; returns its summed loss."""
+        replication, arena = self.replication, self.arena
+        saved = []
+        x = self.backend.from_host(inputs)
+        for index, unit in enumerate(self.units):
+            replication.open(index)
+            x, kept = unit.layer.forward(self._weights[index], x, arena)
+            replication.close(index)
+            saved.append(kept)
+        flat = self.backend.from_host(targets).reshape(-1)
+        loss, dy = replication.loss(x.reshape(len(flat), -1), flat, scale, arena)
+        dy = dy.reshape(x.shape)
+        del x, kept
+        for index in reversed(range(len(self.units))):
+            layer = self.units[index].layer
+            replication.open(index)
+            dy, pending = layer.backward_input(self._weights[index], dy, saved.pop(), arena)
+            replication.close(index)
+            layer.backward_weight(pending, self._gradients[index])
+            del pending
+            if is_last:
+                replication.gradient_ready(index)
+            replication.poll()
+        return float(loss)
+
+    def logits(self, inputs: np.ndarray) -> np.ndarray:
+        """What the model says of these rows: (rows, [tokens,] classes), in this backend's memory. Local."""
+        x = self.backend.from_host(inputs)
+        for weights, unit in zip(self._weights, self.units, strict=True):
+            x, _ = unit.layer.forward(weights, x, self.arena)
+        return x
+
+    def evaluate(self, source: Source) -> tuple[float, float]:
+        """Mean loss (nats per prediction) and share of right predictions over all held-out rows; collective."""
+        mine = share(source.held_out, self.group.rank, self.group.size)
+        rows = max(1, self.config.batch.size // (self.group.size * self.config.batch.micro_batches))
+        totals = np.zeros(3)
+        for start in range(mine.start, mine.stop, rows):
+            inputs, targets = source.held_out_rows(range(start, min(start + rows, mine.stop)))
+            flat = self.backend.from_host(targets).reshape(-1)
+            logits = self.logits(inputs).reshape(len(flat), -1)
+            right = self._ops.count_correct(logits, flat)
+            totals += float(self._ops.cross_entropy_loss(logits, flat, self.arena)), int(right), len(flat)
+        self.group.all_reduce(totals)
+        return totals[0] / totals[2], totals[1] / totals[2]
+
+
+def build(transport: Transport, config: Config) -> tuple[Trainer, Source]:
+    """Everything of a run that is bound to a transport; collective. A checkpoint is put in with `checkpoint.load`."""
+    agreed(transport, lambda: topology(config, transport.size))
+    source = agreed(transport, lambda: _matching_source(config))
+    return Trainer(transport, model(config, source), config), source
+
+
+def model(config: Config, source: Source) -> list[Unit]:
+    """The configured network for this source's inputs and classes."""
+    layers, m = Plain(ops_for(config.device.kind)), config.model
+    if m.kind == "gpt":
+        return gpt(layers, vocab=source.inputs, context=m.context, width=m.width, heads=m.heads, depth=m.layers,
+                   tied=m.tied)
+    return mlp(layers, features=source.inputs, hidden=[m.width] * m.layers, classes=source.classes)
+
+
+def _matching_source(config: Config) -> Source:
+    source = open_source(config.data.source, config.model.context, config.precision.compute)
+    if source.model != config.model.kind:
+        raise ConfigError(
+            f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",
+            f"Add --set model.kind={source.model}, or choose another data.source.",
+        )
+    return source
+
+
+def replicas_equal(trainer: Trainer) -> bool:
+    """Whether the parameters are bitwise equal on all replicas, and hold no NaN; collective."""
+    digest = hashlib.sha256(trainer.backend.to_host(trainer.parameters).tobytes()).hexdigest()
+    return len(set(trainer.transport.gather_text(digest))) == 1
