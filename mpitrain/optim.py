@@ -1,11 +1,13 @@
 """Learning-rate schedules, and the update rules applied to runs of flat buffers."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpitrain import config
+from mpitrain.arena import Arena
 from mpitrain.units import Plan
 
 STATE = {"sgd": (), "momentum": ("momentum",), "adamw": ("first_moment", "second_moment")}
@@ -28,22 +30,20 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 class Optimizer:
     """One update rule over flat buffers; `state` maps a name to a buffer like the parameters'."""
 
-    def __init__(self, settings: config.Optimizer, plan: Plan, ops: Any):
-        self.settings, self.plan, self._ops = settings, plan, ops
+    def __init__(self, settings: config.Optimizer, plan: Plan, ops: Any, arena: Arena):
+        self.settings, self.plan, self._ops, self._arena = settings, plan, ops, arena
         self.state = {name: np.zeros(plan.length, plan.dtype) for name in STATE[settings.name]}
 
-    def update(self, parameters: np.ndarray, gradients: np.ndarray, lr: float, step: int,
+    def update(self, parameters: np.ndarray, gradients: np.ndarray, scale: float, lr: float, step: int,
                start: int = 0, stop: int | None = None) -> None:
-        """Update parameters[start:stop] in place from gradients[start:stop]; `step` counts from 0."""
+        """Update parameters[start:stop] in place from scale x gradients[start:stop]; `step` counts from 0."""
         s = self.settings
+        rule = {
+            "sgd": self._ops.sgd,
+            "momentum": partial(self._ops.momentum, beta=s.momentum),
+            "adamw": partial(self._ops.adamw, beta1=s.beta1, beta2=s.beta2, eps=s.epsilon, step=step + 1),
+        }[s.name]
         for run in self.plan.runs(start, self.plan.length if stop is None else stop):
             here = slice(run.start, run.stop)
-            decay = s.weight_decay if run.decayed else 0.0
-            state = [buffer[here] for buffer in self.state.values()]
-            if s.name == "sgd":
-                self._ops.sgd(parameters[here], gradients[here], lr=lr, weight_decay=decay)
-            elif s.name == "momentum":
-                self._ops.momentum(parameters[here], gradients[here], *state, lr=lr, weight_decay=decay, beta=s.momentum)
-            else:
-                self._ops.adamw(parameters[here], gradients[here], *state, lr=lr, weight_decay=decay,
-                                beta1=s.beta1, beta2=s.beta2, epsilon=s.epsilon, step=step + 1)
+            buffers = [buffer[here] for buffer in (parameters, gradients, *self.state.values())]
+            rule(*buffers, scale=scale, lr=lr, weight_decay=s.weight_decay if run.decayed else 0.0, arena=self._arena)

@@ -45,11 +45,11 @@ class Trainer:
         gradients = transport.allocate(self.plan.length, self.plan.dtype)
         self._weights = self.plan.weights(self.parameters)
         self._gradients, self._leaves = self.plan.gradients(gradients)
-        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops)
+        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.arena)
         self.group = Group(transport, config.replication.algorithm)
         self.replication = AllReduce(
-            self.group, self.plan, self.parameters, gradients, self.optimizer, self._ops, config.replication,
-            config.optimizer.clip,
+            self.group, self.plan, self.parameters, gradients, self.optimizer, self._ops, self.arena,
+            config.replication, config.optimizer.clip,
         )
 
     def share(self) -> range:
@@ -87,7 +87,7 @@ class Trainer:
             replication.close(index)
             saved.append(kept)
         flat = self.backend.from_host(targets).reshape(-1)
-        loss, dy = replication.loss(x.reshape(len(flat), -1), flat, scale, arena)
+        loss, dy = replication.loss(x.reshape(len(flat), -1), flat, scale)
         dy = dy.reshape(x.shape)
         del x, kept
         for index in reversed(range(len(self.units))):
@@ -118,7 +118,7 @@ class Trainer:
             inputs, targets = source.held_out_rows(range(start, min(start + rows, mine.stop)))
             flat = self.backend.from_host(targets).reshape(-1)
             logits = self.logits(inputs).reshape(len(flat), -1)
-            right = self._ops.count_correct(logits, flat)
+            right = self._ops.count_correct(logits, flat, self.arena)
             totals += float(self._ops.cross_entropy_loss(logits, flat, self.arena)), int(right), len(flat)
         self.group.all_reduce(totals)
         return totals[0] / totals[2], totals[1] / totals[2]

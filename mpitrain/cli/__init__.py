@@ -1,10 +1,16 @@
 """The command line. Each command lives in a file of its own, loaded only when it is called or described."""
 
 import importlib
+import sys
 
 import click
 
 from mpitrain import __version__
+from mpitrain.cli.ending import leave_usage
+
+STOPPED = 85  # exit code of a run that stopped on request after a checkpoint: run it again to go on
+REPORT = "MPITRAIN_REPORT"  # set by `launch`: a file in which rank 0 of `train` leaves the path of its metrics.jsonl
+TERMINAL = "MPITRAIN_TERMINAL"  # set to 1 by `launch` when a terminal is behind the pipe that the ranks are given
 
 COMMANDS = ("train", "launch", "eval", "generate", "doctor")
 
@@ -19,9 +25,19 @@ class LazyGroup(click.Group):
         return importlib.import_module(f"mpitrain.cli.{name}").command if name in COMMANDS else None
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run a command, and let all ranks leave together if its usage is wrong."""
+    try:
+        sys.exit(commands.main(arguments, prog_name="mpitrain", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        leave_usage(error.show, error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mpitrain")
-def main() -> None:
+def commands() -> None:
     """Train neural networks with nothing but message passing.
 
     \b

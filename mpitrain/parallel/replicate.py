@@ -48,8 +48,8 @@ class Outcome(NamedTuple):
 class Replication:
     """What the training step calls, unit by unit. The defaults do nothing: one replica whose parameters lie whole."""
 
-    def __init__(self, ops: Any):
-        self._ops = ops
+    def __init__(self, ops: Any, arena: Arena):
+        self._ops, self._arena = ops, arena
 
     def share(self, rows: int) -> range:
         """The rows of a global batch that this rank computes."""
@@ -61,9 +61,9 @@ class Replication:
     def close(self, unit: int) -> None:
         """They have been used."""
 
-    def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float, arena: Arena) -> tuple[float, np.ndarray]:
+    def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[float, np.ndarray]:
         """Summed cross-entropy of (N, V) logits and (N,) targets, and the gradient of scale x that sum."""
-        return self._ops.cross_entropy(logits, targets, scale, arena)
+        return self._ops.cross_entropy(logits, targets, scale, self._arena)
 
     def gradient_ready(self, unit: int) -> None:
         """The unit's gradient is complete on this rank; it may be communicated from now on."""
@@ -87,8 +87,8 @@ class AllReduce(Replication):
     """
 
     def __init__(self, group: Group, plan: Plan, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
-                 ops: Any, settings: config.Replication, clip: float):
-        super().__init__(ops)
+                 ops: Any, arena: Arena, settings: config.Replication, clip: float):
+        super().__init__(ops, arena)
         self._group, self._optimizer = group, optimizer
         self._parameters, self._gradients = parameters, gradients
         self._overlap, self._clip = settings.overlap, clip
@@ -116,15 +116,14 @@ class AllReduce(Replication):
     def finish(self, step: Step) -> Outcome:
         for reduction in self._reductions.values():
             reduction.wait() if self._overlap else reduction.run()
-        squares = self._ops.squared_norm(self._own)
-        nonfinite = 0 if math.isfinite(squares) else self._ops.count_nonfinite(self._own)
+        squares = self._ops.square_sum(self._own, self._arena)
+        nonfinite = 0 if math.isfinite(squares) else self._ops.count_nonfinite(self._own, self._arena)
         self._control[:] = step.loss, squares, nonfinite, step.stop
         self._agree.run()
         loss, squares, nonfinite, stop = self._control.tolist()
         norm = math.sqrt(squares) if squares >= 0 else math.nan
         updated = math.isfinite(loss) and math.isfinite(norm)
         if updated:
-            if 0 < self._clip < norm:
-                self._gradients *= self._clip / norm
-            self._optimizer.update(self._parameters, self._gradients, step.lr, step.index)
+            scale = self._clip / norm if 0 < self._clip < norm else 1.0
+            self._optimizer.update(self._parameters, self._gradients, scale, step.lr, step.index)
         return Outcome(loss, norm, int(nonfinite), updated, stop > 0)

@@ -1,0 +1,71 @@
+"""How a rank begins and ends: connected, and leaving together with the others or taking them along."""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mpitrain import device
+from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.transport.base import Transport
+
+
+@contextmanager
+def ranks(allow_alone: bool = False) -> Iterator[Transport]:
+    """Connect to the other ranks; when the body has run, all pass a barrier before any leaves.
+
+    An error that every rank has is printed by rank 0, and all leave with its exit code. Anything else that is raised ends
+    the whole job at once, with this rank's traceback. `allow_alone`: do not refuse N processes that are each alone.
+    """
+    device.limit_blas_threads()
+    from mpitrain.transport.mpi import connect
+
+    transport = connect()
+    try:
+        if not allow_alone:
+            refuse_strangers(transport)
+        yield transport
+        transport.barrier()
+    except MpitrainError as error:
+        if not error.agreed:
+            transport.abort(str(error))
+        leave_together(transport, lambda: print(error, file=sys.stderr, flush=True), error.exit_code)
+    except BaseException as error:
+        if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        transport.abort(f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}")
+
+
+def refuse_strangers(transport: Transport) -> None:
+    """N processes that each believe they are rank 0 of 1 would all write the same files: refuse them."""
+    started = device.launched()
+    if started.size == 1 or transport.size > 1:
+        return
+    if started.rank > 0:
+        time.sleep(1)  # no barrier joins these processes, and the first to leave may end the one that prints
+        sys.exit(ConfigError.exit_code)
+    error = ConfigError(
+        f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
+        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
+    )
+    error.agreed = True
+    raise error
+
+
+def leave_together(transport: Transport, show: Callable[[], None], exit_code: int) -> None:
+    """Rank 0 shows why; every rank leaves with the code after a barrier, so that no launcher cuts the message off."""
+    if transport.rank == 0:
+        show()
+    transport.barrier()
+    sys.exit(exit_code)
+
+
+def leave_usage(show: Callable[[], None], exit_code: int) -> None:
+    """As `leave_together`, for a command line that was refused before anything was connected."""
+    if device.launched().size == 1:
+        show()
+        sys.exit(exit_code)
+    from mpitrain.transport.mpi import connect
+
+    leave_together(connect(), show, exit_code)

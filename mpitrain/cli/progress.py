@@ -1,0 +1,83 @@
+"""What a run looks like on rank 0: a bar on a terminal, plain lines elsewhere."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from mpitrain.cli import REPORT, TERMINAL
+from mpitrain.config import Config
+from mpitrain.session import METRICS
+
+
+class Silent:
+    """The watcher of every rank but 0."""
+
+    def began(self, config: Config, folder: Path, record: dict[str, Any], first_step: int) -> None:
+        pass
+
+    def stepped(self, step: int, loss: float) -> None:
+        pass
+
+    def recorded(self, record: dict[str, Any]) -> None:
+        pass
+
+
+class Progress:
+    """Prints records as they come; on a terminal a bar shows loss, tokens/s and the time left."""
+
+    def __init__(self) -> None:
+        # mpirun hands a pipe to its ranks; `mpitrain launch` says what is at the other end of it.
+        self._is_terminal = sys.stderr.isatty() or os.environ.get(TERMINAL) == "1"
+
+    def began(self, config: Config, folder: Path, record: dict[str, Any], first_step: int) -> None:
+        if report := os.environ.get(REPORT):
+            Path(report).write_text(str(folder.resolve() / METRICS))
+        c, m = config, config.model
+        network = f"{m.kind}, {m.layers} layers of width {m.width}"
+        print(f"{network}: {record['parameters']:,} parameters on {c.data.source}; {record['ranks']} rank(s), "
+              f"{c.replication.algorithm} all-reduce; run directory {folder}", flush=True)
+        self._steps, self._first, self._start = c.run.steps, first_step, time.perf_counter()
+        self._bar = tqdm(total=c.run.steps, initial=first_step, unit="step", disable=not self._is_terminal,
+                         file=sys.stderr, dynamic_ncols=sys.stderr.isatty(), ncols=None if sys.stderr.isatty() else 100)
+
+    def stepped(self, step: int, loss: float) -> None:
+        self._bar.update()
+
+    def recorded(self, record: dict[str, Any]) -> None:
+        event, step = record.get("event"), record["step"]
+        if "loss" in record:
+            rate = record.get("tokens_per_s", record["samples_per_s"])
+            unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
+            if self._is_terminal:
+                self._bar.set_postfix_str(f"loss {record['loss']:.3f}, {rate:,.0f} {unit}", refresh=False)
+            if not self._is_terminal or record.get("skipped"):
+                self._line(f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
+                           f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}  "
+                           f"left {self._left(step)}" + ("  skipped: not finite" if record.get("skipped") else ""))
+        elif "val_loss" in record:
+            self._line(f"step {step}: validation loss {record['val_loss']:.4f} nats, "
+                       f"{record['val_accuracy']:.1%} of predictions right")
+        elif event == "end":
+            self._bar.close()
+            equal = "equal" if record["replicas_equal"] else "NOT equal"
+            print(f"done: parameters bitwise {equal} on all ranks, "
+                  f"peak activations {record['peak_activation_bytes'] / 1e6:.1f} MB on rank 0", flush=True)
+        else:
+            self._bar.close()
+            print(f"{event} at step {step}" + ("; --resume goes on from there" if event == "stopped" else ""), flush=True)
+
+    def _left(self, step: int) -> str:
+        seconds = (time.perf_counter() - self._start) / max(1, step - self._first) * (self._steps - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+    def _line(self, text: str) -> None:
+        if self._is_terminal:
+            self._bar.write(text)
+        else:
+            click.echo(text)
+            sys.stdout.flush()

@@ -1,0 +1,97 @@
+"""`mpitrain train`: build what the configuration says and train it."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli import STOPPED
+from mpitrain.cli.ending import ranks
+
+SAMPLE = 400  # bytes of text printed after training
+
+
+class ResumeCommand(click.Command):
+    """Lets `--resume` stand alone before another argument: only `--resume=auto` carries a value."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(context, ["--resume=yes" if a == "--resume" else a for a in args])
+
+
+@click.command(cls=ResumeCommand)
+@click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path))
+@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one configuration key (repeatable).")
+@click.option("--out", metavar="DIR", help="Run directory (default runs/<date>-<n>).")
+@click.option("--resume", type=click.Choice(["yes", "auto"]), default=None, metavar="[=auto]",
+              help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.")
+@click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
+@click.option("--device", metavar="KIND", help="Where to compute: cpu.")
+@click.option("--help-config", is_flag=True, help="Print every configuration key and exit.")
+def command(config_file: Path | None, settings: tuple[str, ...], out: str | None, resume: str | None, dp: int | None,
+            device: str | None, help_config: bool) -> None:
+    """Train a network, on all the ranks this was started with.
+
+    Without arguments: a small GPT on the text of Python's own documentation.
+    """
+    if help_config:
+        print_keys()
+        return
+    overrides = [*settings, *(f"{key}={value}" for key, value in (("layout.dp", dp), ("device.kind", device))
+                              if value is not None)]
+    with ranks() as transport:
+        finished = _train(transport, config_file, overrides, out, resume or "no")
+    sys.exit(STOPPED if finished.stopped else 0)
+
+
+def _train(transport: Any, config_file: Path | None, settings: list[str], out: str | None, resume: str) -> Any:
+    from mpitrain.cli.progress import Progress, Silent
+    from mpitrain.config import parse, read_toml, with_settings
+    from mpitrain.session import CONFIG, train
+    from mpitrain.transport.agree import agreed
+
+    def resolve() -> Any:
+        tables: dict[str, Any] = {}
+        if config_file:
+            tables = read_toml(config_file)
+        elif resume != "no" and out and (Path(out) / CONFIG).exists():
+            tables = {**read_toml(Path(out) / CONFIG), "layout": {}}  # a resumed run may have other ranks
+        tables = with_settings(tables, settings)
+        if out:
+            tables.setdefault("run", {})["out"] = out
+        return parse(tables)
+
+    config = agreed(transport, resolve)
+    requested: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: requested.append(number))
+    finished = train(transport, config, resume, lambda: bool(requested), Progress() if transport.rank == 0 else Silent())
+    if transport.rank == 0 and not finished.stopped and finished.source.model == "gpt":
+        _print_sample(finished)
+    return finished
+
+
+def _print_sample(finished: Any) -> None:
+    """A little of what the model writes after a line break; raw bytes where the source is text, else token numbers."""
+    from itertools import islice
+
+    from mpitrain.generate import tokens
+
+    is_text = finished.source.inputs == 256
+    drawn = islice(tokens(finished.trainer, [ord("\n") if is_text else 0], temperature=0.8, top_k=40, seed=0), SAMPLE)
+    print("a sample of what it writes:\n" + (bytes(drawn).decode(errors="replace") if is_text else " ".join(map(str, drawn))))
+    sys.stdout.flush()
+
+
+def print_keys() -> None:
+    """Every configuration key with type, default, range and help."""
+    from mpitrain.config import keys
+
+    section = ""
+    for key in keys():
+        if key.name.split(".")[0] != section:
+            section = key.name.split(".")[0]
+            click.echo(f"\n[{section}]")
+        kind = key.type + (f" {key.range}" if key.range else "")
+        click.echo(f"  {key.name:<24} {kind:<28} {key.default!r:<14} {key.help}")

@@ -1,0 +1,37 @@
+"""Text from a trained GPT: one token at a time, each drawn from what the model says of the tokens before it."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mpitrain.errors import ConfigError
+from mpitrain.trainer import Trainer
+
+
+def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: int, seed: int) -> Iterator[int]:
+    """Tokens after `prompt`, without end; local.
+
+    temperature  0 takes the likeliest token
+    top_k        draw among so many of the likeliest; 0: among all
+    """
+    context = trainer.config.model.context
+    window = np.zeros((1, context), np.int64)  # tokens to the right of the prompt are masked: any value will do
+    recent = list(prompt)[-context:]
+    if not recent:
+        raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
+    generator = np.random.default_rng(seed)
+    while True:
+        window[0, :len(recent)] = recent
+        logits = trainer.backend.to_host(trainer.logits(window))[0, len(recent) - 1].astype(np.float64)
+        token = _draw(logits, temperature, top_k, generator)
+        yield token
+        recent = [*recent, token][-context:]
+
+
+def _draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        logits = np.where(logits < np.sort(logits)[-top_k], -np.inf, logits)
+    weights = np.exp((logits - logits.max()) / temperature)
+    return int(generator.choice(len(weights), p=weights / weights.sum()))

@@ -1,0 +1,82 @@
+"""The configuration: what is refused, in which words, and what is filled in."""
+
+import pytest
+
+from mpitrain.config import Config, keys, parse, read_toml, with_settings
+from mpitrain.errors import ConfigError
+from mpitrain.topology import share, topology
+
+
+def refusal(*settings, tables=None):
+    with pytest.raises(ConfigError) as raised:
+        parse(with_settings(tables or {}, list(settings)))
+    return str(raised.value)
+
+
+def test_defaults_are_a_whole_configuration_and_survive_a_round_trip():
+    assert parse(Config().model_dump()) == Config()
+
+
+def test_an_unknown_key_names_the_nearest_one():
+    assert refusal("model.widht=64").splitlines()[0] == "ConfigError: There is no key model.widht; did you mean model.width?"
+
+
+@pytest.mark.parametrize("setting, complaint", [
+    ("optimizer.lr=nan", "optimizer.lr must be a finite number, but is nan."),
+    ("optimizer.lr=inf", "optimizer.lr must be a finite number, but is inf."),
+    ("optimizer.lr=-1", "optimizer.lr must be greater than 0, but is -1."),
+    ("optimizer.lr=true", "optimizer.lr must be a valid number, but is True."),
+    ("run.steps=1.5", "run.steps must be a valid integer, but is 1.5."),
+    ("run.steps=many", "run.steps must be a valid integer, but is 'many'."),
+    ("model.tied=1", "model.tied must be a valid boolean, but is 1."),
+    ("model.kind=rnn", "model.kind must be 'gpt' or 'mlp', but is 'rnn'."),
+    ("model.heads=3", "model.heads must divide model.width, but 3 does not divide 128."),
+    ("model.heads=256", "model.heads must divide model.width, but 256 does not divide 128."),
+    ("nonsense", "--set takes section.key=value, but got 'nonsense'."),
+])
+def test_a_bad_value_is_refused_with_law_and_value(setting, complaint):
+    assert refusal(setting).splitlines()[0] == f"ConfigError: {complaint}"
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    assert "optimizer.lr" in (text := refusal("optimizer.lr=nan", "run.steps=-1")) and "run.steps" in text
+
+
+def test_heads_that_do_not_divide_name_the_nearest_widths():
+    assert "Set model.width to 126 or 129" in refusal("model.heads=3")
+
+
+def test_a_file_that_is_not_toml_is_refused(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("[run\n")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        read_toml(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_toml(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_toml(tmp_path / "missing.toml")
+
+
+def test_every_key_has_help():
+    assert all(key.help for key in keys())
+    assert len({key.name for key in keys()}) == len(list(keys()))
+
+
+@pytest.mark.parametrize("settings, ranks, complaint", [
+    (["layout.dp=2"], 3, "dp 2 x tp 1 x pp 1 needs 2 ranks, but 3 were started."),
+    (["batch.size=3"], 4, "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3."),
+    (["batch.size=7", "batch.micro_batches=4"], 2, "Each of dp 2 x micro-batches 4 = 8 shares needs a sequence"),
+])
+def test_a_layout_that_does_not_come_out_is_refused(settings, ranks, complaint):
+    with pytest.raises(ConfigError) as raised:
+        topology(parse(with_settings({}, settings)), ranks)
+    assert complaint in raised.value.law
+
+
+@pytest.mark.parametrize("rows", (0, 1, 7, 32))
+@pytest.mark.parametrize("parts", (1, 2, 3, 5))
+def test_shares_are_a_partition_and_none_is_empty_when_there_are_enough_rows(rows, parts):
+    shares = [share(rows, part, parts) for part in range(parts)]
+    assert [row for part in shares for row in part] == list(range(rows))
+    assert parts > rows or all(shares)

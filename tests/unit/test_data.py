@@ -1,0 +1,127 @@
+"""Data sources: batches depend on (seed, step) alone, held-out rows are never trained on, bad files are refused."""
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+
+from mpitrain.data import open_source
+from mpitrain.errors import ConfigError, DataError
+
+
+@pytest.fixture(params=["pydocs", "text", "tokens", "digits", "idx"])
+def source(request, tmp_path):
+    if request.param == "text":
+        (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+        return open_source(f"text:{tmp_path}/text", 16, "float32")
+    if request.param == "tokens":
+        (np.arange(5000) % 900).astype("<u2").tofile(tmp_path / "tokens")
+        return open_source(f"tokens:{tmp_path}/tokens", 16, "float32")
+    if request.param == "idx":
+        write_mnist(tmp_path)
+        return open_source(f"idx:{tmp_path}", 16, "float32")
+    if request.param == "digits":
+        pytest.importorskip("sklearn")
+    return open_source(request.param, 16, "float32")
+
+
+def write_mnist(folder, train=50, test=20):
+    generator = np.random.default_rng(0)
+    for part, count in (("train", train), ("t10k", test)):
+        images = generator.integers(256, size=(count, 28, 28), dtype=np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        packed = struct.pack(">4B3I", 0, 0, 8, 3, count, 28, 28) + images.tobytes()
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(packed))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">4BI", 0, 0, 8, 1, count) + labels.tobytes())
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 5))
+def test_the_rows_of_all_ranks_put_together_are_the_batch_of_one(source, ranks):
+    whole = source.batch(3, 7, 11, range(11))
+    cuts = [11 * r // ranks for r in range(ranks + 1)]
+    parts = [source.batch(3, 7, 11, range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    for i in range(2):
+        assert np.array_equal(np.concatenate([p[i] for p in parts]), whole[i])
+
+
+def test_batches_repeat_and_differ_by_step_and_seed(source):
+    first = source.batch(0, 0, 8, range(8))[0]
+    assert np.array_equal(first, source.batch(0, 0, 8, range(8))[0])
+    assert not np.array_equal(first, source.batch(0, 1, 8, range(8))[0])
+    assert not np.array_equal(first, source.batch(1, 0, 8, range(8))[0])
+
+
+def test_held_out_rows_have_the_form_of_a_batch(source):
+    inputs, targets = source.batch(0, 0, 2, range(2))
+    held, held_targets = source.held_out_rows(range(source.held_out - 2, source.held_out))
+    assert held.shape == inputs.shape and held.dtype == inputs.dtype
+    assert held_targets.shape == targets.shape and held_targets.dtype == targets.dtype
+    assert held_targets.max() < source.classes
+
+
+def test_targets_are_the_tokens_one_later(tmp_path):
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "t")
+    inputs, targets = open_source(f"tokens:{tmp_path}/t", 8, "float32").batch(0, 0, 100, range(100))
+    assert np.array_equal(inputs + 1, targets)
+
+
+def test_the_last_tenth_of_the_tokens_is_never_trained_on(tmp_path):
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "t")
+    source = open_source(f"tokens:{tmp_path}/t", 8, "float32")
+    trained = max(source.batch(0, step, 500, range(500))[1].max() for step in range(20))
+    assert trained == 1799  # the last training token is reached, and none after it
+    assert source.held_out_rows(range(1))[0].min() == 1800
+
+
+def test_an_epoch_of_samples_visits_each_once():
+    pytest.importorskip("sklearn")
+    source = open_source("digits", 1, "float64")
+    steps = [source.batch(0, step, 1438, range(1438))[0] for step in range(2)]
+    ordered = [rows[np.lexsort(rows.T)] for rows in steps]
+    assert len(source.held_out_rows(range(source.held_out))[1]) == 359
+    assert np.array_equal(*ordered) and not np.array_equal(*steps)
+
+
+def test_the_header_of_an_llm_c_file_is_skipped(tmp_path):
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 500
+    (tmp_path / "t").write_bytes(header.tobytes() + np.full(500, 3, "<u2").tobytes())
+    source = open_source(f"tokens:{tmp_path}/t", 8, "float32")
+    assert source.inputs == 4 and source.batch(0, 0, 5, range(5))[0].min() == 3
+
+
+@pytest.mark.parametrize("size", (0, 1, 16, 169))
+def test_a_source_shorter_than_ten_contexts_is_refused(tmp_path, size):
+    (tmp_path / "t").write_bytes(b"a" * size)
+    with pytest.raises(DataError):
+        open_source(f"text:{tmp_path}/t", 16, "float32")
+
+
+def test_the_smallest_source_that_works_works(tmp_path):
+    (tmp_path / "t").write_bytes(b"a" * 170)
+    assert open_source(f"text:{tmp_path}/t", 16, "float32").held_out == 1
+
+
+@pytest.mark.parametrize("name", ["", "pydoc", "text", "text:", "idx:", "pydocs:x"])
+def test_an_unknown_source_lists_the_known_ones(name):
+    with pytest.raises(ConfigError, match="pydocs, digits, text:FILE"):
+        open_source(name, 16, "float32")
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "idx"])
+def test_a_missing_file_is_named(kind, tmp_path):
+    with pytest.raises(DataError, match="nowhere"):
+        open_source(f"{kind}:{tmp_path}/nowhere", 16, "float32")
+
+
+def test_a_truncated_idx_file_is_refused(tmp_path):
+    write_mnist(tmp_path)
+    path = tmp_path / "t10k-labels-idx1-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="should hold 20 bytes"):
+        open_source(f"idx:{tmp_path}", 16, "float32")
+    packed = tmp_path / "train-images-idx3-ubyte.gz"
+    packed.write_bytes(packed.read_bytes()[:-100])
+    with pytest.raises(DataError, match="cannot be read"):
+        open_source(f"idx:{tmp_path}", 16, "float32")

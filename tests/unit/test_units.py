@@ -1,0 +1,114 @@
+"""Flat storage: order, padding, views, buckets, ties and initial values."""
+
+import numpy as np
+import pytest
+
+from mpitrain.layers.base import Parameter, Unit
+from mpitrain.units import Plan
+
+
+def normal(generator, shape):
+    return generator.standard_normal(shape)
+
+
+class Described:
+    """A layer that is nothing but its description."""
+
+    def __init__(self, *parameters):
+        self._parameters = list(parameters)
+
+    def parameters(self):
+        return self._parameters
+
+
+def tensor(name, *shape, decayed=True, **more):
+    return Parameter(name, shape, normal, decayed, **more)
+
+
+UNITS = [
+    Unit("embedding", Described(tensor("table", 7, 3))),
+    Unit("block", Described(tensor("norm.gain", 3, decayed=False), tensor("up.weight", 5, 3),
+                            tensor("up.bias", 5, decayed=False), tensor("frozen", 2, trainable=False))),
+    Unit("empty", Described()),
+    Unit("head", Described(tensor("weight", 7, 3), tensor("bias", 7, decayed=False)), {"weight": "embedding.table"}),
+]
+
+
+@pytest.mark.parametrize("dp", (1, 2, 3))
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+def test_tensors_fill_the_buffer_without_overlap_and_units_are_padded(dp, dtype):
+    plan = Plan(UNITS, dtype, dp)
+    flat = np.zeros(plan.length, dtype)
+    for number, entry in enumerate(plan.entries, 1):
+        assert not entry.view(flat).any()
+        entry.view(flat)[...] = number
+    assert plan.parameter_count == 21 + 3 + 15 + 5 + 2 + 7
+    assert np.count_nonzero(flat) == plan.parameter_count
+    for start, stop in plan.bounds:
+        assert start * plan.dtype.itemsize % (64 * dp) == 0 and stop * plan.dtype.itemsize % (64 * dp) == 0
+
+
+def test_views_nest_by_dots_and_share_memory():
+    plan = Plan(UNITS, "float32")
+    flat = np.zeros(plan.length, "f4")
+    weights = plan.weights(flat)
+    weights[1]["up"]["weight"][...] = 2
+    assert weights[1]["up"]["weight"].shape == (5, 3) and flat.sum() == 30
+
+
+def test_a_tied_tensor_is_stored_once_and_its_gradient_is_one_sum():
+    plan = Plan(UNITS, "float32")
+    flat = np.zeros(plan.length, "f4")
+    weights = plan.weights(flat)
+    assert weights[3]["weight"] is weights[0]["table"]
+    gradients, leaves = plan.gradients(flat)
+    assert gradients[3]["weight"] is gradients[0]["table"]
+    assert not gradients[3]["weight"].claim() and gradients[0]["table"].claim()
+    assert len(leaves) == len(plan.entries) == 6
+
+
+def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_the_whole():
+    whole, alone = Plan(UNITS, "float64"), Plan(UNITS[:1], "float64", dp=3)
+    a, b, c = np.zeros(whole.length), np.zeros(alone.length), np.zeros(whole.length)
+    whole.initialize(a, 5)
+    alone.initialize(b, 5)
+    whole.initialize(c, 6)
+    assert np.array_equal(whole.entries[0].view(a), alone.entries[0].view(b))
+    assert not np.array_equal(a, c)
+    table = tensor("table", 7, 3, slices=(slice(2, 5), slice(None)))
+    part = Plan([Unit("embedding", Described(table))], "float64")
+    d = np.zeros(part.length)
+    part.initialize(d, 5)
+    assert np.array_equal(part.entries[0].view(d), whole.entries[0].view(a)[2:5])
+    assert part.parameter_count == 21
+
+
+def test_float32_starts_as_the_rounded_float64():
+    wide, narrow = Plan(UNITS, "float64"), Plan(UNITS, "float32")
+    a, b = np.zeros(wide.length), np.zeros(narrow.length, "f4")
+    wide.initialize(a, 0)
+    narrow.initialize(b, 0)
+    for x, y in zip(wide.entries, narrow.entries, strict=True):
+        assert np.array_equal(x.view(a).astype("f4"), y.view(b))
+
+
+def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
+    plan = Plan(UNITS, "float32")
+    covered = np.zeros(plan.length)
+    for run in plan.runs(0, plan.length):
+        covered[run.start:run.stop] += 1 + run.decayed
+    for entry in plan.entries:
+        wanted = 0 if not entry.parameter.trainable else 1 + entry.parameter.decayed
+        assert (entry.view(covered) == wanted).all(), entry.name
+    block = [run for run in plan.runs(*plan.bounds[1])]
+    assert [run.decayed for run in block] == [False, True]
+
+
+@pytest.mark.parametrize("nbytes", (1, 100, 200, 1e9))
+def test_buckets_are_whole_units_from_the_last_to_the_first_and_cover_everything_once(nbytes):
+    plan = Plan(UNITS, "float32")
+    buckets = plan.buckets(nbytes)
+    assert [b.stop for b in buckets] == [plan.length, *(b.start for b in buckets[:-1])]
+    assert buckets[-1].start == 0
+    for bucket in buckets:
+        assert plan.bounds[bucket.first_unit][0] == bucket.start
