@@ -1,1 +1,23 @@
-"""One name per op, several bodies: reference.py is the meaning, host.py the tuned CPU body."""
+"""Numerical operations: one name, several bodies.
+
+`reference` is the meaning of each operation, in plain NumPy; the other bodies have the same names and signatures and
+are tested against it. A forward returns (output, saved) and the matching backward takes `saved`, whose contents are
+private to the body. Buffers that outlive a call, and large scratch, come from `arena`.
+"""
+
+from importlib import import_module
+from types import ModuleType
+
+from mpitrain.errors import ConfigError
+
+BODIES = {
+    "reference": "mpitrain.ops.reference",
+    "cpu": "mpitrain.ops.host",
+}
+
+
+def ops_for(kind: str) -> ModuleType:
+    """The body for a kind of device; raises ConfigError for a kind that has none."""
+    if kind not in BODIES:
+        raise ConfigError(f"there are no operations for device kind {kind!r}.", f"Choose one of {', '.join(BODIES)}.")
+    return import_module(BODIES[kind])

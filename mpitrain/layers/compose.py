@@ -1,0 +1,62 @@
+"""Layers made of layers: one after another, and around a shortcut."""
+
+from mpitrain.layers.base import Layer, Parameter
+
+NOTHING: dict = {}
+
+
+class Chain:
+    """The named children one after another; a child's parameters are found under its name."""
+
+    def __init__(self, **children: Layer):
+        self.children = children
+
+    def parameters(self):
+        """Every child's, prefixed by the child's name."""
+        return [
+            parameter._replace(name=f"{name}.{parameter.name}")
+            for name, child in self.children.items() for parameter in child.parameters()
+        ]
+
+    def forward(self, w, x, arena):
+        saved = []
+        for name, child in self.children.items():
+            x, kept = child.forward(w.get(name, NOTHING), x, arena)
+            saved.append(kept)
+        return x, saved
+
+    def backward_input(self, w, dy, saved, arena):
+        pending = {}
+        for name, child in reversed(self.children.items()):
+            # Popped, so that each child's buffers return to the arena before the next child asks for some.
+            dy, pending[name] = child.backward_input(w.get(name, NOTHING), dy, saved.pop(), arena)
+        return dy, pending
+
+    def backward_weight(self, pending, dw):
+        while pending:
+            name, wanted = pending.popitem()
+            self.children[name].backward_weight(wanted, dw.get(name, NOTHING))
+
+
+class Residual:
+    """x + inner(x). Adds no level to the names."""
+
+    def __init__(self, inner: Layer):
+        self.inner = inner
+
+    def parameters(self) -> list[Parameter]:
+        """Those of the inner layer."""
+        return self.inner.parameters()
+
+    def forward(self, w, x, arena):
+        y, saved = self.inner.forward(w, x, arena)
+        y += x
+        return y, saved
+
+    def backward_input(self, w, dy, saved, arena):
+        dx, pending = self.inner.backward_input(w, dy, saved, arena)
+        dx += dy
+        return dx, pending
+
+    def backward_weight(self, pending, dw):
+        self.inner.backward_weight(pending, dw)

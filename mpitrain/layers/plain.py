@@ -1,0 +1,165 @@
+"""The layers of one rank, and the set of constructors that a model builds with.
+
+B batch, T tokens, C channels, H heads, V vocabulary. A sharded set has the same constructors with the same arguments.
+"""
+
+from types import ModuleType
+
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Parameter
+from mpitrain.layers.initial import Draw, normal, ones, zeros
+
+
+class Linear:
+    """activation(x weight^T + bias) over the last dim.
+
+    weight: (outputs, inputs); bias: (outputs,), absent if `bias` is False
+    activation: None, "gelu" (tanh form) or "relu"
+    """
+
+    def __init__(self, ops: ModuleType, inputs: int, outputs: int, draw: Draw, activation: str | None = None,
+                 bias: bool = True):
+        self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
+        self.product, self.product_backward_input = {
+            None: (ops.linear, ops.linear_backward_input),
+            "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
+            "relu": (ops.linear_relu, ops.linear_relu_backward_input),
+        }[activation]
+
+    def parameters(self):
+        """weight and, where there is one, bias."""
+        weight = Parameter("weight", (self.outputs, self.inputs), self.draw, decayed=True)
+        return [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)] if self.bias else [weight]
+
+    def forward(self, w, x, arena):
+        y, saved = self.product(_rows(x), w["weight"], w.get("bias"), arena)
+        return y.reshape(*x.shape[:-1], self.outputs), saved
+
+    def backward_input(self, w, dy, saved, arena):
+        dx, pending = self.product_backward_input(_rows(dy), w["weight"], saved, arena)
+        return dx.reshape(*dy.shape[:-1], self.inputs), (pending, arena)
+
+    def backward_weight(self, pending, dw):
+        pending, arena = pending
+        self.ops.linear_backward_weight(pending, dw["weight"].array, dw["weight"].claim(), arena)
+        if self.bias:
+            self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+
+
+class LayerNorm:
+    """(x - mean) / standard deviation * gain + bias over the last dim; gain, bias: (width,)."""
+
+    def __init__(self, ops: ModuleType, width: int):
+        self.ops, self.width = ops, width
+
+    def parameters(self):
+        """gain and bias."""
+        return [
+            Parameter("gain", (self.width,), ones, decayed=False),
+            Parameter("bias", (self.width,), zeros, decayed=False),
+        ]
+
+    def forward(self, w, x, arena):
+        y, saved = self.ops.layer_norm(_rows(x), w["gain"], w["bias"], arena)
+        return y.reshape(x.shape), saved
+
+    def backward_input(self, w, dy, saved, arena):
+        dx, pending = self.ops.layer_norm_backward_input(_rows(dy), w["gain"], saved, arena)
+        return dx.reshape(dy.shape), (pending, arena)
+
+    def backward_weight(self, pending, dw):
+        pending, arena = pending
+        self.ops.layer_norm_backward_gain(pending, dw["gain"].array, dw["gain"].claim(), arena)
+        self.ops.layer_norm_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+
+
+class Embedding:
+    """tokens (B, T) -> tokens' rows + positions' rows, (B, T, C). Its input has no gradient."""
+
+    def __init__(self, ops: ModuleType, vocab: int, context: int, width: int, draw: Draw):
+        self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
+
+    def parameters(self):
+        """tokens (vocab, width) and positions (context, width)."""
+        return [
+            Parameter("tokens", (self.vocab, self.width), self.draw, decayed=True),
+            Parameter("positions", (self.context, self.width), self.draw, decayed=True),
+        ]
+
+    def forward(self, w, x, arena):
+        return self.ops.embedding(x, w["tokens"], w["positions"], arena)
+
+    def backward_input(self, w, dy, saved, arena):
+        return None, (dy, saved, arena)
+
+    def backward_weight(self, pending, dw):
+        dy, saved, arena = pending
+        self.ops.embedding_backward_table(dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena)
+        self.ops.embedding_backward_positions(dy, dw["positions"].array, dw["positions"].claim(), arena)
+
+
+class Attention:
+    """Causal multi-head attention, (B, T, 3C) -> (B, T, C); it has no parameters."""
+
+    def __init__(self, ops: ModuleType, heads: int):
+        self.ops, self.heads = ops, heads
+
+    def parameters(self):
+        """None."""
+        return []
+
+    def forward(self, w, x, arena):
+        return self.ops.attention(x, self.heads, arena)
+
+    def backward_input(self, w, dy, saved, arena):
+        return self.ops.attention_backward(dy, saved, arena), None
+
+    def backward_weight(self, pending, dw):
+        """Nothing to do."""
+
+
+class Plain:
+    """Constructors for one rank. Column and row linear are the two halves that a sharded set splits over ranks."""
+
+    def __init__(self, ops: ModuleType):
+        self.ops = ops
+
+    def embedding(self, vocab: int, context: int, width: int) -> Embedding:
+        """Tokens and learned positions, both drawn with standard deviation 0.02."""
+        return Embedding(self.ops, vocab, context, width, normal(0.02))
+
+    def norm(self, width: int) -> LayerNorm:
+        """LayerNorm with gain 1 and bias 0."""
+        return LayerNorm(self.ops, width)
+
+    def qkv(self, width: int, heads: int, draw: Draw) -> Linear:
+        """width -> 3 width: the queries, keys and values of all heads; `heads` is where a sharded set may cut."""
+        return Linear(self.ops, width, 3 * width, draw)
+
+    def attention(self, width: int, heads: int) -> Attention:
+        """Causal attention; raises ConfigError if the heads do not divide the width."""
+        if heads < 1 or width % heads:
+            near = min((h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads))
+            raise ConfigError(f"{heads} heads do not divide a width of {width}.", f"Nearest that does: {near}.")
+        return Attention(self.ops, heads)
+
+    def column_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
+        """A linear layer whose outputs a sharded set may split."""
+        return Linear(self.ops, inputs, outputs, draw, activation)
+
+    def row_linear(self, inputs: int, outputs: int, draw: Draw) -> Linear:
+        """A linear layer whose inputs a sharded set may split."""
+        return Linear(self.ops, inputs, outputs, draw)
+
+    def linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
+        """A linear layer that every rank holds whole."""
+        return Linear(self.ops, inputs, outputs, draw, activation)
+
+    def head(self, width: int, vocab: int, draw: Draw) -> Linear:
+        """Logits over the vocabulary, without bias."""
+        return Linear(self.ops, width, vocab, draw, bias=False)
+
+
+def _rows(x):
+    """(..., C) seen as (rows, C)."""
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,37 @@
+"""GPT-2 (Radford et al. 2019) as a flat list of units: embedding, 2 x depth half-blocks x + f(norm(x)), head."""
+
+from mpitrain.layers.base import Unit
+from mpitrain.layers.compose import Chain, Residual
+from mpitrain.layers.initial import normal
+
+
+def gpt(layers, *, vocab: int, context: int, width: int, heads: int, depth: int, tied: bool = False) -> list[Unit]:
+    """Tokens (B, T) to logits (B, T, vocab).
+
+    layers   the set of constructors, such as `Plain`
+    context  most tokens in a sequence: the length of the learned positions
+    depth    transformer blocks, each one attention half and one MLP half
+    tied     the head's weight is the token embedding
+    """
+    inner = normal(0.02)
+    # 2 depth branches are added to the stream; scaling each keeps its variance as it was (section 2.3).
+    onto_residual = normal(0.02 / (2 * max(1, depth)) ** 0.5)
+    units = [Unit("embedding", layers.embedding(vocab, context, width))]
+    for block in range(depth):
+        attention = Chain(
+            norm=layers.norm(width),
+            qkv=layers.qkv(width, heads, inner),
+            attention=layers.attention(width, heads),
+            out=layers.row_linear(width, width, onto_residual),
+        )
+        mlp = Chain(
+            norm=layers.norm(width),
+            up=layers.column_linear(width, 4 * width, inner, activation="gelu"),
+            down=layers.row_linear(4 * width, width, onto_residual),
+        )
+        units += [
+            Unit(f"blocks.{block}.attention", Residual(attention)),
+            Unit(f"blocks.{block}.mlp", Residual(mlp)),
+        ]
+    head = Chain(norm=layers.norm(width), logits=layers.head(width, vocab, inner))
+    return [*units, Unit("head", head, {"logits.weight": "embedding.tokens"} if tied else {})]

@@ -1,0 +1,20 @@
+"""A multi-layer perceptron as a flat list of units: one per layer of weights."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from mpitrain.layers.base import Unit
+from mpitrain.layers.initial import normal
+
+
+def mlp(layers, *, features: int, hidden: Sequence[int], classes: int, activation: str = "relu") -> list[Unit]:
+    """Features (B, features) to logits (B, classes), through hidden layers of the given widths.
+
+    Weights are drawn with variance 2 / inputs (He et al. 2015, section 2.2); biases are 0.
+    """
+    widths = [features, *hidden]
+    units = [
+        Unit(f"hidden.{i}", layers.linear(inputs, outputs, normal((2 / inputs) ** 0.5), activation))
+        for i, (inputs, outputs) in enumerate(pairwise(widths))
+    ]
+    return [*units, Unit("head", layers.linear(widths[-1], classes, normal((2 / widths[-1]) ** 0.5)))]

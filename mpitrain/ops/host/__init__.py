@@ -1,0 +1,54 @@
+"""The CPU body: NumPy and its BLAS, working in blocks of rows that stay in cache.
+
+What a step costs beyond its matrix products is passes over memory, so products write into arena buffers, what follows a
+product is done while its block of rows is hot, and nothing is transposed by copying: BLAS reads strided views.
+"""
+
+from mpitrain.ops.host.attention import attention, attention_backward
+from mpitrain.ops.host.embedding import embedding, embedding_backward_positions, embedding_backward_table
+from mpitrain.ops.host.linear import (
+    linear,
+    linear_backward_bias,
+    linear_backward_input,
+    linear_backward_weight,
+    linear_gelu,
+    linear_gelu_backward_input,
+    linear_relu,
+    linear_relu_backward_input,
+)
+from mpitrain.ops.host.loss import count_correct, cross_entropy, cross_entropy_loss
+from mpitrain.ops.host.norm import (
+    layer_norm,
+    layer_norm_backward_bias,
+    layer_norm_backward_gain,
+    layer_norm_backward_input,
+)
+from mpitrain.ops.host.steps import adamw, count_nonfinite, momentum, sgd, square_sum
+
+__all__ = [
+    "adamw",
+    "attention",
+    "attention_backward",
+    "count_correct",
+    "count_nonfinite",
+    "cross_entropy",
+    "cross_entropy_loss",
+    "embedding",
+    "embedding_backward_positions",
+    "embedding_backward_table",
+    "layer_norm",
+    "layer_norm_backward_bias",
+    "layer_norm_backward_gain",
+    "layer_norm_backward_input",
+    "linear",
+    "linear_backward_bias",
+    "linear_backward_input",
+    "linear_backward_weight",
+    "linear_gelu",
+    "linear_gelu_backward_input",
+    "linear_relu",
+    "linear_relu_backward_input",
+    "momentum",
+    "sgd",
+    "square_sum",
+]

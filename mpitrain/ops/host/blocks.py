@@ -1,0 +1,33 @@
+"""Cutting arrays into blocks that stay in cache, and sums that BLAS computes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+L2_SHARE = 256 * 1024  # bytes of one array in a block; a chain of operations keeps three or four of them in L2
+
+
+def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
+    """Slices of the first dim of `x` that cover it, each of about `nbytes` and of one row at least."""
+    if x.size == 0:
+        return
+    rows = max(1, nbytes // (x.nbytes // len(x)))
+    for start in range(0, len(x), rows):
+        yield slice(start, min(start + rows, len(x)))
+
+
+def sum_rows(x, out, accumulate, arena):
+    """Write or add the sum over rows of x (M, N) to out (N,), as a product with ones: BLAS reads x once."""
+    ones = arena.take((len(x),), x.dtype)
+    ones.fill(1)
+    put_product(ones, x, out, accumulate, arena)
+
+
+def put_product(a, b, out, accumulate, arena):
+    """Write or add a @ b to out."""
+    if not accumulate:
+        np.matmul(a, b, out=out)
+        return
+    product = arena.take(out.shape, out.dtype)
+    np.matmul(a, b, out=product)
+    out += product

@@ -1,0 +1,59 @@
+"""Optimizer steps and sums over flat buffers, in one pass: every block is finished while it is in cache."""
+
+import numpy as np
+
+from mpitrain.ops.host.blocks import row_blocks
+
+BLOCK_NBYTES = 128 * 1024  # of each of the five arrays that AdamW keeps hot
+
+
+def sgd(p, g, scale, lr, weight_decay, arena):
+    for block in row_blocks(p, BLOCK_NBYTES):
+        step = np.multiply(g[block], lr * scale, out=arena.take(g[block].shape, p.dtype))
+        p[block] *= 1 - lr * weight_decay
+        p[block] -= step
+
+
+def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
+    for block in row_blocks(p, BLOCK_NBYTES):
+        part = arena.take(p[block].shape, p.dtype)
+        m[block] *= beta
+        m[block] += np.multiply(g[block], scale, out=part)
+        if weight_decay:
+            m[block] += np.multiply(p[block], weight_decay, out=part)
+        p[block] -= np.multiply(m[block], lr, out=part)
+
+
+def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
+    # lr m' / (sqrt(v') + eps), with the bias corrections of m' and v' moved into two scalars.
+    root = (1 - beta2**step) ** 0.5
+    rate, eps = lr / (1 - beta1**step) * root, eps * root
+    for block in row_blocks(p, BLOCK_NBYTES):
+        part = arena.take(p[block].shape, p.dtype)
+        mean, square = m[block], v[block]
+        mean *= beta1
+        mean += np.multiply(g[block], (1 - beta1) * scale, out=part)
+        np.multiply(g[block], (1 - beta2) ** 0.5 * scale, out=part)
+        part *= part
+        square *= beta2
+        square += part
+        np.sqrt(square, out=part)
+        part += eps
+        np.divide(mean, part, out=part)
+        part *= rate
+        if weight_decay:
+            p[block] *= 1 - lr * weight_decay
+        p[block] -= part
+
+
+def square_sum(x, arena):
+    total = 0.0
+    for block in row_blocks(x, BLOCK_NBYTES):
+        wide = arena.take(x[block].shape, np.float64)
+        wide[...] = x[block]
+        total += float(wide @ wide)
+    return total
+
+
+def count_nonfinite(x, arena):
+    return x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x, BLOCK_NBYTES))

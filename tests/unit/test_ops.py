@@ -1,0 +1,233 @@
+"""Every operation: its backward against central differences in float64, and the host body against the reference."""
+
+import numpy as np
+import pytest
+
+from mpitrain.arena import Arena
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.ops import host, ops_for, reference
+
+BODIES = [reference, host]
+STEP = 1e-5
+ATTENTION_SHAPES = [(1, 1, 1, 1), (2, 5, 3, 2), (1, 7, 2, 1), (2, 131, 2, 3), (1, 300, 1, 2)]  # B, T, H, D
+
+
+def numbers(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def slope(f, x, direction):
+    """d f(x + h direction) / dh at 0 by central differences."""
+    return (f(x + STEP * direction) - f(x - STEP * direction)) / (2 * STEP)
+
+
+def assert_close(a, b, tolerance=1e-6):
+    scale = max(np.abs(b).max(initial=0), 1e-3)
+    assert np.shape(a) == np.shape(b)
+    assert np.abs(a - b).max(initial=0) <= tolerance * scale, (a, b)
+
+
+def assert_gradient(f, x, dx):
+    """dx is the gradient of the scalar function f at x: every element, or the largest and 39 others if there are more."""
+    assert dx.shape == x.shape
+    elements = np.append(np.random.default_rng(9).permutation(x.size)[:39], np.abs(dx).argmax())
+    expected = []
+    for element in elements:
+        direction = np.zeros(x.size)
+        direction[element] = 1
+        expected.append(slope(f, x, direction.reshape(x.shape)))
+    assert_close(dx.reshape(-1)[elements], np.array(expected))
+
+
+def written(write, shape):
+    """What a weight half writes over rubbish; checks that accumulating adds the same to what is there."""
+    fresh, added = np.full(shape, np.nan), numbers(5, *shape)
+    before = added.copy()
+    write(fresh, False)
+    write(added, True)
+    assert_close(added - before, fresh, 1e-12)
+    return fresh
+
+
+@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (5, 3, 7), (2, 1, 4), (130, 8, 515)])
+@pytest.mark.parametrize("activation", ["", "_gelu", "_relu"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_has_the_gradient_of_its_forward(ops, m, k, n, activation, biased):
+    arena = Arena()
+    forward = getattr(ops, f"linear{activation}")
+    backward_input = getattr(ops, f"linear{activation}_backward_input")
+    x, w, b, dy = numbers(1, m, k), numbers(2, n, k), numbers(3, n) if biased else None, numbers(4, m, n)
+    _, saved = forward(x, w, b, arena)
+    dx, pending = backward_input(dy, w, saved, arena)
+    assert_gradient(lambda x: np.vdot(dy, forward(x, w, b, arena)[0]), x, dx)
+    dw = written(lambda out, accumulate: ops.linear_backward_weight(pending, out, accumulate, arena), w.shape)
+    assert_gradient(lambda w: np.vdot(dy, forward(x, w, b, arena)[0]), w, dw)
+    if biased:
+        db = written(lambda out, accumulate: ops.linear_backward_bias(pending, out, accumulate, arena), b.shape)
+        assert_gradient(lambda b: np.vdot(dy, forward(x, w, b, arena)[0]), b, db)
+
+
+@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize(("m", "c"), [(1, 1), (1, 5), (3, 2), (70, 1000)])
+def test_layer_norm_has_the_gradient_of_its_forward(ops, m, c):
+    arena = Arena()
+    x, gain, bias, dy = numbers(1, m, c), numbers(2, c), numbers(3, c), numbers(4, m, c)
+    _, saved = ops.layer_norm(x, gain, bias, arena)
+    dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena)
+    dgain = written(lambda out, accumulate: ops.layer_norm_backward_gain(pending, out, accumulate, arena), (c,))
+    dbias = written(lambda out, accumulate: ops.layer_norm_backward_bias(pending, out, accumulate, arena), (c,))
+    assert_gradient(lambda x: np.vdot(dy, ops.layer_norm(x, gain, bias, arena)[0]), x, dx)
+    assert_gradient(lambda gain: np.vdot(dy, ops.layer_norm(x, gain, bias, arena)[0]), gain, dgain)
+    assert_gradient(lambda bias: np.vdot(dy, ops.layer_norm(x, gain, bias, arena)[0]), bias, dbias)
+
+
+@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize(("b", "t", "v", "c"), [(1, 1, 1, 1), (3, 5, 2, 7), (2, 9, 50, 3)])
+def test_embedding_has_the_gradient_of_its_forward(ops, b, t, v, c):
+    arena = Arena()
+    tokens = np.random.default_rng(0).integers(v, size=(b, t))
+    table, positions, dx = numbers(1, v, c), numbers(2, t + 2, c), numbers(3, b, t, c)
+    _, saved = ops.embedding(tokens, table, positions, arena)
+    dtable = written(lambda out, acc: ops.embedding_backward_table(dx, saved, out, acc, arena), table.shape)
+    dpositions = written(lambda out, acc: ops.embedding_backward_positions(dx, out, acc, arena), positions.shape)
+    assert_gradient(lambda table: np.vdot(dx, ops.embedding(tokens, table, positions, arena)[0]), table, dtable)
+    assert_gradient(lambda at: np.vdot(dx, ops.embedding(tokens, table, at, arena)[0]), positions, dpositions)
+
+
+@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize(("b", "t", "heads", "d"), ATTENTION_SHAPES)
+def test_attention_has_the_gradient_of_its_forward(ops, b, t, heads, d):
+    arena = Arena()
+    qkv, dy = numbers(1, b, t, 3 * heads * d), numbers(2, b, t, heads * d)
+    _, saved = ops.attention(qkv, heads, arena)
+    dqkv = ops.attention_backward(dy, saved, arena)
+    assert_gradient(lambda qkv: np.vdot(dy, ops.attention(qkv, heads, arena)[0]), qkv, dqkv)
+
+
+@pytest.mark.parametrize("ops", BODIES)
+def test_attention_sees_no_later_token(ops):
+    arena = Arena()
+    qkv = numbers(1, 1, 200, 6)
+    y, _ = ops.attention(qkv, 2, arena)
+    for t in (0, 63, 64, 127, 128, 150):
+        later = qkv.copy()
+        later[:, t + 1:] += 1e3
+        assert_close(ops.attention(later, 2, arena)[0][:, :t + 1], y[:, :t + 1], 1e-12)
+
+
+@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize(("m", "v"), [(1, 1), (1, 5), (7, 3), (300, 200)])
+def test_cross_entropy_has_the_gradient_of_its_loss(ops, m, v):
+    arena = Arena()
+    logits, targets = 3 * numbers(1, m, v), np.random.default_rng(0).integers(v, size=m)
+    kept = logits.copy()
+    loss, dlogits = ops.cross_entropy(logits, targets, 0.125, arena)
+    assert dlogits is logits
+    assert_close(loss, ops.cross_entropy_loss(kept, targets, arena), 1e-12)
+    assert_gradient(lambda logits: 0.125 * ops.cross_entropy_loss(logits, targets, arena), kept, dlogits)
+    right = kept[np.arange(m), targets] == kept.max(1)
+    assert ops.count_correct(kept, targets, arena) == right.sum()
+
+
+@pytest.mark.parametrize("ops", BODIES)
+def test_cross_entropy_survives_huge_logits(ops):
+    logits = np.array([[1e4, -1e4, 0], [-1e38, 0, 1e38]], np.float32)
+    loss, dlogits = ops.cross_entropy(logits, np.array([0, 2]), 1.0, Arena())
+    assert loss == 0
+    assert np.array_equal(dlogits, np.zeros((2, 3), np.float32))
+
+
+def calls(dtype):
+    """(name, arguments) for every operation that computes from arrays alone."""
+    x, w, b, gain = (a.astype(dtype) for a in (numbers(1, 300, 40), numbers(2, 90, 40), numbers(3, 90), numbers(4, 40)))
+    tokens = np.random.default_rng(0).integers(17, size=(6, 11))
+    targets = np.random.default_rng(1).integers(40, size=300)
+    for activation in ("", "_gelu", "_relu"):
+        yield f"linear{activation}", (x, w, b)
+        yield f"linear{activation}", (x, w, None)
+    yield "layer_norm", (x, gain, gain)
+    yield "embedding", (tokens, w, x)
+    yield "attention", (numbers(5, 3, 200, 48).astype(dtype), 4)
+    yield "cross_entropy", (x.copy(), targets, 1 / 300)
+    yield "cross_entropy_loss", (x, targets)
+    yield "count_correct", (x, targets)
+    yield "square_sum", (x.reshape(-1),)
+    yield "count_nonfinite", (np.array([1, np.nan, np.inf, -np.inf, 0], dtype),)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 2e-5), (np.float64, 1e-12)])
+def test_host_computes_what_the_reference_says(dtype, tolerance):
+    for (name, mine), (_, truth) in zip(calls(dtype), calls(np.float64), strict=True):
+        a, b = getattr(host, name)(*mine, Arena()), getattr(reference, name)(*truth, None)
+        if isinstance(a, tuple):
+            if isinstance(a[0], np.ndarray):
+                assert a[0].dtype == dtype, name
+            a, b = a[0], b[0]
+        assert_close(a, b, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
+@pytest.mark.parametrize("count", [0, 1, 77, 100_003])
+@pytest.mark.parametrize(("step", "buffers", "scalars"), [
+    ("sgd", 2, {"lr": 0.1, "weight_decay": 0.01}),
+    ("momentum", 3, {"lr": 0.1, "beta": 0.9, "weight_decay": 0.01}),
+    ("adamw", 4, {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}),
+    ("adamw", 4, {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}),
+])
+def test_host_steps_as_the_reference_does(dtype, tolerance, count, step, buffers, scalars):
+    truth = [np.abs(numbers(i, count)) + 0.5 for i in range(buffers)]
+    mine = [buffer.astype(dtype) for buffer in truth]
+    getattr(reference, step)(*truth, scale=0.7, arena=None, **scalars)
+    getattr(host, step)(*mine, scale=0.7, arena=Arena(), **scalars)
+    for a, b in zip(mine, truth, strict=True):
+        assert_close(a, b, tolerance)
+
+
+def test_square_sum_does_not_overflow_or_stall_in_float32():
+    assert host.square_sum(np.full(10, 1e30, np.float32), Arena()) == pytest.approx(1e61)
+    assert host.square_sum(np.full(1 << 25, 1, np.float32), Arena()) == 1 << 25
+
+
+def test_steps_equal_pytorch():
+    torch = pytest.importorskip("torch")
+    kinds = {
+        "sgd": (0, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01), {"weight_decay": 0.01}),
+        "momentum": (1, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+                     {"beta": 0.9, "weight_decay": 0.01}),
+        "adamw": (2, lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
+                  {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}),
+    }
+    for name, (states, build, scalars) in kinds.items():
+        for ops in BODIES:
+            p, state = numbers(1, 50), [np.zeros(50) for _ in range(states)]
+            q = torch.tensor(p.copy(), requires_grad=True)
+            optimizer = build([q])
+            for step in range(1, 6):
+                g = numbers(10 + step, 50)
+                counted = {"step": step} if name == "adamw" else {}
+                getattr(ops, name)(p, g, *state, scale=1.0, lr=0.1, arena=Arena(), **scalars, **counted)
+                q.grad = torch.tensor(g)
+                optimizer.step()
+            assert_close(p, q.detach().numpy(), 1e-12)
+
+
+def test_a_token_outside_the_vocabulary_is_refused():
+    for token in (-1, 4):
+        with pytest.raises(DataError, match=r"must lie in 0 \.\. 3"):
+            host.embedding(np.array([[0, token]]), np.zeros((4, 2)), np.zeros((2, 2)), Arena())
+
+
+def test_every_body_has_the_same_names_and_signatures():
+    import inspect
+    names = [name for name, f in vars(reference).items() if inspect.isfunction(f) and not name.startswith("_")]
+    assert sorted(names) == sorted(host.__all__)
+    for name in names:
+        expected = list(inspect.signature(getattr(reference, name)).parameters)
+        assert list(inspect.signature(getattr(host, name)).parameters) == expected, name
+
+
+def test_an_unknown_kind_is_refused_with_the_kinds_there_are():
+    assert ops_for("cpu") is host
+    with pytest.raises(ConfigError, match="Choose one of reference, cpu"):
+        ops_for("tpu")
