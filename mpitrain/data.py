@@ -4,8 +4,8 @@ Token sources hold out their last tenth; sample sources have a test set. B batch
 """
 
 import gzip
-import zlib
 import struct
+import zlib
 from pathlib import Path
 from typing import Protocol
 

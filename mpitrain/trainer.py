@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -11,8 +10,8 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, open_source
 from mpitrain.errors import ConfigError
-from mpitrain.layers import Plain
 from mpitrain.layers.base import Unit
+from mpitrain.layers.plain import Plain
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
 from mpitrain.ops import ops_for

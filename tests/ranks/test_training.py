@@ -1,0 +1,137 @@
+"""Law 6: the same curve on any number of ranks, with any all-reduce, in any number of micro-batches."""
+
+import numpy as np
+import pytest
+from mpitrain.transport.threads import run_ranks
+
+from mpitrain.config import parse, with_settings
+from mpitrain.trainer import build, replicas_equal
+
+STEPS = 20
+TINY = ["model.layers=2", "model.width=16", "model.heads=2", "model.context=16", "batch.size=12", "run.steps=20",
+        "optimizer.warmup=3", "optimizer.lr=0.01", "replication.bucket_mb=0.004"]
+MLP = ["data.source=digits", "model.kind=mlp", "model.layers=2", "model.width=24", "batch.size=32", "run.steps=20",
+       "optimizer.lr=0.01"]
+
+
+def configured(*settings):
+    return parse(with_settings({}, list(settings)))
+
+
+def curve(transport, config):
+    """Losses and gradient norms of every step, the final parameters, and whether replicas are equal."""
+    trainer, source = build(transport, config)
+    outcomes = []
+    for index in range(STEPS):
+        inputs, targets = source.batch(config.run.seed, index, config.batch.size, trainer.share())
+        outcomes.append(trainer.step(index, inputs, targets))
+    assert replicas_equal(trainer)
+    used = np.concatenate([e.view(trainer.parameters).ravel() for e in trainer.plan.entries])
+    return np.array([o.loss for o in outcomes]), np.array([o.grad_norm for o in outcomes]), used
+
+
+def curves(ranks, *settings):
+    """The curve every rank saw, which must be one."""
+    config = configured(*settings)
+    results = run_ranks(ranks, curve, config)
+    for other in results[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
+    return results[0]
+
+
+LAYOUTS = [(2, "ring"), (3, "ring"), (4, "ring"), (2, "star"), (3, "star"), (4, "native"), (5, "ring")]
+
+
+@pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
+@pytest.mark.parametrize("model", (TINY, MLP), ids=("gpt", "mlp"))
+def test_in_float64_every_layout_has_the_curve_and_the_parameters_of_one_rank(model, optimizer):
+    if model is MLP:
+        pytest.importorskip("sklearn")
+    settings = [*model, "precision.compute=float64", f"optimizer.name={optimizer}"]
+    alone = curves(1, *settings)
+    assert np.ptp(alone[0]) > 0.05, "the loss must move, or equality says nothing"
+    for ranks, algorithm in LAYOUTS:
+        together = curves(ranks, *settings, f"replication.algorithm={algorithm}")
+        for one, other in zip(alone, together, strict=True):
+            assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one)), (ranks, algorithm)
+
+
+@pytest.mark.parametrize("optimizer, tolerance", [("sgd", 1e-5), ("momentum", 1e-5), ("adamw", 1e-4)])
+def test_in_float32_the_losses_of_every_layout_are_those_of_one_rank(optimizer, tolerance):
+    settings = [*TINY, f"optimizer.name={optimizer}", "optimizer.lr=0.002"]
+    alone = curves(1, *settings)[0]
+    for ranks, algorithm in LAYOUTS:
+        together = curves(ranks, *settings, f"replication.algorithm={algorithm}")[0]
+        assert np.all(np.abs(together / alone - 1) <= tolerance), (ranks, algorithm)
+
+
+@pytest.mark.parametrize("settings", [
+    ["batch.micro_batches=3"],
+    ["replication.overlap=false"],
+    ["model.tied=true", "batch.micro_batches=2"],
+    ["replication.bucket_mb=100.0"],
+])
+def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings):
+    base = [*TINY, "precision.compute=float64"]
+    tied = [s for s in settings if "tied" in s]
+    alone, together = curves(1, *base, *tied), curves(2, *base, *settings)
+    for one, other in zip(alone, together, strict=True):
+        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+
+
+def test_a_ring_repeats_bitwise():
+    first, second = (curves(3, *TINY) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_arena_allocates_nothing_after_the_first_step_and_gets_everything_back():
+    def run(transport):
+        trainer, source = build(transport, configured(*TINY, "batch.micro_batches=2"))
+        counts = []
+        for index in range(4):
+            trainer.step(index, *source.batch(0, index, 12, trainer.share()))
+            counts.append((trainer.arena.allocations, trainer.arena.live, trainer.arena.peak))
+        return counts
+
+    for counts in run_ranks(2, run):
+        assert counts[0][0] > 0 and counts[0][2] > 0
+        assert all(c == counts[0] for c in counts) and counts[0][1] == 0
+
+
+def test_clipping_bounds_the_update():
+    def norm_of_update(transport, clip):
+        config = configured(*TINY, "optimizer.name=sgd", "optimizer.weight_decay=0", f"optimizer.clip={clip}",
+                            "optimizer.warmup=0", "optimizer.schedule=constant", "precision.compute=float64")
+        trainer, source = build(transport, config)
+        before = trainer.parameters.copy()
+        outcome = trainer.step(0, *source.batch(0, 0, 12, trainer.share()))
+        return np.linalg.norm(trainer.parameters - before) / config.optimizer.lr, outcome.grad_norm
+
+    for moved, norm in run_ranks(2, norm_of_update, 0.01):
+        assert norm > 0.01 and abs(moved - 0.01) <= 1e-9
+    for moved, norm in run_ranks(2, norm_of_update, 0):
+        assert abs(moved - norm) <= 1e-9 * norm
+
+
+@pytest.mark.parametrize("bad_rank", (0, 2))
+def test_a_nan_on_one_rank_skips_the_update_on_all(bad_rank):
+    def run(transport):
+        pytest.importorskip("sklearn")
+        trainer, source = build(transport, configured(*MLP))
+        inputs, targets = source.batch(0, 0, 32, trainer.share())
+        if transport.rank == bad_rank:
+            inputs[0, 0] = np.nan
+        before = trainer.parameters.copy()
+        outcome = trainer.step(0, inputs, targets)
+        return outcome.updated, outcome.nonfinite > 0, np.array_equal(before, trainer.parameters)
+
+    assert run_ranks(3, run) == [(False, True, True)] * 3
+
+
+def test_a_stop_asked_of_one_rank_reaches_all():
+    def run(transport):
+        trainer, source = build(transport, configured(*TINY))
+        data = source.batch(0, 0, 12, trainer.share())
+        return [trainer.step(0, *data).stop, trainer.step(1, *data, stop=transport.rank == 1).stop]
+
+    assert run_ranks(3, run) == [[False, True]] * 3
