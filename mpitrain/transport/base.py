@@ -1,21 +1,28 @@
 """The Transport protocol: what every carrier of messages offers, and nothing a collective could be built from instead.
 
-Arrays are contiguous NumPy (or CuPy) arrays of any shape; a receive fills the whole array. Every point-to-point call
-carries a `tag`; messages of one (source, tag) arrive in the order they were sent. `rank` and `size` are relative to this
-transport: `split` makes smaller ones.
+Arrays are contiguous NumPy (or CuPy) arrays of any shape and dtype; a receive fills the whole array. Every
+point-to-point call carries a `tag`; messages of one (source, tag) arrive in the order they were sent. `rank` and `size`
+are relative to this transport: `split` makes smaller ones.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+
+from mpitrain.errors import CommError
+
+FIRST_CLAIMED_TAG = 1 << 14
+"""Tags below it are for whoever calls `send` and `recv` by hand; `claim_tag` gives out those from it upwards."""
 
 
 @dataclass
 class Traffic:
     """What this rank has sent through point-to-point calls: messages and payload bytes, empty messages included.
 
-    Barriers, `gather_text` and the library's own reductions are not point-to-point and are not counted.
+    Shared by a transport and what was split from it. Barriers, `gather_text` and the library's own reductions are not
+    point-to-point and are not counted.
     """
 
     messages: int = 0
@@ -29,7 +36,7 @@ class Request(Protocol):
     """The sender of a finished receive (that is how `start_recv_any` reports it); -1 for sends."""
 
     def test(self) -> bool:
-        """True once the message is complete; moves messages along; never blocks."""
+        """True once the message is complete, and from then on; moves messages along; never blocks."""
 
     def wait(self) -> None:
         """Block until the message is complete."""
@@ -43,6 +50,11 @@ class Transport(Protocol):
     hosts: tuple[str, ...]
     """Host name of every rank, by rank."""
     traffic: Traffic
+    native_dtypes: frozenset[str]
+    """Names of the dtypes that `native_all_reduce` takes."""
+
+    def claim_tag(self) -> int:
+        """A tag that nobody else on this transport uses, the same on all ranks if they claim in the same order."""
 
     def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
         """Send the array; returns when it may be reused."""
@@ -82,3 +94,25 @@ class Transport(Protocol):
 
     def abort(self, message: str) -> None:
         """Print the message and end every rank of the job at once, non-zero. Does not return."""
+
+
+def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int) -> None:
+    """CommError unless the array is one block of plain memory and every peer is a rank."""
+    if not array.flags.c_contiguous or array.dtype.hasobject:
+        raise CommError(
+            f"rank {rank}: a message is one contiguous block of plain numbers, but this array has shape {array.shape}, "
+            f"strides {array.strides}, dtype {array.dtype}.",
+            "Copy it into a buffer first: numpy.ascontiguousarray(array).",
+        )
+    for peer in peers:
+        if not 0 <= peer < size:
+            raise CommError(f"rank {rank}: peer {peer} is not among ranks 0 to {size - 1}.",
+                            "Peers are counted within the transport in hand, which may be a part of the job.")
+
+
+def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
+    """A zeroed 1-D host array that starts on a 64-byte boundary: a cache line, and a full AVX-512 register."""
+    dtype = np.dtype(dtype)
+    raw = np.zeros(count * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:start + count * dtype.itemsize].view(dtype)

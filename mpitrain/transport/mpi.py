@@ -1,0 +1,218 @@
+"""Messages through MPI: the only place that knows mpi4py.
+
+Importing mpi4py.MPI starts MPI, so nothing here does it before `connect` is called: choosing a GPU and the number of
+BLAS threads comes first.
+"""
+
+import json
+import sys
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpitrain.errors import CommError
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Traffic, aligned_zeros, check_message
+
+BLOCK = 1 << 20
+"""Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""
+
+
+def connect() -> "MpiTransport":
+    """Start MPI if nobody has, and return a transport over all its ranks. Collective."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.thread_level = "serialized"  # one thread at a time; "multiple" costs a lock on every call
+    from mpi4py import MPI
+
+    return from_communicator(MPI.COMM_WORLD)
+
+
+def from_communicator(comm: Any) -> "MpiTransport":
+    """A transport over the ranks of an mpi4py intracommunicator, in a copy of it with tags of its own. Collective."""
+    return MpiTransport(comm.Dup(), Traffic())
+
+
+class _Receive:
+    """A receive under way."""
+
+    def __init__(self, transport: "MpiTransport", request: Any, array: np.ndarray, unit: Any, what: str):
+        self._transport, self._request, self._unit, self._what = transport, request, unit, what
+        self._count = array.size
+        self._status = transport.MPI.Status()
+        self.source = -1
+        self._done = False
+
+    def test(self) -> bool:
+        if self._done:
+            return True
+        try:
+            if self._request.Test(self._status):
+                self._finish()
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+        return self._done
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        try:
+            self._request.Wait(self._status)
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+        self._finish()
+
+    def _finish(self) -> None:
+        arrived = self._status.Get_elements(self._unit)
+        self.source = self._status.source
+        if arrived != self._count:
+            raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements met a message of "
+                            f"{arrived} from rank {self.source}.", "Make both arrays of one length and dtype.")
+        self._done = True
+
+    def _fail(self, error: Exception) -> NoReturn:
+        raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements failed: "
+                        f"{error.Get_error_string()}") from error
+
+
+class _Send:
+    """A send, or a collective of the library, under way."""
+
+    source = -1
+
+    def __init__(self, transport: "MpiTransport", request: Any, what: str):
+        self._transport, self._request, self._what = transport, request, what
+
+    def test(self) -> bool:
+        try:
+            return self._request.Test()
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+
+    def wait(self) -> None:
+        try:
+            self._request.Wait()
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        raise CommError(f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}") from error
+
+
+class MpiTransport:
+    """One rank's transport over an mpi4py communicator that nobody else uses.
+
+    Types that MPI lacks travel as integers of the same width; messages may have more than 2^31 elements.
+    """
+
+    native_dtypes = frozenset(
+        ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
+
+    def __init__(self, comm: Any, traffic: Traffic):
+        from mpi4py import MPI
+
+        self.MPI, self.comm, self.traffic = MPI, comm, traffic
+        self.rank, self.size = comm.rank, comm.size
+        self._types = {np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in self.native_dtypes}
+        self._by_width = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+        self._large: dict[tuple, Any] = {}
+        self._ops = {"add": MPI.SUM, "maximum": MPI.MAX}
+        self._next_tag = FIRST_CLAIMED_TAG
+        self._last_tag = comm.Get_attr(MPI.TAG_UB)
+        self.hosts = tuple(self.gather_text(MPI.Get_processor_name()))
+
+    def claim_tag(self) -> int:
+        tag = self._next_tag
+        self._next_tag = tag + 1 if tag < self._last_tag else FIRST_CLAIMED_TAG
+        return tag
+
+    def _message(self, array: np.ndarray) -> tuple[list, Any]:
+        """mpi4py's description of an array, and the MPI type of one element."""
+        unit = self._types.get(array.dtype)
+        if unit is None:
+            unit = self._by_width[array.dtype.itemsize]
+            array = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+        if array.size < 1 << 31:
+            return [array, array.size, unit], unit
+        return [array, 1, self._large_type(unit, array.size)], unit
+
+    def _large_type(self, unit: Any, count: int) -> Any:
+        """One derived type of `count` elements: blocks, and what remains."""
+        key = unit.handle, count
+        if key not in self._large:
+            blocks, rest = divmod(count, BLOCK)
+            block = unit.Create_contiguous(BLOCK)
+            offsets = [0, blocks * BLOCK * unit.Get_size()]
+            self._large[key] = self.MPI.Datatype.Create_struct([blocks, rest], offsets, [block, unit]).Commit()
+        return self._large[key]
+
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> _Send:
+        check_message(array, self.rank, (to,), self.size)
+        self.traffic.messages += 1
+        self.traffic.nbytes += array.nbytes
+        message, _ = self._message(array)
+        return _Send(self, self.comm.Isend(message, to, tag), f"send to rank {to}, tag {tag}")
+
+    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> _Receive:
+        check_message(array, self.rank, (source,), self.size)
+        message, unit = self._message(array)
+        return _Receive(self, self.comm.Irecv(message, source, tag), array, unit, f"recv from rank {source}, tag {tag}")
+
+    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> _Receive:
+        check_message(array, self.rank, (), self.size)
+        message, unit = self._message(array)
+        request = self.comm.Irecv(message, self.MPI.ANY_SOURCE, tag)
+        return _Receive(self, request, array, unit, f"recv from any rank, tag {tag}")
+
+    def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
+        self.start_send(array, to, tag).wait()
+
+    def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
+        self.start_recv(array, source, tag).wait()
+
+    def exchange(self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0) -> None:
+        receive = self.start_recv(incoming, source, tag)
+        self.start_send(outgoing, to, tag).wait()
+        receive.wait()
+
+    def barrier(self) -> None:
+        self.comm.Barrier()
+
+    def split(self, color: int | None, key: int = 0) -> "MpiTransport | None":
+        part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else MpiTransport(part, self.traffic)
+
+    def gather_text(self, value: Any) -> list[Any]:
+        mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        lengths = np.empty(self.size, np.int32)
+        self.comm.Allgather(np.int32(mine.size).reshape(1), lengths)
+        texts = np.empty(int(lengths.sum()), np.uint8)
+        self.comm.Allgatherv(mine, [texts, lengths])
+        ends = np.cumsum(lengths)
+        return [json.loads(texts[end - length:end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
+
+    def allocate(self, count: int, dtype: Any) -> np.ndarray:
+        return aligned_zeros(count, dtype)
+
+    def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
+        self._check_native(array)
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, 1 << 30):
+            part = flat[start:start + (1 << 30)]
+            self.comm.Allreduce(self.MPI.IN_PLACE, [part, part.size, self._types[part.dtype]], self._ops[op])
+
+    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> _Send:
+        self._check_native(array)
+        message = [array, array.size, self._types[array.dtype]]
+        return _Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
+
+    def _check_native(self, array: np.ndarray) -> None:
+        check_message(array, self.rank, (), self.size)
+        if array.dtype not in self._types:
+            raise CommError(f"rank {self.rank}: MPI's own all-reduce has no {array.dtype}.",
+                            "Use algorithm ring, which reduces any type.")
+
+    def abort(self, message: str) -> NoReturn:
+        print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        self.comm.Abort(1)
+        raise SystemExit(1)

@@ -1,0 +1,27 @@
+"""What mpirun needs on any machine: root in a container, more ranks than cores, one BLAS thread per rank."""
+
+import os
+import sys
+from pathlib import Path
+
+SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_osc": "^ucx",  # prints an error per rank where there is no UCX device
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "sm,self",  # one host: starts in 0.2 s instead of 1.2 s
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",  # MPICH: ranks that wait leave the core to the others
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+for name, value in SETTINGS.items():
+    os.environ.setdefault(name, value)
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the mpirun of this environment
+
+
+def pytest_configure(config):
+    """Let `pytest -q` start MPI tests: the plugin hands verbosity on as a row of v's, and -1 of them is no option."""
+    config.option.verbose = max(config.option.verbose, 0)

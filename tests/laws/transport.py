@@ -1,0 +1,144 @@
+"""What every transport must do. A law is a function of one rank's transport; all ranks run it together."""
+
+import numpy as np
+
+from mpitrain.errors import CommError
+
+
+def coded(rank: int, count: int, dtype="float64") -> np.ndarray:
+    """Data that tells rank and position, exact in every float type for small counts: swapped pieces cannot pass."""
+    return ((rank + 1) * 100 + np.arange(count) % 89).astype(dtype)
+
+
+def raises_comm_error(call) -> str:
+    """The text of the CommError that the call must raise."""
+    try:
+        call()
+    except CommError as error:
+        return str(error)
+    raise AssertionError("no CommError was raised")
+
+
+class TransportLaws:
+    """Subclasses supply `on_ranks(law)`, which runs a law on one or many sizes of transport."""
+
+    def law_a_ring_of_exchanges_moves_every_type_and_length(self, transport):
+        after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+        for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "bool"):
+            for count in (0, 1, 3, 1001, 1 << 15):
+                incoming = np.ones(count, dtype)
+                transport.exchange(coded(transport.rank, count, dtype), after, incoming, before)
+                assert np.array_equal(incoming, coded(before, count, dtype))
+
+    def law_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(self, transport):
+        after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+        arrays = [np.full(5, 10.0 * i + transport.rank) for i in range(4)]
+        incoming = [np.zeros(5) for _ in range(4)]
+        requests = [transport.start_recv(incoming[i], before, tag=i % 2) for i in (1, 3, 0, 2)]
+        requests += [transport.start_send(array, after, tag=i % 2) for i, array in enumerate(arrays)]
+        for request in requests:
+            request.wait()
+        assert [array[0] for array in incoming] == [10.0 * i + before for i in range(4)]
+
+    def law_test_says_true_once_complete_and_from_then_on(self, transport):
+        after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+        incoming = np.zeros(70_000)  # above every eager limit
+        requests = [transport.start_recv(incoming, before), transport.start_send(coded(transport.rank, 70_000), after)]
+        while not all(request.test() for request in requests):
+            pass
+        assert all(request.test() for request in requests)
+        assert np.array_equal(incoming, coded(before, 70_000))
+        assert requests[0].source == before
+        assert requests[1].source == -1
+
+    def law_receive_from_any_names_its_source(self, transport):
+        outgoing = coded(transport.rank, 4)
+        sends = [transport.start_send(outgoing, 0, tag=3)]
+        if transport.rank == 0:
+            seen = set()
+            for _ in range(transport.size):
+                incoming = np.zeros(4)
+                request = transport.start_recv_any(incoming, tag=3)
+                request.wait()
+                assert np.array_equal(incoming, coded(request.source, 4))
+                seen.add(request.source)
+            assert seen == set(range(transport.size))
+        for send in sends:
+            send.wait()
+
+    def law_gather_text_brings_values_of_any_length(self, transport):
+        value = {"rank": transport.rank, "text": "ä" * 1000 * transport.rank, "none": None}
+        everyone = transport.gather_text(value)
+        assert [v["rank"] for v in everyone] == list(range(transport.size))
+        assert [len(v["text"]) for v in everyone] == [1000 * rank for rank in range(transport.size)]
+
+    def law_split_numbers_ranks_by_key_and_keeps_messages_apart(self, transport):
+        part = transport.split(transport.rank % 2, key=-transport.rank)
+        members = [rank for rank in range(transport.size) if rank % 2 == transport.rank % 2][::-1]
+        assert part.size == len(members)
+        assert members[part.rank] == transport.rank
+        assert part.hosts == tuple(transport.hosts[rank] for rank in members)
+        incoming = np.zeros(3)
+        part.exchange(coded(part.rank, 3), (part.rank + 1) % part.size, incoming, (part.rank - 1) % part.size)
+        assert np.array_equal(incoming, coded((part.rank - 1) % part.size, 3))
+        alone = transport.split(None if transport.rank else 0)
+        assert (alone is None) == (transport.rank > 0)
+        transport.barrier()
+
+    def law_native_all_reduce_adds_and_takes_the_maximum(self, transport):
+        for dtype in sorted(transport.native_dtypes - {"int8", "uint8"}):
+            for count in (0, 1, 1001):
+                stack = np.stack([coded(rank, count, dtype) for rank in range(transport.size)])
+                mine = coded(transport.rank, count, dtype)
+                transport.native_all_reduce(mine)
+                assert np.array_equal(mine, stack.sum(axis=0))
+                mine = coded(transport.rank, count, dtype)
+                request = transport.start_native_all_reduce(mine, "maximum")
+                while not request.test():
+                    pass
+                assert np.array_equal(mine, stack.max(axis=0))
+
+    def law_allocated_buffers_are_zero_and_aligned(self, transport):
+        for count in (0, 1, 1001):
+            buffer = transport.allocate(count, "float32")
+            assert buffer.shape == (count,)
+            assert not buffer.any()
+            assert count == 0 or buffer.ctypes.data % 64 == 0
+
+    def law_traffic_counts_what_was_sent_by_hand(self, transport):
+        messages, nbytes = transport.traffic.messages, transport.traffic.nbytes
+        transport.exchange(np.ones(7), transport.rank, np.ones(7), transport.rank)
+        transport.exchange(np.ones(0), transport.rank, np.ones(0), transport.rank)
+        transport.barrier()
+        transport.gather_text("not counted")
+        transport.native_all_reduce(np.ones(3))
+        assert (transport.traffic.messages - messages, transport.traffic.nbytes - nbytes) == (2, 56)
+
+    def law_claimed_tags_agree_and_differ(self, transport):
+        tags = [transport.claim_tag() for _ in range(3)]
+        assert len(set(tags)) == 3
+        assert transport.gather_text(tags) == [tags] * transport.size
+
+    def law_what_cannot_be_a_message_is_refused(self, transport):
+        strided = np.ones((4, 4))[:, :2]
+        text = raises_comm_error(lambda: transport.start_send(strided, 0))
+        assert f"rank {transport.rank}: a message is one contiguous block" in text
+        assert "numpy.ascontiguousarray" in text
+        assert f"peer {transport.size} is not among ranks" in raises_comm_error(
+            lambda: transport.start_recv(np.ones(1), transport.size))
+        assert "is not among ranks" in raises_comm_error(lambda: transport.start_send(np.ones(1), -1))
+
+    def law_a_message_of_another_size_is_an_error_at_its_receiver(self, transport):
+        after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+        receive = transport.start_recv(np.zeros(5), before, tag=9)
+        send = transport.start_send(np.zeros(4), after, tag=9)
+        text = raises_comm_error(receive.wait)
+        assert f"rank {transport.rank}" in text
+        assert "Make both arrays of one length and dtype" in text
+        raises_comm_error(send.wait) if type(transport).__name__ == "ThreadTransport" else send.wait()
+        transport.barrier()
+
+
+def laws_of(cls) -> list[str]:
+    """Names of the laws of a class, in the order of the file."""
+    return [name for name in dir(cls) if name.startswith("law_")]
