@@ -5,6 +5,8 @@ import pytest
 
 from mpitrain.arena import Arena
 from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit
+from mpitrain.layers.compose import Chain
 from mpitrain.layers.plain import Plain
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
@@ -76,6 +78,34 @@ def test_nothing_is_allocated_after_the_first_step_and_everything_comes_back():
     assert arena.peak > 0
 
 
+class Hoarder:
+    """A layer whose saved state is a buffer, and which notes how much is leased when its backward half begins."""
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def parameters(self):
+        return []
+
+    def forward(self, w, x, arena):
+        return x, arena.take((64,), np.uint8)
+
+    def backward_input(self, w, dy, saved, arena):
+        self.notes.append(arena.live)
+        return dy, None
+
+    def backward_weight(self, pending, dw):
+        pass
+
+
+def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before():
+    notes, arena = [], Arena()
+    chain = Chain(a=Hoarder(notes), b=Hoarder(notes), c=Hoarder(notes))
+    y, saved = chain.forward({}, np.zeros(1), arena)
+    chain.backward_input({}, y, saved, arena)
+    assert notes == [192, 128, 64]
+
+
 def layers_with_inputs():
     plain, draw = Plain(host), lambda generator, shape: generator.standard_normal(shape)
     x = np.random.default_rng(0).standard_normal((2, 5, 6))
@@ -92,7 +122,6 @@ def layers_with_inputs():
 
 @pytest.mark.parametrize(("name", "layer", "x"), [pytest.param(*case, id=case[0]) for case in layers_with_inputs()])
 def test_a_layer_never_writes_to_x_or_dy(name, layer, x):
-    from mpitrain.layers.base import Unit
     weights, gradients, arrays, _ = place([Unit(name, layer)], 1, np.float64)
     x.flags.writeable = False
     for array in arrays.values():

@@ -28,7 +28,7 @@ def assert_close(a, b, tolerance=1e-6):
 
 
 def assert_gradient(f, x, dx):
-    """dx is the gradient of the scalar function f at x: every element, or the largest and 39 others if there are more."""
+    """dx is the gradient of the scalar function f at x: all elements, or the largest and 39 others."""
     assert dx.shape == x.shape
     elements = np.append(np.random.default_rng(9).permutation(x.size)[:39], np.abs(dx).argmax())
     expected = []
