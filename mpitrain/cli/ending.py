@@ -30,7 +30,8 @@ def ranks(allow_alone: bool = False) -> Iterator[Transport]:
     except MpitrainError as error:
         if not error.agreed:
             transport.abort(str(error))
-        leave_together(transport, lambda: print(error, file=sys.stderr, flush=True), error.exit_code)
+        text = str(error)
+        leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
     except BaseException as error:
         if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
             raise

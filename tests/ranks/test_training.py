@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from mpitrain.transport.threads import run_ranks
 
 from mpitrain.config import parse, with_settings
 from mpitrain.trainer import build, replicas_equal
+from mpitrain.transport.threads import run_ranks
 
 STEPS = 20
 TINY = ["model.layers=2", "model.width=16", "model.heads=2", "model.context=16", "batch.size=12", "run.steps=20",

@@ -1,6 +1,7 @@
 """Data sources: batches depend on (seed, step) alone, held-out rows are never trained on, bad files are refused."""
 
 import gzip
+import itertools
 import struct
 
 import numpy as np
@@ -40,7 +41,7 @@ def write_mnist(folder, train=50, test=20):
 def test_the_rows_of_all_ranks_put_together_are_the_batch_of_one(source, ranks):
     whole = source.batch(3, 7, 11, range(11))
     cuts = [11 * r // ranks for r in range(ranks + 1)]
-    parts = [source.batch(3, 7, 11, range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [source.batch(3, 7, 11, range(a, b)) for a, b in itertools.pairwise(cuts)]
     for i in range(2):
         assert np.array_equal(np.concatenate([p[i] for p in parts]), whole[i])
 

@@ -11,7 +11,11 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "mpitrain"
 
 # Ground floor first: a room imports only from itself and from rooms above it in this list.
-FLOORS = ["errors", "arena", "backend", "device", "config", "kernels", "ops", "transport", "trace", "collectives", "layers", "units", "optim", "precision", "topology", "parallel", "models", "lora", "pipeline", "data", "metrics", "trainer", "checkpoint", "session", "plan", "bench", "cli", "__main__"]
+FLOORS = [
+    "errors", "arena", "backend", "device", "config", "kernels", "ops", "transport", "trace", "collectives", "layers",
+    "units", "optim", "precision", "topology", "parallel", "models", "lora", "pipeline", "data", "metrics", "trainer",
+    "checkpoint", "session", "generate", "plan", "bench", "cli", "__main__",
+]
 
 DOORS = {
     "mpi4py": ("transport/",),

@@ -100,7 +100,7 @@ def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
     for entry in plan.entries:
         wanted = 0 if not entry.parameter.trainable else 1 + entry.parameter.decayed
         assert (entry.view(covered) == wanted).all(), entry.name
-    block = [run for run in plan.runs(*plan.bounds[1])]
+    block = list(plan.runs(*plan.bounds[1]))
     assert [run.decayed for run in block] == [False, True]
 
 

@@ -28,7 +28,8 @@ def embedding_backward_table(dx, saved, dtable, accumulate, arena):
     starts = np.flatnonzero(np.diff(tokens, prepend=tokens[0] - 1))
     rows = arena.take((len(order), dx.shape[-1]), dx.dtype)
     np.take(dx.reshape(rows.shape), order, axis=0, out=rows, mode="clip")
-    sums = np.add.reduceat(rows, starts, axis=0, out=arena.take((len(starts), dx.shape[-1]), dx.dtype))
+    # As long as it can become: a length that changed from step to step would be a new buffer each time.
+    sums = np.add.reduceat(rows, starts, axis=0, out=arena.take(rows.shape, dx.dtype)[:len(starts)])
     dtable[tokens[starts]] += sums
 
 
