@@ -12,7 +12,7 @@ from mpitrain.collectives import binomial, ring, star
 from mpitrain.collectives.execute import OPS, Execution, Reduction
 from mpitrain.collectives.native import Native
 from mpitrain.collectives.plans import Plan
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.transport.base import Transport
 
 ALL_REDUCE: dict[str, Callable[[int, int, int], Plan]] = {"ring": ring.all_reduce, "star": star.all_reduce}
@@ -27,7 +27,7 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
 
     array    contiguous, any shape; one count and dtype on all ranks
     op       "add" or "maximum"
-    raises   CommError on every rank, here and not in a run, if ranks differ in anything; ConfigError for an unknown name
+    raises   CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name
     """
     tag = agree(transport, "all-reduce", array, op=op, algorithm=algorithm)
     check_name("algorithm", algorithm, ALGORITHMS)
@@ -52,7 +52,7 @@ def bind_broadcast(transport: Transport, array: np.ndarray, root: int = 0) -> Re
     """Bind a binomial broadcast of root's array to everyone's."""
     tag = agree(transport, "broadcast", array, root=root)
     if not 0 <= root < transport.size:
-        raise CommError(f"rank {transport.rank}: broadcast from root {root}, but the ranks are 0 to {transport.size - 1}.")
+        raise everywhere(CommError(f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."))
     return Execution(transport, array, "add", binomial.broadcast(transport.rank, transport.size, array.size, root), tag)
 
 
@@ -69,14 +69,15 @@ def agree(transport: Transport, operation: str, array: np.ndarray, **settings: A
     for name in dict.fromkeys(name for facts in everyone for name in facts):
         values = [facts.get(name) for facts in everyone]
         if name == "contiguous" and not all(values):
-            raise CommError(
+            raise everywhere(CommError(
                 f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but "
                 f"rank {values.index(False)} passed another kind.",
-                "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of.")
+                "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of."))
         if any(value != values[0] for value in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise CommError(f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
-                            "All ranks must bind the same collectives, on equal arrays, in the same order.")
+            raise everywhere(CommError(
+                f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
+                "All ranks must bind the same collectives, on equal arrays, in the same order."))
     if "op" in settings:
         check_name("op", settings["op"], tuple(OPS))
     return mine["tag"]
@@ -85,4 +86,10 @@ def agree(transport: Transport, operation: str, array: np.ndarray, **settings: A
 def check_name(what: str, name: str, known: tuple[str, ...]) -> None:
     """ConfigError that lists what there is, unless the name is among it."""
     if name not in known:
-        raise ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}.")
+        raise everywhere(ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}."))
+
+
+def everywhere(error: MpitrainError) -> MpitrainError:
+    """Mark an error that every rank raises, so that one may print it and all may leave together."""
+    error.agreed = True
+    return error

@@ -37,6 +37,12 @@ class Reduction(Protocol):
         """Block until the result is in the buffer."""
 
 
+def started_twice(rank: int) -> CommError:
+    """The error of a start before the end of the last run."""
+    return CommError(f"rank {rank}: a reduction was started again before its last run had ended.",
+                     "Call wait() first, or bind one reduction per buffer.")
+
+
 class _BoundStep(NamedTuple):
     """A step with views in place of bounds: (array, peer) pairs, and (target, received) pairs to combine."""
 
@@ -69,8 +75,7 @@ class Execution:
 
     def start(self) -> None:
         if self._ended < len(self._steps):
-            raise CommError(f"rank {self._transport.rank}: a reduction was started again before its last run had ended.",
-                            "Call wait() first, or bind one reduction per buffer.")
+            raise started_twice(self._transport.rank)
         self._ended = 0
         for step in self._steps[:self._depth]:
             self._post(step)

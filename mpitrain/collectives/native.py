@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mpitrain.collectives.execute import started_twice
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Request, Transport
 
@@ -13,9 +14,11 @@ class Native:
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str):
         if array.dtype.name not in transport.native_dtypes:
-            raise CommError(f"rank {transport.rank}: algorithm native cannot reduce {array.dtype}; "
-                            f"MPI reduces {', '.join(sorted(transport.native_dtypes))}.",
-                            "Use algorithm ring, which reduces any type.")
+            error = CommError(f"rank {transport.rank}: algorithm native cannot reduce {array.dtype}; "
+                              f"MPI reduces {', '.join(sorted(transport.native_dtypes))}.",
+                              "Use algorithm ring, which reduces any type.")
+            error.agreed = True  # the ranks have compared their dtypes
+            raise error
         self._transport, self._array, self._op = transport, array, op
         self._request: Request | None = None
 
@@ -24,8 +27,7 @@ class Native:
 
     def start(self) -> None:
         if self._request is not None:
-            raise CommError(f"rank {self._transport.rank}: a reduction was started again before its last run had ended.",
-                            "Call wait() first, or bind one reduction per buffer.")
+            raise started_twice(self._transport.rank)
         self._request = self._transport.start_native_all_reduce(self._array, self._op)
 
     def poll(self) -> bool:

@@ -1,6 +1,6 @@
 """Rings: every rank sends to the next and receives from the one before, so every link works all the time.
 
-source   Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2): no all-reduce sends fewer bytes from its busiest rank
+source   Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2): no all-reduce sends less from its busiest rank
 """
 
 from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds
@@ -15,7 +15,8 @@ def reduce_scatter(rank: int, n: int, count: int) -> Plan:
     chunks = chunk_bounds(count, n)
     after, before = (rank + 1) % n, (rank - 1) % n
     return Plan(tuple(
-        Step((Transfer(after, *chunks[(rank - 1 - step) % n]),), (Transfer(before, *chunks[(rank - 2 - step) % n]),), True)
+        Step(sends=(Transfer(after, *chunks[(rank - 1 - step) % n]),),
+             receives=(Transfer(before, *chunks[(rank - 2 - step) % n]),), combine=True)
         for step in range(n - 1)
     ))
 
@@ -25,7 +26,8 @@ def all_gather(rank: int, n: int, count: int) -> Plan:
     chunks = chunk_bounds(count, n)
     after, before = (rank + 1) % n, (rank - 1) % n
     return Plan(tuple(
-        Step((Transfer(after, *chunks[(rank - step) % n]),), (Transfer(before, *chunks[(rank - 1 - step) % n]),))
+        Step(sends=(Transfer(after, *chunks[(rank - step) % n]),),
+             receives=(Transfer(before, *chunks[(rank - 1 - step) % n]),))
         for step in range(n - 1)
     ))
 

@@ -51,7 +51,9 @@ class _World:
 
     def find_deadlock(self) -> None:
         """End the world if every live rank waits and nothing is ready. Call with the lock held."""
-        if self.end is None and self.live == self.waits.keys() and not any(ready() for ready, _ in self.waits.values()):
+        if self.end is not None or not self.live or self.live != self.waits.keys():
+            return
+        if not any(ready() for ready, _ in self.waits.values()):
             rows = [f"rank {rank} waits in {self.waits[rank][1]}" for rank in sorted(self.waits)]
             self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
 

@@ -1,0 +1,37 @@
+"""What doctor asks of the MPI library."""
+
+import os
+
+import numpy as np
+import pytest
+
+from mpitrain.transport.library import cuda_awareness, library
+from mpitrain.transport.mpi import connect, from_communicator
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60)
+def test_the_library_names_itself_and_says_whether_it_reads_gpu_memory(mpi_ranks):
+    connect()
+    facts = library()
+    assert "MPI" in facts.version
+    assert facts.standard >= (3, 1)
+    assert facts.thread_level in ("funneled", "serialized", "multiple")
+    assert os.path.exists(facts.path)
+    awareness = cuda_awareness(facts.path, {})
+    assert awareness.how in ("MPIX_Query_cuda_support", "MPIX_GPU_query_support")
+    assert awareness.cuda is False  # neither wheel is CUDA-aware
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60)
+def test_a_communicator_handed_in_keeps_its_own_messages(mpi_ranks):
+    from mpi4py import MPI
+
+    theirs = MPI.COMM_WORLD
+    transport = from_communicator(theirs)
+    other = 1 - transport.rank
+    theirs_send = theirs.isend("hello", other, tag=0)
+    ours = np.zeros(2)
+    transport.exchange(np.full(2, transport.rank + 1.0), other, ours, other, tag=0)
+    assert np.array_equal(ours, np.full(2, other + 1.0))
+    assert theirs.recv(source=other, tag=0) == "hello"
+    theirs_send.wait()
