@@ -5,14 +5,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from mpitrain import device
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.transport.base import Transport
+
+if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its threads
+    from mpitrain.transport.base import Transport
 
 
 @contextmanager
-def ranks(allow_alone: bool = False) -> Iterator[Transport]:
+def ranks(allow_alone: bool = False) -> "Iterator[Transport]":
     """Connect to the other ranks; when the body has run, all pass a barrier before any leaves.
 
     An error that every rank has is printed by rank 0, and all leave with its exit code. Anything else that is raised ends
@@ -38,7 +41,7 @@ def ranks(allow_alone: bool = False) -> Iterator[Transport]:
         transport.abort(f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}")
 
 
-def refuse_strangers(transport: Transport) -> None:
+def refuse_strangers(transport: "Transport") -> None:
     """N processes that each believe they are rank 0 of 1 would all write the same files: refuse them."""
     started = device.launched()
     if started.size == 1 or transport.size > 1:
@@ -54,7 +57,7 @@ def refuse_strangers(transport: Transport) -> None:
     raise error
 
 
-def leave_together(transport: Transport, show: Callable[[], None], exit_code: int) -> None:
+def leave_together(transport: "Transport", show: Callable[[], None], exit_code: int) -> None:
     """Rank 0 shows why; every rank leaves with the code after a barrier, so that no launcher cuts the message off."""
     if transport.rank == 0:
         show()

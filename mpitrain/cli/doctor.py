@@ -1,0 +1,95 @@
+"""`mpitrain doctor`: what this machine offers, and what will not work on it."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from mpitrain import __version__, device
+from mpitrain.cli.ending import ranks
+
+SMALL_SHM = 64 << 20  # bytes: what containers are given by default, too little for ranks that share memory
+
+
+@click.command()
+def command() -> None:
+    """Say what is here: Python, MPI, GPUs, BLAS, ranks and hosts; and warn of what will not work.
+
+    Ask it in the way you will train, for example: mpitrain launch -n 4 -- doctor
+    """
+    with ranks(allow_alone=True) as transport:
+        everyone = transport.gather_text({"cores": device.cores(), "threads": _blas()[1]})
+        if transport.rank == 0 and device.launched().rank == 0:
+            for name, value in facts(transport, everyone):
+                click.echo(f"{name:<12} {value}")
+            for warning in warnings(transport, everyone):
+                click.echo(f"warning: {warning}")
+
+
+def facts(transport: Any, everyone: list[dict[str, int]]) -> Iterator[tuple[str, str]]:
+    """(name, value) lines."""
+    import mpi4py
+    import numpy
+
+    from mpitrain.transport.library import cuda_awareness, library
+
+    mpi, started = library(), device.launched()
+    aware = cuda_awareness(mpi.path, os.environ)
+    yield "mpitrain", f"{__version__}, Python {platform.python_version()} ({sys.executable})"
+    yield "MPI", f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {mpi4py.__version__}"
+    yield "", f"{mpi.path or 'library path unknown'}, thread level {mpi.thread_level}"
+    yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, says {aware.how}"
+    yield "GPUs", gpus()
+    name, threads = _blas()
+    yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
+    yield "ranks", f"{transport.size} on {len(set(transport.hosts))} host(s); launcher: {started.launcher}, {started.size} started"
+    for host in dict.fromkeys(transport.hosts):
+        here = [rank for rank, other in enumerate(transport.hosts) if other == host]
+        yield "host", f"{host}: {len(here)} rank(s), {everyone[here[0]]['cores']} core(s) each may use"
+    yield "/dev/shm", f"{shm_free() / 1e9:.1f} GB free"
+
+
+def warnings(transport: Any, everyone: list[dict[str, int]]) -> Iterator[str]:
+    """What will go wrong, and the way out."""
+    started = device.launched()
+    if started.size > transport.size:
+        yield (f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
+               "write the same files. Use the launcher of the MPI named above: `mpitrain launch` finds it.")
+    cores = os.cpu_count() or 1
+    for host in dict.fromkeys(transport.hosts):
+        here = [facts for facts, other in zip(everyone, transport.hosts, strict=True) if other == host]
+        if len(here) > cores:
+            yield f"{host} has {cores} cores for {len(here)} ranks: they take turns, and timings mean little."
+        elif sum(facts["threads"] for facts in here) > cores:
+            yield (f"{len(here)} ranks on {host} use {here[0]['threads']} BLAS threads each, more than its {cores} cores. "
+                   "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower.")
+    if shm_free() < SMALL_SHM:
+        yield (f"/dev/shm has {shm_free() / 1e6:.0f} MB free: ranks of one host share memory there. "
+               "In a container, start it with --shm-size=1g.")
+
+
+def gpus() -> str:
+    """What nvidia-smi lists."""
+    if not shutil.which("nvidia-smi"):
+        return "none (there is no nvidia-smi)"
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return listed.stdout.strip() or f"none ({(listed.stderr.strip() or 'nvidia-smi lists nothing').splitlines()[0]})"
+
+
+def shm_free() -> int:
+    """Bytes free in /dev/shm."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+
+
+def _blas() -> tuple[str, int]:
+    """NumPy's BLAS and the threads it will use here."""
+    import numpy  # noqa: F401 (its BLAS must be loaded to be asked)
+    from threadpoolctl import threadpool_info
+
+    found = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return (f"{found[0]['internal_api']} {found[0]['version']}", found[0]["num_threads"]) if found else ("unknown", 1)
