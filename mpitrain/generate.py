@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.trainer import Trainer
 
 
@@ -13,6 +13,7 @@ def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: i
 
     temperature  0 takes the likeliest token
     top_k        draw among so many of the likeliest; 0: among all
+    raises       TrainingError if the model's output is not finite
     """
     context = trainer.config.model.context
     window = np.zeros((1, context), np.int64)  # tokens to the right of the prompt are masked: any value will do
@@ -23,6 +24,9 @@ def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: i
     while True:
         window[0, :len(recent)] = recent
         logits = trainer.backend.to_host(trainer.logits(window))[0, len(recent) - 1].astype(np.float64)
+        if not np.isfinite(logits).all():
+            raise TrainingError("The model's output is not finite: its training has diverged.",
+                                "Train again with a lower optimizer.lr.")
         token = _draw(logits, temperature, top_k, generator)
         yield token
         recent = [*recent, token][-context:]

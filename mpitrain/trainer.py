@@ -120,7 +120,8 @@ class Trainer:
             right = self._ops.count_correct(logits, flat, self.arena)
             totals += float(self._ops.cross_entropy_loss(logits, flat, self.arena)), int(right), len(flat)
         self.group.all_reduce(totals)
-        return totals[0] / totals[2], totals[1] / totals[2]
+        loss, right, count = totals.tolist()
+        return loss / count, right / count
 
 
 def build(transport: Transport, config: Config) -> tuple[Trainer, Source]:

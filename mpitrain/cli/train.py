@@ -76,12 +76,18 @@ def _print_sample(finished: Any) -> None:
     """A little of what the model writes after a line break; raw bytes where the source is text, else token numbers."""
     from itertools import islice
 
+    from mpitrain.errors import TrainingError
     from mpitrain.generate import tokens
 
-    is_text = finished.source.inputs == 256
-    drawn = islice(tokens(finished.trainer, [ord("\n") if is_text else 0], temperature=0.8, top_k=40, seed=0), SAMPLE)
-    print("a sample of what it writes:\n" + (bytes(drawn).decode(errors="replace") if is_text else " ".join(map(str, drawn))))
-    sys.stdout.flush()
+    is_text = not finished.trainer.config.data.source.startswith("tokens:")
+    drawn = tokens(finished.trainer, [ord("\n") if is_text else 0], temperature=0.8, top_k=40, seed=0)
+    try:
+        sample = list(islice(drawn, SAMPLE))
+    except TrainingError as error:
+        print(f"no sample of what it writes: {error.law}", flush=True)
+        return
+    text = bytes(sample).decode(errors="replace") if is_text else " ".join(map(str, sample))
+    print(f"a sample of what it writes:\n{text}", flush=True)
 
 
 def print_keys() -> None:

@@ -13,9 +13,11 @@ def gpt(layers, *, vocab: int, context: int, width: int, heads: int, depth: int,
     depth    transformer blocks, each one attention half and one MLP half
     tied     the head's weight is the token embedding
     """
-    inner = normal(0.02)
+    # GPT-2's 0.02 is the right spread for its width of 768; narrower layers need more to keep the variance of what passes.
+    std = 0.02 * (768 / width) ** 0.5
+    inner = normal(std)
     # 2 depth branches are added to the stream; scaling each keeps its variance as it was (section 2.3).
-    onto_residual = normal(0.02 / (2 * max(1, depth)) ** 0.5)
+    onto_residual = normal(std / (2 * max(1, depth)) ** 0.5)
     units = [Unit("embedding", layers.embedding(vocab, context, width))]
     for block in range(depth):
         attention = Chain(

@@ -1,0 +1,248 @@
+"""The commands as a user runs them, on several ranks: results, files, exit codes, interruptions, mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+PROGRAM = [sys.executable, "-m", "mpitrain"]
+TINY = ["--set", "model.layers=1", "--set", "model.width=16", "--set", "model.heads=2", "--set", "model.context=16",
+        "--set", "batch.size=12", "--set", "run.steps=12", "--set", "run.log_every=1", "--set", "run.eval_every=-1",
+        "--set", "checkpoint.every=0"]
+
+
+def mpitrain(*words, timeout=60, **more):
+    return subprocess.run([*PROGRAM, *map(str, words)], capture_output=True, text=True, timeout=timeout, **more)
+
+
+def launch(ranks, *words, **more):
+    return mpitrain("launch", "-n", ranks, "--", *words, **more)
+
+
+def records(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return {r["step"]: (r["loss"], r["grad_norm"], r["lr"]) for r in records(folder) if "loss" in r}
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_a_run_leaves_what_it_promises(ranks, tmp_path):
+    done = launch(ranks, "train", "--out", "run", *TINY, "--set", "run.eval_every=0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout and "a sample of what it writes" in done.stdout
+    lines = records(tmp_path / "run")
+    assert lines[0]["event"] == "start" and lines[0]["ranks"] == ranks
+    step = next(r for r in lines if r.get("step") == 12 and "loss" in r)
+    assert {"lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s", "peak_activation_bytes"} <= step.keys()
+    assert lines[-2]["val_loss"] > 0
+    assert lines[-1]["event"] == "end" and lines[-1]["replicas_equal"] is True
+    assert (tmp_path / "run/config.toml").read_text().count("[") == 10
+    model = load_file(tmp_path / "run/checkpoints/step-00000012/model.safetensors")
+    assert model["blocks.0.attention.qkv.weight"].shape == (48, 16)
+    evaluated = launch(ranks, "eval", "run", cwd=tmp_path)
+    assert f"validation loss {lines[-2]['val_loss']:.4f}" in evaluated.stdout, evaluated.stderr
+    written = launch(ranks, "generate", "run", "--prompt", "The ", "--tokens", "20", cwd=tmp_path)
+    assert written.returncode == 0 and written.stdout.startswith("The "), written.stderr
+    assert len(written.stdout.encode(errors="surrogateescape")) >= 24
+
+
+def test_classifier_runs_on_digits(tmp_path):
+    pytest.importorskip("sklearn")
+    done = launch(2, "train", "--out", "run", "--set", "data.source=digits", "--set", "model.kind=mlp", "--set", "model.layers=1",
+                  "--set", "model.width=64", "--set", "run.steps=200", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert next(r for r in records(tmp_path / "run") if "val_loss" in r)["val_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (2, signal.SIGTERM), (3, signal.SIGINT)])
+def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, number, tmp_path):
+    many = [*TINY, "--set", "run.steps=150"]
+    whole = launch(ranks, "train", "--out", "whole", *many, cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    run = subprocess.Popen([*PROGRAM, "launch", "-n", str(ranks), "--", "train", "--out", "cut", *many], cwd=tmp_path,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in run.stdout:
+        if line.startswith("step  20/"):
+            run.send_signal(number)
+            break
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 85, output
+    stopped = records(tmp_path / "cut")[-1]
+    assert stopped["event"] == "stopped" and 20 <= stopped["step"] < 150
+    went_on = launch(ranks, "train", "--out", "cut", "--resume", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole") and len(losses(tmp_path / "cut")) == 150
+    name = "checkpoints/step-00000150/model.safetensors"
+    one, other = load_file(tmp_path / "whole" / name), load_file(tmp_path / "cut" / name)
+    assert all(np.array_equal(one[key], other[key]) for key in one)
+
+
+def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
+    settings = [*TINY, "--set", "run.steps=60", "--set", "checkpoint.every=10", "--set", "precision.compute=float64"]
+    assert launch(3, "train", "--out", "whole", *settings, cwd=tmp_path).returncode == 0
+    run = subprocess.Popen([*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "cut", *settings], cwd=tmp_path,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in run.stdout:
+        if line.startswith("step 23/"):
+            subprocess.run(["pkill", "-KILL", "-f", f"mpitrain train --out cut.*{settings[-1]}"], check=True)
+            break
+    run.communicate(timeout=60)
+    assert run.returncode not in (0, 2, 85)
+    went_on = launch(3, "train", "--out", "cut", "--resume=auto", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
+    one, other = losses(tmp_path / "whole"), losses(tmp_path / "cut")
+    assert one.keys() == other.keys()
+    for step in one:
+        assert np.all(np.abs(np.subtract(one[step], other[step])) <= 1e-9), step
+
+
+MISTAKES = [
+    (["--set", "model.widht=3"], "There is no key model.widht; did you mean model.width?"),
+    (["--set", "run.steps=soon"], "run.steps must be a valid integer, but is 'soon'."),
+    (["--set", "optimizer.lr=nan"], "optimizer.lr must be a finite number, but is nan."),
+    (["--set", "data.source=text:nowhere.txt"], "The data file nowhere.txt cannot be read: No such file or directory."),
+    (["--set", "data.source=text:empty.txt"], "empty.txt is empty."),
+    (["--set", "data.source=text:short.txt"], "The held-out tenth of short.txt must hold a context of 128 tokens"),
+    (["--set", "batch.size=3"], "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3."),
+    (["--set", "model.heads=3"], "model.heads must divide model.width, but 3 does not divide 128."),
+    (["--dp", "2"], "dp 2 x tp 1 x pp 1 needs 2 ranks, but 4 were started."),
+    (["broken.toml"], "broken.toml is not TOML"),
+    (["nowhere.toml"], "The configuration file nowhere.toml cannot be read"),
+    (["--set", "data.source=digits"], "The model.kind for digits is mlp, but the configuration says gpt."),
+    (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
+    (["--out", "empty.txt/run"], "The run directory empty.txt/run cannot be made"),
+    (["--no-such-option"], "No such option"),
+    (["--dp", "two"], "'two' is not a valid integer"),
+]
+
+
+@pytest.mark.parametrize("words, complaint", MISTAKES, ids=[complaint[:40] for _, complaint in MISTAKES])
+def test_a_mistake_is_one_message_and_exit_2_on_four_ranks(words, complaint, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "broken.toml").write_text("[run\nsteps = ")
+    done = launch(4, "train", *words, cwd=tmp_path, timeout=30)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(complaint) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not any(tmp_path.glob("runs/*/metrics.jsonl")), "nothing may be trained"
+
+
+def test_a_file_that_only_one_rank_misses_is_named_with_that_rank(tmp_path):
+    code = ("import os; from mpi4py import MPI; r = MPI.COMM_WORLD.rank\n"
+            "if r == 1: os.chdir('elsewhere')\n"
+            "from mpitrain.cli import main; main(['train', '--out', os.path.abspath('run') + str(r), '--set', 'data.source=text:book'])")
+    (tmp_path / "book").write_text("word " * 1000)
+    (tmp_path / "elsewhere").mkdir()
+    done = subprocess.run(["mpirun", "-n", "3", sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("On rank 1 (") == 1 and "The data file book cannot be read" in done.stderr, done.stderr
+
+
+def test_an_exception_on_one_rank_ends_the_job_in_five_seconds_with_its_traceback(tmp_path):
+    code = ("from mpi4py import MPI; import mpitrain.trainer as t\n"
+            "real = t.Trainer.step\n"
+            "def step(self, index, *rest):\n"
+            "    if index == 5 and self.transport.rank == 2: raise ZeroDivisionError('planned')\n"
+            "    if index == 5 and self.transport.rank == 0: print('at step 5', flush=True)\n"
+            "    return real(self, index, *rest)\n"
+            "t.Trainer.step = step\n"
+            f"from mpitrain.cli import main; main(['train', '--out', 'run', *{TINY!r}])")
+    run = subprocess.Popen(["mpirun", "-n", "3", sys.executable, "-c", code], cwd=tmp_path, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for line in run.stdout:
+        if "at step 5" in line:
+            break
+    began = time.monotonic()
+    _, errors = run.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert run.returncode != 0
+    assert "rank 2: ended by an exception" in errors and "ZeroDivisionError: planned" in errors, errors
+
+
+def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
+    code = ("import time; import mpitrain.trainer as t\n"
+            "real = t.Trainer.step\n"
+            "def step(self, index, *rest):\n"
+            "    if index == 3 and self.transport.rank == 1: time.sleep(60)\n"
+            "    return real(self, index, *rest)\n"
+            "t.Trainer.step = step\n"
+            f"from mpitrain.cli import main; main(['train', '--out', 'run', '--set', 'run.stall_seconds=1.0', *{TINY!r}])")
+    done = subprocess.run(["mpirun", "-n", "2", sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "rank 1: no progress for" in done.stderr or "rank 0: no progress for" in done.stderr, done.stderr
+    assert "in step 4" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "metadata", "missing"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(damage, tmp_path):
+    settings = [*TINY, "--set", "run.steps=6", "--set", "checkpoint.every=3"]
+    assert launch(2, "train", "--out", "run", *settings, cwd=tmp_path).returncode == 0
+    newest = tmp_path / "run/checkpoints/step-00000006"
+    path = newest / "model.safetensors"
+    raw = path.read_bytes()
+    if damage == "truncate":
+        path.write_bytes(raw[:-100])
+    elif damage == "flip":
+        path.write_bytes(raw[:-100] + bytes([raw[-100] ^ 1]) + raw[-99:])
+    elif damage == "metadata":
+        save_file(load_file(path), path, {"format": "mpitrain-1", "step": "6"})
+    else:
+        path.unlink()
+    refused = launch(2, "train", "--out", "run", "--resume", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count("CheckpointError") == 1, refused.stderr
+    assert "to go on from step-00000003" in refused.stderr and "Traceback" not in refused.stderr
+    for part in newest.iterdir():
+        part.unlink()
+    newest.rmdir()
+    went_on = launch(2, "train", "--out", "run", "--resume", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
+    assert records(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_a_directory_that_holds_a_run_is_refused(tmp_path):
+    assert mpitrain("train", "--out", "run", *TINY, cwd=tmp_path).returncode == 0
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    again = launch(2, "train", "--out", "run", *TINY, cwd=tmp_path)
+    assert again.returncode == 2 and again.stderr.count("run already holds a run") == 1, again.stderr
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped_as_configured(tmp_path):
+    wild = [*TINY, "--set", "optimizer.name=sgd", "--set", "optimizer.lr=1e30", "--set", "optimizer.clip=0",
+            "--set", "optimizer.warmup=0"]
+    stopped = launch(2, "train", "--out", "stop", *wild, cwd=tmp_path)
+    assert stopped.returncode == 1 and stopped.stderr.count("TrainingError") == 1, stopped.stderr
+    assert "run.on_nonfinite=skip" in stopped.stderr and "Traceback" not in stopped.stderr
+    assert any(r.get("nonfinite") and r["loss"] is None for r in records(tmp_path / "stop"))
+    skipped = launch(2, "train", "--out", "skip", *wild, "--set", "run.on_nonfinite=skip", cwd=tmp_path)
+    assert skipped.returncode == 0, skipped.stderr
+    assert records(tmp_path / "skip")[-1]["event"] == "end"
+
+
+def test_processes_that_are_each_alone_are_refused(tmp_path):
+    for rank in (0, 1):
+        alone = dict(os.environ, OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+                     OMPI_COMM_WORLD_LOCAL_SIZE="2")
+        done = mpitrain("train", cwd=tmp_path, env=alone)
+        assert done.returncode == 2
+        assert done.stderr.count("started 2 processes, but MPI tells each of them that it is alone") == (rank == 0), done.stderr
+        warned = mpitrain("doctor", env=alone)
+        assert warned.stdout.count("warning: Open MPI started 2 processes") == (rank == 0), warned.stdout + warned.stderr
+
+
+def test_ranks_share_the_cores_between_their_blas_threads(tmp_path):
+    free = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+    cores = len(os.sched_getaffinity(0))
+    done = launch(4, "doctor", env=free)
+    assert f", {max(1, os.cpu_count() // 4)} thread(s) per rank" in done.stdout, done.stdout + done.stderr
+    assert f"{cores} core(s) each may use" in done.stdout
