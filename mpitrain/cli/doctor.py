@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import click
@@ -33,7 +34,6 @@ def command() -> None:
 
 def facts(transport: Any, everyone: list[dict[str, int]]) -> Iterator[tuple[str, str]]:
     """(name, value) lines."""
-    import mpi4py
     import numpy
 
     from mpitrain.transport.library import cuda_awareness, library
@@ -41,13 +41,13 @@ def facts(transport: Any, everyone: list[dict[str, int]]) -> Iterator[tuple[str,
     mpi, started = library(), device.launched()
     aware = cuda_awareness(mpi.path, os.environ)
     yield "mpitrain", f"{__version__}, Python {platform.python_version()} ({sys.executable})"
-    yield "MPI", f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {mpi4py.__version__}"
+    yield "MPI", f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {version('mpi4py')}"
     yield "", f"{mpi.path or 'library path unknown'}, thread level {mpi.thread_level}"
     yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, says {aware.how}"
     yield "GPUs", gpus()
     name, threads = _blas()
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
-    yield "ranks", f"{transport.size} on {len(set(transport.hosts))} host(s); launcher: {started.launcher}, {started.size} started"
+    yield "ranks", f"{transport.size} on {len(set(transport.hosts))} host(s); {started.size} started by {started.launcher}"
     for host in dict.fromkeys(transport.hosts):
         here = [rank for rank, other in enumerate(transport.hosts) if other == host]
         yield "host", f"{host}: {len(here)} rank(s), {everyone[here[0]]['cores']} core(s) each may use"

@@ -1,0 +1,122 @@
+"""Checkpoints and metrics: atomic, verified, strict."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from mpitrain import checkpoint
+from mpitrain.config import parse, with_settings
+from mpitrain.errors import CheckpointError
+from mpitrain.metrics import MetricsFile, cut_after, read_metrics, strict
+from mpitrain.trainer import build
+from mpitrain.transport.threads import run_ranks
+
+TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=4"]
+
+
+def trained(*settings, steps=2, seed=0):
+    """A trainer of one rank after a few steps."""
+    def run(transport):
+        trainer, source = build(transport, parse(with_settings({}, [*TINY, f"run.seed={seed}", *settings])))
+        for index in range(steps):
+            trainer.step(index, *source.batch(0, index, 4, range(4)))
+        return trainer
+
+    return run_ranks(1, run)[0]
+
+
+@pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
+@pytest.mark.parametrize("precision", ("float32", "float64"))
+def test_parameters_and_optimizer_state_come_back_bitwise(tmp_path, optimizer, precision):
+    settings = [f"optimizer.name={optimizer}", f"precision.compute={precision}", "model.tied=true"]
+    first, other = trained(*settings), trained(*settings, steps=0, seed=1)
+    checkpoint.save(tmp_path, first, 2, keep=1)
+    found = checkpoint.read(checkpoint.newest(tmp_path))
+    checkpoint.load(found, other)
+    assert found.step == 2
+    assert np.array_equal(first.parameters, other.parameters)
+    for name, buffer in first.optimizer.state.items():
+        assert np.array_equal(buffer, other.optimizer.state[name])
+
+
+def test_only_the_newest_are_kept_and_one_can_be_written_again(tmp_path):
+    trainer = trained()
+    for step in (1, 2, 3, 10, 10):
+        checkpoint.save(tmp_path, trainer, step, keep=2)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000010"]
+
+
+@pytest.mark.parametrize("moment", ("save_file", "_sync"))
+def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, moment):
+    trainer = trained()
+    checkpoint.save(tmp_path, trainer, 1, keep=1)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, moment, full)
+    with pytest.raises(OSError):
+        checkpoint.save(tmp_path, trainer, 2, keep=1)
+    monkeypatch.undo()
+    assert checkpoint.read(checkpoint.newest(tmp_path)).step == 1
+    checkpoint.save(tmp_path, trainer, 2, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", ("model.safetensors", "optimizer.safetensors"))
+def test_every_altered_byte_is_noticed(tmp_path, name):
+    folder = checkpoint.save(tmp_path, trained(), 1, keep=1)
+    path = folder / name
+    raw = bytearray(path.read_bytes())
+    generator = np.random.default_rng(0)
+    for place in [0, 7, 8, 40, len(raw) - 1, *generator.integers(len(raw), size=60)]:
+        altered = raw.copy()
+        altered[place] ^= 1 << generator.integers(8)
+        path.write_bytes(altered)
+        if altered[:8] == raw[:8] and json_header(altered) == json_header(raw):
+            continue  # white space in the header: nothing that is said has changed
+        with pytest.raises(CheckpointError, match=r"altered|damaged"):
+            checkpoint.read(folder)
+    for length in (0, 7, 100, len(raw) - 1):
+        path.write_bytes(raw[:length])
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.read(folder)
+
+
+def json_header(raw):
+    """The header's meaning and the tensors' bytes, or None where the header is not JSON."""
+    size = int.from_bytes(raw[:8], "little")
+    try:
+        return json.loads(raw[8:8 + size].decode()), bytes(raw[8 + size:])
+    except ValueError:
+        return None
+
+
+def test_another_models_checkpoint_names_the_first_tensor_that_differs(tmp_path):
+    checkpoint.save(tmp_path, trained(), 1, keep=1)
+    found = checkpoint.read(checkpoint.newest(tmp_path))
+    with pytest.raises(CheckpointError, match=r"needs embedding.tokens of shape \(256, 32\)"):
+        checkpoint.load(found, trained("model.width=32"))
+    with pytest.raises(CheckpointError, match=r"blocks.1.attention.\S+ of shape .* but the checkpoint has none"):
+        checkpoint.load(found, trained("model.layers=2"))
+
+
+def test_metrics_are_strict_json_and_a_cut_drops_what_came_after(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for record in ({"event": "start", "step": 0}, {"step": 1, "loss": math.nan}, {"step": 2, "loss": 0.5},
+                   {"event": "stopped", "step": 2}):
+        metrics.write(record)
+    metrics.close()
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert read_metrics(path)[1] == {"step": 1, "loss": None, "nonfinite": True}
+    cut_after(path, 1)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
+
+
+def test_infinities_are_null_and_numbers_stay():
+    assert strict({"a": math.inf, "b": 1.0, "c": None}) == {"a": None, "b": 1.0, "c": None, "nonfinite": True}
+    assert strict({"b": 1.0, "c": None}) == {"b": 1.0, "c": None}
