@@ -1,24 +1,38 @@
-"""Binding: where the ranks agree on what a collective will do, and on nothing again afterwards.
+"""Binding: an operation, an algorithm and a buffer become something that runs again and again.
 
-Every function here is collective: all ranks call it, in the same order. Each bound collective has a tag of its own.
+Every function here is collective: all ranks call it, in the same order, and agree on what they bind (agree.py says what
+is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bound collective has a tag of its own.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives import binomial, ring, star
-from mpitrain.collectives.execute import OPS, Execution, Reduction
+from mpitrain.collectives import binomial, doubling, hierarchical, pairwise, ring, star
+from mpitrain.collectives.agree import agree, everywhere
+from mpitrain.collectives.execute import Chain, Execution, Reduction
 from mpitrain.collectives.native import Native
-from mpitrain.collectives.plans import Plan
-from mpitrain.errors import CommError, ConfigError, MpitrainError
+from mpitrain.errors import CommError
 from mpitrain.transport.base import Transport
 
-ALL_REDUCE: dict[str, Callable[[int, int, int], Plan]] = {"ring": ring.all_reduce, "star": star.all_reduce}
-"""All-reduce algorithms that are plans: functions of (rank, n, count)."""
+ALL_REDUCE = {
+    "ring": ring.all_reduce,
+    "halving-doubling": doubling.halving_doubling,
+    "recursive-doubling": doubling.recursive_doubling,
+    "tree": binomial.all_reduce,
+    "star": star.all_reduce,
+}
+"""All-reduce algorithms that are one plan: functions of (rank, n, count)."""
 
-ALGORITHMS = (*ALL_REDUCE, "native")
+REDUCE_SCATTER = {"ring": ring.reduce_scatter, "pairwise": pairwise.reduce_scatter}
+ALL_GATHER = {"ring": ring.all_gather, "pairwise": pairwise.all_gather}
+ALL_TO_ALL = {"pairwise": pairwise.all_to_all, "at-once": pairwise.all_to_all_at_once}
+PING_PONG = {"ping-pong": pairwise.ping_pong}
+"""The other operations: functions of (rank, n, count)."""
+
+BROADCAST = {"binomial": binomial.broadcast, "scatter-ring": star.broadcast}
+REDUCE = {"binomial": binomial.reduce, "ring-gather": star.reduce}
+"""Operations with a root: functions of (rank, n, count, root)."""
+
+ALGORITHMS = (*ALL_REDUCE, "hierarchical", "native")
 """What `bind` accepts."""
 
 
@@ -29,67 +43,62 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     op       "add" or "maximum"
     raises   CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name
     """
-    tag = agree(transport, "all-reduce", array, op=op, algorithm=algorithm)
-    check_name("algorithm", algorithm, ALGORITHMS)
+    tag = agree(transport, "all-reduce", array, ALGORITHMS, algorithm, op=op)
+    rank, n, count = transport.rank, transport.size, array.size
     if algorithm == "native":
         return Native(transport, array, op)
-    return Execution(transport, array, op, ALL_REDUCE[algorithm](transport.rank, transport.size, array.size), tag)
+    if algorithm == "hierarchical":
+        plans = hierarchical.all_reduce(rank, transport.hosts, count)
+        return Chain([Execution(transport, array, op, plan, tag) for plan in plans])
+    return Execution(transport, array, op, ALL_REDUCE[algorithm](rank, n, count), tag)
 
 
-def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add") -> Reduction:
-    """Bind a ring reduce-scatter: chunk r (plans.chunk_bounds) ends as the reduction on rank r, the rest as scratch."""
-    tag = agree(transport, "reduce-scatter", array, op=op)
-    return Execution(transport, array, op, ring.reduce_scatter(transport.rank, transport.size, array.size), tag)
+def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring") -> Reduction:
+    """Bind a reduce-scatter: chunk r (plans.chunk_bounds) ends as the reduction on rank r, the rest as scratch."""
+    tag = agree(transport, "reduce-scatter", array, tuple(REDUCE_SCATTER), algorithm, op=op)
+    return Execution(transport, array, op, REDUCE_SCATTER[algorithm](transport.rank, transport.size, array.size), tag)
 
 
-def bind_all_gather(transport: Transport, array: np.ndarray) -> Reduction:
-    """Bind a ring all-gather: chunk r of rank r ends in everyone's array."""
-    tag = agree(transport, "all-gather", array)
-    return Execution(transport, array, "add", ring.all_gather(transport.rank, transport.size, array.size), tag)
+def bind_all_gather(transport: Transport, array: np.ndarray, algorithm: str = "ring") -> Reduction:
+    """Bind an all-gather: chunk r of rank r ends in everyone's array."""
+    tag = agree(transport, "all-gather", array, tuple(ALL_GATHER), algorithm)
+    return Execution(transport, array, "add", ALL_GATHER[algorithm](transport.rank, transport.size, array.size), tag)
 
 
-def bind_broadcast(transport: Transport, array: np.ndarray, root: int = 0) -> Reduction:
-    """Bind a binomial broadcast of root's array to everyone's."""
-    tag = agree(transport, "broadcast", array, root=root)
-    if not 0 <= root < transport.size:
-        raise everywhere(CommError(f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."))
-    return Execution(transport, array, "add", binomial.broadcast(transport.rank, transport.size, array.size, root), tag)
+def bind_broadcast(transport: Transport, array: np.ndarray, root: int = 0, algorithm: str = "binomial") -> Reduction:
+    """Bind a broadcast of root's array to everyone's."""
+    tag = agree(transport, "broadcast", array, tuple(BROADCAST), algorithm, root=root)
+    plan = BROADCAST[algorithm](transport.rank, transport.size, array.size, root)
+    return Execution(transport, array, "add", plan, tag)
 
 
-def agree(transport: Transport, operation: str, array: np.ndarray, **settings: Any) -> int:
-    """Compare what the ranks are about to bind, and return the tag it gets.
+def bind_reduce(transport: Transport, array: np.ndarray, op: str = "add", root: int = 0,
+                algorithm: str = "binomial") -> Reduction:
+    """Bind a reduction to root's array; the other ranks' arrays end as scratch."""
+    tag = agree(transport, "reduce", array, tuple(REDUCE), algorithm, op=op, root=root)
+    plan = REDUCE[algorithm](transport.rank, transport.size, array.size, root)
+    return Execution(transport, array, op, plan, tag)
 
-    raises   CommError on every rank if anything differs, or if any rank's array is not one contiguous block;
-             ConfigError for an unknown op
+
+def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.ndarray,
+                    algorithm: str = "pairwise") -> Reduction:
+    """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`.
+
+    raises   CommError also if the two arrays differ in count or dtype, or do not divide into as many chunks as ranks
     """
-    contiguous = bool(array.flags.c_contiguous) and not array.dtype.hasobject
-    mine = {"operation": operation, "count": array.size, "dtype": array.dtype.name, **settings,
-            "tag": transport.claim_tag(), "contiguous": contiguous}
-    everyone = transport.gather_text(mine)
-    for name in dict.fromkeys(name for facts in everyone for name in facts):
-        values = [facts.get(name) for facts in everyone]
-        if name == "contiguous" and not all(values):
-            raise everywhere(CommError(
-                f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but "
-                f"rank {values.index(False)} passed another kind.",
-                "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of."))
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise everywhere(CommError(
-                f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
-                "All ranks must bind the same collectives, on equal arrays, in the same order."))
-    if "op" in settings:
-        check_name("op", settings["op"], tuple(OPS))
-    return mine["tag"]
+    tag = agree(transport, "all-to-all", outgoing, tuple(ALL_TO_ALL), algorithm)
+    agree(transport, "all-to-all", incoming, tuple(ALL_TO_ALL), algorithm)
+    if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
+        raise everywhere(CommError(
+            f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
+            f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
+            f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements."))
+    plan = ALL_TO_ALL[algorithm](transport.rank, transport.size, outgoing.size)
+    return Execution(transport, incoming, "add", plan, tag, outgoing)
 
 
-def check_name(what: str, name: str, known: tuple[str, ...]) -> None:
-    """ConfigError that lists what there is, unless the name is among it."""
-    if name not in known:
-        raise everywhere(ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}."))
-
-
-def everywhere(error: MpitrainError) -> MpitrainError:
-    """Mark an error that every rank raises, so that one may print it and all may leave together."""
-    error.agreed = True
-    return error
+def bind_ping_pong(transport: Transport, array: np.ndarray, algorithm: str = "ping-pong") -> Reduction:
+    """Bind a message from rank 0 to the last rank and back."""
+    tag = agree(transport, "sendrecv", array, tuple(PING_PONG), algorithm)
+    plan = PING_PONG[algorithm](transport.rank, transport.size, array.size)
+    return Execution(transport, array, "add", plan, tag)

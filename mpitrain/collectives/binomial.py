@@ -1,6 +1,6 @@
 """Binomial trees: the ranks that have the data double with every step."""
 
-from mpitrain.collectives.plans import Plan, Step, Transfer
+from mpitrain.collectives.plans import Plan, Step, Transfer, reverse
 
 
 def broadcast(rank: int, n: int, count: int, root: int = 0) -> Plan:
@@ -18,3 +18,13 @@ def broadcast(rank: int, n: int, count: int, root: int = 0) -> Plan:
         elif 1 << bit <= seen < 2 << bit:
             steps.append(Step(receives=transfer))
     return Plan(tuple(steps))
+
+
+def reduce(rank: int, n: int, count: int, root: int = 0) -> Plan:
+    """The broadcast backwards: root's array ends as the reduction, the others hold partial ones; each sends it once."""
+    return reverse(broadcast(rank, n, count, root), combine=True)
+
+
+def all_reduce(rank: int, n: int, count: int) -> Plan:
+    """Reduce to rank 0, then broadcast: 2 ceil(lg n) steps, for short arrays on many ranks."""
+    return Plan(reduce(rank, n, count).steps + broadcast(rank, n, count).steps)

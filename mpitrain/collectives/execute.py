@@ -1,6 +1,7 @@
 """The executor: runs a plan over one array, again and again, through views and scratch it made once."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -44,10 +45,16 @@ def started_twice(rank: int) -> CommError:
 
 
 class _BoundStep(NamedTuple):
-    """A step with views in place of bounds: (array, peer) pairs, and (target, received) pairs to combine."""
+    """A step with views in place of bounds.
+
+    sends, receives  (array, peer)
+    copies           (target, source): what a rank sends to itself
+    combines         (target, received)
+    """
 
     sends: list[tuple[np.ndarray, int]]
     receives: list[tuple[np.ndarray, int]]
+    copies: list[tuple[np.ndarray, np.ndarray]]
     combines: list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -57,15 +64,18 @@ def scratch_count(plan: Plan) -> int:
 
 
 class Execution:
-    """A plan bound to an array and a tag: a Reduction."""
+    """A plan bound to an array and a tag: a Reduction. With `outgoing`, sends come out of that array instead."""
 
     state = None
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int):
+    def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int,
+                 outgoing: np.ndarray | None = None):
         self._transport, self._combine, self._tag, self._depth = transport, OPS[op], tag, plan.depth
         flat = array.reshape(-1)
+        source = flat if outgoing is None else outgoing.reshape(-1)
         scratch = [np.empty_like(flat, shape=scratch_count(plan)) for _ in range(plan.depth)]
-        self._steps = [bind_step(step, flat, scratch[i % plan.depth]) for i, step in enumerate(plan.steps)]
+        self._steps = [bind_step(step, transport.rank, source, flat, scratch[i % plan.depth])
+                       for i, step in enumerate(plan.steps)]
         self._requests: deque[list[Request]] = deque()
         self._ended = len(self._steps)
 
@@ -97,6 +107,8 @@ class Execution:
         transport, tag = self._transport, self._tag
         requests = [transport.start_recv(view, peer, tag) for view, peer in step.receives]
         requests += [transport.start_send(view, peer, tag) for view, peer in step.sends]
+        for target, source in step.copies:
+            target[...] = source
         self._requests.append(requests)
 
     def _end_step(self) -> None:
@@ -110,15 +122,55 @@ class Execution:
             self._post(self._steps[following])
 
 
-def bind_step(step: Step, flat: np.ndarray, scratch: np.ndarray) -> _BoundStep:
-    """Views of the array, and of the scratch where received elements wait to be combined."""
-    sends = [(flat[t.start:t.stop], t.peer) for t in step.sends]
-    targets = [flat[t.start:t.stop] for t in step.receives]
+def bind_step(step: Step, rank: int, source: np.ndarray, flat: np.ndarray, scratch: np.ndarray) -> _BoundStep:
+    """Views of the arrays, and of the scratch where received elements wait to be combined."""
+    sends = [(source[t.start:t.stop], t.peer) for t in step.sends]
+    targets = [(flat[t.start:t.stop], t.peer) for t in step.receives]
+    own = [view for view, peer in sends if peer == rank], [view for view, peer in targets if peer == rank]
+    sends = [(view, peer) for view, peer in sends if peer != rank]
+    targets = [(view, peer) for view, peer in targets if peer != rank]
+    copies = list(zip(own[1], own[0], strict=True))
     if not step.combine:
-        return _BoundStep(sends, [(view, t.peer) for view, t in zip(targets, step.receives, strict=True)], [])
-    received, used = [], 0
-    for target in targets:
-        received.append(scratch[used:used + target.size])
+        return _BoundStep(sends, targets, copies, [])
+    receives, used = [], 0
+    for target, peer in targets:
+        receives.append((scratch[used:used + target.size], peer))
         used += target.size
-    receives = [(view, t.peer) for view, t in zip(received, step.receives, strict=True)]
-    return _BoundStep(sends, receives, list(zip(targets, received, strict=True)))
+    combines = [(target, received) for (target, _), (received, _) in zip(targets, receives, strict=True)]
+    return _BoundStep(sends, receives, copies, combines)
+
+
+class Chain:
+    """Reductions that run one after the other as one."""
+
+    state = None
+
+    def __init__(self, links: Sequence[Reduction]):
+        self._links = links
+        self._ended = len(links)
+
+    def run(self) -> None:
+        for link in self._links:
+            link.run()
+
+    def start(self) -> None:
+        self._ended = 0
+        self._links[0].start()
+
+    def poll(self) -> bool:
+        while self._ended < len(self._links):
+            if not self._links[self._ended].poll():
+                return False
+            self._go_on()
+        return True
+
+    def wait(self) -> None:
+        while self._ended < len(self._links):
+            self._links[self._ended].wait()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """The link under way has ended: start the next."""
+        self._ended += 1
+        if self._ended < len(self._links):
+            self._links[self._ended].start()

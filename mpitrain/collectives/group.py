@@ -2,7 +2,14 @@
 
 import numpy as np
 
-from mpitrain.collectives.bind import bind, bind_all_gather, bind_broadcast, bind_reduce_scatter
+from mpitrain.collectives.bind import (
+    bind,
+    bind_all_gather,
+    bind_all_to_all,
+    bind_broadcast,
+    bind_reduce,
+    bind_reduce_scatter,
+)
 from mpitrain.collectives.execute import Reduction
 from mpitrain.transport.base import Transport
 
@@ -42,6 +49,14 @@ class Group:
     def bind_broadcast(self, array: np.ndarray, root: int = 0) -> Reduction:
         """Bind a broadcast of root's array."""
         return bind_broadcast(self.transport, array, root)
+
+    def bind_reduce(self, array: np.ndarray, op: str = "add", root: int = 0) -> Reduction:
+        """Bind a reduction to root's array; the others end as scratch."""
+        return bind_reduce(self.transport, array, op, root)
+
+    def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
+        """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`."""
+        return bind_all_to_all(self.transport, outgoing, incoming)
 
     def all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         """All-reduce the array now."""

@@ -4,11 +4,12 @@ A plan is a pure function of (rank, n, count): no transport, no arrays. `execute
 moves without running anything.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Transfer(NamedTuple):
-    """Elements start to stop of the array, to or from a peer."""
+    """Elements start to stop of the array, to or from a peer. A transfer to oneself is a copy and no message."""
 
     peer: int
     start: int
@@ -33,6 +34,25 @@ class Plan(NamedTuple):
     depth: int = 1
 
 
+def pieces(start: int, stop: int, n: int) -> list[tuple[int, int]]:
+    """(start, stop) of each of n runs from start to stop, as even as can be; some are empty when there are fewer."""
+    count = stop - start
+    return [(start + piece * count // n, start + (piece + 1) * count // n) for piece in range(n)]
+
+
 def chunk_bounds(count: int, n: int) -> list[tuple[int, int]]:
-    """(start, stop) of each of n chunks of `count` elements, as even as can be; some are empty when count < n."""
-    return [(chunk * count // n, (chunk + 1) * count // n) for chunk in range(n)]
+    """(start, stop) of the n chunks of a whole array of `count` elements."""
+    return pieces(0, count, n)
+
+
+def reverse(plan: Plan, combine: bool) -> Plan:
+    """The plan played backwards: what was received is sent. A broadcast becomes a reduction this way."""
+    return Plan(tuple(Step(step.receives, step.sends, combine) for step in reversed(plan.steps)), plan.depth)
+
+
+def relabel(plan: Plan, ranks: Sequence[int], offset: int = 0) -> Plan:
+    """A plan made for ranks 0 to n - 1 and elements from 0, moved to these ranks and to elements from `offset`."""
+    def moved(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(Transfer(ranks[t.peer], t.start + offset, t.stop + offset) for t in transfers)
+
+    return Plan(tuple(Step(moved(s.sends), moved(s.receives), s.combine) for s in plan.steps), plan.depth)

@@ -1,5 +1,6 @@
 """What every transport must do. A law is a function of one rank's transport; all ranks run it together."""
 
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
 from mpitrain.errors import CommError
@@ -24,7 +25,7 @@ class TransportLaws:
 
     def law_a_ring_of_exchanges_moves_every_type_and_length(self, transport):
         after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-        for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "bool"):
+        for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "bool", "bfloat16"):
             for count in (0, 1, 3, 1001, 1 << 15):
                 incoming = np.ones(count, dtype)
                 transport.exchange(coded(transport.rank, count, dtype), after, incoming, before)

@@ -1,14 +1,27 @@
 """The laws of transports and collectives over mpirun: one start per number of ranks runs them all."""
 
+import numpy as np
 import pytest
 
+from mpitrain.collectives.bind import bind
 from mpitrain.transport.mpi import connect
 from tests.laws.collectives import CollectiveLaws
+from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
 
 
-@pytest.mark.mpi(ranks=[1, 2, 3, 4], timeout=100)
-@pytest.mark.parametrize("cls", [TransportLaws, CollectiveLaws])
+@pytest.mark.mpi(ranks=[3], timeout=100)
+def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks):
+    transport = connect()
+    for algorithm in ("ring", "halving-doubling"):
+        position = np.arange(17_000_003) % (1 << 20)  # 68 MB; sums stay below 2^24, hence exact
+        array = (position + transport.rank).astype("float32")
+        bind(transport, array, algorithm=algorithm).run()
+        assert np.array_equal(array, 3 * position + 3), algorithm
+
+
+@pytest.mark.mpi(ranks=[1, 2, 3, 4, 5], timeout=100)
+@pytest.mark.parametrize("cls", [TransportLaws, CollectiveLaws, TrafficLaws])
 def test_mpi_obeys(cls, mpi_ranks):
     transport = connect()
     assert transport.size == mpi_ranks

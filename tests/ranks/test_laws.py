@@ -1,15 +1,63 @@
 """The laws of transports and collectives on threads: every number of ranks from 1 to 8."""
 
+import numpy as np
 import pytest
 
+from mpitrain.collectives import ring
+from mpitrain.collectives.bind import bind
 from mpitrain.transport.threads import run_ranks
-from tests.laws.collectives import CollectiveLaws
+from tests.laws.collectives import CollectiveLaws, measured
+from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
 
-LAWS = [(cls, name) for cls in (TransportLaws, CollectiveLaws) for name in laws_of(cls)]
+LAWS = [(cls, name) for cls in (TransportLaws, CollectiveLaws, TrafficLaws) for name in laws_of(cls)]
 
 
 @pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])
 def test_threads_obey(cls, name):
     for n in range(1, 9):
         run_ranks(n, getattr(cls(), name))
+
+
+ALL_REDUCE_LAWS = ["law_all_reduce_is_exact_on_every_rank", "law_a_long_message_is_reduced_exactly",
+                   "law_several_reductions_are_polled_in_any_order"]
+
+
+class RingLaws(CollectiveLaws, TrafficLaws):
+    """What a ring takes part in."""
+
+    algorithms = ("ring",)
+
+
+@pytest.mark.parametrize("name", [*ALL_REDUCE_LAWS, "law_reduce_scatter_leaves_chunk_r_on_rank_r", "law_ring",
+                                  "law_all_gather_brings_chunk_r_from_rank_r"])
+def test_rings_of_many_segments_obey(name, monkeypatch):
+    monkeypatch.setattr(ring, "SEGMENT", 100)
+    for n in (2, 3, 5):
+        run_ranks(n, getattr(RingLaws(), name))
+
+
+class TwoLevelLaws(CollectiveLaws):
+    """The algorithm that asks where ranks are."""
+
+    algorithms = ("hierarchical",)
+
+
+@pytest.mark.parametrize("hosts", ["aab", "aabb", "abab", "aaabb", "abcabc", "aaaaabbc"])
+@pytest.mark.parametrize("name", ALL_REDUCE_LAWS)
+def test_ranks_on_several_hosts_obey(name, hosts):
+    run_ranks(len(hosts), getattr(TwoLevelLaws(), name), hosts=hosts)
+
+
+def test_hierarchical_sends_between_hosts_what_a_ring_of_hosts_would():
+    hosts, count = "aaabbb", 3 * 2 * 5
+    n_hosts, local = 2, 3
+
+    def between(transport):
+        array = np.ones(count)
+        _, nbytes = measured(transport, bind(transport, array, algorithm="hierarchical").run)
+        return nbytes / array.nbytes
+
+    inward = outward = (local - 1) / local
+    around = 2 * (n_hosts - 1) / n_hosts / local
+    assert run_ranks(6, between, hosts=hosts) == pytest.approx([inward + around + outward] * 6, rel=1e-12)

@@ -1,0 +1,110 @@
+"""How much every collective sends: steps, messages and bytes of the published formulas, counted by the transport."""
+
+import numpy as np
+
+from mpitrain.collectives import bind as binding
+from mpitrain.collectives.bind import bind
+from mpitrain.collectives.plans import chunk_bounds
+from mpitrain.collectives.ring import segments
+from tests.laws.collectives import LENGTHS, measured
+
+WIDTH = 4  # bytes of an element
+
+
+def ceil_lg(n: int) -> int:
+    """Smallest k with 2^k >= n."""
+    return int(np.ceil(np.log2(n)))
+
+
+def even(n: int, factor: int = 6) -> int:
+    """A length that n ranks and every power of two below divide."""
+    return n * 8 * factor
+
+
+class TrafficLaws:
+    """A law is a function of one rank's transport; all ranks run it together."""
+
+    def law_ring(self, transport):
+        n, rank = transport.size, transport.rank
+        for count in LENGTHS:
+            sizes = [stop - start for start, stop in chunk_bounds(count, n)]
+            unsent = sizes[rank] + sizes[(rank + 1) % n]
+            array = np.ones(count, "float32")
+            messages = (n - 1) * segments(n, count)
+            assert measured(transport, bind(transport, array).run) == (2 * messages, WIDTH * (2 * count - unsent))
+            half = binding.bind_reduce_scatter(transport, array)
+            assert measured(transport, half.run) == (messages, WIDTH * (count - sizes[rank]))
+            half = binding.bind_all_gather(transport, array)
+            assert measured(transport, half.run) == (messages, WIDTH * (count - sizes[(rank + 1) % n]))
+        nbytes = WIDTH * even(n)
+        assert measured(transport, bind(transport, np.ones(even(n), "float32")).run)[1] == 2 * nbytes * (n - 1) // n
+
+    def law_halving_doubling(self, transport):
+        n, rank = transport.size, transport.rank
+        lg = n.bit_length() - 1
+        power, folded = 1 << lg, n - (1 << lg)
+        nbytes = WIDTH * even(n)
+        sent = measured(transport, bind(transport, np.ones(even(n), "float32"), algorithm="halving-doubling").run)
+        if rank < 2 * folded and rank % 2 == 0:
+            assert sent == (1, nbytes)
+        elif rank < 2 * folded:
+            assert sent == (2 * lg + 1, 2 * nbytes * (power - 1) // power + nbytes)
+        else:
+            assert sent == (2 * lg, 2 * nbytes * (power - 1) // power)
+
+    def law_recursive_doubling(self, transport):
+        n, rank = transport.size, transport.rank
+        lg = n.bit_length() - 1
+        folded = n - (1 << lg)
+        for count in LENGTHS:
+            sent = measured(transport, bind(transport, np.ones(count, "float32"), algorithm="recursive-doubling").run)
+            messages = lg if rank >= 2 * folded else lg + 1 if rank % 2 else 1
+            assert sent == (messages, messages * WIDTH * count)
+
+    def law_tree(self, transport):
+        for count in LENGTHS:
+            messages, nbytes = measured(transport, bind(transport, np.ones(count, "float32"), algorithm="tree").run)
+            assert nbytes == messages * WIDTH * count
+            assert max(transport.gather_text(messages)) == ceil_lg(transport.size)
+
+    def law_star(self, transport):
+        for count in LENGTHS:
+            copies = transport.size - 1 if transport.rank == 0 else 1
+            sent = measured(transport, bind(transport, np.ones(count, "float32"), algorithm="star").run)
+            assert sent == (copies, copies * WIDTH * count)
+
+    def law_all_ranks_together_send_twice_the_array_per_rank_but_one(self, transport):
+        for algorithm in ("ring", "halving-doubling", "tree", "star"):
+            for count in LENGTHS:
+                _, nbytes = measured(transport, bind(transport, np.ones(count, "float32"), algorithm=algorithm).run)
+                assert sum(transport.gather_text(nbytes)) == 2 * WIDTH * count * (transport.size - 1), algorithm
+
+    def law_pairwise(self, transport):
+        n, nbytes = transport.size, WIDTH * even(transport.size)
+        array = np.ones(even(n), "float32")
+        for reduction in (
+            binding.bind_reduce_scatter(transport, array, algorithm="pairwise"),
+            binding.bind_all_gather(transport, array, algorithm="pairwise"),
+            binding.bind_all_to_all(transport, array, array.copy()),
+            binding.bind_all_to_all(transport, array, array.copy(), algorithm="at-once"),
+        ):
+            assert measured(transport, reduction.run) == (n - 1, nbytes * (n - 1) // n)
+
+    def law_broadcast_and_reduce(self, transport):
+        n, nbytes = transport.size, WIDTH * even(transport.size)
+        array = np.ones(even(n), "float32")
+        for root in range(n):
+            sent = measured(transport, binding.bind_broadcast(transport, array, root).run)
+            assert sent[1] == sent[0] * nbytes
+            messages = [messages for messages, _ in transport.gather_text(sent)]
+            assert sum(messages) == n - 1
+            assert messages[root] == max(messages) == ceil_lg(n)
+            sent = measured(transport, binding.bind_reduce(transport, array, root=root).run)
+            assert sent == ((0, 0) if transport.rank == root else (1, nbytes))
+            sent = measured(transport, binding.bind_broadcast(transport, array, root, "scatter-ring").run)
+            assert transport.gather_text(sent)[root][1] == 2 * nbytes * (n - 1) // n
+            sent = measured(transport, binding.bind_reduce(transport, array, root=root, algorithm="ring-gather").run)
+            assert sent[1] <= 2 * nbytes * (n - 1) // n
+
+    def law_native_sends_nothing_by_hand(self, transport):
+        assert measured(transport, bind(transport, np.ones(10), algorithm="native").run) == (0, 0)
