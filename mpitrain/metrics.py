@@ -45,8 +45,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def cut_after(path: Path, step: int) -> None:
     """Drop all lines that tell of what happened after `step`, and the closing line, as a resume requires."""
     kept = [r for r in read_metrics(path) if r.get("step", 0) <= step and r.get("event") not in ("end", "stopped", "failed")]
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, finds either what was there before or all of the new."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    partial.write_text(text)
     partial.replace(path)
 
 

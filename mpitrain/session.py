@@ -10,8 +10,9 @@ import tomli_w
 from mpitrain import __version__, checkpoint, data
 from mpitrain.config import Config, parse, read_toml
 from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, TrainingError
-from mpitrain.metrics import MetricsFile, Watchdog, cut_after
+from mpitrain.metrics import MetricsFile, Watchdog, cut_after, write_whole
 from mpitrain.optim import learning_rate
+from mpitrain.topology import topology
 from mpitrain.trainer import Trainer, build, replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
@@ -49,6 +50,8 @@ def prepare_folder(transport: Transport, config: Config, resume: str) -> tuple[P
     def choose() -> list[Any] | None:
         if transport.rank != 0:
             return None
+        if resume != "no" and not config.run.out:
+            raise ConfigError("--resume needs the directory of the run.", "Add --out DIR, for example --out runs/mine.")
         folder = Path(config.run.out) if config.run.out else _fresh_name(Path("runs"))
         has_run = (folder / CONFIG).exists()
         if resume == "no" and has_run:
@@ -99,6 +102,13 @@ def _resumable(found: checkpoint.Checkpoint, config: Config) -> None:
                               f"Set run.steps to at least {found.step}.")
 
 
+def _resolved(config: Config, folder: Path, ranks: int) -> dict[str, Any]:
+    """The configuration as tables, with what was left to be chosen filled in."""
+    tables = config.model_dump()
+    tables["run"]["out"], tables["layout"]["dp"] = str(folder), topology(config, ranks).dp
+    return tables
+
+
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
@@ -109,7 +119,7 @@ class _Run:
         self._saved_at: int | None = first or None
         self._metrics: MetricsFile | None = None
         if self._is_root:
-            (folder / CONFIG).write_text(tomli_w.dumps(self._config.model_dump()))
+            write_whole(folder / CONFIG, tomli_w.dumps(_resolved(self._config, folder, trainer.transport.size)))
             cut_after(folder / METRICS, first)
             self._metrics = MetricsFile(folder / METRICS)
             record = {
