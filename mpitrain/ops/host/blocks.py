@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-L2_SHARE = 256 * 1024  # bytes of one array in a block; a chain of operations keeps three or four of them in L2
+L2_SHARE = 128 * 1024  # bytes of one array in a block; a chain of operations keeps three or four of them in L2
 
 
 def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
@@ -14,6 +14,11 @@ def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
     rows = max(1, nbytes // (x.nbytes // len(x)))
     for start in range(0, len(x), rows):
         yield slice(start, min(start + rows, len(x)))
+
+
+def block_shape(x: np.ndarray, nbytes: int = L2_SHARE) -> tuple[int, ...]:
+    """Shape of the largest block that `row_blocks` makes: what a scratch array for one block needs."""
+    return x[next(row_blocks(x, nbytes), slice(0))].shape
 
 
 def sum_rows(x, out, accumulate, arena):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpitrain.ops.host.blocks import row_blocks, sum_rows
+from mpitrain.ops.host.blocks import block_shape, row_blocks, sum_rows
 from mpitrain.ops.reference import EPSILON
 
 
@@ -30,7 +30,7 @@ def layer_norm_backward_input(dy, gain, saved, arena):
     normal, inverse = saved
     dx = arena.take(dy.shape, dy.dtype)
     mean, weighted = arena.take((len(dy), 1), dy.dtype), arena.take((len(dy), 1), dy.dtype)
-    product = arena.take(dy[next(row_blocks(dy), slice(0))].shape, dy.dtype)
+    product = arena.take(block_shape(dy), dy.dtype)
     for rows in row_blocks(dy):
         d, n = dx[rows], normal[rows]
         np.multiply(dy[rows], gain, out=d)
