@@ -83,12 +83,11 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(step, parameters, state)
 
 
-def load(checkpoint: Checkpoint, trainer: Trainer, with_state: bool = True) -> None:
+def load(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """Put a checkpoint into a trainer of any layout: each rank keeps its part of every tensor."""
     _fill(trainer, trainer.parameters, "", checkpoint.parameters)
-    if with_state:
-        for name, buffer in trainer.optimizer.state.items():
-            _fill(trainer, buffer, f"{name}/", checkpoint.state)
+    for name, buffer in trainer.optimizer.state.items():
+        _fill(trainer, buffer, f"{name}/", checkpoint.state)
 
 
 def _fill(trainer: Trainer, flat: np.ndarray, prefix: str, tensors: Mapping[str, np.ndarray]) -> None:

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple, Protocol
 
 import tomli_w
 
-from mpitrain import __version__, checkpoint, data
+from mpitrain import __version__, checkpoint
+from mpitrain.build import Job, build
 from mpitrain.config import Config, parse, read_toml
 from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, TrainingError
 from mpitrain.metrics import MetricsFile, Watchdog, cut_after, write_whole
 from mpitrain.optim import learning_rate
 from mpitrain.topology import topology
-from mpitrain.trainer import Trainer, build, replicas_equal
+from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
 
@@ -34,12 +35,11 @@ class Watcher(Protocol):
 
 
 class Finished(NamedTuple):
-    """How a run ended: its directory, whether it was stopped on request, and the trainer as it stands."""
+    """How a run ended: its directory, whether it was stopped on request, and the job as it stands."""
 
     folder: Path
     stopped: bool
-    trainer: Trainer
-    source: data.Source
+    job: Job
 
 
 def prepare_folder(transport: Transport, config: Config, resume: str) -> tuple[Path, bool]:
@@ -81,25 +81,21 @@ def train(transport: Transport, config: Config, resume: str, stop_requested: Cal
     raises          MpitrainError with `agreed` set where all ranks stop together
     """
     folder, goes_on = prepare_folder(transport, config, resume)
-    trainer, source = build(transport, config)
-    first = 0
-    if goes_on:
-        found = agreed(transport, lambda: checkpoint.read(checkpoint.newest(folder / CHECKPOINTS)))
-        agreed(transport, lambda: _resumable(found, config))
-        agreed(transport, lambda: checkpoint.load(found, trainer))
-        first = found.step
-    run = _Run(trainer, source, folder, watcher, first)
+    saved = agreed(transport, lambda: checkpoint.newest(folder / CHECKPOINTS)) if goes_on else None
+    job = build(transport, config, saved)
+    agreed(transport, lambda: _check_steps(job.step, config))
+    run = _Run(job, folder, watcher)
     try:
-        stopped = run.loop(first, stop_requested)
+        stopped = run.loop(stop_requested)
     finally:
         run.close()
-    return Finished(folder, stopped, trainer, source)
+    return Finished(folder, stopped, job)
 
 
-def _resumable(found: checkpoint.Checkpoint, config: Config) -> None:
-    if found.step > config.run.steps:
-        raise CheckpointError(f"The checkpoint is at step {found.step}, past run.steps {config.run.steps}.",
-                              f"Set run.steps to at least {found.step}.")
+def _check_steps(done: int, config: Config) -> None:
+    if done > config.run.steps:
+        raise CheckpointError(f"The checkpoint is at step {done}, past run.steps {config.run.steps}.",
+                              f"Set run.steps to at least {done}.")
 
 
 def _resolved(config: Config, folder: Path, ranks: int) -> dict[str, Any]:
@@ -112,8 +108,9 @@ def _resolved(config: Config, folder: Path, ranks: int) -> dict[str, Any]:
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
-    def __init__(self, trainer: Trainer, source: data.Source, folder: Path, watcher: Watcher, first: int):
-        self._trainer, self._source, self._folder, self._watcher = trainer, source, folder, watcher
+    def __init__(self, job: Job, folder: Path, watcher: Watcher):
+        trainer, source, first = job
+        self._trainer, self._source, self._first, self._folder, self._watcher = trainer, source, first, folder, watcher
         self._config, self._is_root = trainer.config, trainer.transport.rank == 0
         self._watchdog = Watchdog(trainer.transport.rank, self._config.run.stall_seconds)
         self._saved_at: int | None = first or None
@@ -135,9 +132,9 @@ class _Run:
         if self._metrics:
             self._metrics.close()
 
-    def loop(self, first: int, stop_requested: Callable[[], bool]) -> bool:
-        """Steps `first` + 1 to the last; returns whether the run was stopped on request."""
-        run, every = self._config.run, self._config.checkpoint.every
+    def loop(self, stop_requested: Callable[[], bool]) -> bool:
+        """The steps that are left; returns whether the run was stopped on request."""
+        first, run, every = self._first, self._config.run, self._config.checkpoint.every
         since, logged_at = time.perf_counter(), first
         for index in range(first, run.steps):
             step = index + 1
@@ -222,13 +219,13 @@ class _Run:
         return error
 
 
-def open_run(transport: Transport, folder: Path, overrides: dict[str, Any] | None = None) -> tuple[Config, checkpoint.Checkpoint]:
-    """Configuration and newest checkpoint of a run directory, for `eval` and `generate`; collective."""
-    def read() -> tuple[Config, checkpoint.Checkpoint]:
-        tables = read_toml(folder / CONFIG)
-        tables["layout"] = {}
+def open_run(transport: Transport, folder: Path, overrides: dict[str, Any] | None = None) -> Job:
+    """The job of a run directory, as its newest checkpoint left it, on however many ranks; collective."""
+    def configured() -> Config:
+        tables = {**read_toml(folder / CONFIG), "layout": {}}
         for section, table in (overrides or {}).items():
-            tables.setdefault(section, {}).update(table)
-        return parse(tables), checkpoint.read(checkpoint.newest(folder / CHECKPOINTS))
+            tables[section] = {**tables.get(section, {}), **table}
+        return parse(tables)
 
-    return agreed(transport, read)
+    config = agreed(transport, configured)
+    return build(transport, config, agreed(transport, lambda: checkpoint.newest(folder / CHECKPOINTS)))

@@ -1,4 +1,4 @@
-"""The training step over a list of units, and the one function that builds everything bound to a transport."""
+"""The training step over a list of units, and what else a trained list of units can do."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,17 +8,12 @@ import numpy as np
 from mpitrain.backend import backend_for
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
-from mpitrain.data import Source, open_source
-from mpitrain.errors import ConfigError
+from mpitrain.data import Source
 from mpitrain.layers.base import Unit
-from mpitrain.layers.plain import Plain
-from mpitrain.models.gpt import gpt
-from mpitrain.models.mlp import mlp
 from mpitrain.ops import ops_for
 from mpitrain.optim import Optimizer, learning_rate
 from mpitrain.parallel.replicate import AllReduce, Outcome, Step
 from mpitrain.topology import share, topology
-from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
 from mpitrain.units import Plan
 
@@ -122,32 +117,6 @@ class Trainer:
         self.group.all_reduce(totals)
         loss, right, count = totals.tolist()
         return loss / count, right / count
-
-
-def build(transport: Transport, config: Config) -> tuple[Trainer, Source]:
-    """Everything of a run that is bound to a transport; collective. A checkpoint is put in with `checkpoint.load`."""
-    agreed(transport, lambda: topology(config, transport.size))
-    source = agreed(transport, lambda: _matching_source(config))
-    return Trainer(transport, model(config, source), config), source
-
-
-def model(config: Config, source: Source) -> list[Unit]:
-    """The configured network for this source's inputs and classes."""
-    layers, m = Plain(ops_for(config.device.kind)), config.model
-    if m.kind == "gpt":
-        return gpt(layers, vocab=source.inputs, context=m.context, width=m.width, heads=m.heads, depth=m.layers,
-                   tied=m.tied)
-    return mlp(layers, features=source.inputs, hidden=[m.width] * m.layers, classes=source.classes)
-
-
-def _matching_source(config: Config) -> Source:
-    source = open_source(config.data.source, config.model.context, config.precision.compute)
-    if source.model != config.model.kind:
-        raise ConfigError(
-            f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",
-            f"Add --set model.kind={source.model}, or choose another data.source.",
-        )
-    return source
 
 
 def replicas_equal(trainer: Trainer) -> bool:

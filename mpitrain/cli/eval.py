@@ -13,15 +13,10 @@ from mpitrain.cli.ending import ranks
 def command(run: Path, data: str | None) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
     with ranks() as transport:
-        from mpitrain import checkpoint
         from mpitrain.session import open_run
-        from mpitrain.trainer import build
-        from mpitrain.transport.agree import agreed
 
-        config, found = open_run(transport, run, {"data": {"source": data}} if data else None)
-        trainer, source = build(transport, config)
-        agreed(transport, lambda: checkpoint.load(found, trainer, with_state=False))
-        loss, accuracy = trainer.evaluate(source)
+        job = open_run(transport, run, {"data": {"source": data}} if data else None)
+        loss, accuracy = job.trainer.evaluate(job.source)
         if transport.rank == 0:
-            click.echo(f"{run} at step {found.step} on {config.data.source}: validation loss {loss:.4f} nats, "
-                       f"{accuracy:.1%} of predictions right ({source.held_out} rows)")
+            click.echo(f"{run} at step {job.step} on {job.trainer.config.data.source}: validation loss {loss:.4f} nats, "
+                       f"{accuracy:.1%} of predictions right ({job.source.held_out} rows)")

@@ -18,16 +18,12 @@ from mpitrain.cli.ending import ranks
 def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int) -> None:
     """Write text with the newest checkpoint of RUN_DIR."""
     with ranks() as transport:
-        from mpitrain import checkpoint
         from mpitrain.generate import tokens
         from mpitrain.session import open_run
-        from mpitrain.trainer import build
         from mpitrain.transport.agree import agreed
 
-        config, found = open_run(transport, run, {"batch": {"size": transport.size, "micro_batches": 1}})
-        trainer, source = build(transport, config)
-        agreed(transport, lambda: checkpoint.load(found, trainer, with_state=False))
-        is_text = not config.data.source.startswith("tokens:")
+        trainer, source, _ = open_run(transport, run, {"batch": {"size": transport.size, "micro_batches": 1}})
+        is_text = not trainer.config.data.source.startswith("tokens:")
         start = agreed(transport, lambda: _prompt(prompt, is_text, source))
         if transport.rank == 0:
             click.echo(prompt, nl=False)

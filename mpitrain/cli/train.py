@@ -67,7 +67,7 @@ def _train(transport: Any, config_file: Path | None, settings: list[str], out: s
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: requested.append(number))
     finished = train(transport, config, resume, lambda: bool(requested), Progress() if transport.rank == 0 else Silent())
-    if transport.rank == 0 and not finished.stopped and finished.source.model == "gpt":
+    if transport.rank == 0 and not finished.stopped and finished.job.source.model == "gpt":
         _print_sample(finished)
     return finished
 
@@ -79,8 +79,8 @@ def _print_sample(finished: Any) -> None:
     from mpitrain.errors import TrainingError
     from mpitrain.generate import tokens
 
-    is_text = not finished.trainer.config.data.source.startswith("tokens:")
-    drawn = tokens(finished.trainer, [ord("\n") if is_text else 0], temperature=0.8, top_k=40, seed=0)
+    is_text = not finished.job.trainer.config.data.source.startswith("tokens:")
+    drawn = tokens(finished.job.trainer, [ord("\n") if is_text else 0], temperature=0.8, top_k=40, seed=0)
     try:
         sample = list(islice(drawn, SAMPLE))
     except TrainingError as error:

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from mpitrain.build import build
 from mpitrain.config import parse, with_settings
-from mpitrain.trainer import build, replicas_equal
+from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
 STEPS = 20
@@ -20,7 +21,7 @@ def configured(*settings):
 
 def curve(transport, config):
     """Losses and gradient norms of every step, the final parameters, and whether replicas are equal."""
-    trainer, source = build(transport, config)
+    trainer, source, _ = build(transport, config)
     outcomes = []
     for index in range(STEPS):
         inputs, targets = source.batch(config.run.seed, index, config.batch.size, trainer.share())
@@ -86,7 +87,7 @@ def test_a_ring_repeats_bitwise():
 
 def test_the_arena_allocates_nothing_after_the_first_step_and_gets_everything_back():
     def run(transport):
-        trainer, source = build(transport, configured(*TINY, "batch.micro_batches=2"))
+        trainer, source, _ = build(transport, configured(*TINY, "batch.micro_batches=2"))
         counts = []
         for index in range(4):
             trainer.step(index, *source.batch(0, index, 12, trainer.share()))
@@ -102,7 +103,7 @@ def test_clipping_bounds_the_update():
     def norm_of_update(transport, clip):
         config = configured(*TINY, "optimizer.name=sgd", "optimizer.weight_decay=0", f"optimizer.clip={clip}",
                             "optimizer.warmup=0", "optimizer.schedule=constant", "precision.compute=float64")
-        trainer, source = build(transport, config)
+        trainer, source, _ = build(transport, config)
         before = trainer.parameters.copy()
         outcome = trainer.step(0, *source.batch(0, 0, 12, trainer.share()))
         return np.linalg.norm(trainer.parameters - before) / config.optimizer.lr, outcome.grad_norm
@@ -117,7 +118,7 @@ def test_clipping_bounds_the_update():
 def test_a_nan_on_one_rank_skips_the_update_on_all(bad_rank):
     def run(transport):
         pytest.importorskip("sklearn")
-        trainer, source = build(transport, configured(*MLP))
+        trainer, source, _ = build(transport, configured(*MLP))
         inputs, targets = source.batch(0, 0, 32, trainer.share())
         if transport.rank == bad_rank:
             inputs[0, 0] = np.nan
@@ -130,7 +131,7 @@ def test_a_nan_on_one_rank_skips_the_update_on_all(bad_rank):
 
 def test_a_stop_asked_of_one_rank_reaches_all():
     def run(transport):
-        trainer, source = build(transport, configured(*TINY))
+        trainer, source, _ = build(transport, configured(*TINY))
         data = source.batch(0, 0, 12, trainer.share())
         return [trainer.step(0, *data).stop, trainer.step(1, *data, stop=transport.rank == 1).stop]
 

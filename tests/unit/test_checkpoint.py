@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mpitrain import checkpoint
+from mpitrain.build import build
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import CheckpointError
 from mpitrain.metrics import MetricsFile, cut_after, read_metrics, strict
-from mpitrain.trainer import build
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=4"]
@@ -19,7 +19,7 @@ TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16",
 def trained(*settings, steps=2, seed=0):
     """A trainer of one rank after a few steps."""
     def run(transport):
-        trainer, source = build(transport, parse(with_settings({}, [*TINY, f"run.seed={seed}", *settings])))
+        trainer, source, _ = build(transport, parse(with_settings({}, [*TINY, f"run.seed={seed}", *settings])))
         for index in range(steps):
             trainer.step(index, *source.batch(0, index, 4, range(4)))
         return trainer
