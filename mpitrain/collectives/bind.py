@@ -10,6 +10,7 @@ from mpitrain.collectives import binomial, doubling, hierarchical, pairwise, rin
 from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.execute import Chain, Execution, Reduction
 from mpitrain.collectives.native import Native
+from mpitrain.collectives.shared import bind_shared
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Transport
 
@@ -32,7 +33,7 @@ BROADCAST = {"binomial": binomial.broadcast, "scatter-ring": star.broadcast}
 REDUCE = {"binomial": binomial.reduce, "ring-gather": star.reduce}
 """Operations with a root: functions of (rank, n, count, root)."""
 
-ALGORITHMS = (*ALL_REDUCE, "hierarchical", "native")
+ALGORITHMS = (*ALL_REDUCE, "hierarchical", "shared", "native")
 """What `bind` accepts."""
 
 
@@ -47,6 +48,11 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     rank, n, count = transport.rank, transport.size, array.size
     if algorithm == "native":
         return Native(transport, array, op)
+    if algorithm == "shared":
+        found = bind_shared(transport, array, op, tag)
+        if found is not None:
+            return found
+        algorithm = "ring"
     if algorithm == "hierarchical":
         plans = hierarchical.all_reduce(rank, transport.hosts, count)
         return Chain([Execution(transport, array, op, plan, tag) for plan in plans])

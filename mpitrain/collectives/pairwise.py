@@ -44,6 +44,12 @@ def _to_all(rank: int, n: int, count: int) -> list[Step]:
             for to, source in zip(ahead, behind, strict=True)]
 
 
+def barrier(rank: int, n: int) -> Plan:
+    """ceil(lg n) steps of empty messages, after which every rank has heard of all. Dissemination barrier."""
+    distances = [1 << bit for bit in range((n - 1).bit_length())]
+    return Plan(tuple(Step((Transfer((rank + d) % n, 0, 0),), (Transfer((rank - d) % n, 0, 0),)) for d in distances))
+
+
 def ping_pong(rank: int, n: int, count: int) -> Plan:
     """Rank 0 sends the array to the last rank and gets it back; the others rest, and a single rank too."""
     last = n - 1

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import CommError
+from mpitrain.transport.shared import Windows
 
 FIRST_CLAIMED_TAG = 1 << 14
 """Tags below it are for whoever calls `send` and `recv` by hand; `claim_tag` gives out those from it upwards."""
@@ -49,7 +50,11 @@ class Transport(Protocol):
     size: int
     hosts: tuple[str, ...]
     """Host name of every rank, by rank."""
+    members: tuple[int, ...]
+    """Place of every rank in the whole job: its rank before any split."""
     traffic: Traffic
+    windows: Windows
+    """The shared memory allocated so far; `windows.locate` tells whether an array lies in it."""
     native_dtypes: frozenset[str]
     """Names of the dtypes that `native_all_reduce` takes."""
 
@@ -84,7 +89,10 @@ class Transport(Protocol):
         """Every rank's value, by rank, on every rank; values travel as JSON. Collective."""
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
-        """A zeroed, 64-byte aligned 1-D buffer that messages and reductions can use. Collective."""
+        """A zeroed, 64-byte aligned 1-D buffer, in a window that the ranks of this host share if there are several.
+
+        If the host has no room for the window it is plain memory, and one line says so. Collective; lives as long as the job.
+        """
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         """The library's own all-reduce in place ("add" or "maximum"), where there is one. Collective."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Traffic, aligned_zeros, check_message
+from mpitrain.transport.shared import Windows, no_room, room_left
 
 BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""
@@ -30,7 +31,7 @@ def connect() -> "MpiTransport":
 
 def from_communicator(comm: Any) -> "MpiTransport":
     """A transport over the ranks of an mpi4py intracommunicator, in a copy of it with tags of its own. Collective."""
-    return MpiTransport(comm.Dup(), Traffic())
+    return MpiTransport(comm.Dup(), Traffic(), Windows(), comm.rank)
 
 
 class _Receive:
@@ -108,18 +109,19 @@ class MpiTransport:
     native_dtypes = frozenset(
         ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
 
-    def __init__(self, comm: Any, traffic: Traffic):
+    def __init__(self, comm: Any, traffic: Traffic, windows: Windows, place: int):
         from mpi4py import MPI
 
-        self.MPI, self.comm, self.traffic = MPI, comm, traffic
+        self.MPI, self.comm, self.traffic, self.windows = MPI, comm, traffic, windows
         self.rank, self.size = comm.rank, comm.size
         self._types = {np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in self.native_dtypes}
         self._by_width = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
         self._large: dict[tuple, Any] = {}
         self._ops = {"add": MPI.SUM, "maximum": MPI.MAX}
         self._next_tag = FIRST_CLAIMED_TAG
-        self._last_tag = comm.Get_attr(MPI.TAG_UB)
-        self.hosts = tuple(self.gather_text(MPI.Get_processor_name()))
+        self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # split communicators do not tell
+        self.hosts, self.members = zip(*self.gather_text((MPI.Get_processor_name(), place)), strict=True)
+        self._host: MpiTransport | None = None
 
     def claim_tag(self) -> int:
         tag = self._next_tag
@@ -180,7 +182,7 @@ class MpiTransport:
 
     def split(self, color: int | None, key: int = 0) -> "MpiTransport | None":
         part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else MpiTransport(part, self.traffic)
+        return None if color is None else MpiTransport(part, self.traffic, self.windows, self.members[self.rank])
 
     def gather_text(self, value: Any) -> list[Any]:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -192,7 +194,29 @@ class MpiTransport:
         return [json.loads(texts[end - length:end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
-        return aligned_zeros(count, dtype)
+        host = self._ranks_of_this_host()
+        nbytes = -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096  # whole pages keep every block aligned
+        facts = host.gather_text((nbytes, room_left()))
+        needed, left = sum(nbytes for nbytes, _ in facts), min(left for _, left in facts)
+        if host.size == 1 or needed > left:
+            if host.size > 1 and host.rank == 0:
+                print(no_room(self.hosts[self.rank], needed, left), file=sys.stderr, flush=True)
+            return aligned_zeros(count, dtype)
+        window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
+        blocks = {place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
+                  for rank, place in enumerate(host.members)}
+        self.windows.add(blocks, window)
+        mine = blocks[self.members[self.rank]]
+        mine[:] = 0
+        host.barrier()
+        return mine[:count * np.dtype(dtype).itemsize].view(dtype)
+
+    def _ranks_of_this_host(self) -> "MpiTransport":
+        """The part of this transport whose ranks can share memory. Collective at the first call."""
+        if self._host is None:
+            comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)
+            self._host = MpiTransport(comm, self.traffic, self.windows, self.members[self.rank])
+        return self._host
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self._check_native(array)

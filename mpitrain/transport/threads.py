@@ -17,6 +17,7 @@ import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Traffic, aligned_zeros, check_message
+from mpitrain.transport.shared import Windows
 
 OPS = {"add": np.add, "maximum": np.maximum}
 
@@ -203,10 +204,10 @@ class ThreadTransport:
     native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
 
     def __init__(self, world: _World, context: tuple, members: Sequence[int], rank: int, hosts: Sequence[str],
-                 traffic: Traffic):
+                 traffic: Traffic, windows: Windows):
         self.world, self.context, self.members = world, context, tuple(members)
         self.rank, self.size, self.me = rank, len(members), members[rank]
-        self.hosts, self.traffic = tuple(hosts), traffic
+        self.hosts, self.traffic, self.windows = tuple(hosts), traffic, windows
         self.next_meeting = 0
         self._next_tag = FIRST_CLAIMED_TAG
 
@@ -263,10 +264,15 @@ class ThreadTransport:
         chosen = sorted((k, rank) for rank, (c, k) in enumerate(everyone) if c == color)
         ranks = [rank for _, rank in chosen]
         return ThreadTransport(self.world, context, [self.members[rank] for rank in ranks], ranks.index(self.rank),
-                               [self.hosts[rank] for rank in ranks], self.traffic)
+                               [self.hosts[rank] for rank in ranks], self.traffic, self.windows)
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
-        return aligned_zeros(count, dtype)
+        array = aligned_zeros(count, dtype)
+        everyone = zip(self.members, self.hosts, self._meet("allocate", array.view(np.uint8)), strict=True)
+        blocks = {member: block for member, host, block in everyone if host == self.hosts[self.rank]}
+        if len(blocks) > 1:
+            self.windows.add(blocks)
+        return array
 
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> _Arrival:
         check_message(array, self.me, [], self.size)
@@ -299,7 +305,7 @@ def run_ranks(n: int, function: Callable, *args: Any, hosts: Sequence[str] | Non
     def run(rank: int) -> None:
         error = None
         try:
-            results[rank] = function(ThreadTransport(world, (), range(n), rank, hosts, Traffic()), *args)
+            results[rank] = function(ThreadTransport(world, (), range(n), rank, hosts, Traffic(), Windows()), *args)
         except BaseException as raised:
             raised.add_note(f"raised on rank {rank} of {n}")
             error = raised

@@ -129,6 +129,41 @@ class CollectiveLaws:
             last = transport.size > 1 and transport.rank == transport.size - 1
             assert np.array_equal(mine, coded(0 if last else transport.rank, count))
 
+    def law_buffers_in_a_window_are_reduced_where_they_lie(self, transport):
+        whole = transport.allocate(1001, "float64")
+        for start, stop in ((0, 1001), (3, 990), (8, 8)):
+            part = whole[start:stop]
+            before = len(transport.windows)
+            reduction = bind(transport, part, algorithm="shared")
+            for op in range(2):
+                transport.barrier()
+                part[:] = coded(transport.rank + op, part.size)
+                reduction.run() if op else (reduction.start(), reduction.wait())
+                right = sum(coded(rank + op, part.size) for rank in range(transport.size))
+                assert np.array_equal(part, right)
+            if transport.size > 1 and part.size:
+                assert len(transport.windows) == before, "a staging window was allocated"
+
+    def law_arrays_outside_windows_borrow_one_and_return_it(self, transport):
+        for _ in range(3):
+            mine = coded(transport.rank, 1001)
+            bind(transport, mine, algorithm="shared").run()
+            assert np.array_equal(mine, everyone(transport.size, 1001).sum(axis=0))
+        before = len(transport.windows)
+        held = [bind(transport, coded(transport.rank, 1001), algorithm="shared") for _ in range(2)]
+        added = len(transport.windows) - before
+        assert added == (transport.size > 1), "one was idle, one had to be made"
+        del held
+
+    def law_parts_of_a_transport_use_its_windows(self, transport):
+        whole = transport.allocate(64, "float64")
+        whole[:] = coded(transport.rank, 64)
+        part = transport.split(transport.rank % 2)
+        before = len(transport.windows)
+        bind(part, whole, algorithm="shared").run()
+        assert len(transport.windows) == before or part.size == 1
+        assert np.array_equal(whole, sum(coded(rank, 64) for rank in range(transport.rank % 2, transport.size, 2)))
+
     def law_ring_repeats_bit_by_bit_and_agrees_on_all_ranks(self, transport):
         original = np.random.default_rng(transport.rank).standard_normal(1001).astype("float32")
         mine = original.copy()
