@@ -1,40 +1,45 @@
 """Causal attention, one sequence at a time, the queries in blocks that skip the keys after them.
 
-B batch, T tokens, C channels, H heads, D = C / H. Queries, keys and values are strided views of (B, T, 3C) that BLAS
-reads in place. `saved` holds qkv and, for each block of queries, exp(score - row maximum) (B, H, queries, keys) and 1 /
-its row sums: about B H T^2 / 2 elements.
+B batch, T tokens, C channels, H heads, D = C / H; Q queries of a block, K keys that its last query sees. Queries, keys and
+values are strided views of (B, T, 3C) that BLAS reads in place. `saved` holds qkv and, for each block of queries, the
+exponentials of its scores (B, H, Q, K) and 1 / their row sums (B, H, Q, 1): about B H T^2 / 2 elements.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
-QUERIES = 128  # per block; smaller blocks skip more of the masked half but make slower products
+QUERIES = 64  # per block: smaller blocks skip more of the masked half, but make slower products
+SAFE = 1e-25, 1e25  # row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64
+
+
+class Block(NamedTuple):
+    """The queries `rows`, and what is kept of them."""
+
+    rows: slice
+    exp: np.ndarray
+    inverse: np.ndarray
 
 
 def attention(qkv, heads, arena):
     batch, length, packed = qkv.shape
     width = packed // 3 // heads
     y = arena.take((batch, length, packed // 3), qkv.dtype)
-    blocks = [
-        (rows, arena.take((batch, heads, rows.stop - rows.start, rows.stop), qkv.dtype),
-         arena.take((batch, heads, rows.stop - rows.start, 1), qkv.dtype))
-        for rows in _query_blocks(length)
-    ]
-    mask = np.triu(np.full((QUERIES, QUERIES), -np.inf, qkv.dtype), 1)
-    scaled = arena.take((heads, min(length, QUERIES), width), qkv.dtype)
+    blocks = []
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        exp = arena.take((batch, heads, stop - start, stop), qkv.dtype)
+        blocks.append(Block(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype)))
+    masks = [np.triu(np.full(block.exp.shape[2:], -np.inf, qkv.dtype), 1 + block.rows.start) for block in blocks]
+    ones = np.ones(length, qkv.dtype)
+    every_scaled = arena.take((heads, min(length, QUERIES), width), qkv.dtype)
     for sequence in range(batch):
         q, k, v = _heads(qkv[sequence], 3, heads)
         out, = _heads(y[sequence], 1, heads)
-        for rows, every_exp, every_inverse in blocks:
-            exp, inverse = every_exp[sequence], every_inverse[sequence]
-            count = rows.stop - rows.start
-            np.multiply(q[:, rows], width**-0.5, out=scaled[:, :count])
-            np.matmul(scaled[:, :count], k[:, :rows.stop].swapaxes(1, 2), out=exp)
-            exp[:, :, rows] += mask[:count, :count]
-            np.max(exp, axis=-1, keepdims=True, out=inverse)
-            exp -= inverse
-            np.exp(exp, out=exp)
-            np.sum(exp, axis=-1, keepdims=True, out=inverse)
-            np.divide(1, inverse, out=inverse)
+        for block, mask in zip(blocks, masks, strict=True):
+            rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
+            scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, :exp.shape[1]])
+            _exponentials(scaled, k[:, :rows.stop], mask, ones[:rows.stop], exp, inverse)
             np.matmul(exp, v[:, :rows.stop], out=out[:, rows])
             out[:, rows] *= inverse
     return y, (qkv, heads, blocks)
@@ -46,30 +51,50 @@ def attention_backward(dy, saved, arena):
     width = channels // heads
     dqkv = arena.take(qkv.shape, qkv.dtype)
     last = min(length, QUERIES)
-    scaled = arena.take((heads, last, width), qkv.dtype)
+    every_ds, every_scaled = arena.take((2, heads, last, width), qkv.dtype)
     part = arena.take((heads, length, width), qkv.dtype)
-    dot = arena.take((heads, last, 1), qkv.dtype)
+    every_dot = arena.take((heads, last, 1), qkv.dtype)
+    dscores = [arena.take(block.exp.shape[1:], qkv.dtype) for block in blocks]
     for sequence in range(batch):
         q, k, v = _heads(qkv[sequence], 3, heads)
         dq, dk, dv = _heads(dqkv[sequence], 3, heads)
         d, = _heads(dy[sequence], 1, heads)
-        for rows, every_exp, every_inverse in reversed(blocks):
-            exp, inverse = every_exp[sequence], every_inverse[sequence]
-            keys, count = rows.stop, rows.stop - rows.start
-            # Dividing dy by the row sums once spares dividing exp, which is larger.
-            ds = np.multiply(d[:, rows], inverse, out=scaled[:, :count])
+        for block, dscore in zip(reversed(blocks), reversed(dscores), strict=True):
+            rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
+            keys, count = exp.shape[2], exp.shape[1]
+            ds, scaled, dot = every_ds[:, :count], every_scaled[:, :count], every_dot[:, :count]
+            # Row sums and scale go into dy, (Q, D), instead of into exp and dscore, (Q, K).
+            np.multiply(d[:, rows], inverse, out=ds)
+            np.multiply(ds, width**-0.5, out=scaled)
             _write_or_add(exp.swapaxes(1, 2), ds, dv[:, :keys], keys == length, part)
-            dscore = arena.take(exp.shape, exp.dtype)
-            np.matmul(ds, v[:, :keys].swapaxes(1, 2), out=dscore)
-            weighted = np.einsum("hqk,hqk->hq", exp, dscore, out=dot[:, :count, 0])[..., None]
-            weighted *= inverse
-            dscore -= weighted
+            np.matmul(scaled, v[:, :keys].swapaxes(1, 2), out=dscore)
+            np.vecdot(exp, dscore, out=dot[..., 0])
+            dot *= inverse
+            dscore -= dot
             dscore *= exp
             np.matmul(dscore, k[:, :keys], out=dq[:, rows])
-            dq[:, rows] *= width**-0.5
-            np.multiply(q[:, rows], width**-0.5, out=ds)
-            _write_or_add(dscore.swapaxes(1, 2), ds, dk[:, :keys], keys == length, part)
+            _write_or_add(dscore.swapaxes(1, 2), q[:, rows], dk[:, :keys], keys == length, part)
     return dqkv
+
+
+def _exponentials(q, k, mask, ones, exp, inverse):
+    """Fill exp with exp(q k^T + mask) and inverse with 1 / its row sums.
+
+    The scores are shifted by their row maximum only where they must be: a softmax does not depend on the shift, and
+    finding the maximum takes NumPy twice as long as the exponentials.
+    """
+    np.matmul(q, k.swapaxes(1, 2), out=exp)
+    exp += mask
+    with np.errstate(over="ignore"):
+        np.exp(exp, out=exp)
+        np.matmul(exp, ones, out=inverse[..., 0])
+    if not (SAFE[0] < inverse.min() and inverse.max() < SAFE[1]):
+        np.matmul(q, k.swapaxes(1, 2), out=exp)
+        exp += mask
+        exp -= exp.max(axis=-1, keepdims=True)
+        np.exp(exp, out=exp)
+        np.matmul(exp, ones, out=inverse[..., 0])
+    np.divide(1, inverse, out=inverse)
 
 
 def _write_or_add(a, b, out, first, part):
@@ -78,10 +103,6 @@ def _write_or_add(a, b, out, first, part):
         np.matmul(a, b, out=out)
     else:
         out += np.matmul(a, b, out=part[:, :out.shape[1]])
-
-
-def _query_blocks(length):
-    return [slice(start, min(start + QUERIES, length)) for start in range(0, length, QUERIES)]
 
 
 def _heads(packed, parts, heads):
