@@ -56,7 +56,9 @@ class Layout(Section):
 
 class Replication(Section):
     mode: Literal["all-reduce"] = Field("all-reduce", description="how replicas are kept equal")
-    algorithm: Literal["ring", "star", "native"] = Field("ring", description="the all-reduce of the gradients")
+    algorithm: Literal[
+        "ring", "halving-doubling", "recursive-doubling", "tree", "star", "hierarchical", "shared", "native"
+    ] = Field("ring", description="the all-reduce of the gradients")
     bucket_mb: float = Field(4.0, gt=0, description="megabytes of whole units that are reduced together")
     overlap: bool = Field(True, description="reduce a bucket as soon as its gradients are ready")
 

@@ -64,7 +64,7 @@ def command_line(ranks: int, extra: list[str], arguments: list[str]) -> tuple[li
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
         if is_crowded:
-            options.append("--oversubscribe")
+            options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
         if not extra:  # one host: these two start at once, where probing every network takes a second
             options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
         return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}

@@ -64,6 +64,18 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
     assert len(written.stdout.encode(errors="surrogateescape")) >= 24
 
 
+def test_the_curve_is_the_same_on_one_to_four_ranks_over_mpi(tmp_path):
+    runs = [(1, "ring"), (2, "ring"), (3, "shared"), (4, "ring"), (4, "native"), (3, "star")]
+    for ranks, algorithm in runs:
+        done = launch(ranks, "train", "--out", f"{algorithm}{ranks}", *TINY, "--set", "precision.compute=float64",
+                      "--set", f"replication.algorithm={algorithm}", "--set", "run.steps=20", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    curves = [np.array(list(losses(tmp_path / f"{algorithm}{ranks}").values())) for ranks, algorithm in runs]
+    assert curves[0].shape == (20, 3) and np.ptp(curves[0][:, 0]) > 0.05
+    for curve in curves[1:]:
+        assert np.all(np.abs(curve - curves[0]) <= 1e-9 + 1e-9 * np.abs(curves[0]))
+
+
 def test_classifier_runs_on_digits(tmp_path):
     pytest.importorskip("sklearn")
     done = launch(2, "train", "--out", "run", "--set", "data.source=digits", "--set", "model.kind=mlp", "--set", "model.layers=1",

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mpitrain.build import build
-from mpitrain.config import parse, with_settings
+from mpitrain.collectives.bind import ALGORITHMS
+from mpitrain.config import Replication, parse, with_settings
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
@@ -40,7 +41,12 @@ def curves(ranks, *settings):
     return results[0]
 
 
-LAYOUTS = [(2, "ring"), (3, "ring"), (4, "ring"), (2, "star"), (3, "star"), (4, "native"), (5, "ring")]
+LAYOUTS = [(2, "ring"), (3, "ring"), (4, "ring"), (5, "ring"), (2, "star"), (3, "star"), (4, "native"), (3, "halving-doubling"),
+           (3, "recursive-doubling"), (4, "tree"), (3, "hierarchical"), (3, "shared")]
+
+
+def test_every_algorithm_that_can_be_configured_is_trained_with():
+    assert set(Replication.model_fields["algorithm"].annotation.__args__) == set(ALGORITHMS) == {a for _, a in LAYOUTS}
 
 
 @pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
