@@ -1,57 +1,68 @@
-"""LayerNorm. C channels, M rows; `saved` holds the normalised rows and 1 / standard deviation."""
+"""LayerNorm. C channels, M rows; `saved` holds the normalised rows (M, C) and 1 / standard deviation (M, 1).
+
+The sums for gain and bias are taken in `backward_input`, while its blocks are in cache: `pending` is just the two of them.
+"""
 
 import numpy as np
 
-from mpitrain.ops.host.blocks import block_shape, row_blocks, sum_rows
+from mpitrain.ops.host.blocks import block_shape, row_blocks
 from mpitrain.ops.reference import EPSILON
 
 
 def layer_norm(x, gain, bias, arena):
-    y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
-    inverse = arena.take((len(x), 1), x.dtype)
-    mean = arena.take((x.shape[1],), x.dtype)
-    mean.fill(1 / x.shape[1])
+    every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
+    every_inverse = arena.take((len(x), 1), x.dtype)
+    mean = np.full(x.shape[1], 1 / x.shape[1], x.dtype)
     for rows in row_blocks(x):
-        n, i = normal[rows], inverse[rows]
-        np.matmul(x[rows], mean, out=i[:, 0])
-        np.subtract(x[rows], i, out=n)
-        np.einsum("mc,mc->m", n, n, out=i[:, 0])
-        i /= x.shape[1]
-        i += EPSILON
-        np.sqrt(i, out=i)
-        np.divide(1, i, out=i)
-        n *= i
-        np.multiply(n, gain, out=y[rows])
-        y[rows] += bias
-    return y, (normal, inverse)
+        y, n, inverse = every_y[rows], normal[rows], every_inverse[rows]
+        np.matmul(x[rows], mean, out=inverse[:, 0])
+        np.subtract(x[rows], inverse, out=n)
+        np.vecdot(n, n, out=inverse[:, 0])
+        inverse *= mean[0]
+        inverse += EPSILON
+        np.sqrt(inverse, out=inverse)
+        np.divide(1, inverse, out=inverse)
+        n *= inverse
+        np.multiply(n, gain, out=y)
+        y += bias
+    return every_y, (normal, every_inverse)
 
 
 def layer_norm_backward_input(dy, gain, saved, arena):
-    normal, inverse = saved
+    normal, every_inverse = saved
     dx = arena.take(dy.shape, dy.dtype)
-    mean, weighted = arena.take((len(dy), 1), dy.dtype), arena.take((len(dy), 1), dy.dtype)
-    product = arena.take(block_shape(dy), dy.dtype)
+    dgain, dbias, part = arena.take((3, dy.shape[1]), dy.dtype)
+    dgain.fill(0)
+    dbias.fill(0)
+    scratch = arena.take(block_shape(dy), dy.dtype)
+    ones = np.ones(len(scratch), dy.dtype)
+    means = arena.take((len(scratch), 2), dy.dtype)
+    weights = gain / dy.shape[1]
     for rows in row_blocks(dy):
-        d, n = dx[rows], normal[rows]
-        np.multiply(dy[rows], gain, out=d)
-        np.matmul(dy[rows], gain, out=mean[rows, 0])
-        np.einsum("mc,mc->m", d, n, out=weighted[rows, 0])
-        mean[rows] /= dy.shape[1]
-        weighted[rows] /= dy.shape[1]
-        d -= mean[rows]
-        d -= np.multiply(n, weighted[rows], out=product[:len(d)])
-        d *= inverse[rows]
-    return dx, (dy, normal)
+        block, n, d = dy[rows], normal[rows], dx[rows]
+        one, product, mean = ones[:len(d)], scratch[:len(d)], means[:len(d)]
+        np.multiply(block, n, out=product)
+        dgain += np.matmul(one, product, out=part)
+        dbias += np.matmul(one, block, out=part)
+        np.matmul(block, weights, out=mean[:, 0])  # of dy gain
+        np.matmul(product, weights, out=mean[:, 1])  # of dy gain normal
+        np.multiply(block, gain, out=d)
+        d -= mean[:, :1]
+        d -= np.multiply(n, mean[:, 1:], out=product)
+        d *= every_inverse[rows]
+    return dx, (dgain, dbias)
 
 
 def layer_norm_backward_gain(pending, dgain, accumulate, arena):
-    dy, normal = pending
-    part = arena.take(dgain.shape, dgain.dtype)
-    if not accumulate:
-        dgain.fill(0)
-    for rows in row_blocks(dy):
-        dgain += np.einsum("mc,mc->c", dy[rows], normal[rows], out=part)
+    _put(pending[0], dgain, accumulate)
 
 
 def layer_norm_backward_bias(pending, dbias, accumulate, arena):
-    sum_rows(pending[0], dbias, accumulate, arena)
+    _put(pending[1], dbias, accumulate)
+
+
+def _put(total, out, accumulate):
+    if accumulate:
+        out += total
+    else:
+        out[...] = total
