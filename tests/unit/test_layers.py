@@ -156,12 +156,13 @@ def test_names_and_shapes_of_a_gpt():
     assert len(names) == 2 + 2 * (6 + 6) + 3
 
 
-def test_initial_values_follow_gpt_2():
-    units = gpt(Plain(host), vocab=256, context=64, width=128, heads=4, depth=4)
+@pytest.mark.parametrize("width, std", [(768, 0.02), (192, 0.04)])
+def test_initial_values_are_those_of_gpt_2_at_its_width_and_wider_spread_below(width, std):
+    units = gpt(Plain(host), vocab=16, context=8, width=width, heads=4, depth=2)
     _, _, arrays, _ = place(units, 1, np.float64)
-    assert arrays["blocks.2.mlp.up.weight"].std() == pytest.approx(0.02, rel=0.02)
-    assert arrays["blocks.2.mlp.down.weight"].std() == pytest.approx(0.02 / 8**0.5, rel=0.02)
-    assert not arrays["blocks.2.mlp.up.bias"].any()
+    assert arrays["blocks.1.mlp.up.weight"].std() == pytest.approx(std, rel=0.02)
+    assert arrays["blocks.1.mlp.down.weight"].std() == pytest.approx(std / 4**0.5, rel=0.02)
+    assert not arrays["blocks.1.mlp.up.bias"].any()
     assert (arrays["head.norm.gain"] == 1).all()
 
 
