@@ -6,46 +6,45 @@ is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bo
 
 import numpy as np
 
-from mpitrain.collectives import binomial, doubling, hierarchical, pairwise, ring, star
+from mpitrain.collectives import hierarchical
 from mpitrain.collectives.agree import agree, everywhere
+from mpitrain.collectives.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_NAMES,
+    ALL_TO_ALL,
+    BROADCAST,
+    PING_PONG,
+    REDUCE,
+    REDUCE_SCATTER,
+)
+from mpitrain.collectives.choose import choose
+from mpitrain.collectives.cost import DEFAULT, Tuning
 from mpitrain.collectives.execute import Chain, Execution, Reduction
 from mpitrain.collectives.native import Native
 from mpitrain.collectives.shared import bind_shared
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Transport
 
-ALL_REDUCE = {
-    "ring": ring.all_reduce,
-    "halving-doubling": doubling.halving_doubling,
-    "recursive-doubling": doubling.recursive_doubling,
-    "tree": binomial.all_reduce,
-    "star": star.all_reduce,
-}
-"""All-reduce algorithms that are one plan: functions of (rank, n, count)."""
-
-REDUCE_SCATTER = {"ring": ring.reduce_scatter, "pairwise": pairwise.reduce_scatter}
-ALL_GATHER = {"ring": ring.all_gather, "pairwise": pairwise.all_gather}
-ALL_TO_ALL = {"pairwise": pairwise.all_to_all, "at-once": pairwise.all_to_all_at_once}
-PING_PONG = {"ping-pong": pairwise.ping_pong}
-"""The other operations: functions of (rank, n, count)."""
-
-BROADCAST = {"binomial": binomial.broadcast, "scatter-ring": star.broadcast}
-REDUCE = {"binomial": binomial.reduce, "ring-gather": star.reduce}
-"""Operations with a root: functions of (rank, n, count, root)."""
-
-ALGORITHMS = (*ALL_REDUCE, "hierarchical", "shared", "native")
+ALGORITHMS = (*ALL_REDUCE_NAMES, "auto")
 """What `bind` accepts."""
 
 
-def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring") -> Reduction:
+def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
+         tuning: Tuning = DEFAULT) -> Reduction:
     """Bind an all-reduce of `array`, in place, over all ranks of the transport.
 
-    array    contiguous, any shape; one count and dtype on all ranks
-    op       "add" or "maximum"
-    raises   CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name
+    array      contiguous, any shape; one count and dtype on all ranks
+    op         "add" or "maximum"
+    algorithm  one of ALGORITHMS; "auto" takes the one that `tuning` predicts to be fastest
+    raises     CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name
     """
     tag = agree(transport, "all-reduce", array, ALGORITHMS, algorithm, op=op)
     rank, n, count = transport.rank, transport.size, array.size
+    if algorithm == "auto":
+        in_window = all(transport.gather_text(transport.windows.locate(array, transport.members[rank]) is not None))
+        algorithm = choose(tuning, transport.hosts, count, array.itemsize, array.dtype.name in transport.native_dtypes, in_window)
+        agree(transport, "all-reduce by auto, from one tuning,", array, ALGORITHMS, algorithm)
     if algorithm == "native":
         return Native(transport, array, op)
     if algorithm == "shared":

@@ -10,6 +10,7 @@ from mpitrain.collectives.bind import (
     bind_reduce,
     bind_reduce_scatter,
 )
+from mpitrain.collectives.cost import DEFAULT, Tuning
 from mpitrain.collectives.execute import Reduction
 from mpitrain.transport.base import Transport
 
@@ -21,8 +22,8 @@ class Group:
     which costs a round of messages: they are for start-up, tests and interactive use.
     """
 
-    def __init__(self, transport: Transport, algorithm: str = "ring"):
-        self.transport, self.algorithm = transport, algorithm
+    def __init__(self, transport: Transport, algorithm: str = "ring", tuning: Tuning = DEFAULT):
+        self.transport, self.algorithm, self.tuning = transport, algorithm, tuning
 
     @property
     def rank(self) -> int:
@@ -36,7 +37,7 @@ class Group:
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce of the array."""
-        return bind(self.transport, array, op, self.algorithm)
+        return bind(self.transport, array, op, self.algorithm, self.tuning)
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind a reduce-scatter: chunk r ends as the reduction on rank r; the rest of the array is scratch."""

@@ -3,6 +3,7 @@
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
+from mpitrain.collectives import algorithms
 from mpitrain.collectives import bind as binding
 from mpitrain.collectives.bind import bind
 from mpitrain.collectives.group import Group
@@ -63,7 +64,7 @@ class CollectiveLaws:
             assert np.array_equal(mine, everyone(transport.size, 24).sum(axis=0).reshape(2, 3, 4))
 
     def law_reduce_scatter_leaves_chunk_r_on_rank_r(self, transport):
-        for algorithm in binding.REDUCE_SCATTER:
+        for algorithm in algorithms.REDUCE_SCATTER:
             for op, truth in REDUCERS.items():
                 for count in (*LENGTHS, LONG):
                     mine = coded(transport.rank, count)
@@ -73,7 +74,7 @@ class CollectiveLaws:
                     assert np.array_equal(mine[start:stop], right[start:stop]), (algorithm, op, count)
 
     def law_all_gather_brings_chunk_r_from_rank_r(self, transport):
-        for algorithm in binding.ALL_GATHER:
+        for algorithm in algorithms.ALL_GATHER:
             for count in (*LENGTHS, LONG):
                 bounds = chunk_bounds(count, transport.size)
                 mine = np.full(count, np.nan)
@@ -84,7 +85,7 @@ class CollectiveLaws:
                 assert np.array_equal(mine, np.concatenate(right)), (algorithm, count)
 
     def law_broadcast_reaches_all_from_any_root(self, transport):
-        for algorithm in binding.BROADCAST:
+        for algorithm in algorithms.BROADCAST:
             for root in range(transport.size):
                 for count in (*LENGTHS, LONG):
                     mine = coded(transport.rank, count)
@@ -92,7 +93,7 @@ class CollectiveLaws:
                     assert np.array_equal(mine, coded(root, count)), (algorithm, root, count)
 
     def law_reduce_ends_at_any_root(self, transport):
-        for algorithm in binding.REDUCE:
+        for algorithm in algorithms.REDUCE:
             for op, truth in REDUCERS.items():
                 for root in range(transport.size):
                     for count in (*LENGTHS, LONG):
@@ -103,7 +104,7 @@ class CollectiveLaws:
 
     def law_all_to_all_transposes_chunks(self, transport):
         n, rank = transport.size, transport.rank
-        for algorithm in binding.ALL_TO_ALL:
+        for algorithm in algorithms.ALL_TO_ALL:
             for length in (*LENGTHS, LONG // 8):
                 incoming = np.full(n * length, np.nan)
                 outgoing = coded(rank, n * length)

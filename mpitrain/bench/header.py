@@ -1,0 +1,39 @@
+"""What a benchmark ran on, for its header and for tuning files."""
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from mpitrain import __version__
+from mpitrain.bench.sweep import Request
+from mpitrain.device import cores
+from mpitrain.transport.base import Transport
+from mpitrain.transport.library import library
+
+
+def machine(transport: Transport) -> dict[str, Any]:
+    """What identifies a machine for the purposes of timing."""
+    return {"hosts": len(set(transport.hosts)), "processor": processor(), "cores": cores(),
+            "mpi": library().version.split(", package")[0]}
+
+
+def header(transport: Transport, request: Request, arguments: Sequence[str]) -> dict[str, Any]:
+    """Facts for the reader of a table or of its JSON."""
+    return {"mpitrain": __version__, "ranks": transport.size, **machine(transport), "host_names": sorted(set(transport.hosts)),
+            "device": "cpu", "op": request.operation, "arguments": list(arguments)}
+
+
+def printed(facts: dict[str, Any]) -> list[str]:
+    """The header as lines."""
+    return [
+        f"# mpitrain {facts['mpitrain']} bench: {' '.join(facts['arguments'])}",
+        f"# {facts['ranks']} ranks on {facts['hosts']} host(s): {', '.join(facts['host_names'])}",
+        f"# {facts['processor']}, {facts['cores']} cores; {facts['mpi']}; device {facts['device']}",
+    ]
+
+
+def processor() -> str:
+    """The processor's name."""
+    with open("/proc/cpuinfo") as lines:
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

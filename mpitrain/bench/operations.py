@@ -1,0 +1,103 @@
+"""The collectives that can be benchmarked: how each is bound, filled, checked and counted."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives import algorithms, bind
+from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.plans import chunk_bounds
+from mpitrain.transport.base import Transport
+
+PERIOD = 13
+"""Positions after which the data repeat: whole numbers small enough for the sum over 8 ranks to be exact in bfloat16."""
+
+
+class Buffers(NamedTuple):
+    """What an operation works on. `other` is the outgoing array of an all-to-all, empty for the rest."""
+
+    array: np.ndarray
+    other: np.ndarray
+
+
+class Operation(NamedTuple):
+    """One benchmark.
+
+    algorithms  names that `bind` takes
+    bind        (transport, buffers, algorithm) -> Reduction
+    right       (transport, count) -> (slice, expected values there) after one run
+    bus         (n) -> bus bandwidth over algorithm bandwidth
+    ways        runs of the network in one run: 2 for a ping-pong, whose time is that of one way
+    """
+
+    algorithms: tuple[str, ...]
+    bind: Callable[[Transport, Buffers, str], Reduction]
+    right: Callable[[Transport, int], tuple[slice, np.ndarray]]
+    bus: Callable[[int], float]
+    ways: int = 1
+
+
+def filled(rank: int, count: int) -> np.ndarray:
+    """What a rank brings: whole numbers that tell rank and position."""
+    return rank + 1 + np.arange(count) % PERIOD
+
+
+def summed(transport: Transport, count: int) -> np.ndarray:
+    """The sum over ranks."""
+    n = transport.size
+    return n * (n + 1) // 2 + n * (np.arange(count) % PERIOD)
+
+
+def _scattered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    mine = slice(*chunk_bounds(count, transport.size)[transport.rank])
+    return mine, summed(transport, count)[mine]
+
+
+def _gathered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    bounds = chunk_bounds(count, transport.size)
+    return slice(None), np.concatenate([filled(rank, count)[slice(*chunk)] for rank, chunk in enumerate(bounds)])
+
+
+def _rooted(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    mine = slice(None) if transport.rank == 0 else slice(0, 0)
+    return mine, summed(transport, count)[mine]
+
+
+def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    mine = slice(*chunk_bounds(count, transport.size)[transport.rank])
+    return slice(None), np.concatenate([filled(rank, count)[mine] for rank in range(transport.size)])
+
+
+OPERATIONS = {
+    "allreduce": Operation(
+        algorithms.ALL_REDUCE_NAMES,
+        lambda transport, buffers, algorithm: bind.bind(transport, buffers.array, "add", algorithm),
+        lambda transport, count: (slice(None), summed(transport, count)), lambda n: 2 * (n - 1) / n),
+    "reduce-scatter": Operation(
+        tuple(algorithms.REDUCE_SCATTER),
+        lambda transport, buffers, algorithm: bind.bind_reduce_scatter(transport, buffers.array, "add", algorithm),
+        _scattered, lambda n: (n - 1) / n),
+    "all-gather": Operation(
+        tuple(algorithms.ALL_GATHER),
+        lambda transport, buffers, algorithm: bind.bind_all_gather(transport, buffers.array, algorithm),
+        _gathered, lambda n: (n - 1) / n),
+    "broadcast": Operation(
+        tuple(algorithms.BROADCAST),
+        lambda transport, buffers, algorithm: bind.bind_broadcast(transport, buffers.array, 0, algorithm),
+        lambda transport, count: (slice(None), filled(0, count)), lambda n: 1.0),
+    "reduce": Operation(
+        tuple(algorithms.REDUCE),
+        lambda transport, buffers, algorithm: bind.bind_reduce(transport, buffers.array, "add", 0, algorithm),
+        _rooted, lambda n: 1.0),
+    "all-to-all": Operation(
+        tuple(algorithms.ALL_TO_ALL),
+        lambda transport, buffers, algorithm: bind.bind_all_to_all(transport, buffers.other, buffers.array, algorithm),
+        _transposed, lambda n: (n - 1) / n),
+    "sendrecv": Operation(
+        tuple(algorithms.PING_PONG),
+        lambda transport, buffers, algorithm: bind.bind_ping_pong(transport, buffers.array, algorithm),
+        lambda transport, count: (slice(None), filled(0 if transport.rank == transport.size - 1 else transport.rank, count)),
+        lambda n: 1.0, ways=2),
+}
+"""By the name the command line gives them."""

@@ -1,0 +1,29 @@
+"""Pictures of benchmark rows; needs matplotlib (the `report` extra)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.bench.sweep import Row
+from mpitrain.errors import ConfigError
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Time against bytes, one curve per algorithm, the model's prediction dotted beside it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
+    curves = dict.fromkeys((row.algorithm, row.buffers) for row in rows)
+    for algorithm, buffers in curves:
+        mine = [row for row in rows if (row.algorithm, row.buffers) == (algorithm, buffers)]
+        name = algorithm if len({buffers for _, buffers in curves}) == 1 else f"{algorithm}, {buffers}"
+        drawn, = axes.plot([row.bytes for row in mine], [row.time_us for row in mine], marker=".", label=name)
+        axes.plot([row.bytes for row in mine], [row.predicted_us for row in mine], ":", color=drawn.get_color())
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds (dotted: predicted)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

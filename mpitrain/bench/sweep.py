@@ -1,0 +1,129 @@
+"""One benchmark run: sizes x algorithms, each timed, checked and compared with the model."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, filled
+from mpitrain.collectives.agree import check_name
+from mpitrain.collectives.choose import choose
+from mpitrain.collectives.cost import Tuning, predict
+from mpitrain.collectives.execute import Reduction
+from mpitrain.transport.base import Transport, aligned_zeros
+
+SECONDS = 0.25
+"""Time given to one row when the number of iterations is not set."""
+
+
+class Request(NamedTuple):
+    """What to measure.
+
+    iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
+    buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"
+    sweeps      times that the whole list is gone through, so that rows to compare alternate
+    """
+
+    operation: str
+    algorithms: Sequence[str]
+    sizes: Sequence[int]
+    dtype: np.dtype
+    iterations: int
+    warmup: int
+    buffers: Sequence[str]
+    sweeps: int
+
+
+class Row(NamedTuple):
+    """One measurement. Times are those of the slowest rank, per run; of one way for a ping-pong."""
+
+    op: str
+    algorithm: str
+    buffers: str
+    bytes: int
+    count: int
+    dtype: str
+    ranks: int
+    time_us: float
+    min_us: float
+    p99_us: float
+    algbw_GBs: float
+    busbw_GBs: float
+    predicted_us: float
+    wrong: int
+    chosen: str
+
+
+def dtype_of(name: str) -> np.dtype:
+    """A dtype by name; ConfigError for one that cannot be reduced."""
+    check_name("dtype", name, ("float32", "float64", "float16", "bfloat16", "int32"))
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: F401  registers the name with NumPy
+    return np.dtype(name)
+
+
+def sizes(least: int, most: int, factor: float) -> list[int]:
+    """Bytes from least to most, each `factor` times the one before."""
+    found, size = [], float(least)
+    while size <= most * 1.000001:
+        found.append(round(size))
+        size *= factor
+    return found
+
+
+def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Row]:
+    """Rows as they are measured; the same ones on every rank. Collective."""
+    operation = OPERATIONS[request.operation]
+    counts = [max(1, size // request.dtype.itemsize // transport.size) * transport.size for size in request.sizes]
+    pools = {where: _buffers(transport, operation, where, max(counts), request.dtype) for where in request.buffers}
+    for _ in range(request.sweeps):
+        for count in counts:
+            for algorithm in request.algorithms:
+                for where, pool in pools.items():
+                    buffers = Buffers(pool.array[:count], pool.other[:count])
+                    yield _measure(transport, request, operation, algorithm, where, buffers, tuning)
+
+
+def _buffers(transport: Transport, operation: Operation, where: str, count: int, dtype: np.dtype) -> Buffers:
+    """Arrays that every size is a part of."""
+    make = transport.allocate if where == "window" else aligned_zeros
+    return Buffers(make(count, dtype), make(count if operation is OPERATIONS["all-to-all"] else 0, dtype))
+
+
+def _measure(transport: Transport, request: Request, operation: Operation, algorithm: str, where: str, buffers: Buffers,
+             tuning: Tuning) -> Row:
+    count, dtype, n = buffers.array.size, request.dtype, transport.size
+    chosen = algorithm
+    if algorithm == "auto":
+        is_native = dtype.name in transport.native_dtypes
+        chosen = choose(tuning, transport.hosts, count, dtype.itemsize, is_native, in_window=where == "window")
+    original = filled(transport.rank, count).astype(dtype)
+    buffers.other[:] = original[:buffers.other.size]
+    reduction = operation.bind(transport, buffers, chosen)
+    start = time.perf_counter()
+    _timed(transport, reduction, buffers.array, original, max(1, request.warmup))
+    spent = max(transport.gather_text(time.perf_counter() - start)) / max(1, request.warmup)
+    iterations = request.iterations or int(min(500, max(5, SECONDS / spent)))
+    times = _timed(transport, reduction, buffers.array, original, iterations)
+    slowest = np.max(transport.gather_text(times.tolist()), axis=0) / operation.ways * 1e6
+    part, right = operation.right(transport, count)
+    wrong = sum(transport.gather_text(int((~(buffers.array[part] == right.astype(dtype))).sum())))
+    median, nbytes = float(np.median(slowest)), count * dtype.itemsize
+    modelled = "shared-copied" if (chosen, where) == ("shared", "plain") else chosen
+    predicted = predict(tuning, request.operation, modelled, transport.hosts, count, dtype.itemsize) * 1e6
+    return Row(request.operation, algorithm, where, nbytes, count, dtype.name, n, median, float(slowest.min()),
+               float(np.percentile(slowest, 99)), nbytes / median / 1e3, nbytes / median / 1e3 * operation.bus(n),
+               predicted, wrong, chosen)
+
+
+def _timed(transport: Transport, reduction: Reduction, array: np.ndarray, original: np.ndarray, runs: int) -> np.ndarray:
+    """Seconds of each run on this rank. Every run starts from the same data, and when all ranks are ready."""
+    times = np.empty(runs)
+    for run in range(runs):
+        array[:] = original
+        transport.barrier()
+        start = time.perf_counter()
+        reduction.run()
+        times[run] = time.perf_counter() - start
+    return times

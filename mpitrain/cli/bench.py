@@ -1,0 +1,169 @@
+"""`mpitrain bench`: what the network and the memory of this machine can do, and what every algorithm makes of it."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.ending import ranks
+
+OPERATIONS = ("allreduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "sendrecv")
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Bytes(click.ParamType):
+    """A number of bytes: 4096, 64K, 1.5M, 2G."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        if not found:
+            self.fail(f"{value!r} is no number of bytes; write 4096, 64K, 1.5M or 2G.")
+        return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+@click.group()
+def command() -> None:
+    """Measure collectives, with all the ranks this was started with: mpitrain launch -n 4 -- bench allreduce
+
+    Every row is checked: #wrong counts elements that are not what they must be, and the exit code is 1 if any is.
+    """
+
+
+def collective(name: str) -> Callable:
+    """The subcommand that measures one collective."""
+    @click.command(name, help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.")
+    @click.option("--algorithm", default="all", metavar="A,B|all", help="Algorithms to measure; all: every one there is.")
+    @click.option("--min-bytes", type=Bytes(), default="4K", show_default=True, help="Smallest array.")
+    @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
+    @click.option("--factor", type=click.FloatRange(min=1.01), default=4, show_default=True, help="From one size to the next.")
+    @click.option("--dtype", default="float32", show_default=True, help="float32, float64, float16, bfloat16, int32.")
+    @click.option("--buffers", default="window", show_default=True, metavar="window|plain|window,plain",
+                  help="Where arrays lie: in memory shared by the ranks of a host, as in training, or anywhere.")
+    @click.option("--iterations", type=click.IntRange(min=0), default=0, show_default=True,
+                  help="Timed runs per row; 0: what fits in a quarter of a second, from 5 to 500.")
+    @click.option("--warmup", type=click.IntRange(min=1), default=3, show_default=True, help="Runs before those.")
+    @click.option("--sweeps", type=click.IntRange(min=1), default=1, show_default=True, help="Times to go through it all.")
+    @click.option("--tuning", type=click.Path(path_type=Path), help="Constants for `auto` and the predictions, from bench fit.")
+    @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured.")
+    @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time against bytes, at the end.")
+    def measure(**options: Any) -> None:
+        with ranks() as transport:
+            wrong = _measure(transport, name, options)
+        sys.exit(1 if wrong else 0)
+
+    return measure
+
+
+for _name in OPERATIONS:
+    command.add_command(collective(_name))
+
+
+def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
+    """Run one benchmark; rank 0 prints. The number of wrong elements."""
+    from mpitrain.bench.header import header, printed
+    from mpitrain.bench.sweep import sweep
+    from mpitrain.bench.table import COLUMNS, UNITS, footer, line, write_json
+    from mpitrain.collectives.cost import DEFAULT
+    from mpitrain.collectives.tuning import read_tuning
+    from mpitrain.transport.agree import agreed
+
+    request = agreed(transport, lambda: _request(name, options))
+    tuning = agreed(transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT)
+    facts = header(transport, request, sys.argv[1:])
+    rows = []
+    if transport.rank == 0:
+        click.echo("\n".join([*printed(facts), "", COLUMNS, UNITS]))
+    for row in sweep(transport, request, tuning):
+        rows.append(row)
+        if transport.rank == 0:
+            click.echo(line(row, request.buffers))
+            if options["json_file"]:
+                write_json(options["json_file"], facts, rows)
+    if transport.rank == 0:
+        click.echo("\n" + "\n".join(footer(rows)))
+        if options["plot_file"]:
+            from mpitrain.bench.plot import plot
+
+            plot(rows, f"{name}, {transport.size} ranks", options["plot_file"])
+    return sum(row.wrong for row in rows)
+
+
+def _request(name: str, options: dict[str, Any]) -> Any:
+    """The command line as what to measure; ConfigError for names that do not exist."""
+    from mpitrain.bench.operations import OPERATIONS
+    from mpitrain.bench.sweep import Request, dtype_of, sizes
+    from mpitrain.collectives.agree import check_name
+
+    known = OPERATIONS[name].algorithms
+    if name == "allreduce":
+        known = (*known, "auto")
+    algorithms = known if options["algorithm"] == "all" else options["algorithm"].split(",")
+    for algorithm in algorithms:
+        check_name(f"{name} algorithm", algorithm, known)
+    places = options["buffers"].split(",")
+    for place in places:
+        check_name("buffers", place, ("window", "plain"))
+    return Request(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
+                   dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"])
+
+
+@command.command("fit")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("tuning.json"), show_default=True, help="The tuning file.")
+@click.option("--min-bytes", type=Bytes(), default="1K", show_default=True, help="Smallest array.")
+@click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
+@click.option("--sweeps", type=click.IntRange(min=1), default=3, show_default=True, help="Times to go through it all.")
+def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int) -> None:
+    """Measure every all-reduce and fit the cost model to it, for this number of ranks.
+
+    Every second size is left out at first, to tell how well the model does on sizes it has not seen. Run it once for every
+    number of ranks you use: the file keeps what it has of the same machine.
+    """
+    with ranks() as transport:
+        _fit(transport, out, min_bytes, max_bytes, sweeps)
+
+
+def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int) -> None:
+    """Measure, check on the sizes left out, fit to all, write."""
+    import numpy as np
+
+    from mpitrain.bench.fit import check, described, fit, median_of_sweeps, merged
+    from mpitrain.bench.header import header, machine, printed
+    from mpitrain.bench.sweep import Request, sizes, sweep
+    from mpitrain.bench.table import COLUMNS, UNITS, line
+    from mpitrain.collectives.choose import candidates
+    from mpitrain.collectives.cost import DEFAULT
+    from mpitrain.collectives.tuning import read_tuning, write_tuning
+    from mpitrain.transport.agree import agreed
+
+    is_root = transport.rank == 0
+    before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
+    request = Request("allreduce", (*candidates(transport.hosts, is_native=True), "star"), sizes(min_bytes, max_bytes, 2),
+                      np.dtype("float32"), 0, 3, ("window", "plain"), sweeps)
+    if is_root:
+        click.echo("\n".join([*printed(header(transport, request, sys.argv[1:])), "", COLUMNS, UNITS]))
+    rows = []
+    for row in sweep(transport, request, DEFAULT):
+        rows.append(row)
+        if is_root:
+            click.echo(line(row, request.buffers))
+    rows = median_of_sweeps(rows)
+    known = sorted({row.bytes for row in rows})[::2]
+    identity = machine(transport)
+    if is_root:
+        checked = check(fit(identity, transport.hosts, [row for row in rows if row.bytes in known]), transport.hosts,
+                        [row for row in rows if row.bytes not in known])
+        tuning = fit(identity, transport.hosts, rows)
+        write_tuning(out, merged(before, tuning))
+        click.echo("\n" + "\n".join(described(tuning, transport.size)))
+        click.echo(f"sizes left out: predicted within {checked.error:.0%} (median)")
+        good = sum(ratio <= 1.15 for _, ratio in checked.choices.values())
+        click.echo(f"auto is the fastest or within 15% of it at {good} of {len(checked.choices)} of them: "
+                   + ", ".join(f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in checked.choices.items()))
+        click.echo(f"written to {out}")
