@@ -12,7 +12,7 @@ STOPPED = 85  # exit code of a run that stopped on request after a checkpoint: r
 REPORT = "MPITRAIN_REPORT"  # set by `launch`: a file in which rank 0 of `train` leaves the path of its metrics.jsonl
 TERMINAL = "MPITRAIN_TERMINAL"  # set to 1 by `launch` when a terminal is behind the pipe that the ranks are given
 
-COMMANDS = ("train", "launch", "eval", "generate", "doctor")
+COMMANDS = ("train", "launch", "eval", "generate", "bench", "doctor")
 
 
 class LazyGroup(click.Group):

@@ -1,0 +1,1 @@
+"""Measurements: what the machine's network, memory and processors can do."""
