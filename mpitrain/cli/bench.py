@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import ranks
 
 OPERATIONS = ("allreduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "sendrecv")
@@ -34,6 +35,9 @@ def command() -> None:
 
     Every row is checked: #wrong counts elements that are not what they must be, and the exit code is 1 if any is.
     """
+
+
+command.add_command(train, "train")
 
 
 def collective(name: str) -> Callable:
