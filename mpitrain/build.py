@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain import checkpoint
+from mpitrain.collectives.cost import DEFAULT
+from mpitrain.collectives.tuning import read_tuning
 from mpitrain.config import Config
 from mpitrain.data import Source, open_source
 from mpitrain.errors import ConfigError
@@ -34,7 +36,9 @@ def build(transport: Transport, config: Config, saved: Path | None = None) -> Jo
     agreed(transport, lambda: topology(config, transport.size))
     source = agreed(transport, lambda: _source(config))
     found = agreed(transport, lambda: checkpoint.read(saved)) if saved else None
-    trainer = Trainer(transport, model(config, source), config)
+    file = config.replication.tuning
+    tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
+    trainer = Trainer(transport, model(config, source), config, tuning)
     if found is None:
         return Job(trainer, source, 0)
     agreed(transport, lambda: checkpoint.load(found, trainer))

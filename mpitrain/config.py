@@ -57,8 +57,9 @@ class Layout(Section):
 class Replication(Section):
     mode: Literal["all-reduce"] = Field("all-reduce", description="how replicas are kept equal")
     algorithm: Literal[
-        "ring", "halving-doubling", "recursive-doubling", "tree", "star", "hierarchical", "shared", "native"
-    ] = Field("ring", description="the all-reduce of the gradients")
+        "auto", "ring", "halving-doubling", "recursive-doubling", "tree", "star", "hierarchical", "shared", "native"
+    ] = Field("auto", description="the all-reduce of the gradients; auto: what the tuning predicts to be fastest")
+    tuning: str = Field("", description="tuning file of `mpitrain bench fit`, for auto; empty: plain assumptions")
     bucket_mb: float = Field(4.0, gt=0, description="megabytes of whole units that are reduced together")
     overlap: bool = Field(True, description="reduce a bucket as soon as its gradients are ready")
 

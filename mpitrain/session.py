@@ -9,6 +9,7 @@ import tomli_w
 
 from mpitrain import __version__, checkpoint
 from mpitrain.build import Job, build
+from mpitrain.collectives.tuning import write_tuning
 from mpitrain.config import Config, parse, read_toml
 from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, TrainingError
 from mpitrain.metrics import MetricsFile, Watchdog, cut_after, write_whole
@@ -18,7 +19,7 @@ from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
 
-METRICS, CONFIG, CHECKPOINTS = "metrics.jsonl", "config.toml", "checkpoints"
+METRICS, CONFIG, TUNING, CHECKPOINTS = "metrics.jsonl", "config.toml", "tuning.json", "checkpoints"
 
 
 class Watcher(Protocol):
@@ -99,8 +100,10 @@ def _check_steps(done: int, config: Config) -> None:
 
 
 def _resolved(config: Config, folder: Path, ranks: int) -> dict[str, Any]:
-    """The configuration as tables, with what was left to be chosen filled in."""
+    """The configuration as tables, with what was left to be chosen filled in and the run's own copy of the tuning."""
     tables = config.model_dump()
+    if config.replication.tuning:
+        tables["replication"]["tuning"] = str(folder / TUNING)
     tables["run"]["out"], tables["layout"]["dp"] = str(folder), topology(config, ranks).dp
     return tables
 
@@ -117,6 +120,8 @@ class _Run:
         self._metrics: MetricsFile | None = None
         if self._is_root:
             write_whole(folder / CONFIG, tomli_w.dumps(_resolved(self._config, folder, trainer.transport.size)))
+            if self._config.replication.tuning:
+                write_tuning(folder / TUNING, trainer.group.tuning)
             cut_after(folder / METRICS, first)
             self._metrics = MetricsFile(folder / METRICS)
             record = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpitrain.backend import backend_for
+from mpitrain.collectives.cost import DEFAULT, Tuning
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source
@@ -23,11 +24,12 @@ class Trainer:
 
     plan         where each tensor lies in the flat buffers
     parameters   flat buffer, equal on all replicas
+    group        the replicas, and how they reduce: `tuning` is for algorithm auto
     optimizer    its `state` maps names to buffers like `parameters`
     arena        where activations come from
     """
 
-    def __init__(self, transport: Transport, units: Sequence[Unit], config: Config):
+    def __init__(self, transport: Transport, units: Sequence[Unit], config: Config, tuning: Tuning = DEFAULT):
         grid = topology(config, transport.size)
         self.config, self.transport, self.units = config, transport, list(units)
         self.backend = backend_for(config.device.kind)
@@ -40,7 +42,7 @@ class Trainer:
         self._weights = self.plan.weights(self.parameters)
         self._gradients, self._leaves = self.plan.gradients(gradients)
         self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.arena)
-        self.group = Group(transport, config.replication.algorithm)
+        self.group = Group(transport, config.replication.algorithm, tuning)
         self.replication = AllReduce(
             self.group, self.plan, self.parameters, gradients, self.optimizer, self._ops, self.arena,
             config.replication, config.optimizer.clip,

@@ -76,6 +76,16 @@ def test_the_curve_is_the_same_on_one_to_four_ranks_over_mpi(tmp_path):
         assert np.all(np.abs(curve - curves[0]) <= 1e-9 + 1e-9 * np.abs(curves[0]))
 
 
+def test_a_tuning_file_is_used_and_kept_with_the_run(tmp_path):
+    fitted = launch(2, "bench", "fit", "--out", "tuning.json", "--max-bytes", "64K", "--sweeps", "1", cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    done = launch(2, "train", "--out", "run", *TINY, "--set", "replication.tuning=tuning.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/tuning.json").read_text()) == json.loads((tmp_path / "tuning.json").read_text())
+    (tmp_path / "tuning.json").unlink()
+    assert launch(2, "train", "--out", "run", "--resume", "--set", "run.steps=14", cwd=tmp_path).returncode == 0
+
+
 def test_classifier_runs_on_digits(tmp_path):
     pytest.importorskip("sklearn")
     done = launch(2, "train", "--out", "run", "--set", "data.source=digits", "--set", "model.kind=mlp", "--set", "model.layers=1",
@@ -140,6 +150,7 @@ MISTAKES = [
     (["nowhere.toml"], "The configuration file nowhere.toml cannot be read"),
     (["--set", "data.source=digits"], "The model.kind for digits is mlp, but the configuration says gpt."),
     (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
+    (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
     (["--resume"], "--resume needs the directory of the run."),
     (["--out", "empty.txt/run"], "The run directory empty.txt/run cannot be made"),
     (["--no-such-option"], "No such option"),

@@ -42,7 +42,8 @@ def curves(ranks, *settings):
 
 
 LAYOUTS = [(2, "ring"), (3, "ring"), (4, "ring"), (5, "ring"), (2, "star"), (3, "star"), (4, "native"), (3, "halving-doubling"),
-           (3, "recursive-doubling"), (4, "tree"), (3, "hierarchical"), (3, "shared")]
+           (3, "recursive-doubling"), (4, "tree"), (3, "hierarchical"), (3, "shared"),
+           (2, "auto")]
 
 
 def test_every_algorithm_that_can_be_configured_is_trained_with():
@@ -86,8 +87,9 @@ def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings
         assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
 
 
-def test_a_ring_repeats_bitwise():
-    first, second = (curves(3, *TINY) for _ in range(2))
+@pytest.mark.parametrize("algorithm", ("ring", "shared"))
+def test_a_run_repeats_bitwise(algorithm):
+    first, second = (curves(3, *TINY, f"replication.algorithm={algorithm}") for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
