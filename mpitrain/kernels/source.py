@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_BOUND = r"(?:__launch_bounds__\((?P<bound>[^)]*)\)\s*)?"
+_BOUND = r"(?:__launch_bounds__\((?P<bound>[^),]*)(?:,[^)]*)?\)\s*)?"
 _KERNEL = re.compile(rf'extern "C" __global__ void {_BOUND}(?P<name>\w+)\((?P<parameters>[^)]*)\)')
 _PARAMETER = re.compile(r"(?P<const>const )?(?P<type>[\w ]+?)\s*(?P<star>\*)?\s*(?:__restrict__ )?(?P<name>\w+)")
 

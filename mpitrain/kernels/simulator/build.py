@@ -101,7 +101,9 @@ def build_kernels(source: Source, defines: dict[str, str], checked: bool, capabi
     """The library of one source under one set of macros."""
     runtime = build_runtime(folder)
     entries = [_ENTRY.format(name=kernel.name, bound=kernel.bound or 1024) for kernel in source.kernels.values()]
-    text = source.text + _TAIL + "".join(entries)
+    # g++ does not know CUDA's pragma; without it a tile's accumulators stay in memory, and products take 20 times as long.
+    text = source.text if checked else source.text.replace("#pragma unroll", "#pragma GCC unroll 16")
+    text += _TAIL + "".join(entries)
     flags = [
         *COMMON, *(CHECKED if checked else FAST), f"-D__CUDA_ARCH__={capability}0",
         *(f"-D{macro}={value}" for macro, value in defines.items()),
