@@ -16,7 +16,7 @@
 // One copy a block: blocks run one after another. `constinit` because __half has a constructor, and a lazily constructed
 // thread_local would be guarded and wrapped.
 #define __shared__ constinit thread_local
-#define __forceinline__ inline __attribute__((always_inline))
+#define __forceinline__ inline    // left to g++: forced, the products take ten times as long to compile
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))

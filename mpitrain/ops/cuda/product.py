@@ -19,16 +19,42 @@ class Tile(NamedTuple):
     THREAD_M: int
     THREAD_N: int
 
+    kernel = "gemm"
+    shared = 0
+
     @property
     def threads(self) -> int:
         """Threads a block."""
         return self.TILE_M * self.TILE_N // (self.THREAD_M * self.THREAD_N)
 
 
-LARGE = Tile(128, 128, 8, 8, 8)
-MEDIUM = Tile(64, 64, 16, 4, 4)
-SMALL = Tile(32, 32, 16, 4, 4)
-TILES = (LARGE, MEDIUM, SMALL)
+class TensorTile(NamedTuple):
+    """How a block cuts its part of C on tensor cores: macros of gemm_tensor.cu."""
+
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    WARP_M: int
+    WARP_N: int
+    STAGES: int
+
+    kernel = "gemm_tensor"
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return self.TILE_M * self.TILE_N // (self.WARP_M * self.WARP_N) * 32
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory, enough for operands stored either way."""
+        a = max(self.TILE_M * (self.TILE_K + 8), self.TILE_K * (self.TILE_M + 8))
+        b = max(self.TILE_N * (self.TILE_K + 8), self.TILE_K * (self.TILE_N + 8))
+        return 2 * (a + b) * self.STAGES
+
+
+TILES = (Tile(128, 128, 8, 8, 8), Tile(64, 64, 16, 4, 4), Tile(32, 32, 16, 4, 4))
+TENSOR_TILES = (TensorTile(128, 128, 32, 64, 32, 4), TensorTile(64, 64, 32, 32, 32, 4), TensorTile(32, 32, 32, 16, 16, 3))
 FILL = 132    # blocks that keep a large GPU busy
 
 
@@ -37,9 +63,17 @@ def tiles(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def choose(m: int, n: int, k: int, batches: int) -> tuple[Tile, int]:
+def candidates(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
+    """The tiles that can multiply operands like `a`, large ones first: tensor cores wherever there are any."""
+    kind = c_type(a)
+    if kind == "__half" and 75 <= capability < 80:
+        return tuple(tile._replace(STAGES=2) for tile in TENSOR_TILES)
+    return TENSOR_TILES if kind in ("__half", "__nv_bfloat16") and capability >= 80 else TILES
+
+
+def choose(possible: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int) -> tuple[Tile | TensorTile, int]:
     """A tile, and into how many parts the sum over K is split, so that the blocks fill the device."""
-    for tile in TILES:
+    for tile in possible:
         blocks = tiles(m, tile.TILE_M) * tiles(n, tile.TILE_N) * batches
         if blocks >= FILL:
             return tile, 1
@@ -50,7 +84,7 @@ def choose(m: int, n: int, k: int, batches: int) -> tuple[Tile, int]:
 def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
          alpha: float = 1.0, beta: float = 0.0, bias: Any = None, residual: Any = None, saved: Any = None,
          activation: str | None = None, row_sums: Any = None, row_scale: float = 0.0,
-         plan: tuple[Tile, int] | None = None) -> None:
+         plan: tuple[Tile | TensorTile, int] | None = None) -> None:
     """c = activation(alpha op(a) op(b) + beta c + bias) + residual.
 
     a, b, c    (rows, columns) or (batch, rows, columns), the last dim contiguous; stored transposed where so flagged
@@ -72,7 +106,7 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
         if array is not None and (array.shape != c.shape or array.strides != c.strides):
             raise KernelError(f"`{name}` of shape {array.shape} is not like the product of shape {c.shape}.",
                               "Pass an array of the same shape and strides.")
-    tile, splits = plan or choose(m, n, k, batches)
+    tile, splits = plan or choose(candidates(a, kernels.engine.capability), m, n, k, batches)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
     parts = batches * splits * m * (n + types["ROW_SUMS"])
     workspace = arena.take((parts,), sum_type(a)) if splits > 1 else None
@@ -81,9 +115,9 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
               ACTIVATIONS[activation], row_sums if row_scale else fresh(row_sums), row_scale)
     raw = (None, ldc, stride_c, None, None, None, 0, None, 0.0)
     kernels.launch(
-        "gemm", (tiles(m, tile.TILE_M) * tiles(n, tile.TILE_N), 1, batches * splits), (tile.threads,),
+        tile.kernel, (tiles(m, tile.TILE_M) * tiles(n, tile.TILE_N), 1, batches * splits), (tile.threads,),
         (m, n, k, alpha, strided(a), lda, stride_a, strided(b), ldb, stride_b, beta,
-         *(output if splits == 1 else raw), splits, fresh(workspace)),
+         *(output if splits == 1 else raw), splits, fresh(workspace)), tile.shared,
         **types, **tile._asdict(), TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
     if splits > 1:
         fours = m * (tiles(n, 4) + types["ROW_SUMS"])
