@@ -3,7 +3,7 @@
 // op(A): (M, K), op(B): (K, N), C: (M, N); lda, ldb, ldc count elements from row to row of the arrays as stored.
 // TRANSPOSED_A: A is stored (K, M). TRANSPOSED_B: B is stored (N, K). Batch b uses A + b stride_a and so on.
 // The epilogue adds bias (N,), keeps the pre-activation, activates, adds a residual: see gemm_parts.cuh.
-// ROW_SUMS: row_sums[m] = row_scale row_sums[m] + sum over k of op(A)[m, k], which in dw = dy^T x is the bias gradient.
+// ROW_SUMS: row_sums[m] = sum over k of op(A)[m, k], which in dw = dy^T x is the bias gradient.
 //
 // A block of THREADS threads computes TILE_M x TILE_N of C; each warp (4 THREAD_M) x (8 THREAD_N), each thread
 // THREAD_M x THREAD_N in groups of 4 x 4. Tiles of TILE_K columns of A and rows of B pass through registers into one of
@@ -73,7 +73,7 @@ template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     int M, int N, int K, Sum alpha, const Element* __restrict__ A, int lda, long long stride_a, const Element* __restrict__ B,
     int ldb, long long stride_b, Sum beta, Result* C, int ldc, long long stride_c, const Element* __restrict__ bias,
-    const Result* residual, Result* saved, int activation, Result* row_sums, Sum row_scale, int splits, Sum* workspace) {
+    const Result* residual, Result* saved, int activation, Sum* row_sums, int splits, Sum* workspace) {
     __shared__ __align__(16) Sum As[2][TILE_K][TILE_M + PAD];
     __shared__ __align__(16) Sum Bs[2][TILE_K][TILE_N + PAD];
 
@@ -149,7 +149,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     }
     if (sums_a_row && m0 + threadIdx.x < M) {
         const int m = m0 + threadIdx.x;
-        if (raw) raw[(long long)M * N + m] = row_sum;
-        else row_sums[m] = narrow<Result>(row_sum + (row_scale != Sum(0) ? row_scale * wide(row_sums[m]) : Sum(0)));
+        (raw ? raw + (long long)M * N : row_sums)[m] = row_sum;
     }
 }

@@ -6,7 +6,7 @@
 
 extern "C" __global__ void __launch_bounds__(256) gemm_combine(
     int M, int N, Sum alpha, Sum beta, Result* C, int ldc, long long stride_c, const Element* __restrict__ bias,
-    const Result* residual, Result* saved, int activation, Result* row_sums, Sum row_scale, int splits,
+    const Result* residual, Result* saved, int activation, Sum* row_sums, int splits,
     const Sum* __restrict__ workspace) {
     const long long part = (long long)M * (N + ROW_SUMS), fours = tiles_over(N, 4);
     const long long work = M * fours + (ROW_SUMS ? M : 0);
@@ -15,9 +15,9 @@ extern "C" __global__ void __launch_bounds__(256) gemm_combine(
     for (long long i = blockIdx.x * 256LL + threadIdx.x; i < work; i += gridDim.x * 256LL) {
         if (ROW_SUMS && i >= M * fours) {
             const long long m = i - M * fours;
-            Sum sum = row_scale != Sum(0) ? row_scale * wide(row_sums[m]) : Sum(0);
+            Sum sum = 0;
             for (int split = 0; split < splits; ++split) sum += workspace[split * part + (long long)M * N + m];
-            row_sums[m] = narrow<Result>(sum);
+            row_sums[m] = sum;
             continue;
         }
         const long long m = i / fours;

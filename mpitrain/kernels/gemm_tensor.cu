@@ -59,8 +59,8 @@ using StageB = Stage<TRANSPOSED_B, TILE_N>;
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tensor(
     int M, int N, int K, float alpha, const Element* __restrict__ A, int lda, long long stride_a,
     const Element* __restrict__ B, int ldb, long long stride_b, float beta, Result* C, int ldc, long long stride_c,
-    const Element* __restrict__ bias, const Result* residual, Result* saved, int activation, Result* row_sums,
-    float row_scale, int splits, float* workspace) {
+    const Element* __restrict__ bias, const Result* residual, Result* saved, int activation, float* row_sums,
+    int splits, float* workspace) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element* stages = reinterpret_cast<Element*>(dynamic_shared);
 
@@ -140,9 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tensor(
             else epilogue.store(four, C, batch * stride_c + (long long)m * ldc, n, N, c_in_fours);
         }
         if (sums_rows && lane % 4 < 2 && m < M) {    // all columns of a product with ones are equal
-            const float sum = row_sum[i][odd ? 2 : 0];
-            if (raw) raw[(long long)M * N + m] = sum;
-            else row_sums[m] = narrow<Result>(sum + (row_scale != 0.0f ? row_scale * wide(row_sums[m]) : 0.0f));
+            (raw ? raw + (long long)M * N : row_sums)[m] = row_sum[i][odd ? 2 : 0];
         }
     }
 }

@@ -1,7 +1,7 @@
 // The part of CUDA C++ that g++ lacks: keywords, built-in variables, vector types, mathematics, atomics.
 // Included before a kernel source (g++ -include), which is then compiled for the CPU unmodified.
 #pragma once
-#include <cmath>
+#include <math.h>    // unlike <cmath> it brings the overloads for float into the global namespace
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

@@ -83,13 +83,13 @@ def choose(possible: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batc
 
 def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
          alpha: float = 1.0, beta: float = 0.0, bias: Any = None, residual: Any = None, saved: Any = None,
-         activation: str | None = None, row_sums: Any = None, row_scale: float = 0.0,
+         activation: str | None = None, row_sums: Any = None,
          plan: tuple[Tile | TensorTile, int] | None = None) -> None:
     """c = activation(alpha op(a) op(b) + beta c + bias) + residual.
 
     a, b, c    (rows, columns) or (batch, rows, columns), the last dim contiguous; stored transposed where so flagged
     saved      receives what the activation is applied to; like c, as is `residual`
-    row_sums   (M,): becomes row_scale row_sums + the sums over k of op(a)
+    row_sums   (M,): receives the sums over k of op(a), in the dtype of sums
     plan       tile and splits; chosen from the shape if None
     raises     KernelError if the shapes do not fit
     """
@@ -102,6 +102,8 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
         raise KernelError(
             f"A product of {a.shape}{' transposed' * transposed_a} and {b.shape}{' transposed' * transposed_b} "
             f"does not fit into {c.shape}.", "Pass op(a): (M, K), op(b): (K, N), c: (M, N), with one batch size.")
+    if row_sums is not None and batches > 1:
+        raise KernelError(f"Row sums of {batches} products have no place in one array.", "Multiply one by one.")
     for name, array in (("saved", saved), ("residual", residual)):
         if array is not None and (array.shape != c.shape or array.strides != c.strides):
             raise KernelError(f"`{name}` of shape {array.shape} is not like the product of shape {c.shape}.",
@@ -112,8 +114,8 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     workspace = arena.take((parts,), sum_type(a)) if splits > 1 else None
     (lda, stride_a), (ldb, stride_b), (ldc, stride_c) = (_steps(array) for array in (a, b, c))
     output = (strided(c, fresh=beta == 0), ldc, stride_c, bias, strided(residual), strided(saved, fresh=True),
-              ACTIVATIONS[activation], row_sums if row_scale else fresh(row_sums), row_scale)
-    raw = (None, ldc, stride_c, None, None, None, 0, None, 0.0)
+              ACTIVATIONS[activation], fresh(row_sums))
+    raw = (None, ldc, stride_c, None, None, None, 0, None)
     kernels.launch(
         tile.kernel, (tiles(m, tile.TILE_M) * tiles(n, tile.TILE_N), 1, batches * splits), (tile.threads,),
         (m, n, k, alpha, strided(a), lda, stride_a, strided(b), ldb, stride_b, beta,
