@@ -7,6 +7,7 @@ checked   -O1 with the compiler's thread and undefined-behaviour checks, whose c
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -102,7 +103,7 @@ def build_kernels(source: Source, defines: dict[str, str], checked: bool, capabi
     runtime = build_runtime(folder)
     entries = [_ENTRY.format(name=kernel.name, bound=kernel.bound or 1024) for kernel in source.kernels.values()]
     # g++ does not know CUDA's pragma; without it a tile's accumulators stay in memory, and products take 20 times as long.
-    text = source.text if checked else source.text.replace("#pragma unroll", "#pragma GCC unroll 16")
+    text = source.text if checked else re.sub(r"#pragma unroll$", "#pragma GCC unroll 16", source.text, flags=re.MULTILINE)
     text += _TAIL + "".join(entries)
     flags = [
         *COMMON, *(CHECKED if checked else FAST), f"-D__CUDA_ARCH__={capability}0",

@@ -16,6 +16,7 @@ FUNCTIONS = (
     embedding.embedding, embedding.embedding_backward_table, embedding.embedding_backward_positions,
     attention.attention, attention.attention_backward,
     loss.cross_entropy, loss.cross_entropy_loss, loss.count_correct,
+    loss.row_maximum, loss.row_exponentials, loss.cross_entropy_split,
     steps.sgd, steps.momentum, steps.adamw, sums.square_sum, sums.count_nonfinite,
 )
 

@@ -27,6 +27,35 @@ def count_correct(kernels: Kernels, logits, targets, arena):
     return _row_total(kernels, "largest_is_target", logits, targets, arena)
 
 
+def row_maximum(kernels: Kernels, logits, arena):
+    """The largest logit of each row, of the columns held here: (M,), for a maximum over the ranks."""
+    maxima = arena.take((len(logits),), sum_type(logits))
+    kernels.launch("row_maximum", (len(logits),), POINTWISE, (*logits.shape, logits, fresh(maxima)),
+                   **element(logits), Index="long long")    # any: this kernel reads no targets
+    return maxima
+
+
+def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena):
+    """(2, M): each row's sum of exp(x - maximum), and its target's x - maximum or 0, for a sum over the ranks.
+
+    first   the vocabulary entry of the first column held here
+    """
+    facts = arena.take((2, len(logits)), sum_type(logits))
+    kernels.launch("row_exponentials", (len(logits),), POINTWISE,
+                   (*logits.shape, first, targets, logits, maxima, fresh(facts[0]), fresh(facts[1])),
+                   **element(logits), **index(targets))
+    return facts
+
+
+def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts, scale, arena):
+    """As `cross_entropy`, over the columns held here, from what the ranks agreed on; the loss is that of whole rows."""
+    losses = arena.take((len(logits),), sum_type(logits))
+    kernels.launch("cross_entropy_split", (len(logits),), POINTWISE,
+                   (*logits.shape, first, targets, scale, maxima, facts[0], facts[1], logits, fresh(losses)),
+                   **element(logits), **index(targets))
+    return sum_all(kernels, losses, arena), logits
+
+
 def _row_total(kernels: Kernels, name: str, logits: Any, targets: Any, arena: Any) -> Any:
     """The sum of one number a row."""
     rows = arena.take((len(logits),), sum_type(logits))
