@@ -50,3 +50,7 @@ class CommError(MpitrainError):
 
 class TrainingError(MpitrainError):
     """The run itself went wrong: a loss that is not finite, a replica that differs."""
+
+
+class KernelError(MpitrainError):
+    """A kernel cannot be compiled or launched like this, or broke a rule of the machine while the simulator watched."""

@@ -1,0 +1,29 @@
+// Activations and their slopes. GELU is the tanh form of Hendrycks & Gimpel 2016, section 2.
+#pragma once
+#include "element.cuh"
+
+#define ACTIVATION_NONE 0
+#define ACTIVATION_GELU 1
+#define ACTIVATION_RELU 2
+
+__device__ __forceinline__ Sum gelu_gate(Sum z) {    // (1 + tanh u) / 2 with u = sqrt(2 / pi) (z + 0.044715 z^3)
+    const Sum u = Sum(0.7978845608028654) * (z + Sum(0.044715) * z * z * z);
+    return Sum(0.5) * (Sum(1) + tanh(u));
+}
+
+__device__ __forceinline__ Sum activate(Sum z, int kind) {
+    if (kind == ACTIVATION_GELU) return z * gelu_gate(z);
+    if (kind == ACTIVATION_RELU) return z > Sum(0) ? z : z == z ? Sum(0) : z;    // a NaN stays one
+    return z;
+}
+
+// With h the gate: gelu' = h (1 + 2 (1 - h) z u'), u' = sqrt(2 / pi) (1 + 3 x 0.044715 z^2). The slope of ReLU at 0 is 0.
+__device__ __forceinline__ Sum activation_slope(Sum z, int kind) {
+    if (kind == ACTIVATION_GELU) {
+        const Sum h = gelu_gate(z);
+        const Sum inner = Sum(0.7978845608028654) * (Sum(1) + Sum(3 * 0.044715) * z * z);
+        return h * (Sum(1) + Sum(2) * (Sum(1) - h) * z * inner);
+    }
+    if (kind == ACTIVATION_RELU) return z > Sum(0) ? Sum(1) : Sum(0);
+    return Sum(1);
+}

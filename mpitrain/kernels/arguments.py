@@ -1,0 +1,99 @@
+"""What may be passed to a kernel: arguments are checked against its signature before anything is launched."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.errors import KernelError
+from mpitrain.kernels.source import Parameter, Signature
+
+C_TYPES = {
+    "float": "float32", "double": "float64", "__half": "float16", "__nv_bfloat16": "bfloat16",
+    "signed char": "int8", "unsigned char": "uint8", "unsigned short": "uint16",
+    "int": "int32", "unsigned": "uint32", "long long": "int64", "unsigned long long": "uint64",
+}
+"""The types that parameters may have, by their C++ names."""
+
+ELEMENTS = {dtype: name for name, dtype in C_TYPES.items()}
+"""The C++ name of a dtype: what `Element` is defined as."""
+
+
+class Argument(NamedTuple):
+    """An array with what its dtype and shape do not say.
+
+    fresh     the kernel writes every element before it reads any: the array's content is undefined before the launch
+    strided   the kernel is told the strides: the array need not be contiguous, only its last dim
+    """
+
+    array: Any
+    fresh: bool = False
+    strided: bool = False
+
+
+def fresh(array: Any) -> Argument:
+    """An output that is wholly written; None where the kernel takes no such output."""
+    return Argument(array, fresh=True)
+
+
+def strided(array: Any, fresh: bool = False) -> Argument:
+    """An array of which the kernel is told the strides."""
+    return Argument(array, fresh=fresh, strided=True)
+
+
+def _refuse(kernel: str, parameter: Parameter, is_what: str, way_out: str) -> None:
+    raise KernelError(f"{kernel}: argument `{parameter.name}` {is_what}.", way_out)
+
+
+def _array_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any], Argument]:
+    # Without a bfloat16 type of its own an array holds the bits as uint16.
+    allowed = (dtype, "uint16") if dtype == "bfloat16" else (dtype,)
+
+    def check(value: Any) -> Argument:
+        argument = value if isinstance(value, Argument) else Argument(value)
+        array = argument.array
+        if array is None:
+            return argument
+        if not hasattr(array, "flags"):
+            _refuse(kernel, parameter, f"is {value!r}, not an array of {dtype}",
+                    "Pass an array, or None to leave it out.")
+        if array.dtype.name not in allowed:
+            _refuse(kernel, parameter, f"is an array of {array.dtype.name}, the kernel takes {dtype}",
+                    "Cast it first, or launch the kernel for that element type.")
+        if not array.flags.c_contiguous and not (argument.strided and array.strides[-1] == array.itemsize):
+            _refuse(kernel, parameter, f"of shape {array.shape} and strides {array.strides} bytes is not contiguous",
+                    "Copy it first; only `strided` arguments may skip elements, and never in the last dim.")
+        return argument
+
+    return check
+
+
+def _scalar_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any], np.generic]:
+    kind = np.dtype(dtype)
+    limits = np.iinfo(kind) if kind.kind in "iu" else None
+
+    def check(value: Any) -> np.generic:
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+            _refuse(kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass a number.")
+        if limits is None:
+            return kind.type(value)
+        if isinstance(value, (float, np.floating)):
+            _refuse(kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass an integer.")
+        if not limits.min <= value <= limits.max:
+            _refuse(kernel, parameter, f"is {value}, beyond what {dtype} holds", "Split the arrays into smaller ones.")
+        return kind.type(value)
+
+    return check
+
+
+def argument_checks(signature: Signature, defines: Mapping[str, Any]) -> list[Callable[[Any], Any]]:
+    """One function per parameter: it returns the argument as launched, or raises KernelError."""
+    checks = []
+    for parameter in signature.parameters:
+        name = str(defines.get(parameter.type, parameter.type))
+        if name not in C_TYPES:
+            raise KernelError(f"{signature.name}: parameter `{parameter.name}` has the unknown type `{name}`.",
+                              f"Define it at the launch, or use one of {', '.join(C_TYPES)}.")
+        make = _array_check if parameter.is_pointer else _scalar_check
+        checks.append(make(signature.name, parameter, C_TYPES[name]))
+    return checks

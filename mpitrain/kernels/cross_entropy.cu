@@ -1,0 +1,148 @@
+// Softmax cross-entropy of each row of logits: (M, V) row-major, whole or with the vocabulary split over ranks.
+//
+// loss = log(sum over v of exp(x[v])) - x[target];  its gradient, times `scale`, is written over the logits:
+// dx[v] = scale (exp(x[v] - max) / sum - (1 if v is the target)).    targets: (M,)
+// One block a row. Launch: grid (M), block (256). A target outside the row gives loss NaN.
+#include "reduce.cuh"
+
+#define MINUS_INFINITY Sum(__int_as_float(0xff800000))
+#define NOT_A_NUMBER Sum(__int_as_float(0x7fc00000))
+
+struct Normalizer { Sum maximum, sum; };    // of exp(x - maximum)
+
+// Joins two parts of a row. Where both maxima are -infinity (no element yet) their difference must not become NaN.
+__device__ __forceinline__ Normalizer join(Normalizer a, Normalizer b) {
+    const Sum maximum = larger(a.maximum, b.maximum);
+    const Sum of_a = a.maximum == maximum ? a.sum : a.sum * exp(a.maximum - maximum);
+    const Sum of_b = b.maximum == maximum ? b.sum : b.sum * exp(b.maximum - maximum);
+    return {maximum, of_a + of_b};
+}
+
+// The normalizer of one row; every thread of the block gets it.
+__device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, Normalizer* scratch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    Normalizer own = {MINUS_INFINITY, Sum(0)};
+    for (int v = threadIdx.x; v < V; v += blockDim.x) own = join(own, {wide(row[v]), Sum(1)});
+    for (int round = 0; round < 2; ++round) {
+#pragma unroll
+        for (int flip = 16; flip > 0; flip /= 2) {
+            const Normalizer other = {__shfl_xor_sync(~0u, own.maximum, flip), __shfl_xor_sync(~0u, own.sum, flip)};
+            own = lane & flip ? join(other, own) : join(own, other);    // one order in both lanes
+        }
+        if (round == 1) break;
+        if (lane == 0) scratch[warp] = own;
+        __syncthreads();
+        own = lane < warps ? scratch[lane] : Normalizer{MINUS_INFINITY, Sum(0)};
+    }
+    return own;
+}
+
+// losses[m], and the gradient over the logits.
+extern "C" __global__ void __launch_bounds__(256) cross_entropy(
+    int M, int V, const Index* __restrict__ targets, Sum scale, Element* logits, Sum* __restrict__ losses) {
+    __shared__ Normalizer scratch[8];
+    Element* row = logits + (long long)blockIdx.x * V;
+    const long long target = targets[blockIdx.x];
+    const Normalizer whole = row_normalizer(row, V, scratch);
+    if (threadIdx.x == 0)
+        losses[blockIdx.x] = target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
+    __syncthreads();    // the target's logit is read before it is overwritten
+    const Sum inverse = Sum(1) / whole.sum;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) {
+        const Sum p = exp(wide(row[v]) - whole.maximum) * inverse;
+        row[v] = narrow<Element>(scale * (p - (v == target ? Sum(1) : Sum(0))));
+    }
+}
+
+// losses[m] alone; logits stay as they are.
+extern "C" __global__ void __launch_bounds__(256) cross_entropy_loss(
+    int M, int V, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ losses) {
+    __shared__ Normalizer scratch[8];
+    const Element* row = logits + (long long)blockIdx.x * V;
+    const long long target = targets[blockIdx.x];
+    const Normalizer whole = row_normalizer(row, V, scratch);
+    if (threadIdx.x == 0)
+        losses[blockIdx.x] = target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
+}
+
+// The vocabulary split over ranks: this rank holds columns first .. first + V - 1. In order: row_maximum; a maximum over the
+// ranks; row_exponentials; a sum over the ranks of both its outputs; cross_entropy_split.
+
+// maxima[m] = the largest logit of this rank's columns, -infinity if V = 0.
+extern "C" __global__ void __launch_bounds__(256) row_maximum(int M, int V, const Element* __restrict__ logits, Sum* __restrict__ maxima) {
+    __shared__ Sum scratch[8];
+    const Element* row = logits + (long long)blockIdx.x * V;
+    const int lane = threadIdx.x % 32;
+    Sum own = MINUS_INFINITY;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) own = larger(own, Sum(wide(row[v])));
+    own = warp_max(own);
+    if (lane == 0) scratch[threadIdx.x / 32] = own;
+    __syncthreads();
+    own = warp_max(lane < int(blockDim.x / 32) ? scratch[lane] : MINUS_INFINITY);
+    if (threadIdx.x == 0) maxima[blockIdx.x] = own;
+}
+
+// sums[m] = sum of exp(x - maximum) here; target_logits[m] = x[target] - maximum if the target is here, else 0.
+extern "C" __global__ void __launch_bounds__(256) row_exponentials(
+    int M, int V, long long first, const Index* __restrict__ targets, const Element* __restrict__ logits,
+    const Sum* __restrict__ maxima, Sum* __restrict__ sums, Sum* __restrict__ target_logits) {
+    __shared__ Sum scratch[8];
+    const Element* row = logits + (long long)blockIdx.x * V;
+    const Sum maximum = maxima[blockIdx.x];
+    const long long target = targets[blockIdx.x] - first;
+    Sum own = 0;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) own += exp(wide(row[v]) - maximum);
+    own = block_sum(own, scratch);
+    if (threadIdx.x > 0) return;
+    sums[blockIdx.x] = own;
+    target_logits[blockIdx.x] = target >= 0 && target < V ? wide(row[target]) - maximum : Sum(0);
+}
+
+// losses[m] = log(sum) - target logit, from the sums over all ranks; the gradient over this rank's logits.
+extern "C" __global__ void __launch_bounds__(256) cross_entropy_split(
+    int M, int V, long long first, const Index* __restrict__ targets, Sum scale, const Sum* __restrict__ maxima,
+    const Sum* __restrict__ sums, const Sum* __restrict__ target_logits, Element* logits, Sum* __restrict__ losses) {
+    Element* row = logits + (long long)blockIdx.x * V;
+    const Sum maximum = maxima[blockIdx.x], sum = sums[blockIdx.x];
+    const long long target = targets[blockIdx.x] - first;
+    for (int v = threadIdx.x; v < V; v += blockDim.x)
+        row[v] = narrow<Element>(scale * (exp(wide(row[v]) - maximum) / sum - (v == target ? Sum(1) : Sum(0))));
+    if (threadIdx.x == 0) losses[blockIdx.x] = log(sum) - target_logits[blockIdx.x];
+}
+
+// correct[m] = 1 if the first of the largest logits of row m is at the target, else 0. A NaN is the largest of all.
+extern "C" __global__ void __launch_bounds__(256) largest_is_target(
+    int M, int V, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ correct) {
+    __shared__ Sum values[8];
+    __shared__ int places[8];
+    const Element* row = logits + (long long)blockIdx.x * V;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    Sum best = MINUS_INFINITY;
+    int place = V;
+    auto take = [&](Sum value, int at) {
+        const bool beats = value > best || (value != value && best == best);
+        const bool equal = value == best || (value != value && best != best);
+        if (beats || (equal && at < place)) {
+            best = value;
+            place = at;
+        }
+    };
+    for (int v = threadIdx.x; v < V; v += blockDim.x) take(wide(row[v]), v);
+    for (int round = 0; round < 2; ++round) {
+#pragma unroll
+        for (int flip = 16; flip > 0; flip /= 2) {
+            const Sum value = __shfl_xor_sync(~0u, best, flip);
+            const int at = __shfl_xor_sync(~0u, place, flip);
+            take(value, at);
+        }
+        if (round == 1) break;
+        if (lane == 0) {
+            values[warp] = best;
+            places[warp] = place;
+        }
+        __syncthreads();
+        best = lane < warps ? values[lane] : MINUS_INFINITY;
+        place = lane < warps ? places[lane] : V;
+    }
+    if (threadIdx.x == 0) correct[blockIdx.x] = place == targets[blockIdx.x] ? Sum(1) : Sum(0);
+}

@@ -1,0 +1,34 @@
+// The second half of a product whose sum over K was split: adds the parts, then does the epilogue of gemm.cu.
+//
+// workspace: (batches, splits, M, N) sums, each (M, N) followed by M row sums if ROW_SUMS
+// One thread for four neighbours of a row of C, or for one row sum. Launch: grid (any, 1, batches), block (256).
+#include "gemm_parts.cuh"
+
+extern "C" __global__ void __launch_bounds__(256) gemm_combine(
+    int M, int N, Sum alpha, Sum beta, Result* C, int ldc, long long stride_c, const Element* __restrict__ bias,
+    const Result* residual, Result* saved, int activation, Sum* row_sums, int splits,
+    const Sum* __restrict__ workspace) {
+    const long long part = (long long)M * (N + ROW_SUMS), fours = tiles_over(N, 4);
+    const long long work = M * fours + (ROW_SUMS ? M : 0);
+    workspace += blockIdx.z * splits * part;
+    const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
+    for (long long i = blockIdx.x * 256LL + threadIdx.x; i < work; i += gridDim.x * 256LL) {
+        if (ROW_SUMS && i >= M * fours) {
+            const long long m = i - M * fours;
+            Sum sum = 0;
+            for (int split = 0; split < splits; ++split) sum += workspace[split * part + (long long)M * N + m];
+            row_sums[m] = sum;
+            continue;
+        }
+        const long long m = i / fours;
+        const int n = int(i % fours) * 4;
+        Sum sums[4] = {};
+        for (int split = 0; split < splits; ++split) {
+            Sum more[4];
+            load_four(workspace + split * part + m * N, n, N, false, more);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[j] += more[j];
+        }
+        epilogue.store(sums, C, blockIdx.z * stride_c + m * ldc, n, N, false);
+    }
+}

@@ -1,0 +1,49 @@
+// What the matrix products share: the order of the tiles, the part of K that a block sums over, and the epilogue.
+#pragma once
+#include "activation.cuh"
+
+struct Tile { int m, n; };    // counted in tiles
+
+// Blocks with neighbouring numbers take tiles from 8 rows of tiles, column by column: what they read stays in L2.
+__device__ __forceinline__ Tile tile_of(int block, int tiles_m, int tiles_n) {
+    const int group = 8 * tiles_n, first = block / group * 8, height = min(tiles_m - first, 8);
+    return {first + block % group % height, block % group / height};
+}
+
+__device__ __forceinline__ int tiles_over(int count, int size) { return (count + size - 1) / size; }
+
+// The epilogue of four neighbours of row m, from column n on:
+//     z = alpha sum + beta C + bias[n];  saved = z;  C = activation(z) + residual
+// bias, saved and residual may be null; saved and residual have the shape and pitch of C. With beta = 0 C is not read.
+struct Epilogue {
+    Sum alpha, beta;
+    const Element* bias;
+    const Result* residual;
+    Result* saved;
+    int activation;
+
+    __device__ __forceinline__ void store(const Sum (&sums)[4], Result* c, long long row, int n, int N, bool vector) const {
+        Sum z[4], addend[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) z[i] = alpha * sums[i];
+        if (beta != Sum(0)) {
+            load_four(c + row, n, N, vector, addend);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) z[i] += beta * addend[i];
+        }
+        if (bias) {
+            load_four(bias, n, N, in_fours(bias, 0), addend);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) z[i] += addend[i];
+        }
+        if (saved) store_four(saved + row, n, N, vector, z);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) z[i] = activate(z[i], activation);
+        if (residual) {
+            load_four(residual + row, n, N, vector, addend);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) z[i] += addend[i];
+        }
+        store_four(c + row, n, N, vector, z);
+    }
+};

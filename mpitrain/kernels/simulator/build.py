@@ -1,0 +1,124 @@
+"""Compiling kernels for the CPU: g++ flags of the two builds, and a cache of finished libraries.
+
+fast      -O3 for this machine; memory errors show as page faults, missing barriers as wrong numbers
+checked   -O1 with the compiler's thread and undefined-behaviour checks, whose calls shadow.cpp answers
+"""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from mpitrain.errors import KernelError
+from mpitrain.kernels.source import Source
+
+HERE = Path(__file__).parent
+RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "launch.cpp")
+
+COMMON = (
+    "-std=c++20", "-fPIC", "-g1", "-w", f"-I{HERE}",
+    "-ffp-contract=fast", "-fno-exceptions",
+    # Otherwise shared arrays of templates are one for the whole process, whatever library they come from.
+    "-fno-gnu-unique", "-fvisibility=hidden",
+)
+FAST = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+CHECKED = ("-O1", "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero")
+
+# The tail of every kernel library. Shared memory is the library's thread-local image; the dynamic part has its most.
+_TAIL = """
+__align__(16) thread_local unsigned char dynamic_shared[232448];
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+EXPORTED SIMULATOR_OWN void* simulator_dynamic_shared() { return dynamic_shared; }
+"""
+_ENTRY = """
+EXPORTED SIMULATOR_OWN void simulator_call_{name}(void** arguments) {{ simulator::call(&{name}, arguments); }}
+EXPORTED SIMULATOR_OWN int simulator_bound_{name}() {{ return {bound}; }}
+"""
+
+
+@cache
+def compiler() -> str:
+    """The path of g++; KernelError where the simulator cannot work."""
+    path = shutil.which("g++")
+    if platform.machine() != "x86_64" or path is None:
+        missing = "g++ is not installed" if path is None else f"this machine is {platform.machine()}"
+        raise KernelError(f"The kernel simulator needs g++ 11 or later on x86-64; {missing}.",
+                          "Install g++ (`apt install g++`), or choose --device cpu.")
+    return path
+
+
+def default_cache() -> Path:
+    """This user's folder for compiled kernels."""
+    home = Path("~/.cache/mpitrain/simulator").expanduser()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        home = Path(tempfile.gettempdir()) / f"mpitrain-simulator-{os.getuid()}"
+        home.mkdir(parents=True, exist_ok=True)
+    return home
+
+
+@cache
+def _machine() -> str:
+    """What -march=native and the language level depend on: the processor's abilities and the compiler's version."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next((line for line in lines if line.startswith("flags")), "")
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60)
+    return processor + version.stdout
+
+
+@cache
+def _own_files() -> str:
+    return "\0".join(path.read_text() for path in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]))
+
+
+def _compile(arguments: list[str], target: Path, what: str) -> None:
+    """Run g++; the library appears under its final name only when whole, so that other ranks never load half of one."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        part = Path(folder) / target.name
+        done = subprocess.run([compiler(), *arguments, "-o", str(part)], capture_output=True, text=True)
+        if done.returncode:
+            raise KernelError(f"g++ cannot compile {what} for the simulator:\n{done.stderr.strip()[:4000]}",
+                              "What NVRTC accepts and g++ does not belongs into simulator/language.h.")
+        part.replace(target)
+
+
+def build_runtime(folder: Path) -> Path:
+    """The library of the simulator itself."""
+    key = hashlib.sha256((_own_files() + _machine()).encode()).hexdigest()[:16]
+    target = folder / f"librun-{key}.so"
+    if not target.exists():
+        sources = [str(HERE / name) for name in RUNTIME]
+        _compile(["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", *sources], target, "the runtime")
+    return target
+
+
+def build_kernels(source: Source, defines: dict[str, str], checked: bool, capability: int, folder: Path) -> Path:
+    """The library of one source under one set of macros."""
+    runtime = build_runtime(folder)
+    entries = [_ENTRY.format(name=kernel.name, bound=kernel.bound or 1024) for kernel in source.kernels.values()]
+    # g++ does not know CUDA's pragma; without it a tile's accumulators stay in memory, and products take 20 times as long.
+    text = source.text if checked else re.sub(r"#pragma unroll$", "#pragma GCC unroll 16", source.text, flags=re.MULTILINE)
+    text += _TAIL + "".join(entries)
+    flags = [
+        *COMMON, *(CHECKED if checked else FAST), f"-D__CUDA_ARCH__={capability}0",
+        *(f"-D{macro}={value}" for macro, value in defines.items()),
+    ]
+    key = hashlib.sha256("\0".join([text, *flags, runtime.name]).encode()).hexdigest()[:16]
+    target = folder / f"{source.path.stem}-{key}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        code, compiled = Path(scratch) / source.path.name, Path(scratch) / "kernels.o"
+        code.write_text(text)
+        include = ["-include", str(HERE / "language.h"), f"-I{HERE / 'include'}"]
+        _compile([*flags, *include, "-x", "c++", "-c", str(code)], compiled, source.path.name)
+        # Linked without -fsanitize: that is what lets shadow.cpp answer instead of the compiler's own libraries.
+        _compile(["-shared", "-Wl,-Bsymbolic,--no-undefined", str(compiled), str(runtime), f"-Wl,-rpath,{folder}"],
+                 target, source.path.name)
+    return target

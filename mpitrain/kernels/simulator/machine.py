@@ -1,0 +1,116 @@
+"""The simulator as an engine: loads kernels built for the CPU and launches them on NumPy arrays."""
+
+import ctypes as c
+import re
+import subprocess
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from mpitrain.errors import KernelError
+from mpitrain.kernels.loader import Dims
+from mpitrain.kernels.simulator.build import build_kernels, build_runtime, default_cache
+from mpitrain.kernels.simulator.memory import Buffer, guarded
+from mpitrain.kernels.source import Signature, Source
+
+ORDERS = ("forward", "reverse", "random")
+
+WAYS_OUT = {
+    "race": "Put __syncthreads() between the two, or __syncwarp() within a warp, or make both atomic.",
+    "out of bounds": "Guard the access, or check what the launch passed.",
+    "uninitialised": "Write it first, and put a barrier between the write and the read.",
+    "never written": "Write every element of an output passed as `fresh`, or pass it without.",
+    "write to const": "Drop the const, or write elsewhere.",
+    "alignment": "Check the address before a vector access; give shared arrays __align__(16).",
+    "divergent barrier": "Let every thread of the block reach the same __syncthreads().",
+    "warp mask": "Name exactly the lanes that arrive, or let all lanes arrive.",
+    "deadlock": "Let every lane of the mask reach the same warp collective.",
+    "undefined": "Widen the type, or guard the operation.",
+}
+
+
+class _Launch(c.Structure):
+    _fields_ = [
+        ("name", c.c_char_p), ("call", c.c_void_p), ("arguments", c.POINTER(c.c_void_p)),
+        ("blocks", c.c_uint * 3), ("threads", c.c_uint * 3), ("dynamic_shared", c.c_uint),
+        ("order", c.c_uint), ("seed", c.c_uint), ("checked", c.c_uint),
+        ("buffers", c.POINTER(Buffer)), ("buffer_count", c.c_uint),
+    ]
+
+
+class _Report(c.Structure):
+    _fields_ = [("kind", c.c_char * 24), ("text", c.c_char * 1024), ("offset", c.c_size_t)]
+
+
+class Simulator:
+    """Runs kernels on the CPU, one block after another and one thread at a time.
+
+    checked      whether races, wrong addresses and uninitialised reads are looked for (about 30 times slower)
+    order        in which threads run between two barriers: forward, reverse, or random after `seed`
+    capability   the compute capability that sources see, times ten
+    cache        folder of compiled kernels
+    """
+
+    _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
+
+    def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,
+                 capability: int = 80, cache: Path | None = None):
+        self.checked, self.order, self.seed, self.capability = checked, order, seed, capability
+        self.cache = cache or default_cache()
+        self._runtime = c.CDLL(str(build_runtime(self.cache)), mode=c.RTLD_GLOBAL)
+        self._libraries: dict[Path, c.CDLL] = {}
+
+    def load(self, source: Source, signature: Signature, defines: dict[str, str]) -> Any:
+        """One kernel of a source, compiled now or found in the cache."""
+        path = build_kernels(source, defines, self.checked, self.capability, self.cache)
+        if path not in self._libraries:
+            self._libraries[path] = c.CDLL(str(path))
+            self._libraries[path].simulator_dynamic_shared.restype = c.c_void_p
+        bound = self._libraries[path][f"simulator_bound_{signature.name}"]()
+        return partial(self._launch, path, signature, bound)
+
+    def _launch(self, path: Path, signature: Signature, bound: int, grid: Dims, block: Dims, arguments: list[Any],
+                shared: int) -> None:
+        grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
+        threads = block[0] * block[1] * block[2]
+        if threads > bound:
+            raise KernelError(
+                f"{signature.name} is launched with {threads} threads a block; its launch bounds say {bound}.",
+                "Use smaller blocks, or raise __launch_bounds__.")
+        library, report = self._libraries[path], _Report()
+        with self._one_at_a_time, guarded(self._runtime, signature, arguments, self.checked) as (buffers, cells):
+            launch = _Launch(
+                signature.name.encode(), c.cast(library[f"simulator_call_{signature.name}"], c.c_void_p),
+                (c.c_void_p * (len(cells) + 1))(*[c.addressof(cell) for cell in cells]),
+                grid, block, shared, ORDERS.index(self.order), self.seed, self.checked,
+                (Buffer * (len(buffers) + 1))(*buffers), len(buffers),
+            )
+            dynamic_shared = c.c_void_p(library.simulator_dynamic_shared())
+            if self._runtime.simulator_launch(c.byref(launch), dynamic_shared, c.byref(report)):
+                raise self._error(path, signature, report)
+
+    def _error(self, path: Path, signature: Signature, report: _Report) -> KernelError:
+        place = f", {_source_line(path, report.offset)}" if report.offset else ""
+        kind = report.kind.decode()
+        text = re.sub(r"shared memory \+ (\d+) bytes", lambda m: _shared_array(path, int(m[1])), report.text.decode())
+        return KernelError(f"{kind} in {signature.name}{place}: {text}.", WAYS_OUT[kind])
+
+
+def _ask(*command: str) -> str:
+    """What a tool of binutils, which comes with g++, says about a library."""
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _source_line(path: Path, offset: int) -> str:
+    """File and line of an address within a library."""
+    return _ask("addr2line", "-e", str(path), hex(offset)).split()[0].rpartition("/")[2]
+
+
+def _shared_array(path: Path, offset: int) -> str:
+    """Name the shared array at an offset of the thread-local image: "shared `tile` + 4 bytes"."""
+    for line in _ask("readelf", "--symbols", "--wide", "--demangle", str(path)).splitlines():
+        match = re.fullmatch(r" *\d+: (\w+) +(\d+) TLS .*? \d+ (?:.*::)?(\w+)", line)
+        if match and int(match[1], 16) <= offset < int(match[1], 16) + int(match[2]):
+            return f"shared `{match[3]}` + {offset - int(match[1], 16)} bytes"
+    return f"shared memory + {offset} bytes"

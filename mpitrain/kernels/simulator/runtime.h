@@ -1,0 +1,90 @@
+// What the simulator's own source files share: the threads of the block under way, the launch, and its failure.
+// These files are compiled once and never instrumented; every simulated kernel is linked with them.
+#pragma once
+#include "language.h"
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
+
+#include <cstdarg>
+#include <random>
+#include <vector>
+
+namespace simulator {
+
+constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr size_t kMostDynamicShared = 232448;    // 227 KiB, what a block can have on sm_90
+
+enum State : uint8_t { READY, AT_BARRIER, AT_MEETING, DONE };
+
+struct Copy { void* to; const void* from; size_t nbytes, valid; int group; };
+
+// A CUDA thread: a stack of its own, and what it waits for while it does not run.
+struct Fiber {
+    void* stack_pointer;
+    uint3 thread;
+    unsigned number;              // in the block, x fastest
+    State state;
+    Place place;                  // where it waits
+    unsigned mask;                // AT_MEETING: with which lanes,
+    Collective collective;        // to do what,
+    void* argument;               // with what of its own
+    std::vector<Copy> copies;     // asynchronous copies that have not landed
+    int group;                    // the one that the next copy belongs to
+};
+
+// An array argument. `member` has one byte an element, 0 for those that a strided view skips; null if it has all.
+struct Buffer {
+    char* base;
+    size_t nbytes;
+    unsigned element_bytes, readonly, fresh;
+    const uint8_t* member;
+    const char* name;
+};
+
+enum Order { FORWARD, REVERSE, RANDOM };
+
+// One launch, as the Python side fills it in.
+struct Launch {
+    const char* name;
+    void (*call)(void** arguments);
+    void** arguments;
+    unsigned blocks[3], threads[3], dynamic_shared;
+    unsigned order, seed, checked;
+    const Buffer* buffers;
+    unsigned buffer_count;
+};
+
+// The first failure of a launch. `offset` is an address within the kernel's library for addr2line, or 0.
+struct Report { char kind[24]; char text[1024]; size_t offset; };
+
+extern Launch launch;
+extern Report* report;
+extern bool failed;
+extern Fiber* running;            // null while the scheduler itself runs
+extern std::vector<Fiber> fibers;
+extern char *kernel_begin, *kernel_end;     // the kernel's library in memory
+extern char *shared_begin, *shared_end;     // its shared memory: the thread-local image, dynamic part included
+extern char* dynamic_shared_begin;
+extern unsigned barrier_epoch, warp_epoch[kMostThreads / kWarp];
+
+void record_failure(const char* kind, const void* address, const char* format, va_list values);
+[[gnu::format(printf, 3, 4)]] void fail_at(const void* address, const char* kind, const char* format, ...);
+
+void prepare_stacks();
+void start(Fiber& fiber);
+void resume(Fiber& fiber);        // runs it until it blocks or ends
+void suspend();                   // called by the running fiber
+bool is_on_a_stack(const void* address);
+
+void run_block(std::mt19937& random);
+
+void open_shadow();               // before the first block of a checked launch
+void forget_shared();             // at the start of each block
+void check_access(char* address, size_t nbytes, Access access, const void* from);
+void forget_value(char* address, size_t nbytes);   // its content is undefined until the next write
+void check_outputs();             // after the last block: every element of a fresh array was written
+void close_shadow();
+
+}  // namespace simulator

@@ -1,0 +1,162 @@
+// Runs the threads of a block: warp by warp up to the next block barrier, lane by lane up to the next warp collective.
+// CUDA promises no order in between, so the order is a parameter: forward, reverse, or drawn at random.
+#include "runtime.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+namespace simulator {
+
+Self self;
+unsigned barrier_epoch, warp_epoch[kMostThreads / kWarp];
+
+void barrier(Place place) {
+    running->state = AT_BARRIER;
+    running->place = place;
+    suspend();
+}
+
+void meet(unsigned mask, Collective collective, void* argument, Place place) {
+    if (!(mask >> self.lane & 1))
+        fail("warp mask", "%s:%d: lane %d is not in its own mask %08x", place.file, place.line, self.lane, mask);
+    running->state = AT_MEETING;
+    running->place = place;
+    running->mask = mask;
+    running->collective = collective;
+    running->argument = argument;
+    suspend();
+}
+
+void order_memory(void**) {}    // the scheduler advances the warp's epoch, which the race check reads
+
+// ---- Asynchronous copies: they land when waited for, as late as the hardware may let them.
+
+void start_copy(void* to, const void* from, size_t nbytes, size_t valid) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % nbytes)
+        fail("alignment", "asynchronous copy of %zu bytes between addresses that are not aligned to it", nbytes);
+    if (valid) touch(from, valid, READ);
+    touch(to, nbytes, WRITE);
+    forget_value(static_cast<char*>(to), nbytes);
+    running->copies.push_back({to, from, nbytes, valid, running->group});
+}
+
+void commit_copies() { ++running->group; }
+
+void wait_copies(int groups_left) {
+    auto under_way = [&](const Copy& copy) { return groups_left > 0 && copy.group >= running->group - groups_left; };
+    for (const auto& copy : running->copies) {
+        if (under_way(copy)) continue;
+        touch(copy.to, copy.nbytes, WRITE);
+        std::memcpy(copy.to, copy.from, copy.valid);
+        std::memset(static_cast<char*>(copy.to) + copy.valid, 0, copy.nbytes - copy.valid);
+    }
+    std::erase_if(running->copies, [&](const Copy& copy) { return !under_way(copy); });
+}
+
+// ---- Scheduling
+
+static bool waits_for_the_same(const Fiber& a, const Fiber& b) {
+    return a.state == AT_MEETING && a.mask == b.mask && a.collective == b.collective && a.place.line == b.place.line;
+}
+
+// Completes one meeting that everybody has reached; false if there is none.
+static bool complete_a_meeting(Fiber* warp, unsigned lanes) {
+    for (unsigned first = 0; first < lanes; ++first) {
+        const Fiber& asker = warp[first];
+        if (asker.state != AT_MEETING) continue;
+        void* arrived[kWarp] = {};
+        unsigned gone = 0, late = 0;
+        for (unsigned lane = 0; lane < kWarp; ++lane) {
+            if (!(asker.mask >> lane & 1)) continue;
+            if (lane >= lanes || warp[lane].state == DONE) gone |= 1u << lane;
+            else if (waits_for_the_same(warp[lane], asker)) arrived[lane] = warp[lane].argument;
+            else late |= 1u << lane;
+        }
+        if (late) continue;
+        if (gone) {
+            fail("warp mask", "%s:%d: mask %08x names lanes %08x, which have left the kernel or do not exist (warp %u)",
+                 asker.place.file, asker.place.line, asker.mask, gone, asker.number / kWarp);
+            return false;
+        }
+        asker.collective(arrived);
+        if (asker.collective == &order_memory) ++warp_epoch[asker.number / kWarp];
+        for (unsigned lane = 0; lane < lanes; ++lane)
+            if (arrived[lane]) warp[lane].state = READY;
+        return true;
+    }
+    return false;
+}
+
+static void arrange(std::vector<unsigned>& numbers, std::mt19937& random) {
+    if (launch.order == RANDOM) std::shuffle(numbers.begin(), numbers.end(), random);
+}
+
+static std::vector<unsigned> numbers_up_to(unsigned count) {
+    std::vector<unsigned> numbers(count);
+    std::iota(numbers.begin(), numbers.end(), 0u);
+    if (launch.order == REVERSE) std::reverse(numbers.begin(), numbers.end());
+    return numbers;
+}
+
+// Runs one warp until each of its threads has ended or waits at a block barrier.
+static void run_warp(Fiber* warp, unsigned lanes, std::vector<unsigned>& lane_order, std::mt19937& random) {
+    do {
+        arrange(lane_order, random);
+        for (unsigned lane : lane_order) {
+            if (lane >= lanes || warp[lane].state != READY) continue;
+            resume(warp[lane]);
+            if (failed) return;
+        }
+    } while (complete_a_meeting(warp, lanes));
+    if (failed) return;
+    for (unsigned lane = 0; lane < lanes; ++lane)
+        if (warp[lane].state == AT_MEETING)
+            return fail("deadlock", "%s:%d: thread %u waits for lanes of mask %08x that go elsewhere",
+                        warp[lane].place.file, warp[lane].place.line, warp[lane].number, warp[lane].mask);
+}
+
+// True if the block goes on behind a barrier, false if it has ended (or the barrier is not reached by all).
+static bool complete_the_barrier(unsigned count) {
+    const Fiber *waiting = nullptr, *ended = nullptr;
+    for (unsigned i = 0; i < count; ++i) {
+        const Fiber& fiber = fibers[i];
+        if (fiber.state == DONE) {
+            ended = &fiber;
+        } else if (!waiting) {
+            waiting = &fiber;
+        } else if (fiber.place.line != waiting->place.line) {
+            fail("divergent barrier", "thread %u waits at %s:%d, thread %u at %s:%d", waiting->number,
+                 waiting->place.file, waiting->place.line, fiber.number, fiber.place.file, fiber.place.line);
+            return false;
+        }
+    }
+    if (!waiting) return false;
+    if (ended) {
+        fail("divergent barrier", "thread %u waits at %s:%d, thread %u has left the kernel", waiting->number,
+             waiting->place.file, waiting->place.line, ended->number);
+        return false;
+    }
+    ++barrier_epoch;
+    for (unsigned i = 0; i < count; ++i) fibers[i].state = READY;
+    return true;
+}
+
+void run_block(std::mt19937& random) {
+    const unsigned count = self.threads.x * self.threads.y * self.threads.z;
+    for (unsigned i = 0; i < count; ++i) {
+        fibers[i].number = i;
+        fibers[i].thread = {i % self.threads.x, i / self.threads.x % self.threads.y, i / self.threads.x / self.threads.y};
+        start(fibers[i]);
+    }
+    auto warps = numbers_up_to((count + kWarp - 1) / kWarp), lanes = numbers_up_to(kWarp);
+    do {
+        arrange(warps, random);
+        for (unsigned warp : warps) {
+            run_warp(&fibers[warp * kWarp], std::min(kWarp, count - warp * kWarp), lanes, random);
+            if (failed) return;
+        }
+    } while (complete_the_barrier(count));
+}
+
+}  // namespace simulator

@@ -1,0 +1,83 @@
+"""Kernel sources as text: with their own headers put in, and with the signatures of the kernels they define.
+
+Headers are put in here rather than found by the compiler, because CuPy's cache of compiled kernels looks at the text of
+the source alone: a changed header would otherwise go unnoticed.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from mpitrain.errors import KernelError
+
+FOLDER = Path(__file__).parent
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_BOUND = r"(?:__launch_bounds__\((?P<bound>[^),]*)(?:,[^)]*)?\)\s*)?"
+_KERNEL = re.compile(rf'extern "C" __global__ void {_BOUND}(?P<name>\w+)\((?P<parameters>[^)]*)\)')
+_PARAMETER = re.compile(r"(?P<const>const )?(?P<type>[\w ]+?)\s*(?P<star>\*)?\s*(?:__restrict__ )?(?P<name>\w+)")
+
+
+class Parameter(NamedTuple):
+    """One parameter of a kernel: `const float* __restrict__ x` is Parameter("x", "float", True, True)."""
+
+    name: str
+    type: str
+    is_pointer: bool
+    is_readonly: bool
+
+
+class Signature(NamedTuple):
+    """A kernel's name and parameters; `bound` is its most threads a block as C++ text, or None."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    bound: str | None
+
+
+class Source(NamedTuple):
+    """A .cu file ready for a compiler, and the kernels in it by name."""
+
+    path: Path
+    text: str
+    kernels: dict[str, Signature]
+
+
+def _expand(path: Path, seen: set[Path]) -> str:
+    """The file's text, each of its own headers put in where it is first named, under #line marks for messages."""
+    if path in seen:
+        return ""
+    seen.add(path)
+    text, parts, end = path.read_text(), [f'#line 1 "{path.name}"\n'], 0
+    for include in _INCLUDE.finditer(text):
+        line = text.count("\n", 0, include.end()) + 2
+        header = _expand(path.parent / include[1], seen)
+        parts += [text[end:include.start()], header, f'\n#line {line} "{path.name}"']
+        end = include.end()
+    return "".join([*parts, text[end:]])
+
+
+def _signature(match: re.Match[str]) -> Signature:
+    parameters = []
+    for text in filter(None, (part.strip() for part in match["parameters"].split(","))):
+        part = _PARAMETER.fullmatch(" ".join(text.split()))
+        if part is None:
+            raise KernelError(f"{match['name']}: cannot read the parameter `{text}`.",
+                              "Write `type name`, `type* name` or `const type* __restrict__ name`.")
+        parameters.append(Parameter(part["name"], part["type"], bool(part["star"]), bool(part["const"])))
+    return Signature(match["name"], tuple(parameters), match["bound"])
+
+
+def read_source(path: Path) -> Source:
+    """Read a .cu file; every kernel in it is written `extern "C" __global__ void [__launch_bounds__(n)] name(...)`."""
+    text = _expand(path, set())
+    kernels = [_signature(match) for match in _KERNEL.finditer(_COMMENT.sub("", text))]
+    return Source(path, text, {kernel.name: kernel for kernel in kernels})
+
+
+@cache
+def package_sources(folder: Path = FOLDER) -> dict[str, Source]:
+    """Every .cu file of a folder by its stem."""
+    return {path.stem: read_source(path) for path in sorted(folder.glob("*.cu"))}

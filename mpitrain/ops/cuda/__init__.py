@@ -1,0 +1,26 @@
+"""The CUDA body: our own kernels behind the names and signatures of `reference`, on a GPU or in the simulator.
+
+Nothing here waits for the device. Sums that the others return as numbers are arrays without dims here: float() waits.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, steps, sums
+
+FUNCTIONS = (
+    linear.linear, linear.linear_backward_input, linear.linear_backward_weight, linear.linear_backward_bias,
+    linear.linear_gelu, linear.linear_gelu_backward_input, linear.linear_relu, linear.linear_relu_backward_input,
+    norm.layer_norm, norm.layer_norm_backward_input, norm.layer_norm_backward_gain, norm.layer_norm_backward_bias,
+    embedding.embedding, embedding.embedding_backward_table, embedding.embedding_backward_positions,
+    attention.attention, attention.attention_backward,
+    loss.cross_entropy, loss.cross_entropy_loss, loss.count_correct,
+    loss.row_maximum, loss.row_exponentials, loss.cross_entropy_split,
+    steps.sgd, steps.momentum, steps.adamw, sums.square_sum, sums.count_nonfinite,
+)
+
+
+def body(kernels: Kernels) -> SimpleNamespace:
+    """The operations, launched through these kernels."""
+    return SimpleNamespace(**{function.__name__: partial(function, kernels) for function in FUNCTIONS})

@@ -1,0 +1,34 @@
+"""The macros by which kernels learn their element types, from the dtypes of arrays."""
+
+from typing import Any
+
+from mpitrain.errors import KernelError
+from mpitrain.kernels.arguments import ELEMENTS
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+INDICES = ("int32", "int64")
+
+
+def c_type(array: Any) -> str:
+    """The C++ name of a float array's elements; uint16 arrays hold the bits of bfloat16 numbers."""
+    name = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
+    if name not in FLOATS:
+        raise KernelError(f"Kernels compute with {', '.join(FLOATS)}, not with {name}.", "Cast the array first.")
+    return ELEMENTS[name]
+
+
+def sum_type(array: Any) -> str:
+    """The dtype that sums over this array's elements are held in: float64 for float64, else float32."""
+    return "float64" if array.dtype.name == "float64" else "float32"
+
+
+def element(array: Any) -> dict[str, str]:
+    """Element and Sum of element.cuh."""
+    return {"Element": c_type(array), "Sum": ELEMENTS[sum_type(array)]}
+
+
+def index(array: Any) -> dict[str, str]:
+    """Index: the type of tokens and targets."""
+    if array.dtype.name not in INDICES:
+        raise KernelError(f"Tokens and targets are {' or '.join(INDICES)}, not {array.dtype.name}.", "Cast them first.")
+    return {"Index": ELEMENTS[array.dtype.name]}

@@ -1,0 +1,32 @@
+"""Token and position embedding."""
+
+from mpitrain.kernels.arguments import fresh
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops.cuda.elements import element, index
+from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
+
+
+def embedding(kernels: Kernels, tokens, table, positions, arena):
+    """x[b, t] = table[tokens[b, t]] + positions[t]."""
+    vocab, width = table.shape
+    x = arena.take((*tokens.shape, width), table.dtype)
+    kernels.launch("embedding", row_blocks(tokens.size), ROWS,
+                   (tokens.size, tokens.shape[1], width, vocab, tokens, table, positions, fresh(x)),
+                   **element(table), **index(tokens))
+    return x, tokens
+
+
+def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, arena):
+    """Add each row of dx to the row of its token."""
+    vocab, width = dtable.shape
+    kernels.launch("embedding_backward_table", (-(-vocab // 32), -(-width // 128)), ROWS,
+                   (saved.size, width, vocab, saved, dx, float(accumulate), dtable if accumulate else fresh(dtable)),
+                   **element(dx), **index(saved))
+
+
+def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):
+    """Write or add the sum of dx over the batch; positions beyond T have gradient 0."""
+    batch, length, width = dx.shape
+    kernels.launch("embedding_backward_positions", blocks(dpositions.size), POINTWISE,
+                   (batch, length, width, len(dpositions), dx, float(accumulate),
+                    dpositions if accumulate else fresh(dpositions)), **element(dx))

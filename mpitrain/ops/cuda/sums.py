@@ -1,0 +1,56 @@
+"""Sums in a fixed order: down columns, and of whole arrays."""
+
+from typing import Any
+
+from mpitrain.kernels.arguments import fresh
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops.cuda.elements import element, sum_type
+from mpitrain.ops.cuda.grids import POINTWISE, blocks, parts
+
+COLUMNS = (32, 8)    # threads of the kernels that sum down columns
+
+
+def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
+    """out = the sum of the rows of `sums`, (P, N) in the dtype of sums, or added to it."""
+    kernels.launch("add_parts", blocks(out.size), POINTWISE,
+                   (len(sums), out.size, sums, float(accumulate), out if accumulate else fresh(out)), **element(out))
+
+
+def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -> None:
+    """out = the sum of x: (M, N) over its rows, or added to it."""
+    rows, columns = x.shape
+    sums = arena.take((parts(rows, columns), columns), sum_type(x))
+    kernels.launch("column_sums", (-(-columns // 32), len(sums)), COLUMNS, (rows, columns, x, fresh(sums)), **element(x))
+    add_parts(kernels, sums, out, accumulate)
+
+
+def total(kernels: Kernels, partial: Any, arena: Any) -> Any:
+    """The sum of a float64 array, as a float64 array without dims."""
+    result = arena.take((1,), "float64")
+    kernels.launch("total", (1,), POINTWISE, (partial.size, partial, fresh(result)), **element(partial))
+    return result.reshape(())
+
+
+def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
+    """The sum of a flat array, in float64, as an array without dims."""
+    partial = arena.take(max(blocks(x.size), (1,)), "float64")
+    kernels.launch("sum_parts", (partial.size,), POINTWISE, (x.size, x, fresh(partial)), **element(x))
+    return total(kernels, partial, arena)
+
+
+def square_sum(kernels: Kernels, x, arena):
+    """Sum of squares, in float64; an array without dims, so that nobody waits for it here."""
+    return total(kernels, _facts(kernels, x, arena)[0], arena)
+
+
+def count_nonfinite(kernels: Kernels, x, arena):
+    """How many elements are infinite or NaN; an array without dims."""
+    return total(kernels, _facts(kernels, x, arena)[1], arena)
+
+
+def _facts(kernels: Kernels, x: Any, arena: Any) -> Any:
+    """Parts of the sum of squares, and of the number of elements that are not finite."""
+    count = max(blocks(x.size, 4)[0], 1)
+    facts = arena.take((2, count), "float64")
+    kernels.launch("gradient_facts", (count,), POINTWISE, (x.size, x, fresh(facts[0]), fresh(facts[1])), **element(x))
+    return facts

@@ -1,0 +1,35 @@
+"""The k elements of largest magnitude, chosen exactly and equally on every run."""
+
+from typing import Any
+
+from mpitrain.errors import KernelError
+from mpitrain.kernels.arguments import fresh
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops.cuda.grids import POINTWISE
+
+TYPES = {"Element": "float", "Sum": "float"}
+DIGITS = (24, 16, 8, 0)    # the lowest bit of each, highest digit first
+
+
+def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:
+    """(indices, values) of the k elements of x: (n,) float32 that are largest in magnitude, indices ascending.
+
+    Of equal magnitudes the first ones are chosen; NaN is larger than anything.
+    """
+    if not 0 <= k <= x.size:
+        raise KernelError(f"Cannot choose {k} of {x.size} elements.", f"Choose 0 to {x.size}.")
+    blocks = max(1, min(-(-x.size // 4096), 1024))
+    if k == 0:
+        return arena.take((0,), "int32"), arena.take((0,), "float32")
+    indices, chosen = arena.take((k,), "int32"), arena.take((k,), "float32")
+    state, counts = arena.take((2,), "uint32"), arena.take((256,), "uint32")
+    places = arena.take((2, blocks), "int32")
+    counts.fill(0)
+    state[0], state[1] = 0, k
+    for shift in DIGITS:
+        kernels.launch("count_digits", (blocks,), POINTWISE, (x.size, x, shift, state, counts), **TYPES)
+        kernels.launch("choose_digit", (1,), POINTWISE, (shift, state, counts), **TYPES)
+    kernels.launch("count_chosen", (blocks,), POINTWISE, (x.size, x, state, fresh(places)), **TYPES)
+    kernels.launch("place_chosen", (1,), (32,), (blocks, places), **TYPES)
+    kernels.launch("write_chosen", (blocks,), POINTWISE, (x.size, x, state, places, fresh(indices), fresh(chosen)), **TYPES)
+    return indices, chosen

@@ -1,0 +1,44 @@
+"""What an all-reduce does to chunks in its wire format; not operations of layers, but launched the same way."""
+
+from typing import Any
+
+from mpitrain.kernels.arguments import fresh
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops.cuda.elements import c_type, element
+from mpitrain.ops.cuda.grids import POINTWISE, blocks
+
+INT8_BLOCK = 256    # elements that share a scale
+
+
+def add_into(kernels: Kernels, y: Any, x: Any) -> None:
+    """y += x, where x may be in a shorter format."""
+    kernels.launch("add_into", blocks(y.size, 4), POINTWISE, (y.size, y, x), **_wire(y, x))
+
+
+def maximum_into(kernels: Kernels, y: Any, x: Any) -> None:
+    """y = the larger of y and x, element by element; a NaN stays."""
+    kernels.launch("maximum_into", blocks(y.size, 4), POINTWISE, (y.size, y, x), **_wire(y, x))
+
+
+def convert(kernels: Kernels, x: Any, y: Any) -> None:
+    """y = x in y's element type."""
+    kernels.launch("convert", blocks(x.size, 4), POINTWISE, (x.size, x, fresh(y)), **element(x), Result=c_type(y))
+
+
+def encode_int8(kernels: Kernels, x: Any, arena: Any) -> tuple[Any, Any]:
+    """x as (int8 numbers, one float32 scale for every INT8_BLOCK of them)."""
+    count = -(-x.size // INT8_BLOCK)
+    q, scales = arena.take(x.shape, "int8"), arena.take((count,), "float32")
+    kernels.launch("encode_int8", (-(-count // 8),), POINTWISE, (x.size, x, fresh(q), fresh(scales)), **_wire(x, x))
+    return q, scales
+
+
+def decode_int8(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
+    """y = the numbers, or y += the numbers."""
+    kernels.launch("decode_int8", blocks(y.size), POINTWISE,
+                   (y.size, int(accumulate), q, scales, y if accumulate else fresh(y)), **_wire(y, y))
+
+
+def _wire(y: Any, x: Any) -> dict[str, Any]:
+    """The macros of wire.cu: Element travels, Result is reduced."""
+    return element(y) | {"Element": c_type(x), "Result": c_type(y), "BLOCK": INT8_BLOCK}

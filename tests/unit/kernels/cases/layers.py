@@ -1,0 +1,156 @@
+"""Layers forward and backward: pointwise, columns, layer_norm, embedding, attention."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from mpitrain.arena import Arena
+from mpitrain.kernels.arguments import fresh
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops import cuda, reference
+from mpitrain.ops.cuda.sums import sum_rows
+from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
+from tests.unit.kernels.cases.products import gelu
+
+
+def halves(names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]], dtype: str) -> None:
+    """Each weight half must overwrite rubbish, and add to what is there, as the reference does."""
+    for accumulate in (False, True):
+        for name, shape in zip(names, shapes, strict=True):
+            out = stored(numbers(9, *shape), dtype)
+            expected = values(out)
+            getattr(ops, name)(*pending, out, accumulate, Arena())
+            getattr(reference, name)(*truth, expected, accumulate, None)
+            assert_close(out, expected, dtype, name)
+
+
+def check_linear(kernels: Kernels, m: int, k: int, n: int, activation: str = "", dtype: str = "float32",
+                 biased: bool = True) -> None:
+    """A linear layer, forward and the three backward halves."""
+    ops, arena, name = cuda.body(kernels), Arena(), f"linear{activation}"
+    x, w, b, dy = (stored(a, dtype) for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n)))
+    y, saved = getattr(ops, name)(x, w, b if biased else None, arena)
+    true_y, true_saved = getattr(reference, name)(values(x), values(w), values(b) if biased else None, None)
+    assert_close(y, true_y, dtype, name)
+    dx, pending = getattr(ops, f"{name}_backward_input")(dy, w, saved, arena)
+    true_dx, truth = getattr(reference, f"{name}_backward_input")(values(dy), values(w), true_saved, None)
+    assert_close(dx, true_dx, dtype, "dx")
+    names, shapes = ["linear_backward_weight", "linear_backward_bias"], [(n, k), (n,)]
+    count = 2 if biased else 1
+    halves(names[:count], ops, (pending,), (truth,), shapes[:count], dtype)
+
+
+def check_activation(kernels: Kernels, n: int, activation: str) -> None:
+    """activation_forward alone, on an array without alignment."""
+    x, y = stored(numbers(1, n), "float32", shifted=True), np.empty(n, np.float32)
+    kernels.launch("activation_forward", (-(-n // 1024),), (256,), (n, cuda.product.ACTIVATIONS[activation], x, fresh(y)),
+                   Element="float", Sum="float")
+    assert_close(y, gelu(values(x)) if activation == "gelu" else np.maximum(values(x), 0))
+
+
+def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool) -> None:
+    """A sum down the columns, the bias gradient where it comes alone."""
+    x, out = stored(numbers(1, m, n), "float32"), stored(numbers(2, n), "float32")
+    truth = values(x).sum(0) + (values(out) if accumulate else 0)
+    sum_rows(kernels, x, out, accumulate, Arena())
+    assert_close(out, truth)
+
+
+def check_layer_norm(kernels: Kernels, m: int, c: int, dtype: str = "float32", shifted: bool = False) -> None:
+    """LayerNorm of rows with a mean far from 0, forward and the three backward halves."""
+    ops, arena = cuda.body(kernels), Arena()
+    x, gain, bias, dy = (stored(a, dtype, shifted) for a in
+                         (3 + numbers(1, m, c), numbers(2, c), numbers(3, c), numbers(4, m, c)))
+    y, saved = ops.layer_norm(x, gain, bias, arena)
+    true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), None)
+    assert_close(y, true_y, dtype, "y")
+    dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena)
+    true_dx, truth = reference.layer_norm_backward_input(values(dy), values(gain), true_saved, None)
+    size = np.abs(values(dy) * values(gain) * true_saved[1]).max(initial=0)     # in a row of one number all cancels
+    assert_close(dx, true_dx, dtype, "dx", size)
+    halves(["layer_norm_backward_gain", "layer_norm_backward_bias"], ops, (pending,), (truth,), [(c,), (c,)], dtype)
+
+
+def check_embedding(kernels: Kernels, b: int, t: int, v: int, c: int, dtype: str = "float32", index: str = "int64") -> None:
+    """Token and position embedding, and the gradients of both tables."""
+    ops = cuda.body(kernels)
+    tokens = np.random.default_rng(0).integers(v, size=(b, t)).astype(index)
+    table, positions, dx = (stored(a, dtype) for a in (numbers(1, v, c), numbers(2, t + 2, c), numbers(3, b, t, c)))
+    x, saved = ops.embedding(tokens, table, positions, Arena())
+    assert_close(x, reference.embedding(tokens, values(table), values(positions), None)[0], dtype, "x")
+    halves(["embedding_backward_table"], ops, (dx, saved), (values(dx), tokens), [(v, c)], dtype)
+    halves(["embedding_backward_positions"], ops, (dx,), (values(dx),), [(t + 2, c)], dtype)
+
+
+def check_stray_tokens(kernels: Kernels) -> None:
+    """A token outside the table gives a row of NaN and disturbs no other."""
+    table, positions = stored(numbers(1, 5, 6), "float32"), np.zeros((4, 6), np.float32)
+    x, _ = cuda.body(kernels).embedding(np.array([[4, 5, -1, 0]]), table, positions, Arena())
+    assert np.isnan(x[0, 1:3]).all()
+    np.testing.assert_array_equal(x[0, [0, 3]], table[[4, 0]])
+
+
+def check_attention(kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False) -> None:
+    """Attention forward and backward."""
+    ops, arena = cuda.body(kernels), Arena()
+    qkv, dy = stored(numbers(1, b, t, 3 * h * d), dtype, shifted), stored(numbers(2, b, t, h * d), dtype, shifted)
+    y, saved = ops.attention(qkv, h, arena)
+    true_y, true_saved = reference.attention(values(qkv), h, None)
+    assert_close(y, true_y, dtype, "y")
+    assert_close(ops.attention_backward(dy, saved, arena), reference.attention_backward(values(dy), true_saved, None), dtype,
+                 "dqkv")
+
+
+def check_masking(kernels: Kernels) -> None:
+    """Later tokens, however large, change nothing."""
+    ops, qkv = cuda.body(kernels), stored(numbers(1, 1, 70, 12), "float32")
+    y = ops.attention(qkv, 1, Arena())[0].copy()
+    for t in (0, 31, 32, 63, 64):
+        later = qkv.copy()
+        later[:, t + 1:] += 1e3
+        np.testing.assert_array_equal(ops.attention(later, 1, Arena())[0][:, :t + 1], y[:, :t + 1])
+
+
+def linears() -> Iterator[Callable]:
+    """pointwise and columns."""
+    for m, k, n in ((1, 1, 1), (5, 3, 7), (0, 3, 2), (33, 31, 37)):
+        for activation in ("", "_gelu", "_relu"):
+            yield partial(check_linear, m=m, k=k, n=n, activation=activation)
+    yield partial(check_linear, m=5, k=3, n=7, activation="_gelu", dtype="float64", biased=False)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_linear, m=70, k=9, n=40, activation="_gelu", dtype=dtype)
+    for n in (1, 1023, 1025, 0):
+        yield partial(check_activation, n=n, activation="gelu")
+        yield partial(check_activation, n=n, activation="relu")
+    for m, n in ((1, 1), (0, 3), (7, 31), (65, 32), (200, 33)):
+        yield partial(check_column_sums, m=m, n=n, accumulate=n % 2 == 0)
+
+
+def norms() -> Iterator[Callable]:
+    """layer_norm."""
+    for m, c in ((1, 1), (0, 4), (3, 5), (4, 32), (5, 127), (70, 128), (9, 129), (2, 523)):
+        yield partial(check_layer_norm, m=m, c=c)
+    yield partial(check_layer_norm, m=7, c=36, shifted=True)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_layer_norm, m=7, c=36, dtype=dtype)
+
+
+def embeddings() -> Iterator[Callable]:
+    """embedding, and the positions' gradient of columns."""
+    for b, t, v, c in ((1, 1, 1, 1), (3, 5, 2, 7), (2, 9, 50, 3), (0, 4, 5, 6), (3, 43, 31, 128), (2, 64, 33, 131), (1, 7, 65, 36)):
+        yield partial(check_embedding, b=b, t=t, v=v, c=c)
+    yield partial(check_embedding, b=3, t=50, v=40, c=36, dtype="float64", index="int32")
+    yield partial(check_embedding, b=2, t=5, v=7, c=12, dtype="bfloat16")
+    yield check_stray_tokens
+
+
+def attentions() -> Iterator[Callable]:
+    """attention."""
+    for b, t, h, d in ((1, 1, 1, 1), (2, 5, 3, 2), (1, 31, 2, 4), (1, 32, 1, 8), (1, 33, 2, 7), (1, 65, 1, 16), (2, 97, 2, 5)):
+        yield partial(check_attention, b=b, t=t, h=h, d=d)
+    yield partial(check_attention, b=1, t=70, h=1, d=65)       # a second group of channels
+    yield partial(check_attention, b=1, t=37, h=2, d=8, shifted=True)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_attention, b=1, t=40, h=2, d=8, dtype=dtype)
+    yield check_masking

@@ -1,0 +1,39 @@
+"""Numbers for the cases: drawn in float64, stored in any element type, compared with a truth in float64."""
+
+from typing import Any
+
+import numpy as np
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    """Standard normal numbers in float64."""
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def stored(x: np.ndarray, dtype: str, shifted: bool = False) -> np.ndarray:
+    """The numbers in a dtype; bfloat16 as its bits in uint16. `shifted` starts one element off any alignment."""
+    if dtype == "bfloat16":
+        bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+        x, dtype = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), "uint16"
+    flat = np.empty(x.size + 1, dtype)[int(shifted):][:x.size]
+    flat[...] = np.ravel(x)
+    return flat.reshape(x.shape)
+
+
+def values(x: Any) -> np.ndarray:
+    """What is stored, in float64."""
+    x = np.asarray(x)
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return x.astype(np.float64)
+
+
+def assert_close(mine: Any, truth: Any, dtype: str = "float32", what: str = "", size: float = 0.0) -> None:
+    """Largest difference relative to the largest truth, or to `size` where terms of that size cancel; a NaN fails."""
+    mine, truth = values(mine), np.asarray(truth, np.float64)
+    assert mine.shape == truth.shape, f"{what}: {mine.shape} for {truth.shape}"
+    scale = max(np.abs(truth).max(initial=0), size, 1e-3)
+    error = np.abs(mine - truth).max(initial=0) / scale
+    assert error <= TOLERANCE[dtype], f"{what}: off by {error:.2g}"

@@ -1,0 +1,98 @@
+"""Matrix products: gemm, gemm_combine, gemm_tensor."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpitrain.arena import Arena
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops import reference
+from mpitrain.ops.cuda import product
+from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
+
+SHAPES = [(1, 1, 1), (0, 3, 2), (3, 0, 2), (4, 5, 0), (7, 129, 31), (31, 33, 17), (64, 96, 48), (65, 33, 130)]
+TRANSPOSITIONS = [(False, True), (False, False), (True, False), (True, True)]
+
+
+def gelu(z: np.ndarray) -> np.ndarray:
+    """The tanh form."""
+    return 0.5 * z * (1 + np.tanh(reference.GELU_SCALE * (z + reference.GELU_CUBIC * z**3)))
+
+
+ACTIVATIONS = {None: lambda z: z, "gelu": gelu, "relu": lambda z: np.maximum(z, 0)}
+
+
+def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", result: str = "", ta: bool = False,
+          tb: bool = False, tile: Any = None, splits: int = 1, extra: bool = False, shifted: bool = False,
+          activation: str | None = None, batch: int = 0) -> None:
+    """One product against NumPy.
+
+    ta, tb   the operands are stored transposed
+    extra    uses all that an epilogue can, and columns cut out of wider arrays
+    shifted  no array starts at an aligned address
+    """
+    result, lead = result or dtype, (batch,) if batch else ()
+
+    def array(seed: int, rows: int, columns: int, kind: str) -> np.ndarray:
+        return stored(numbers(seed, *lead, rows, columns + 3 * extra), kind, shifted)[..., :columns]
+
+    a, b = array(1, *((k, m) if ta else (m, k)), dtype), array(2, *((n, k) if tb else (k, n)), dtype)
+    c, saved, residual = array(3, m, n, result), array(4, m, n, result), array(5, m, n, result)
+    op_a, op_b = values(a).swapaxes(-1, -2) if ta else values(a), values(b).swapaxes(-1, -2) if tb else values(b)
+    alpha, beta, bias, row_sums = 1.0, 0.0, None, None
+    truth = op_a @ op_b
+    if extra:
+        alpha, beta, bias = 1.5, -0.5, stored(numbers(6, n), dtype, shifted)
+        truth = alpha * truth + beta * values(c) + values(bias)
+        row_sums = None if batch else np.empty(m, "float64" if dtype == "float64" else "float32")
+    product.gemm(kernels, Arena(), a, b, c, transposed_a=ta, transposed_b=tb, alpha=alpha, beta=beta, bias=bias,
+                 residual=residual if extra else None, saved=saved if extra else None, activation=activation,
+                 row_sums=row_sums, plan=tile and (tile, splits))
+    assert_close(c, ACTIVATIONS[activation](truth) + (values(residual) if extra else 0), result, "c")
+    if extra:
+        assert_close(saved, truth, result, "saved")
+    if row_sums is not None:
+        assert_close(row_sums, op_a.sum(1), row_sums.dtype.name, "row sums")
+
+
+def ordinary() -> Iterator[partial]:
+    """gemm and gemm_combine."""
+    large, medium, small = product.TILES
+    for ta, tb in TRANSPOSITIONS:
+        here = partial(check, ta=ta, tb=tb)
+        for m, n, k in SHAPES:
+            yield partial(here, m=m, n=n, k=k, tile=small)
+        yield partial(here, m=31, n=45, k=50, tile=small, extra=True, activation="gelu")
+        yield partial(here, m=33, n=36, k=20, tile=small, shifted=True)
+        yield partial(here, m=33, n=30, k=100, tile=small, splits=3)
+        for tile in (medium, large):
+            yield partial(here, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile)
+    yield partial(check, m=33, n=30, k=100, tile=small, splits=4, extra=True, ta=True, activation="relu")
+    yield partial(check, m=3, n=5, k=20, tile=small, splits=5)     # more parts than tiles of K
+    yield partial(check, m=33, n=17, k=20, tile=small, batch=3, extra=True)
+    yield partial(check, m=20, n=17, k=70, tile=small, batch=2, splits=2)
+    yield partial(check, m=330, n=70, k=3, tile=small)             # more than one group of tiles
+    yield partial(check, m=40, n=50, k=1100)                       # tile and split of the library's own choice
+    yield partial(check, m=33, n=65, k=18, tile=small, dtype="float64", extra=True)
+    yield partial(check, m=33, n=35, k=18, tile=small, dtype="float16", extra=True)
+
+
+def tensor() -> Iterator[partial]:
+    """gemm_tensor."""
+    large, medium, small = product.TENSOR_TILES
+    for ta, tb in TRANSPOSITIONS:
+        here = partial(check, ta=ta, tb=tb, dtype="float16", result="float32", tile=small)
+        for m, n, k in [*SHAPES, (32, 40, 200)]:
+            yield partial(here, m=m, n=n, k=k)
+        yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu", result="float16")
+        yield partial(here, m=40, n=40, k=40, shifted=True)
+        yield partial(here, m=40, n=30, k=200, splits=3)
+    for tile in (medium, large):
+        yield partial(check, m=tile.TILE_M + 8, n=tile.TILE_N - 8, k=104, tile=tile, dtype="bfloat16", result="float32",
+                      tb=True)
+    yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)
+    yield partial(check, m=33, n=17, k=20, tile=small, dtype="float16", batch=3, extra=True)
+    yield partial(check, m=33, n=30, k=200, tile=small, dtype="float16", splits=4, extra=True, ta=True, activation="relu")
+    yield partial(check, m=3, n=5, k=40, tile=small, dtype="float16", splits=5)

@@ -1,0 +1,23 @@
+"""All cases by the kernel source they are about."""
+
+from collections.abc import Callable, Iterator
+
+from tests.unit.kernels.cases import layers, products, training
+
+SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
+    "gemm": (products.ordinary,),
+    "gemm_combine": (products.ordinary,),
+    "gemm_tensor": (products.tensor,),
+    "pointwise": (layers.linears,),
+    "columns": (layers.linears, layers.embeddings),
+    "layer_norm": (layers.norms,),
+    "embedding": (layers.embeddings,),
+    "attention": (layers.attentions,),
+    "cross_entropy": (training.losses,),
+    "steps": (training.steps,),
+    "totals": (training.totals,),
+    "convert": (training.conversions,),
+    "wire": (training.wires,),
+    "top_k": (training.selections,),
+}
+"""Source -> the groups of cases that would notice a fault in it."""

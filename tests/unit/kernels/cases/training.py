@@ -1,0 +1,210 @@
+"""Losses, optimizer steps, totals, casts, and what an all-reduce does to its chunks."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from mpitrain.arena import Arena
+from mpitrain.kernels.loader import Kernels
+from mpitrain.ops import cuda, reference
+from mpitrain.ops.cuda.top_k import top_k
+from mpitrain.ops.cuda.wire import add_into, convert, decode_int8, encode_int8, maximum_into
+from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
+
+COUNTS = (0, 1, 3, 1023, 1024, 1025, 4099)
+
+
+def check_cross_entropy(kernels: Kernels, m: int, v: int, dtype: str = "float32", index: str = "int64") -> None:
+    """Loss, gradient over the logits, and the count of right rows."""
+    ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v), dtype)
+    targets = np.random.default_rng(0).integers(v, size=m).astype(index)
+    truth, right = values(logits), (values(logits).argmax(1) == targets).sum()
+    assert int(ops.count_correct(logits, targets, Arena())) == right
+    assert_close(ops.cross_entropy_loss(logits, targets, Arena()), reference.cross_entropy_loss(truth, targets, None), dtype)
+    loss, dlogits = ops.cross_entropy(logits, targets, 0.125, Arena())
+    assert dlogits is logits
+    true_loss, truth = reference.cross_entropy(truth, targets, 0.125, None)
+    assert_close(loss, true_loss, dtype)
+    assert_close(dlogits, truth, dtype)
+
+
+def check_huge_logits(kernels: Kernels) -> None:
+    """Nothing overflows, and a row of equal maxima counts its first as the largest."""
+    ops = cuda.body(kernels)
+    logits = np.array([[1e4, -1e4, 0], [-1e38, 0, 1e38]], np.float32)
+    loss, dlogits = ops.cross_entropy(logits, np.array([0, 2]), 1.0, Arena())
+    assert loss == 0
+    np.testing.assert_array_equal(dlogits, 0)
+    ties = np.zeros((3, 300), np.float32)
+    ties[1, 280:] = 1
+    ties[2, 290] = np.nan
+    assert int(ops.count_correct(ties, np.array([0, 280, 290]), Arena())) == 3
+    assert int(ops.count_correct(ties, np.array([1, 281, 0]), Arena())) == 0
+
+
+def check_stray_target(kernels: Kernels) -> None:
+    """A target outside the vocabulary makes the loss NaN instead of reading another row."""
+    ops, logits = cuda.body(kernels), np.zeros((2, 4), np.float32)
+    assert np.isnan(ops.cross_entropy_loss(logits, np.array([4, 0]), Arena()))
+    assert np.isnan(ops.cross_entropy(logits, np.array([0, -1]), 1.0, Arena())[0])
+
+
+def check_split_vocabulary(kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32") -> None:
+    """The vocabulary cut into ranks: the four steps, with the sums over ranks done here, equal the whole."""
+    ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v), dtype)
+    targets = np.random.default_rng(0).integers(v, size=m)
+    true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None)
+    cuts = [v * rank // ranks for rank in range(ranks + 1)]
+    parts = [logits[:, a:b].copy() for a, b in pairwise(cuts)]
+    maximum = np.max([ops.row_maximum(part, Arena()) for part in parts], axis=0)
+    facts = np.sum([ops.row_exponentials(part, targets, first, maximum, Arena())
+                    for part, first in zip(parts, cuts, strict=False)], axis=0)
+    losses = [ops.cross_entropy_split(part, targets, first, maximum, facts, 0.125, Arena())
+              for part, first in zip(parts, cuts, strict=False)]
+    for loss, _ in losses:
+        assert_close(loss, true_loss, dtype)
+    assert_close(np.concatenate([dlogits for _, dlogits in losses], 1), truth, dtype)
+
+
+def check_step(kernels: Kernels, name: str, count: int, dtype: str, shifted: bool, **scalars: float) -> None:
+    """One optimizer step against the reference."""
+    buffers = {"sgd": 2, "momentum": 3, "adamw": 4}[name]
+    mine = [stored(np.abs(numbers(seed, count)) + 0.5, dtype, shifted) for seed in range(buffers)]
+    truth = [values(buffer) for buffer in mine]
+    getattr(reference, name)(*truth, scale=0.7, arena=None, **scalars)
+    getattr(cuda.body(kernels), name)(*mine, scale=0.7, arena=Arena(), **scalars)
+    for a, b in zip(mine, truth, strict=True):
+        assert_close(a, b, dtype, name)
+
+
+def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
+    """Sum of squares and number of elements that are not finite."""
+    ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
+    assert_close(ops.square_sum(x, Arena()), (values(x)**2).sum(), "float64" if dtype == "float64" else "float32")
+    assert int(ops.count_nonfinite(x, Arena())) == 0
+    if count > 2 and dtype != "bfloat16":
+        x[[0, count // 2, count - 1]] = np.nan, np.inf, -np.inf
+        assert int(ops.count_nonfinite(x, Arena())) == 3
+
+
+def check_large_squares(kernels: Kernels) -> None:
+    """Squares beyond float32 are summed in double."""
+    assert_close(cuda.body(kernels).square_sum(np.full(10, 1e30, np.float32), Arena()), 1e61)
+
+
+def check_conversion(kernels: Kernels, count: int, source: str, target: str) -> None:
+    """A cast rounds to nearest even."""
+    x, y = stored(100 * numbers(1, count), source, shifted=count % 2 == 1), stored(np.zeros(count), target)
+    convert(kernels, x, y)
+    np.testing.assert_array_equal(y, stored(values(x), target))
+
+
+def check_combination(kernels: Kernels, count: int, wire: str) -> None:
+    """Received chunks, decoded, are added to or replace the smaller of what is here."""
+    x = stored(numbers(1, count), wire, shifted=count % 2 == 1)
+    for combine, truth in ((add_into, np.add), (maximum_into, np.maximum)):
+        y = stored(numbers(2, count), "float32")
+        expected = truth(y, values(x).astype(np.float32))
+        combine(kernels, y, x)
+        np.testing.assert_array_equal(y, expected)
+
+
+def check_maximum_keeps_nan(kernels: Kernels) -> None:
+    """A NaN on either side is in the result."""
+    x, y = np.float32([np.nan, 1, 2]), np.float32([0, np.nan, 5])
+    maximum_into(kernels, y, x)
+    np.testing.assert_array_equal(y, [np.nan, np.nan, 5])
+
+
+def check_int8(kernels: Kernels, count: int) -> None:
+    """Encoding loses at most half a step of each block's scale; decoding can add."""
+    x = stored(numbers(1, count), "float32")
+    x[:count // 3] = 0
+    q, scales = encode_int8(kernels, x, Arena())
+    y, sums = np.empty_like(x), np.ones_like(x)
+    decode_int8(kernels, q, scales, y, accumulate=False)
+    decode_int8(kernels, q, scales, sums, accumulate=True)
+    of_element = np.repeat(scales, 256)[:count]
+    assert (np.abs(x - y) <= 0.5001 * of_element).all()
+    np.testing.assert_allclose(scales, [np.abs(x[i:i + 256]).max() / 127 for i in range(0, count, 256)], rtol=1e-6)
+    assert_close(sums, 1 + values(y))
+
+
+def check_int8_marks_what_is_not_finite(kernels: Kernels) -> None:
+    """A block with an infinity decodes to NaN; its neighbours do not."""
+    x = np.ones(600, np.float32)
+    x[300] = np.inf
+    q, scales = encode_int8(kernels, x, Arena())
+    y = np.empty_like(x)
+    decode_int8(kernels, q, scales, y, accumulate=False)
+    assert np.isnan(y[256:512]).all() and np.isfinite(y[:256]).all() and np.isfinite(y[512:]).all()
+
+
+def check_top_k(kernels: Kernels, count: int, k: int, x: np.ndarray | None = None) -> None:
+    """The k largest magnitudes, the first of equals, in ascending order of indices."""
+    x = stored(numbers(1, count), "float32") if x is None else x
+    order = np.lexsort((np.arange(count), -np.abs(x)))
+    expected = np.sort(order[:k])
+    indices, chosen = top_k(kernels, x, k, Arena())
+    np.testing.assert_array_equal(indices, expected)
+    np.testing.assert_array_equal(chosen, x[expected])
+
+
+def losses() -> Iterator[Callable]:
+    """cross_entropy."""
+    for m, v in ((1, 1), (1, 5), (0, 3), (7, 31), (3, 256), (2, 257), (3, 1031)):
+        yield partial(check_cross_entropy, m=m, v=v)
+    yield partial(check_cross_entropy, m=5, v=40, dtype="float64", index="int32")
+    yield partial(check_cross_entropy, m=5, v=40, dtype="float16")
+    for m, v, ranks in ((1, 1, 1), (7, 31, 2), (3, 600, 3), (2, 2, 4)):
+        yield partial(check_split_vocabulary, m=m, v=v, ranks=ranks)
+    yield partial(check_split_vocabulary, m=5, v=40, ranks=2, dtype="float64")
+    yield from (check_huge_logits, check_stray_target)
+
+
+def steps() -> Iterator[Callable]:
+    """steps."""
+    for count in COUNTS:
+        buffers = {"count": count, "dtype": "float64" if count == 1023 else "float32", "shifted": count == 1025}
+        yield partial(check_step, name="sgd", **buffers, lr=0.1, weight_decay=0.01)
+        yield partial(check_step, name="momentum", **buffers, lr=0.1, beta=0.9, weight_decay=0.01)
+        for step in (1, 3):
+            yield partial(check_step, name="adamw", **buffers, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
+                          weight_decay=0.1, step=step)
+
+
+def totals() -> Iterator[Callable]:
+    """totals."""
+    for count in COUNTS:
+        yield partial(check_totals, count=count, dtype="float32")
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_totals, count=1031, dtype=dtype)
+    yield check_large_squares
+
+
+def conversions() -> Iterator[Callable]:
+    """convert."""
+    for source, target in (("float32", "float16"), ("float16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"),
+                           ("float64", "float32")):
+        for count in COUNTS[:5]:
+            yield partial(check_conversion, count=count, source=source, target=target)
+
+
+def wires() -> Iterator[Callable]:
+    """wire."""
+    for wire in ("float32", "float16", "bfloat16"):
+        for count in COUNTS[:6]:
+            yield partial(check_combination, count=count, wire=wire)
+    for count in (0, 1, 255, 256, 257, 2049, 2305):
+        yield partial(check_int8, count=count)
+    yield from (check_maximum_keeps_nan, check_int8_marks_what_is_not_finite)
+
+
+def selections() -> Iterator[Callable]:
+    """top_k."""
+    for count, k in ((1, 1), (5, 0), (5, 5), (255, 3), (256, 256), (257, 100), (1031, 10), (3001, 2999)):
+        yield partial(check_top_k, count=count, k=k)
+    yield partial(check_top_k, count=1000, k=300, x=np.repeat(np.float32([1, -1, 2, 0]), 250))     # ties at the threshold
+    yield partial(check_top_k, count=700, k=5, x=np.zeros(700, np.float32))

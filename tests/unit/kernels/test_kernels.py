@@ -1,0 +1,26 @@
+"""Every kernel equals the reference, in both builds of the simulator and in several orders of threads."""
+
+import pytest
+
+from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.simulator.machine import Simulator
+from tests.unit.kernels.cases.suite import SUITE
+
+MACHINES = {
+    "forward": {}, "reverse": {"order": "reverse"}, "random": {"order": "random", "seed": 1},
+    "checked": {"checked": True}, "checked reverse": {"checked": True, "order": "reverse"},
+    "checked random": {"checked": True, "order": "random", "seed": 2},
+}
+GROUPS = {group.__name__: group for groups in SUITE.values() for group in groups}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_kernel_computes_what_the_reference_says(group, machine):
+    kernels = Kernels(Simulator(**MACHINES[machine]))
+    for case in GROUPS[group]():
+        try:
+            case(kernels)
+        except Exception as error:
+            error.add_note(f"case: {case}")
+            raise

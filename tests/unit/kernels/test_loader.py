@@ -1,0 +1,166 @@
+"""What is refused before a launch, word for word, and what the loader does without being told."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import KernelError
+from mpitrain.kernels.arguments import fresh, strided
+from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.simulator import build
+from mpitrain.kernels.simulator.machine import Simulator
+from mpitrain.kernels.source import package_sources
+
+HERE = Path(__file__).parent
+FLOATS = np.zeros(32, np.float32)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return Kernels(Simulator(), folder=HERE)
+
+
+REFUSED = {
+    "missing argument": (
+        "past_the_end", (32, FLOATS), 32,
+        "KernelError: past_the_end takes 3 arguments, but 2 were passed.\n"
+        "             Its parameters: n, x, y."),
+    "wrong dtype": (
+        "past_the_end", (32, np.zeros(32), FLOATS), 32,
+        "KernelError: past_the_end: argument `x` is an array of float64, the kernel takes float32.\n"
+        "             Cast it first, or launch the kernel for that element type."),
+    "wrong dtype of the same size": (
+        "past_the_end", (32, np.zeros(32, np.int32), FLOATS), 32,
+        "KernelError: past_the_end: argument `x` is an array of int32, the kernel takes float32.\n"
+        "             Cast it first, or launch the kernel for that element type."),
+    "not contiguous": (
+        "past_the_end", (32, np.zeros((32, 2), np.float32)[:, 0], FLOATS), 32,
+        "KernelError: past_the_end: argument `x` of shape (32,) and strides (8,) bytes is not contiguous.\n"
+        "             Copy it first; only `strided` arguments may skip elements, and never in the last dim."),
+    "not contiguous in the last dim": (
+        "past_the_end", (32, strided(np.zeros((32, 2), np.float32)[:, 0]), FLOATS), 32,
+        "KernelError: past_the_end: argument `x` of shape (32,) and strides (8,) bytes is not contiguous.\n"
+        "             Copy it first; only `strided` arguments may skip elements, and never in the last dim."),
+    "a number for an array": (
+        "past_the_end", (32, 1.0, FLOATS), 32,
+        "KernelError: past_the_end: argument `x` is 1.0, not an array of float32.\n"
+        "             Pass an array, or None to leave it out."),
+    "a fraction for a count": (
+        "past_the_end", (32.0, FLOATS, FLOATS), 32,
+        "KernelError: past_the_end: argument `n` is 32.0, the kernel takes int32.\n"
+        "             Pass an integer."),
+    "too large a count": (
+        "past_the_end", (2**31, FLOATS, FLOATS), 32,
+        "KernelError: past_the_end: argument `n` is 2147483648, beyond what int32 holds.\n"
+        "             Split the arrays into smaller ones."),
+    "too many threads": (
+        "past_the_end", (32, FLOATS, FLOATS), 1025,
+        "KernelError: past_the_end: a block of (1025,) is 1025 threads; 1 to 1024 are possible.\n"
+        "             Use a smaller block and a larger grid."),
+    "more threads than the launch bounds": (
+        "bounded", (np.zeros(65, np.float32),), 65,
+        "KernelError: bounded is launched with 65 threads a block; its launch bounds say 64.\n"
+        "             Use smaller blocks, or raise __launch_bounds__."),
+    "overlap": (
+        "past_the_end", (16, FLOATS[:16], FLOATS[8:24]), 16,
+        "KernelError: past_the_end: arguments `x` and `y` overlap in part; one is written.\n"
+        "             Pass the same array twice for work in place, or arrays that share no element."),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_launch_is_refused_with_the_law_the_values_and_the_way_out(kernels, case):
+    name, arguments, threads, text = REFUSED[case]
+    with pytest.raises(KernelError) as caught:
+        kernels.launch(name, (1,), (threads,), arguments, RIGHT=1)
+    assert str(caught.value) == text
+
+
+def test_an_unknown_kernel_is_refused_with_the_known_ones(kernels):
+    with pytest.raises(KernelError, match=r"There is no kernel `gem`\.\n +There are: .*bounded"):
+        kernels.launch("gem", (1,), (1,), ())
+
+
+def test_a_source_that_does_not_compile_shows_the_compilers_words(tmp_path):
+    (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken(int n) { nonsense(n); }\n')
+    with pytest.raises(KernelError, match=r"broken\.cu:1:.*nonsense"):
+        Kernels(Simulator(), folder=tmp_path).launch("broken", (1,), (1,), (1,))
+
+
+def test_scalars_and_arrays_of_every_kind_pass(kernels):
+    kernels.launch("takes_many_types", (1,), (1,), (1, 2**40, 0.5, np.zeros(2, np.float16), np.zeros(3, np.uint8)))
+
+
+def test_an_empty_grid_launches_nothing(kernels):
+    before = kernels.launches
+    kernels.launch("past_the_end", (0,), (32,), (0, FLOATS[:0], FLOATS[:0]), RIGHT=1)
+    assert kernels.launches == before
+
+
+def test_an_absent_array_is_a_null_pointer(tmp_path):
+    (tmp_path / "optional.cu").write_text(
+        'extern "C" __global__ void optional(const float* x, float* y) { y[0] = x ? x[0] : -1.0f; }\n')
+    y = np.zeros(1, np.float32)
+    Kernels(Simulator(), folder=tmp_path).launch("optional", (1,), (1,), (None, fresh(y)))
+    assert y == -1
+
+
+def test_nothing_is_written_back_after_an_error(kernels):
+    y = np.zeros(32, np.float32)
+    with pytest.raises(KernelError):
+        kernels.launch("past_the_end", (1,), (64,), (32, np.ones(32, np.float32), y), RIGHT=0)
+    assert not y.any()
+
+
+def test_a_strided_view_is_written_between_its_gaps_alone(kernels):
+    whole = np.zeros((3, 8), np.float32)
+    kernels.launch("writes_between_rows", (3,), (32,), (5, 8, strided(whole[:, :5])), RIGHT=1)
+    assert whole[:, :5].all() and not whole[:, 5:].any()
+
+
+def test_an_array_keeps_its_alignment_in_the_simulator(kernels):
+    shifted = np.zeros(36, np.float32)[1:33]
+    aligned = shifted.ctypes.data % 16 == 0
+    assert not aligned, "NumPy did not align the whole array; the test shows nothing"
+    with pytest.raises(KernelError, match="alignment"):
+        kernels.launch("misaligned", (1,), (8,), (np.zeros(40, np.float32)[3:39], shifted), RIGHT=0)
+
+
+def test_ranks_as_threads_may_launch_at_the_same_time(kernels):
+    outputs = [np.zeros(32, np.float32) for _ in range(8)]
+
+    def launch(rank):
+        for _ in range(20):
+            kernels.launch("past_the_end", (1,), (64,), (32, np.full(32, rank, np.float32), outputs[rank]), RIGHT=1)
+
+    threads = [threading.Thread(target=launch, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert [set(output) for output in outputs] == [{rank} for rank in range(8)]
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch):
+    build.compiler.cache_clear()
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(KernelError) as caught:
+        build.compiler()
+    build.compiler.cache_clear()
+    assert str(caught.value) == (
+        "KernelError: The kernel simulator needs g++ 11 or later on x86-64; g++ is not installed.\n"
+        "             Install g++ (`apt install g++`), or choose --device cpu.")
+
+
+def test_a_changed_header_is_compiled_again(tmp_path):
+    (tmp_path / "value.cuh").write_text("#define VALUE 1.0f\n")
+    (tmp_path / "user.cu").write_text(
+        '#include "value.cuh"\nextern "C" __global__ void set(float* y) { *y = VALUE; }\n')
+    y = np.zeros(1, np.float32)
+    for value in (1, 2):
+        (tmp_path / "value.cuh").write_text(f"#define VALUE {value}.0f\n")
+        package_sources.cache_clear()
+        Kernels(Simulator(), folder=tmp_path).launch("set", (1,), (1,), (y,))
+        assert y == value
