@@ -7,7 +7,9 @@ import numpy as np
 
 from mpitrain.collectives import algorithms, bind
 from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.lossy import bind_lossy
 from mpitrain.collectives.plans import chunk_bounds
+from mpitrain.collectives.wire import Wire
 from mpitrain.transport.base import Transport
 
 PERIOD = 13
@@ -67,6 +69,12 @@ def _rooted(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
 def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
     mine = slice(*chunk_bounds(count, transport.size)[transport.rank])
     return slice(None), np.concatenate([filled(rank, count)[mine] for rank in range(transport.size)])
+
+
+def lossy(wire: Wire) -> Operation:
+    """An all-reduce in a wire format, by whatever algorithm that takes."""
+    return OPERATIONS["allreduce"]._replace(
+        algorithms=(wire.name,), bind=lambda transport, buffers, algorithm: bind_lossy(transport, buffers.array, wire))
 
 
 OPERATIONS = {

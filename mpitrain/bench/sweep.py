@@ -1,17 +1,22 @@
 """One benchmark run: sizes x algorithms, each timed, checked and compared with the model."""
 
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, filled
+from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, filled, lossy
 from mpitrain.collectives.agree import check_name
 from mpitrain.collectives.choose import choose
 from mpitrain.collectives.cost import Tuning, predict
 from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.wire import Wire
 from mpitrain.transport.base import Transport, aligned_zeros
+
+ROUNDING = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
+"""Of one coding, relative to the largest number."""
 
 SECONDS = 0.25
 """Time given to one row when the number of iterations is not set."""
@@ -22,6 +27,7 @@ class Request(NamedTuple):
 
     iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
     buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"
+    wires       lossy formats to measure beside the algorithms of an all-reduce
     sweeps      times that the whole list is gone through, so that rows to compare alternate
     """
 
@@ -33,6 +39,15 @@ class Request(NamedTuple):
     warmup: int
     buffers: Sequence[str]
     sweeps: int
+    wires: Sequence[Wire] = ()
+
+
+class Subject(NamedTuple):
+    """What one row is about: its name in the table, and how it is bound. The wire is "none" for exact operations."""
+
+    name: str
+    operation: Operation
+    wire: Wire
 
 
 class Row(NamedTuple):
@@ -75,14 +90,16 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
 def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Row]:
     """Rows as they are measured; the same ones on every rank. Collective."""
     operation = OPERATIONS[request.operation]
+    subjects = [Subject(algorithm, operation, Wire("none")) for algorithm in request.algorithms]
+    subjects += [Subject(f"wire {wire.name}", lossy(wire), wire) for wire in request.wires]
     counts = [max(1, size // request.dtype.itemsize // transport.size) * transport.size for size in request.sizes]
     pools = {where: _buffers(transport, operation, where, max(counts), request.dtype) for where in request.buffers}
     for _ in range(request.sweeps):
         for count in counts:
-            for algorithm in request.algorithms:
+            for subject in subjects:
                 for where, pool in pools.items():
                     buffers = Buffers(pool.array[:count], pool.other[:count])
-                    yield _measure(transport, request, operation, algorithm, where, buffers, tuning)
+                    yield _measure(transport, request, subject, where, buffers, tuning)
 
 
 def _buffers(transport: Transport, operation: Operation, where: str, count: int, dtype: np.dtype) -> Buffers:
@@ -91,8 +108,8 @@ def _buffers(transport: Transport, operation: Operation, where: str, count: int,
     return Buffers(make(count, dtype), make(count if operation is OPERATIONS["all-to-all"] else 0, dtype))
 
 
-def _measure(transport: Transport, request: Request, operation: Operation, algorithm: str, where: str, buffers: Buffers,
-             tuning: Tuning) -> Row:
+def _measure(transport: Transport, request: Request, subject: Subject, where: str, buffers: Buffers, tuning: Tuning) -> Row:
+    algorithm, operation, wire = subject
     count, dtype, n = buffers.array.size, request.dtype, transport.size
     chosen = algorithm
     if algorithm == "auto":
@@ -108,13 +125,25 @@ def _measure(transport: Transport, request: Request, operation: Operation, algor
     times = _timed(transport, reduction, buffers.array, original, iterations)
     slowest = np.max(transport.gather_text(times.tolist()), axis=0) / operation.ways * 1e6
     part, right = operation.right(transport, count)
-    wrong = sum(transport.gather_text(int((~(buffers.array[part] == right.astype(dtype))).sum())))
+    wrong = wrong_elements(transport, buffers.array[part], right.astype(dtype), wire)
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     modelled = "shared-copied" if (chosen, where) == ("shared", "plain") else chosen
-    predicted = predict(tuning, request.operation, modelled, transport.hosts, count, dtype.itemsize) * 1e6
+    predicted = np.nan
+    if wire.name == "none":
+        predicted = predict(tuning, request.operation, modelled, transport.hosts, count, dtype.itemsize) * 1e6
     return Row(request.operation, algorithm, where, nbytes, count, dtype.name, n, median, float(slowest.min()),
                float(np.percentile(slowest, 99)), nbytes / median / 1e3, nbytes / median / 1e3 * operation.bus(n),
                predicted, wrong, chosen)
+
+
+def wrong_elements(transport: Transport, found: np.ndarray, right: np.ndarray, wire: Wire) -> int:
+    """Elements, over all ranks, that are not what they must be: not near it, or not on all ranks alike, for a wire format."""
+    if wire.name == "none":
+        return sum(transport.gather_text(int((~(found == right)).sum())))
+    if len(set(transport.gather_text(zlib.crc32(found)))) > 1:
+        return found.size * transport.size
+    bound = ROUNDING.get(wire.name, np.inf) * transport.size * (right.max() + 1)
+    return sum(transport.gather_text(int((~(np.abs(found - right) <= bound)).sum())))
 
 
 def _timed(transport: Transport, reduction: Reduction, array: np.ndarray, original: np.ndarray, runs: int) -> np.ndarray:

@@ -48,6 +48,8 @@ def collective(name: str) -> Callable:
     @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
     @click.option("--factor", type=click.FloatRange(min=1.01), default=4, show_default=True, help="From one size to the next.")
     @click.option("--dtype", default="float32", show_default=True, help="float32, float64, float16, bfloat16, int32.")
+    @click.option("--wire", default="", metavar="A,B",
+                  help="Of allreduce, float32: formats to measure too: fp16, bf16, int8, topk:0.01, powersgd:4.")
     @click.option("--buffers", default="window", show_default=True, metavar="window|plain|window,plain",
                   help="Where arrays lie: in memory shared by the ranks of a host, as in training, or anywhere.")
     @click.option("--iterations", type=click.IntRange(min=0), default=0, show_default=True,
@@ -104,6 +106,8 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     from mpitrain.bench.operations import OPERATIONS
     from mpitrain.bench.sweep import Request, dtype_of, sizes
     from mpitrain.collectives.agree import check_name
+    from mpitrain.collectives.wire import parse_wire
+    from mpitrain.errors import ConfigError
 
     known = OPERATIONS[name].algorithms
     if name == "allreduce":
@@ -114,8 +118,12 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     places = options["buffers"].split(",")
     for place in places:
         check_name("buffers", place, ("window", "plain"))
+    wires = [parse_wire(text) for text in options["wire"].split(",") if text]
+    if wires and (name, options["dtype"]) != ("allreduce", "float32"):
+        raise ConfigError(f"--wire is for allreduce of float32, but this is {name} of {options['dtype']}.")
     return Request(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
-                   dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"])
+                   dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"],
+                   [wire for wire in wires if wire.name != "none"])
 
 
 @command.command("fit")

@@ -1,5 +1,7 @@
 """A Group: ranks and the algorithm they reduce with. The only communicator a layer sees."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpitrain.collectives.bind import (
@@ -12,6 +14,8 @@ from mpitrain.collectives.bind import (
 )
 from mpitrain.collectives.cost import DEFAULT, Tuning
 from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.lossy import Matrix, bind_lossy
+from mpitrain.collectives.wire import Wire
 from mpitrain.transport.base import Transport
 
 
@@ -38,6 +42,10 @@ class Group:
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce of the array."""
         return bind(self.transport, array, op, self.algorithm, self.tuning)
+
+    def bind_lossy(self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()) -> Reduction:
+        """Bind a sum of a float32 array that travels in a wire format: near the sum, and the same bits on all ranks."""
+        return bind_lossy(self.transport, array, wire, matrices)
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind a reduce-scatter: chunk r ends as the reduction on rank r; the rest of the array is scratch."""

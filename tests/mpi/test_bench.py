@@ -43,6 +43,15 @@ def test_every_dtype_is_measured(dtype, tmp_path):
     assert done.stdout.count(f" {dtype}  ") == 3
 
 
+def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
+    done = bench(2, "allreduce", "--algorithm", "ring", "--wire", "fp16,bf16,int8,topk:0.1,powersgd:2", "--max-bytes", "16K",
+                 "--iterations", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("fp16", "bf16", "int8", "topk", "powersgd"):
+        assert done.stdout.count(f"wire {name} ") == 2
+    assert "wrong elements 0" in done.stdout
+
+
 def test_a_wrong_element_is_counted_and_is_a_failure(tmp_path):
     code = ("import numpy as np; from mpitrain.collectives import execute; execute.OPS['add'] = np.maximum\n"
             "from mpitrain.cli import main; main(['bench', 'allreduce', '--algorithm', 'ring', '--max-bytes', '4K'])")
@@ -68,6 +77,8 @@ def test_what_was_measured_survives_an_interruption(tmp_path):
     (["--algorithm", "rign"], "allreduce algorithm must be one of ring, halving-doubling"),
     (["--dtype", "float8"], "dtype must be one of float32"),
     (["--buffers", "gpu"], "buffers must be one of window, plain"),
+    (["--wire", "fp8"], "wire is one of none, fp16, bf16, int8"),
+    (["--wire", "fp16", "--dtype", "int32"], "--wire is for allreduce of float32"),
     (["--min-bytes", "many"], "is no number of bytes"),
     (["--tuning", "nothing.json"], "nothing.json cannot be read"),
 ])

@@ -6,6 +6,7 @@ import pytest
 from mpitrain.collectives.bind import bind
 from mpitrain.transport.mpi import connect
 from tests.laws.collectives import CollectiveLaws
+from tests.laws.lossy import LossyLaws
 from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
 
@@ -21,7 +22,7 @@ def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks):
 
 
 @pytest.mark.mpi(ranks=[1, 2, 3, 4, 5], timeout=100)
-@pytest.mark.parametrize("cls", [TransportLaws, CollectiveLaws, TrafficLaws])
+@pytest.mark.parametrize("cls", [TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws])
 def test_mpi_obeys(cls, mpi_ranks):
     transport = connect()
     assert transport.size == mpi_ranks

@@ -1,0 +1,210 @@
+"""All-reduce through a wire format: every rank ends with the same bits, which are near the sum.
+
+Sums are taken in float32. Nothing is coded more often than it must be: a chunk goes straight to the rank that sums it,
+and the coded sum to everyone; the rank that made it decodes it like the others.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from itertools import pairwise as pairs
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives import pairwise, ring
+from mpitrain.collectives.agree import agree, everywhere
+from mpitrain.collectives.execute import Chain, Execution, Reduction
+from mpitrain.collectives.plans import Plan
+from mpitrain.collectives.wire import BLOCK, CODECS, Codec, Wire, largest
+from mpitrain.errors import CommError
+from mpitrain.transport.base import Transport
+
+
+class Matrix(NamedTuple):
+    """Where a matrix lies in a flat array."""
+
+    start: int
+    rows: int
+    columns: int
+
+
+class Local:
+    """Work between messages, as a link of a chain."""
+
+    state = None
+
+    def __init__(self, work: Callable[[], None]):
+        self.run = self.start = work
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()) -> Reduction:
+    """Bind a sum of `array` over all ranks, in place, that travels in a wire format.
+
+    array     float32, contiguous; one length on all ranks
+    matrices  for powersgd: what in the array is a matrix; the whole array as one, nearly square, if none is given
+    raises    CommError on every rank if ranks differ or the array is not float32
+    """
+    tag = agree(transport, "lossy all-reduce", array, (wire.name,), wire.name, amount=wire.amount, matrices=len(matrices))
+    if array.dtype != np.float32:
+        raise everywhere(CommError(
+            f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.", "Use wire none."))
+    flat = array.reshape(-1)
+    if wire.name == "topk":
+        return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag)
+    if wire.name == "powersgd":
+        return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
+    return coded(transport, flat, CODECS[wire.name], tag)
+
+
+def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Reduction:
+    """A sum in which every element is coded on its own.
+
+    traffic  2(n-1) chunks of ceil(count / n) elements, rounded up to whole blocks, each coded
+    """
+    rank, n = transport.rank, transport.size
+    blocks = -(-array.size // (n * BLOCK))
+    chunk, size = blocks * BLOCK, blocks * codec.block_bytes
+    values = np.zeros((n, chunk), np.float32)
+    decoded = np.empty(chunk, np.float32)
+    outgoing, incoming = np.empty((n, size), np.uint8), np.empty((n, size), np.uint8)
+    others = [(rank + step) % n for step in range(1, n)]
+
+    def scatter() -> None:
+        values.reshape(-1)[:array.size] = array
+        for peer in others:
+            codec.encode(values[peer], outgoing[peer])
+
+    def gather() -> None:
+        for peer in others:
+            codec.decode(incoming[peer], decoded)
+            values[rank] += decoded
+        codec.encode(values[rank], incoming[rank])
+
+    def finish() -> None:
+        for owner in range(n):
+            codec.decode(incoming[owner], values[owner])
+        array[:] = values.reshape(-1)[:array.size]
+
+    to_all = Execution(transport, incoming, "add", without_self(pairwise.all_to_all(rank, n, incoming.size), rank), tag, outgoing)
+    from_all = Execution(transport, incoming, "add", pairwise.all_gather(rank, n, incoming.size), tag)
+    return Chain([Local(scatter), to_all, Local(gather), from_all, Local(finish)])
+
+
+def without_self(plan: Plan, rank: int) -> Plan:
+    """The plan but for what a rank sends itself."""
+    return plan._replace(steps=tuple(step for step in plan.steps if all(t.peer != rank for t in step.sends)))
+
+
+class TopK(Chain):
+    """The largest elements only; the rest is remembered.
+
+    state    what was not sent yet, (count,)
+    traffic  (n-1) x 8 k bytes
+    source   Stich, Cordonnier & Jaggi 2018, NeurIPS; arXiv:1809.07599
+    """
+
+    def __init__(self, transport: Transport, array: np.ndarray, k: int, tag: int):
+        rank, n = transport.rank, transport.size
+        self.state = np.zeros(array.size, np.float32)
+        everyone = np.empty((n, 2, k), np.int32)
+
+        def choose() -> None:
+            self.state += array
+            chosen = largest(self.state, k)
+            everyone[rank, 0] = chosen
+            everyone[rank, 1].view(np.float32)[:] = self.state[chosen]
+            self.state[chosen] = 0
+
+        def add_up() -> None:
+            array[:] = 0
+            for positions, values in everyone:
+                array[positions] += values.view(np.float32)
+            if not np.isfinite(everyone[:, 1].view(np.float32)).all():
+                self.state[:] = 0  # the step will be skipped: what it left behind must not spoil the next
+
+        exchange = Execution(transport, everyone, "add", ring.all_gather(rank, n, everyone.size), tag)
+        super().__init__([Local(choose), exchange, Local(add_up)])
+
+
+class PowerSgd(Chain):
+    """Every matrix M as P Q', P of orthonormal columns: one step of power iteration from the Q of the run before.
+
+    Each rank keeps what its own part lost, M - P P' M, so that nothing is lost over all ranks.
+
+    state    the lost parts, (count,), then the factors Q, which are the same on all ranks and matter up to a factor
+    traffic  two rings over 4 k (sum of rows), and over 4 k (sum of columns) + 4 (elements outside the matrices) bytes
+    source   Vogels, Karimireddy & Jaggi 2019, NeurIPS; arXiv:1905.13727
+    """
+
+    def __init__(self, transport: Transport, array: np.ndarray, k: int, matrices: Sequence[Matrix], tag: int):
+        matrices = [m for m in matrices or [square(array.size)] if k * (m.rows + m.columns) < m.rows * m.columns]
+        outside = np.ones(array.size, bool)
+        for m in matrices:
+            outside[m.start:m.start + m.rows * m.columns] = False
+        outside = np.flatnonzero(outside)
+        heights, widths = [m.rows for m in matrices], [m.columns for m in matrices]
+        self.state = np.zeros(array.size + k * sum(widths), np.float32)
+        self._lost, factors = self.state[:array.size], self.state[array.size:]
+        factors[:] = np.random.default_rng(0).standard_normal(factors.size)
+        left = np.empty(k * sum(heights), np.float32)
+        right = np.empty(factors.size + outside.size, np.float32)
+        views = [(self._lost[m.start:m.start + m.rows * m.columns].reshape(m.rows, m.columns), p, q, old) for m, p, q, old in
+                 zip(matrices, _factors(left, heights, k), _factors(right, widths, k), _factors(factors, widths, k), strict=True)]
+        sums = [(array[m.start:m.start + m.rows * m.columns].reshape(m.rows, m.columns), p, q, old)
+                for m, (_, p, q, old) in zip(matrices, views, strict=True)]
+
+        def project() -> None:
+            self._lost += array
+            for matrix, p, _, old in views:
+                np.matmul(matrix, old, out=p)
+
+        def reproject() -> None:
+            for matrix, p, q, _ in views:
+                orthonormalise(p)
+                np.matmul(matrix.T, p, out=q)
+                matrix -= p @ q.T
+            right[factors.size:] = self._lost[outside]
+            self._lost[outside] = 0
+
+        def rebuild() -> None:
+            is_finite = np.isfinite(left).all() and np.isfinite(right).all()
+            for matrix, p, q, old in sums:
+                np.matmul(p, q.T, out=matrix)
+                is_live = p.any(axis=0) & is_finite
+                old[:, is_live] = q[:, is_live]  # a direction that vanished is tried again
+            if not is_finite:  # the step will be skipped: what it left behind must not spoil the next
+                self._lost[:] = 0
+            array[outside] = right[factors.size:]
+
+        rings = [Execution(transport, buffer, "add", ring.all_reduce(transport.rank, transport.size, buffer.size), tag)
+                 for buffer in (left, right)]
+        super().__init__([Local(project), rings[0], Local(reproject), rings[1], Local(rebuild)])
+
+
+def square(count: int) -> Matrix:
+    """The most nearly square matrix that fits into `count` elements, from the first one on."""
+    rows = max(1, math.isqrt(count))
+    return Matrix(0, rows, count // rows)
+
+
+def orthonormalise(columns: np.ndarray) -> None:
+    """Gram-Schmidt, in place; a column that depends on those before it becomes zero instead of normalised rounding."""
+    for i in range(columns.shape[1]):
+        column, before = columns[:, i], columns[:, :i]
+        length = np.linalg.norm(column)
+        for _ in range(2):  # once leaves what rounding left
+            column -= before @ (before.T @ column)
+        rest = np.linalg.norm(column)
+        column *= 1 / rest if not rest <= 1e-4 * length else 0
+
+
+def _factors(flat: np.ndarray, lengths: Sequence[int], k: int) -> list[np.ndarray]:
+    """Views (length, k) of a flat buffer, one after the other."""
+    return [flat[k * start:k * stop].reshape(-1, k) for start, stop in pairs(accumulate(lengths, initial=0))]

@@ -1,0 +1,135 @@
+"""What every wire format must do, over any transport."""
+
+import hashlib
+import math
+
+import numpy as np
+
+from mpitrain.collectives.lossy import Matrix, bind_lossy
+from mpitrain.collectives.wire import BLOCK, CODECS, parse_wire
+from tests.laws.collectives import measured
+from tests.laws.transport import raises_comm_error
+
+FORMATS = ("fp16", "bf16", "int8", "topk:0.1", "topk:1", "powersgd:1", "powersgd:4")
+BOUNDS = {"fp16": 2**-11, "bf16": 2**-8, "int8": 0.5 / 127}
+"""Rounding error of one coding, relative to the largest number of the block."""
+COUNTS = (1, 2, 64, 1001, 20_011)
+
+
+def brought(rank: int, step: int, count: int) -> np.ndarray:
+    """Gaussian data that depend on everything."""
+    return np.random.default_rng((rank, step, count)).standard_normal(count).astype(np.float32)
+
+
+class LossyLaws:
+    """A law is a function of one rank's transport; all ranks run it together."""
+
+    def law_all_ranks_hold_the_same_bits(self, transport):
+        for name in FORMATS:
+            for count in (0, *COUNTS):
+                array = np.empty(count, np.float32)
+                reduction = bind_lossy(transport, array, parse_wire(name))
+                for step in range(3):
+                    array[:] = brought(transport.rank, step, count)
+                    reduction.run() if step % 2 else (reduction.start(), reduction.wait())
+                    assert len(set(transport.gather_text(hashlib.sha1(array).hexdigest()))) == 1, (name, count)
+
+    def law_coded_sums_are_as_near_as_their_rounding(self, transport):
+        n = transport.size
+        for name, bound in BOUNDS.items():
+            for count in COUNTS:
+                array = brought(transport.rank, 0, count)
+                bind_lossy(transport, array, parse_wire(name)).run()
+                truth = sum(brought(rank, 0, count).astype(np.float64) for rank in range(n))
+                largest = max(np.abs(brought(rank, 0, count)).max() for rank in range(n))
+                error = np.abs(array - truth).max()
+                assert error <= bound * ((n - 1) * largest + np.abs(truth).max() * (1 + bound)) * (1 + 1e-5), (name, error)
+
+    def law_nothing_is_lost_over_steps_and_ranks(self, transport):
+        for name in ("topk:0.1", "powersgd:4"):
+            for count in COUNTS:
+                array = np.empty(count, np.float32)
+                reduction = bind_lossy(transport, array, parse_wire(name))
+                received, put_in = np.zeros(count), np.zeros(count)
+                for step in range(4):
+                    array[:] = brought(transport.rank, step, count)
+                    put_in += sum(brought(rank, step, count).astype(np.float64) for rank in range(transport.size))
+                    reduction.run()
+                    received += array
+                kept = reduction.state[:count].astype(np.float64)
+                transport.native_all_reduce(kept)
+                assert np.abs(received + kept - put_in).max() <= 1e-4, (name, count)
+
+    def law_topk_of_everything_is_the_sum(self, transport):
+        array = np.arange(1001, dtype=np.float32) + transport.rank
+        reduction = bind_lossy(transport, array, parse_wire("topk:1"))
+        reduction.run()
+        n = transport.size
+        assert np.array_equal(array, n * np.arange(1001) + n * (n - 1) // 2)
+        assert not reduction.state.any()
+
+    def law_topk_sends_the_largest(self, transport):
+        array = np.zeros(1000, np.float32)
+        places = [7 * transport.rank + 3, 999 - transport.rank]
+        array[places] = 5, -7
+        array[500] = 1
+        reduction = bind_lossy(transport, array, parse_wire("topk:0.002"))
+        reduction.run()
+        right = np.zeros(1000)
+        for rank in range(transport.size):
+            right[7 * rank + 3] += 5
+            right[999 - rank] -= 7
+        assert np.array_equal(array, right)
+        assert reduction.state[500] == 1 and np.count_nonzero(reduction.state) == 1
+
+    def law_powersgd_keeps_matrices_of_low_rank_and_all_that_is_no_matrix(self, transport):
+        rows, columns, before, after = 30, 20, 7, 5
+        matrix = Matrix(before, rows, columns)
+        array = np.empty(before + rows * columns + after, np.float32)
+        reduction = bind_lossy(transport, array, parse_wire("powersgd:4"), [matrix])
+        u, v = np.random.default_rng(1).standard_normal((2, 40, 2))
+        low = u[:rows] @ v[:columns].T  # the same column space on all ranks, so that their sum has rank 2 as well
+        for _ in range(3):
+            array[:] = transport.rank + 1
+            array[before:before + low.size] = ((transport.rank + 1) * low).reshape(-1)
+            reduction.run()
+        total = transport.size * (transport.size + 1) // 2
+        assert np.array_equal(array[:before], np.full(before, total))
+        assert np.array_equal(array[-after:], np.full(after, total))
+        assert np.abs(array[before:-after] / total - low.reshape(-1)).max() <= 1e-3
+
+    def law_what_is_not_finite_stays_so_on_every_rank(self, transport):
+        for name in FORMATS:
+            for bad in (np.nan, np.inf):
+                array = np.ones(1001, np.float32)
+                reduction = bind_lossy(transport, array, parse_wire(name))
+                if transport.rank == transport.size - 1:
+                    array[17] = bad
+                with np.errstate(all="ignore"):
+                    reduction.run()
+                assert not np.isfinite(array).all(), (name, bad)
+                array[:] = 1
+                reduction.run()
+                assert np.isfinite(array).all(), (name, bad, "the step after")
+                assert reduction.state is None or np.isfinite(reduction.state).all()
+
+    def law_bytes_on_the_wire_are_the_formula(self, transport):
+        n = transport.size
+        for count in (0, 1, 1001, 20_011):
+            array = np.ones(count, np.float32)
+            blocks = math.ceil(count / (n * BLOCK))
+            for name, codec in CODECS.items():
+                sent = measured(transport, bind_lossy(transport, array, parse_wire(name)).run)
+                assert sent == (2 * (n - 1), 2 * (n - 1) * blocks * codec.block_bytes), name
+            assert CODECS["fp16"].block_bytes == 2 * BLOCK and CODECS["int8"].block_bytes == BLOCK + 4
+            sent = measured(transport, bind_lossy(transport, array, parse_wire("topk:0.01")).run)
+            assert sent[1] == (n - 1) * 8 * math.ceil(0.01 * count)
+        rows, columns, outside, k = 48, 64, 16, 2
+        array = np.ones(rows * columns + outside, np.float32)
+        sent = measured(transport, bind_lossy(transport, array, parse_wire("powersgd:2"), [Matrix(0, rows, columns)]).run)
+        floats = sum(transport.gather_text(sent[1])) / 4
+        assert floats == 2 * (n - 1) * (k * (rows + columns) + outside)
+
+    def law_other_types_are_refused(self, transport):
+        text = raises_comm_error(lambda: bind_lossy(transport, np.ones(3), parse_wire("int8")))
+        assert "wire format int8 takes float32, but the array is float64" in text
