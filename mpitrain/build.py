@@ -6,6 +6,7 @@ from typing import NamedTuple
 from mpitrain import checkpoint
 from mpitrain.collectives.cost import DEFAULT
 from mpitrain.collectives.tuning import read_tuning
+from mpitrain.collectives.wire import parse_wire
 from mpitrain.config import Config
 from mpitrain.data import Source, open_source
 from mpitrain.errors import ConfigError
@@ -35,7 +36,8 @@ def build(transport: Transport, config: Config, saved: Path | None = None) -> Jo
     """
     agreed(transport, lambda: topology(config, transport.size))
     source = agreed(transport, lambda: _source(config))
-    found = agreed(transport, lambda: checkpoint.read(saved)) if saved else None
+    found = agreed(transport, lambda: checkpoint.read(saved, transport.rank, transport.size)) if saved else None
+    agreed(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning
     tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
     trainer = Trainer(transport, model(config, source), config, tuning)

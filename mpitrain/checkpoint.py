@@ -2,6 +2,7 @@
 
     checkpoints/step-00000400/model.safetensors       parameters under their full names: any tool can read them
     checkpoints/step-00000400/optimizer.safetensors   optimizer state under <buffer>/<full name>
+    checkpoints/step-00000400/residuals-0.safetensors what the wire format of rank 0 still owes, where one is in use
 
 Each file's metadata holds the step and a SHA-256 over everything else in it, so a truncated or altered file is refused.
 """
@@ -10,45 +11,82 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.trainer import Trainer
+from mpitrain.transport.agree import agreed
 
 FORMAT = "mpitrain-1"
+RESIDUALS = "residuals-{}.safetensors"
 
 
 class Checkpoint(NamedTuple):
-    """A verified checkpoint in memory: optimizer steps done, and whole tensors by full name."""
+    """A verified checkpoint in memory: optimizer steps done, whole tensors by full name, and one rank's residuals."""
 
     step: int
     parameters: dict[str, np.ndarray]
     state: dict[str, np.ndarray]
+    residuals: dict[str, np.ndarray]
 
 
 def save(folder: Path, trainer: Trainer, step: int, keep: int) -> Path:
-    """Write step `step` under `folder` and drop all but the newest `keep`; for rank 0 of replicas that are whole.
+    """Write step `step` under `folder` and drop all but the newest `keep`; collective.
 
-    Whatever happens on the way, the checkpoints that were there stay good until the new one has its final name.
+    Rank 0 writes what replicas share, every rank its residuals, if its wire format has any. Whatever happens on the way,
+    the checkpoints that were there stay good until the new one has its final name.
+
+    raises  TrainingError on every rank if any of them cannot write
     """
-    to_host = trainer.backend.to_host
     target, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+    is_root = trainer.transport.rank == 0
+    for part in (
+        lambda: is_root and _prepare(partial),
+        lambda: _write_own(partial, trainer, step),
+        lambda: is_root and _put_in_place(partial, target, keep),
+    ):
+        agreed(trainer.transport, lambda part=part: _attempt(part, step, folder))
+    return target
+
+
+def _attempt(part: Callable[[], Any], step: int, folder: Path) -> None:
+    try:
+        part()
+    except OSError as error:
+        raise TrainingError(f"The checkpoint of step {step} cannot be written to {folder}: {error}.",
+                            "Make room, then go on with --resume; the checkpoints before it are still good.") from None
+
+
+def _prepare(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+
+
+def _write_own(partial: Path, trainer: Trainer, step: int) -> None:
+    entries, to_host, rank = trainer.plan.entries, trainer.backend.to_host, trainer.transport.rank
+    residuals = trainer.replication.buckets.residuals()
+    if residuals:
+        _write(partial / RESIDUALS.format(rank), residuals, step)
+    if rank != 0:
+        return
     flat = to_host(trainer.parameters)
-    _write(partial / "model.safetensors", {e.name: e.view(flat) for e in trainer.plan.entries}, step)
+    _write(partial / "model.safetensors", {e.name: e.view(flat) for e in entries}, step)
     buffers = {name: to_host(buffer) for name, buffer in trainer.optimizer.state.items()}
     _write(partial / "optimizer.safetensors",
-           {f"{name}/{e.name}": e.view(buffer) for name, buffer in buffers.items() for e in trainer.plan.entries}, step)
+           {f"{name}/{e.name}": e.view(buffer) for name, buffer in buffers.items() for e in entries}, step)
+
+
+def _put_in_place(partial: Path, target: Path, keep: int) -> None:
+    folder = target.parent
     _sync(partial)
     if target.exists():
-        replaced = folder / f".step-{step:08d}.replaced"
+        replaced = folder / f".{target.name}.replaced"
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
         partial.rename(target)
@@ -58,7 +96,6 @@ def save(folder: Path, trainer: Trainer, step: int, keep: int) -> Path:
     _sync(folder)
     for old in steps(folder)[:-keep]:
         shutil.rmtree(old)
-    return target
 
 
 def steps(folder: Path) -> list[Path]:
@@ -74,13 +111,28 @@ def newest(folder: Path) -> Path:
     return found[-1]
 
 
-def read(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint; CheckpointError names what is wrong with it."""
+def read(path: Path, rank: int, ranks: int) -> Checkpoint:
+    """Read and verify one checkpoint for one of `ranks` ranks; CheckpointError names what is wrong with it."""
     step, parameters = _read(path / "model.safetensors")
     optimizer_step, state = _read(path / "optimizer.safetensors")
     if step != optimizer_step:
         raise CheckpointError(f"{path} mixes step {step} (model) with step {optimizer_step} (optimizer).", _way_out(path))
-    return Checkpoint(step, parameters, state)
+    return Checkpoint(step, parameters, state, _residuals(path, rank, ranks))
+
+
+def _residuals(path: Path, rank: int, ranks: int) -> dict[str, np.ndarray]:
+    """This rank's own residuals; with another number of ranks than before, an equal part of the sum of all."""
+    written = sorted(path.glob(RESIDUALS.format("*")))
+    if len(written) == ranks:
+        return _read(path / RESIDUALS.format(rank))[1]
+    total: dict[str, np.ndarray] = {}
+    for file in written:
+        for name, tensor in _read(file)[1].items():
+            if name.startswith("factors/"):
+                total[name] = tensor  # the same on all ranks
+            else:
+                total[name] = total[name] + tensor / ranks if name in total else tensor / ranks
+    return total
 
 
 def load(checkpoint: Checkpoint, trainer: Trainer) -> None:
@@ -88,6 +140,7 @@ def load(checkpoint: Checkpoint, trainer: Trainer) -> None:
     _fill(trainer, trainer.parameters, "", checkpoint.parameters)
     for name, buffer in trainer.optimizer.state.items():
         _fill(trainer, buffer, f"{name}/", checkpoint.state)
+    trainer.replication.buckets.load_residuals(checkpoint.residuals)
 
 
 def _fill(trainer: Trainer, flat: np.ndarray, prefix: str, tensors: Mapping[str, np.ndarray]) -> None:

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mpitrain.errors import ConfigError
 
+WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
+
 
 class Section(BaseModel):
     """A table of the configuration file: no unknown keys, no silent conversions, no NaN."""
@@ -60,6 +62,10 @@ class Replication(Section):
         "auto", "ring", "halving-doubling", "recursive-doubling", "tree", "star", "hierarchical", "shared", "native"
     ] = Field("auto", description="the all-reduce of the gradients; auto: what the tuning predicts to be fastest")
     tuning: str = Field("", description="tuning file of `mpitrain bench fit`, for auto; empty: plain assumptions")
+    wire: str = Field(
+        "none", pattern=WIRE, description="how gradients travel: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
+    )
+    dense_steps: int = Field(0, ge=0, description="first steps whose gradients travel whole, whatever the wire format")
     bucket_mb: float = Field(4.0, gt=0, description="megabytes of whole units that are reduced together")
     overlap: bool = Field(True, description="reduce a bucket as soon as its gradients are ready")
 
@@ -106,6 +112,12 @@ class Config(Section):
 
     def model_post_init(self, context: Any) -> None:
         """Refuse what cannot work whatever the ranks and the data are."""
+        if self.replication.wire != "none" and self.precision.compute != "float32":
+            raise ConfigError(
+                f"Wire formats carry float32, but precision.compute is {self.precision.compute} with replication.wire "
+                f"{self.replication.wire}.",
+                "Set replication.wire to none, or precision.compute to float32.",
+            )
         width, heads = self.model.width, self.model.heads
         if self.model.kind == "gpt" and width % heads:
             near = sorted((width // heads * heads or heads, -(-width // heads) * heads))
@@ -193,6 +205,8 @@ def _complaint(item: Mapping[str, Any]) -> str:
         close = difflib.get_close_matches(name, known, 1, 0.6)
         return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
     law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
+    if item["type"] == "string_pattern_mismatch":
+        law = "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     if item["type"] == "finite_number" or (isinstance(item["input"], float) and math.isnan(item["input"])):
         law = "must be a finite number"
     return f"{name} {law}, but is {item['input']!r}."

@@ -193,21 +193,11 @@ class _Run:
         self._record({"step": step, "val_loss": loss, "val_accuracy": accuracy})
 
     def _save(self, step: int) -> None:
-        """Checkpoint on rank 0; an error there is agreed, so that no rank trains on without one."""
         if self._saved_at == step:
             return
         self._watchdog.alive(f"the checkpoint of step {step}")
-        agreed(self._trainer.transport, lambda: self._save_on_root(step))
+        checkpoint.save(self._folder / CHECKPOINTS, self._trainer, step, self._config.checkpoint.keep)
         self._saved_at = step
-
-    def _save_on_root(self, step: int) -> None:
-        if not self._is_root:
-            return
-        try:
-            checkpoint.save(self._folder / CHECKPOINTS, self._trainer, step, self._config.checkpoint.keep)
-        except OSError as error:
-            raise TrainingError(f"The checkpoint of step {step} cannot be written: {error}.",
-                                f"Make room, then go on with --resume --out {self._folder}.") from None
 
     def _record(self, record: dict[str, Any]) -> None:
         if self._metrics:

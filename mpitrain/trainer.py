@@ -62,6 +62,7 @@ class Trainer:
         """
         rows, parts = len(inputs), self.config.batch.micro_batches
         scale = 1 / (self.config.batch.size * targets[0].size)
+        self.replication.begin(index)
         for leaf in self._leaves:
             leaf.filled = False
         loss = 0.0

@@ -9,8 +9,9 @@ from mpitrain import config
 from mpitrain.arena import Arena
 from mpitrain.collectives.group import Group
 from mpitrain.optim import Optimizer
+from mpitrain.parallel.buckets import Buckets
 from mpitrain.topology import share
-from mpitrain.units import Bucket, Plan
+from mpitrain.units import Plan
 
 
 class Step(NamedTuple):
@@ -55,6 +56,9 @@ class Replication:
         """The rows of a global batch that this rank computes."""
         return range(rows)
 
+    def begin(self, step: int) -> None:
+        """Step `step`, from 0, is about to be computed."""
+
     def open(self, unit: int) -> None:
         """The unit's parameters are about to be used."""
 
@@ -83,7 +87,8 @@ class AllReduce(Replication):
     """Data parallelism without a master: every rank computes its rows, gradients are summed by an all-reduce.
 
     Buckets of whole units lie in the flat gradient buffer; each is reduced in place, from the last unit to the first,
-    while earlier layers still compute. Li et al. 2020, PyTorch Distributed, VLDB 13(12).
+    while earlier layers still compute. With a lossy wire format replicas still end equal, bit for bit.
+    source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
     """
 
     def __init__(self, group: Group, plan: Plan, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
@@ -92,10 +97,7 @@ class AllReduce(Replication):
         self._group, self._optimizer = group, optimizer
         self._parameters, self._gradients = parameters, gradients
         self._overlap, self._clip = settings.overlap, clip
-        self._buckets: dict[int, Bucket] = {b.first_unit: b for b in plan.buckets(settings.bucket_mb * 1e6)}
-        self._reductions = {
-            unit: group.bind(gradients[bucket.start:bucket.stop]) for unit, bucket in self._buckets.items()
-        }
+        self.buckets = Buckets(group, plan, gradients, settings)
         self._control = np.zeros(4)  # loss, sum of squares, non-finite elements, stop requests
         self._agree = group.bind(self._control)
         # The norm is computed once: each rank squares its share of the reduced gradient.
@@ -105,17 +107,21 @@ class AllReduce(Replication):
     def share(self, rows: int) -> range:
         return share(rows, self._group.rank, self._group.size)
 
+    def begin(self, step: int) -> None:
+        self.buckets.begin(step)
+
     def gradient_ready(self, unit: int) -> None:
-        if self._overlap and unit in self._reductions:
-            self._reductions[unit].start()
+        if self._overlap:
+            self.buckets.start(unit)
 
     def poll(self) -> None:
-        for reduction in self._reductions.values():
-            reduction.poll()
+        self.buckets.poll()
 
     def finish(self, step: Step) -> Outcome:
-        for reduction in self._reductions.values():
-            reduction.wait() if self._overlap else reduction.run()
+        if self._overlap:
+            self.buckets.wait()
+        else:
+            self.buckets.run()
         squares = self._ops.square_sum(self._own, self._arena)
         nonfinite = 0 if math.isfinite(squares) else self._ops.count_nonfinite(self._own, self._arena)
         self._control[:] = step.loss, squares, nonfinite, step.stop

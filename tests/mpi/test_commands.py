@@ -151,6 +151,7 @@ MISTAKES = [
     (["--set", "data.source=digits"], "The model.kind for digits is mlp, but the configuration says gpt."),
     (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
     (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
+    (["--set", "replication.wire=topk:2"], "it is 'topk:2'"),
     (["--resume"], "--resume needs the directory of the run."),
     (["--out", "empty.txt/run"], "The run directory empty.txt/run cannot be made"),
     (["--no-such-option"], "No such option"),

@@ -32,6 +32,7 @@ def test_an_unknown_key_names_the_nearest_one():
     ("model.kind=rnn", "model.kind must be 'gpt' or 'mlp', but is 'rnn'."),
     ("model.heads=3", "model.heads must divide model.width, but 3 does not divide 128."),
     ("model.heads=256", "model.heads must divide model.width, but 256 does not divide 128."),
+    ("replication.wire=zip", "replication.wire must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK], but is 'zip'."),
     ("nonsense", "--set takes section.key=value, but got 'nonsense'."),
 ])
 def test_a_bad_value_is_refused_with_law_and_value(setting, complaint):
@@ -44,6 +45,10 @@ def test_all_that_is_wrong_is_said_at_once():
 
 def test_heads_that_do_not_divide_name_the_nearest_widths():
     assert "Set model.width to 126 or 129" in refusal("model.heads=3")
+
+
+def test_wire_formats_of_float64_are_refused():
+    assert "Wire formats carry float32" in refusal("replication.wire=fp16", "precision.compute=float64")
 
 
 def test_a_file_that_is_not_toml_is_refused(tmp_path):

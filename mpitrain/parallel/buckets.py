@@ -1,0 +1,86 @@
+"""The all-reduce of a flat gradient buffer, bucket by bucket: whole numbers, or in a wire format after some first steps."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mpitrain import config
+from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.group import Group
+from mpitrain.collectives.lossy import Matrix
+from mpitrain.collectives.wire import parse_wire
+from mpitrain.units import Bucket, Plan
+
+
+class Buckets:
+    """Reductions in place of runs of whole units, each started when its first unit's gradient is ready.
+
+    bytes sent  as the bound reductions say; in a wire format, as its formula does
+    """
+
+    def __init__(self, group: Group, plan: Plan, gradients: np.ndarray, settings: config.Replication):
+        self._plan, self._dense_steps = plan, settings.dense_steps
+        self._buckets = plan.buckets(settings.bucket_mb * 1e6)
+        views = [gradients[b.start:b.stop] for b in self._buckets]
+        wire = parse_wire(settings.wire)
+        is_lossy = wire.name != "none"
+        needs_dense = not is_lossy or self._dense_steps > 0
+        self._dense: list[Reduction] = [group.bind(view) for view in views] if needs_dense else []
+        self._lossy: list[Reduction] = [
+            group.bind_lossy(view, wire, self._matrices(bucket))
+            for bucket, view in zip(self._buckets, views, strict=True)
+        ] if is_lossy else []
+        self.begin(0)
+
+    def _matrices(self, bucket: Bucket) -> list[Matrix]:
+        return [
+            Matrix(entry.start - bucket.start, *entry.parameter.local_shape)
+            for entry in self._plan.entries
+            if bucket.start <= entry.start < bucket.stop and len(entry.parameter.local_shape) == 2
+        ]
+
+    def begin(self, step: int) -> None:
+        """Choose the reductions of step `step`, from 0."""
+        is_lossy = self._lossy and step >= self._dense_steps
+        self._active = self._lossy if is_lossy else self._dense
+        self._by_unit = {b.first_unit: r for b, r in zip(self._buckets, self._active, strict=True)}
+
+    def start(self, unit: int) -> None:
+        """Start the bucket that was waiting for this unit, if any was."""
+        if unit in self._by_unit:
+            self._by_unit[unit].start()
+
+    def poll(self) -> None:
+        """Move what is under way."""
+        for reduction in self._active:
+            reduction.poll()
+
+    def wait(self) -> None:
+        """Block until all that was started is reduced."""
+        for reduction in self._active:
+            reduction.wait()
+
+    def run(self) -> None:
+        """Reduce everything now."""
+        for reduction in self._active:
+            reduction.run()
+
+    def residuals(self) -> dict[str, np.ndarray]:
+        """What this rank's wire format still owes, by full parameter name, and its other state under factors/<bucket>."""
+        found = {}
+        for number, (bucket, reduction) in enumerate(zip(self._buckets, self._lossy, strict=False)):
+            if reduction.state is None:
+                continue
+            lost, rest = np.split(reduction.state, [bucket.stop - bucket.start])
+            for entry in self._plan.entries:
+                if bucket.start <= entry.start < bucket.stop:
+                    found[entry.name] = lost[entry.start - bucket.start:entry.stop - bucket.start]
+            if rest.size:
+                found[f"factors/{number}"] = rest
+        return found
+
+    def load_residuals(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Take over what `residuals` gave; what is not there, or has another size, starts as in a new run."""
+        for name, view in self.residuals().items():
+            if name in saved and saved[name].shape == view.shape:
+                view[:] = saved[name]

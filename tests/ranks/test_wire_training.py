@@ -1,0 +1,75 @@
+"""Training through wire formats: replicas stay equal (`curves` asserts it), what is not sent is not lost, residuals survive a checkpoint."""
+
+import numpy as np
+import pytest
+
+from mpitrain import checkpoint
+from mpitrain.build import build
+from mpitrain.trainer import replicas_equal
+from mpitrain.transport.threads import run_ranks
+from tests.ranks.test_training import TINY, configured, curves
+
+WIRES = ("fp16", "bf16", "int8", "topk:0.1", "powersgd:2")
+RESIDUAL = ("topk:0.1", "powersgd:2")
+
+
+@pytest.mark.parametrize("wire, tolerance", [("fp16", 0.01), ("bf16", 0.02), ("int8", 0.03)])
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_a_format_that_sends_every_element_trains_like_whole_gradients(wire, tolerance, ranks):
+    whole, losses = curves(3, *TINY)[0], curves(ranks, *TINY, f"replication.wire={wire}")[0]
+    assert np.all(np.abs(losses - whole) <= tolerance) and not np.array_equal(losses, whole)
+
+
+@pytest.mark.parametrize("wire", RESIDUAL)
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_a_format_that_sends_a_part_still_learns_most_of_it_in_the_first_steps(wire, ranks):
+    whole, losses = curves(3, *TINY)[0], curves(ranks, *TINY, f"replication.wire={wire}")[0]
+    assert losses[0] - losses[-1] >= 0.6 * (whole[0] - whole[-1])
+
+
+@pytest.mark.parametrize("wire", RESIDUAL)
+def test_dense_steps_are_bitwise_those_of_whole_gradients(wire):
+    whole = curves(2, *TINY, "replication.algorithm=ring")[0]
+    mixed = curves(2, *TINY, "replication.algorithm=ring", f"replication.wire={wire}", "replication.dense_steps=7")[0]
+    assert np.array_equal(whole[:8], mixed[:8]) and not np.array_equal(whole[8:], mixed[8:])
+
+
+def train_and_save(transport, folder, wire, first, last, load):
+    """Steps first..last of a run, from a checkpoint or from the start; saved at the end. Losses and residuals."""
+    config = configured(*TINY, f"replication.wire={wire}")
+    trainer, source, done = build(transport, config, checkpoint.newest(folder) if load else None)
+    assert done == first
+    losses = []
+    for index in range(first, last):
+        losses.append(trainer.step(index, *source.batch(0, index, 12, trainer.share())).loss)
+    assert replicas_equal(trainer)
+    before = {name: view.copy() for name, view in trainer.replication.buckets.residuals().items()}
+    checkpoint.save(folder, trainer, last, keep=1)
+    return losses, before
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_resumed_run_goes_on_bitwise_with_its_residuals(wire, tmp_path):
+    whole = run_ranks(3, train_and_save, tmp_path / "whole", wire, 0, 8, False)
+    first = run_ranks(3, train_and_save, tmp_path / "cut", wire, 0, 5, False)
+    second = run_ranks(3, train_and_save, tmp_path / "cut", wire, 5, 8, True)
+    for rank in range(3):
+        assert first[rank][0] + second[rank][0] == whole[rank][0]
+        for name, residual in whole[rank][1].items():
+            assert np.array_equal(residual, second[rank][1][name]), name
+    assert any(r.any() for r in whole[1][1].values()) == (wire in RESIDUAL)
+
+
+@pytest.mark.parametrize("wire", RESIDUAL)
+@pytest.mark.parametrize("ranks", (1, 2, 4))
+def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(wire, ranks, tmp_path):
+    saved = [before for _, before in run_ranks(3, train_and_save, tmp_path, wire, 0, 3, False)]
+    loaded = [before for _, before in run_ranks(ranks, train_and_save, tmp_path, wire, 3, 3, True)]
+    assert any(rank[name].any() for rank in saved for name in rank)
+    for name in saved[0]:
+        if name.startswith("factors/"):
+            assert np.array_equal(saved[0][name], loaded[0][name])
+            continue
+        total = np.sum([rank[name] for rank in saved], axis=0, dtype=np.float64)
+        kept = np.sum([rank[name] for rank in loaded], axis=0, dtype=np.float64)
+        assert np.all(np.abs(total - kept) <= 1e-6 * np.abs(total).max()), name
