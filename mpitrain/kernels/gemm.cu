@@ -25,46 +25,46 @@ static_assert(THREADS % (TILE_K / 4) == 0 && THREADS % (TILE_M / 4) == 0 && THRE
 static_assert(!ROW_SUMS || THREADS >= TILE_M, "one thread sums each row");
 
 // One thread's share of a TILE_K x WIDTH piece of an operand, on its way from global to shared memory. Element (k, w) of
-// the operand is stored at [w][k] if K_IS_CONTIGUOUS, else at [k][w]. `load` goes from piece to piece along K.
+// the operand is stored at [w][k] if K_IS_CONTIGUOUS, else at [k][w]. `load` goes from piece to piece along K. What can be
+// computed again is not kept: the large tile has no register to spare.
 template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
     static constexpr int LOADS = WIDTH * TILE_K / (4 * THREADS);
     static constexpr int FOURS = (K_IS_CONTIGUOUS ? TILE_K : WIDTH) / 4;    // in a stored row of the piece
+    static constexpr int STEP = THREADS / FOURS;                            // stored rows between this thread's fours
     const Element* at;    // this thread's first four
-    long long pitch;
-    int w, W, k, K;       // where they are, and the ends
+    int width_left;       // elements from it on to the end of the operand's width
     bool vector;
     Four<Sum> held[LOADS];
 
-    __device__ __forceinline__ Piece(const Element* operand, int pitch, int w0, int W, int k0, int K)
-        : pitch(pitch), W(W), K(K), vector(in_fours(operand, pitch)) {
-        const int major = threadIdx.x / FOURS, minor = threadIdx.x % FOURS * 4;
-        w = w0 + (K_IS_CONTIGUOUS ? major : minor);
-        k = k0 + (K_IS_CONTIGUOUS ? minor : major);
-        at = operand + (K_IS_CONTIGUOUS ? w * this->pitch + k : k * this->pitch + w);
+    static __device__ __forceinline__ int major() { return threadIdx.x / FOURS; }
+    static __device__ __forceinline__ int minor() { return threadIdx.x % FOURS * 4; }
+
+    __device__ __forceinline__ Piece(const Element* operand, int pitch, int w0, int W, int k0) : vector(in_fours(operand, pitch)) {
+        const int w = K_IS_CONTIGUOUS ? min(w0 + major(), W - 1) : w0 + minor(), k = k0 + (K_IS_CONTIGUOUS ? minor() : major());
+        at = operand + (K_IS_CONTIGUOUS ? (long long)w * pitch + k : (long long)k * pitch + w);
+        width_left = W - w;
     }
 
-    __device__ __forceinline__ void load() {
+    // `k_left` elements of K remain from this piece's first on. Rows past the width repeat its last: nobody stores them.
+    __device__ __forceinline__ void load(int pitch, int k_left) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            const int below = i * (THREADS / FOURS);    // rows between this thread's fours
-            const bool inside = K_IS_CONTIGUOUS ? w + below < W : k + below < K;
-            if (inside) load_four(at + below * pitch, 0, K_IS_CONTIGUOUS ? K - k : W - w, vector, held[i].at);
-            else held[i] = {};
+            const int below = !K_IS_CONTIGUOUS ? i * STEP : i == 0 ? 0 : min(i * STEP, width_left - 1);
+            const int four_left = K_IS_CONTIGUOUS ? k_left - minor() : major() + below < k_left ? width_left : 0;
+            load_four(at + (long long)below * pitch, 0, four_left, vector, held[i].at);
         }
-        k += TILE_K;
-        at += K_IS_CONTIGUOUS ? TILE_K : TILE_K * pitch;
+        at += K_IS_CONTIGUOUS ? TILE_K : (long long)TILE_K * pitch;
     }
 
     __device__ __forceinline__ void store(Sum (*shared)[WIDTH + PAD]) const {
-        const int major = threadIdx.x / FOURS, minor = threadIdx.x % FOURS * 4;
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            const int row = major + i * (THREADS / FOURS);
+            const int row = major() + i * STEP;
             if (K_IS_CONTIGUOUS) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) shared[minor + j][row] = held[i].at[j];
+                for (int j = 0; j < 4; ++j) shared[minor() + j][row] = held[i].at[j];
             } else {
-                *reinterpret_cast<Four<Sum>*>(&shared[row][minor]) = held[i];
+                *reinterpret_cast<Four<Sum>*>(&shared[row][minor()]) = held[i];
             }
         }
     }
@@ -92,12 +92,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     Sum sums[THREAD_M][THREAD_N] = {};
     const bool sums_a_row = ROW_SUMS && tile.n == 0 && threadIdx.x < TILE_M;
     Sum row_sum = 0;    // of row m0 + threadIdx.x, in the first tile of each row of tiles
-    Piece<!TRANSPOSED_A, TILE_M> next_a(A, lda, m0, M, k_begin, k_end);
-    Piece<TRANSPOSED_B, TILE_N> next_b(B, ldb, n0, N, k_begin, k_end);
+    Piece<!TRANSPOSED_A, TILE_M> next_a(A, lda, m0, M, k_begin);
+    Piece<TRANSPOSED_B, TILE_N> next_b(B, ldb, n0, N, k_begin);
     int buffer = 0;
     if (k_begin < k_end) {
-        next_a.load();
-        next_b.load();
+        next_a.load(lda, k_end - k_begin);
+        next_b.load(ldb, k_end - k_begin);
         next_a.store(As[0]);
         next_b.store(Bs[0]);
     }
@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     for (int k0 = k_begin; k0 < k_end; k0 += TILE_K) {
         const bool more = k0 + TILE_K < k_end;
         if (more) {
-            next_a.load();
-            next_b.load();
+            next_a.load(lda, k_end - k0 - TILE_K);
+            next_b.load(ldb, k_end - k0 - TILE_K);
         }
 #pragma unroll
         for (int k = 0; k < TILE_K; ++k) {

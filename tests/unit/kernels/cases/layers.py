@@ -138,8 +138,8 @@ def norms() -> Iterator[Callable]:
 
 def embeddings() -> Iterator[Callable]:
     """embedding, and the positions' gradient of columns."""
-    for b, t, v, c in ((1, 1, 1, 1), (3, 5, 2, 7), (2, 9, 50, 3), (0, 4, 5, 6), (3, 43, 31, 128), (2, 64, 33, 131),
-                       (1, 7, 65, 36)):
+    shapes = ((1, 1, 1, 1), (3, 5, 2, 7), (2, 9, 50, 3), (0, 4, 5, 6), (3, 43, 31, 128), (2, 64, 33, 131), (1, 7, 65, 36))
+    for b, t, v, c in shapes:
         yield partial(check_embedding, b=b, t=t, v=v, c=c)
     yield partial(check_embedding, b=3, t=50, v=40, c=36, dtype="float64", index="int32")
     yield partial(check_embedding, b=2, t=5, v=7, c=12, dtype="bfloat16")
