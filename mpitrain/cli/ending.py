@@ -1,5 +1,6 @@
 """How a rank begins and ends: connected, and leaving together with the others or taking them along."""
 
+import os
 import sys
 import time
 import traceback
@@ -35,6 +36,13 @@ def ranks(allow_alone: bool = False) -> "Iterator[Transport]":
             transport.abort(str(error))
         text = str(error)
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
+        if transport.size > 1:
+            transport.abort("nobody reads its output any more")
+        sys.exit(1)
+    except MemoryError as error:
+        transport.abort(f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches.")
     except BaseException as error:
         if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
             raise

@@ -1,5 +1,6 @@
 """`mpitrain eval`: the held-out loss of a checkpoint."""
 
+import json
 from pathlib import Path
 
 import click
@@ -15,7 +16,7 @@ def command(run: Path, data: str | None) -> None:
     with ranks() as transport:
         from mpitrain.session import open_run
 
-        job = open_run(transport, run, {"data": {"source": data}} if data else None)
+        job = open_run(transport, run, [f"data.source={json.dumps(data)}"] if data else [])
         loss, accuracy = job.trainer.evaluate(job.source)
         if transport.rank == 0:
             click.echo(f"{run} at step {job.step} on {job.trainer.config.data.source}: validation loss {loss:.4f} nats, "
