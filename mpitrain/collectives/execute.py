@@ -1,17 +1,22 @@
 """The executor: runs a plan over one array, again and again, through views and scratch it made once."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpitrain.collectives.plans import Plan, Step
+from mpitrain.collectives.plans import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Request, Transport
 
 OPS = {"add": np.add, "maximum": np.maximum}
 """Reductions by name; CuPy arrays answer to the same functions."""
+
+
+BETWEEN_HOSTS = 60 << 10
+"""Bytes of one message between hosts; longer transfers are cut. Just below the 64 KiB up to which MPI's TCP transports send
+at once: a longer message waits for a reply to its announcement, and several short ones keep the link busier."""
 
 
 class Reduction(Protocol):
@@ -38,9 +43,9 @@ class Reduction(Protocol):
         """Block until the result is in the buffer."""
 
 
-def started_twice(rank: int) -> CommError:
+def started_twice() -> CommError:
     """The error of a start before the end of the last run."""
-    return CommError(f"rank {rank}: a reduction was started again before its last run had ended.",
+    return CommError("A reduction was started again before its last run had ended.",
                      "Call wait() first, or bind one reduction per buffer.")
 
 
@@ -74,7 +79,8 @@ class Execution:
         flat = array.reshape(-1)
         source = flat if outgoing is None else outgoing.reshape(-1)
         scratch = [np.empty_like(flat, shape=scratch_count(plan)) for _ in range(plan.depth)]
-        self._steps = [bind_step(step, transport.rank, source, flat, scratch[i % plan.depth])
+        limit = max(1, BETWEEN_HOSTS // flat.itemsize)
+        self._steps = [bind_step(cut(step, transport, limit), transport.rank, source, flat, scratch[i % plan.depth])
                        for i, step in enumerate(plan.steps)]
         self._requests: deque[list[Request]] = deque()
         self._ended = len(self._steps)
@@ -85,7 +91,7 @@ class Execution:
 
     def start(self) -> None:
         if self._ended < len(self._steps):
-            raise started_twice(self._transport.rank)
+            raise started_twice()
         self._ended = 0
         for step in self._steps[:self._depth]:
             self._post(step)
@@ -122,6 +128,20 @@ class Execution:
             self._post(self._steps[following])
 
 
+def cut(step: Step, transport: Transport, limit: int) -> Step:
+    """The step with no transfer to or from another host longer than `limit` elements."""
+    here, hosts = transport.hosts[transport.rank], transport.hosts
+
+    def parts(transfer: Transfer) -> Iterable[Transfer]:
+        length = transfer.stop - transfer.start
+        if length <= limit or hosts[transfer.peer] == here:
+            return [transfer]
+        return [Transfer(transfer.peer, *part) for part in pieces(transfer.start, transfer.stop, -(-length // limit))]
+
+    return step._replace(sends=tuple(p for t in step.sends for p in parts(t)),
+                         receives=tuple(p for t in step.receives for p in parts(t)))
+
+
 def bind_step(step: Step, rank: int, source: np.ndarray, flat: np.ndarray, scratch: np.ndarray) -> _BoundStep:
     """Views of the arrays, and of the scratch where received elements wait to be combined."""
     sends = [(source[t.start:t.stop], t.peer) for t in step.sends]
@@ -138,39 +158,3 @@ def bind_step(step: Step, rank: int, source: np.ndarray, flat: np.ndarray, scrat
         used += target.size
     combines = [(target, received) for (target, _), (received, _) in zip(targets, receives, strict=True)]
     return _BoundStep(sends, receives, copies, combines)
-
-
-class Chain:
-    """Reductions that run one after the other as one."""
-
-    state = None
-
-    def __init__(self, links: Sequence[Reduction]):
-        self._links = links
-        self._ended = len(links)
-
-    def run(self) -> None:
-        for link in self._links:
-            link.run()
-
-    def start(self) -> None:
-        self._ended = 0
-        self._links[0].start()
-
-    def poll(self) -> bool:
-        while self._ended < len(self._links):
-            if not self._links[self._ended].poll():
-                return False
-            self._go_on()
-        return True
-
-    def wait(self) -> None:
-        while self._ended < len(self._links):
-            self._links[self._ended].wait()
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """The link under way has ended: start the next."""
-        self._ended += 1
-        if self._ended < len(self._links):
-            self._links[self._ended].start()
