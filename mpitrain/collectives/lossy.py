@@ -16,7 +16,7 @@ from mpitrain.collectives import pairwise, ring
 from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.compose import Chain, Lanes, Local
 from mpitrain.collectives.execute import Execution, Reduction
-from mpitrain.collectives.plans import Plan, pieces
+from mpitrain.collectives.plans import Plan, at_once, pieces
 from mpitrain.collectives.wire import BLOCK, CODECS, Codec, Wire, largest
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Transport
@@ -84,8 +84,10 @@ def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Ch
             codec.decode(incoming[owner], values[owner])
         array[:] = values.reshape(-1)[:array.size]
 
-    to_all = Execution(transport, incoming, "add", without_self(pairwise.all_to_all(rank, n, incoming.size), rank), tag, outgoing)
-    from_all = Execution(transport, incoming, "add", pairwise.all_gather(rank, n, incoming.size), tag)
+    plans = without_self(pairwise.all_to_all(rank, n, incoming.size), rank), pairwise.all_gather(rank, n, incoming.size)
+    # All peers at once: a rank that is late to code its chunk then holds up nobody's exchange with the others.
+    to_all, from_all = (Execution(transport, incoming, "add", at_once(plan), tag, source)
+                        for plan, source in zip(plans, (outgoing, incoming), strict=True))
     return Chain([Local(scatter), to_all, Local(gather), from_all, Local(finish)])
 
 
