@@ -21,7 +21,8 @@ for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem)):
         ms = row["time_us"] / 1e3
         times.setdefault(name, {})[n] = ms
         bound = stars[n] if name == "star" else bounds[n] / 2 if name in ("wire fp16", "wire bf16") else bounds[n]
-        print(f"{n:5} {rate / 1e6:7.2f} {name:<17} {ms:9.1f} {bound:9.1f} {ms / bound:6.2f} {rows['ring']['time_us'] / 1e3 / ms:8.2f}x"
+        against_ring = rows["ring"]["time_us"] / 1e3 / ms
+        print(f"{n:5} {rate / 1e6:7.2f} {name:<17} {ms:9.1f} {bound:9.1f} {ms / bound:6.2f} {against_ring:8.2f}x"
               + (f"  {row['wrong']} WRONG" if row["wrong"] else ""))
 print(f"{results['header']['mpi']}; star's bound is 2(n-1) S/B, that of fp16 half of a ring's")
 
