@@ -23,16 +23,7 @@ def block_shape(x: np.ndarray, nbytes: int = L2_SHARE) -> tuple[int, ...]:
 
 def sum_rows(x, out, accumulate, arena):
     """Write or add the sum over rows of x (M, N) to out (N,), as a product with ones: BLAS reads x once."""
-    ones = arena.take((len(x),), x.dtype)
-    ones.fill(1)
-    put_product(ones, x, out, accumulate, arena)
-
-
-def put_product(a, b, out, accumulate, arena):
-    """Write or add a @ b to out."""
-    if not accumulate:
-        np.matmul(a, b, out=out)
-        return
-    product = arena.take(out.shape, out.dtype)
-    np.matmul(a, b, out=product)
-    out += product
+    total = out if not accumulate else arena.take(out.shape, out.dtype)
+    np.matmul(np.ones(len(x), x.dtype), x, out=total)
+    if accumulate:
+        out += total

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpitrain.errors import DataError
-from mpitrain.ops.host.blocks import put_product
+from mpitrain.ops.host.blocks import sum_rows
 
 
 def embedding(tokens, table, positions, arena):
@@ -37,6 +37,4 @@ def embedding_backward_positions(dx, dpositions, accumulate, arena):
     batch, length, _ = dx.shape
     if not accumulate:
         dpositions[length:] = 0
-    ones = arena.take((batch,), dx.dtype)
-    ones.fill(1)
-    put_product(ones, dx.reshape(batch, -1), dpositions[:length].reshape(-1), accumulate, arena)
+    sum_rows(dx.reshape(batch, -1), dpositions[:length].reshape(-1), accumulate, arena)

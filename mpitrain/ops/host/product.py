@@ -1,0 +1,68 @@
+"""Matrix products: by NumPy's BLAS, or by Intel's MKL where that is installed (`pip install 'mpitrain[mkl]'`).
+
+On Intel processors with AVX-512, MKL multiplies the matrices of a small GPT 10 to 15% faster than the OpenBLAS in NumPy's
+wheels, and it adds to a result in place, which NumPy offers no way to ask for.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from typing import NamedTuple
+
+import numpy as np
+
+ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # of the CBLAS interface
+
+
+def put_product(a, b, out, accumulate, arena):
+    """Write or add a b to out.    a: (M, K); b: (K, N); out: (M, N), all of one dtype; views that BLAS can read stay views"""
+    multiply = mkl().get(out.dtype)
+    if multiply and (order_a := _order(a)) and (order_b := _order(b)) and out.flags.c_contiguous and out.size:
+        multiply(ROW_MAJOR, order_a.how, order_b.how, *out.shape, a.shape[1], 1, _address(a), order_a.stride,
+                 _address(b), order_b.stride, float(accumulate), _address(out), out.shape[1])
+    elif accumulate:
+        out += np.matmul(a, b, out=arena.take(out.shape, out.dtype))
+    else:
+        np.matmul(a, b, out=out)
+
+
+@cache
+def mkl() -> dict[np.dtype, Callable]:
+    """MKL's product for each dtype; empty where MKL is not installed or does not load."""
+    try:
+        paths = [file.locate() for file in files("mkl") or () if file.name.startswith("libmkl_rt.so")]
+        library = ctypes.CDLL(str(paths[0].resolve()))
+    except (PackageNotFoundError, IndexError, OSError):
+        return {}
+    found = {}
+    for dtype, scalar, function in ((np.float32, ctypes.c_float, library.cblas_sgemm),
+                                    (np.float64, ctypes.c_double, library.cblas_dgemm)):
+        matrix = [ctypes.c_void_p, ctypes.c_int]
+        function.argtypes = [ctypes.c_int] * 6 + [scalar, *matrix, *matrix, scalar, *matrix]
+        function.restype = None
+        found[np.dtype(dtype)] = function
+    return found
+
+
+class Order(NamedTuple):
+    """How BLAS is to read a matrix, and the elements between its rows (or columns)."""
+
+    how: int
+    stride: int
+
+
+def _order(matrix: np.ndarray) -> Order | None:
+    """None for a matrix that BLAS cannot read where it is."""
+    if not matrix.size:
+        return None
+    (rows, columns), (down, across), item = matrix.shape, matrix.strides, matrix.itemsize
+    if across == item and down >= columns * item and down % item == 0:
+        return Order(AS_IT_IS, down // item)
+    if down == item and across >= rows * item and across % item == 0:
+        return Order(TRANSPOSED, across // item)
+    return None
+
+
+def _address(matrix: np.ndarray) -> int:
+    return matrix.__array_interface__["data"][0]

@@ -1,0 +1,57 @@
+"""Matrix products mean the same by NumPy's BLAS and by MKL, where it is installed."""
+
+import numpy as np
+import pytest
+
+from mpitrain.arena import Arena
+from mpitrain.ops.host import product
+
+LIBRARIES = [
+    pytest.param(dict, id="numpy"),
+    pytest.param(product.mkl, id="mkl", marks=pytest.mark.skipif(not product.mkl(), reason="MKL is not installed")),
+]
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request, monkeypatch):
+    monkeypatch.setattr(product, "mkl", request.param)
+
+
+def views(shape, dtype):
+    """A matrix of this shape, laid out in every way that callers use, and in one that BLAS cannot read."""
+    values = np.random.default_rng(shape).standard_normal(shape).astype(dtype)
+    rows, columns = shape
+    wide, sparse = np.zeros((rows, columns + 3), dtype), np.zeros((rows, 2 * columns), dtype)
+    wide[:, :columns], sparse[:, ::2] = values, values
+    return [values, values.T.copy().T, wide[:, :columns], sparse[:, ::2]]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 1, 5), (7, 5, 1), (1, 6, 4), (33, 17, 65), (0, 3, 2), (2, 0, 3)])
+def test_a_product_is_written_or_added(library, dtype, m, k, n):
+    for a in views((m, k), dtype):
+        for b in views((k, n), dtype):
+            truth = a.astype(np.float64) @ b.astype(np.float64)
+            for accumulate in (False, True):
+                out = np.full((m, n), 2.0 if accumulate else np.nan, dtype)
+                product.put_product(a, b, out, accumulate, Arena())
+                error = np.abs(out - truth - 2 * accumulate).max(initial=0)
+                assert error <= 1e2 * np.finfo(dtype).eps
+
+
+def test_mkl_is_used_where_it_is_installed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(product, "mkl", lambda: {np.dtype("float32"): lambda *arguments: calls.append(arguments)})
+    a, b, out = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32).T, np.zeros((2, 4), np.float32)
+    product.put_product(a, b, out, True, Arena())
+    (order, how_a, how_b, m, n, k, alpha, _, stride_a, _, stride_b, beta, _, stride), = calls
+    assert (order, how_a, how_b, m, n, k) == (101, 111, 112, 2, 4, 3)
+    assert (alpha, beta, stride_a, stride_b, stride) == (1, 1.0, 3, 3, 4)
+
+
+def test_without_mkl_there_is_none(monkeypatch):
+    def nothing(name):
+        raise product.PackageNotFoundError(name)
+
+    monkeypatch.setattr(product, "files", nothing)
+    assert product.mkl.__wrapped__() == {}
