@@ -26,6 +26,7 @@ class Request(NamedTuple):
     """What to measure.
 
     iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
+    warmup      runs before those, at least 1
     buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"
     wires       lossy formats to measure beside the algorithms of an all-reduce
     sweeps      times that the whole list is gone through, so that rows to compare alternate
@@ -48,6 +49,14 @@ class Subject(NamedTuple):
     name: str
     operation: Operation
     wire: Wire
+
+
+class Case(NamedTuple):
+    """What all rows of one size start from, and what a run must leave in this part of the array."""
+
+    original: np.ndarray
+    part: slice
+    right: np.ndarray
 
 
 class Row(NamedTuple):
@@ -96,10 +105,12 @@ def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Ro
     pools = {where: _buffers(transport, operation, where, max(counts), request.dtype) for where in request.buffers}
     for _ in range(request.sweeps):
         for count in counts:
+            part, right = operation.right(transport, count)
+            case = Case(filled(transport.rank, count).astype(request.dtype), part, right.astype(request.dtype))
             for subject in subjects:
                 for where, pool in pools.items():
                     buffers = Buffers(pool.array[:count], pool.other[:count])
-                    yield _measure(transport, request, subject, where, buffers, tuning)
+                    yield _measure(transport, request, subject, where, buffers, case, tuning)
 
 
 def _buffers(transport: Transport, operation: Operation, where: str, count: int, dtype: np.dtype) -> Buffers:
@@ -108,24 +119,23 @@ def _buffers(transport: Transport, operation: Operation, where: str, count: int,
     return Buffers(make(count, dtype), make(count if operation is OPERATIONS["all-to-all"] else 0, dtype))
 
 
-def _measure(transport: Transport, request: Request, subject: Subject, where: str, buffers: Buffers, tuning: Tuning) -> Row:
+def _measure(transport: Transport, request: Request, subject: Subject, where: str, buffers: Buffers, case: Case,
+             tuning: Tuning) -> Row:
     algorithm, operation, wire = subject
     count, dtype, n = buffers.array.size, request.dtype, transport.size
     chosen = algorithm
     if algorithm == "auto":
         is_native = dtype.name in transport.native_dtypes
         chosen = choose(tuning, transport.hosts, count, dtype.itemsize, is_native, in_window=where == "window")
-    original = filled(transport.rank, count).astype(dtype)
-    buffers.other[:] = original[:buffers.other.size]
+    buffers.other[:] = case.original[:buffers.other.size]
     reduction = operation.bind(transport, buffers, chosen)
     start = time.perf_counter()
-    _timed(transport, reduction, buffers.array, original, max(1, request.warmup))
-    spent = max(transport.gather_text(time.perf_counter() - start)) / max(1, request.warmup)
+    _timed(transport, reduction, buffers.array, case.original, request.warmup)
+    spent = max(transport.gather_text(time.perf_counter() - start)) / request.warmup
     iterations = request.iterations or int(min(500, max(5, SECONDS / spent)))
-    times = _timed(transport, reduction, buffers.array, original, iterations)
+    times = _timed(transport, reduction, buffers.array, case.original, iterations)
     slowest = np.max(transport.gather_text(times.tolist()), axis=0) / operation.ways * 1e6
-    part, right = operation.right(transport, count)
-    wrong = wrong_elements(transport, buffers.array[part], right.astype(dtype), wire)
+    wrong = wrong_elements(transport, buffers.array[case.part], case.right, wire)
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     modelled = "shared-copied" if (chosen, where) == ("shared", "plain") else chosen
     predicted = np.nan

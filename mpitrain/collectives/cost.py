@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.collectives import algorithms
 from mpitrain.collectives.hierarchical import all_reduce as hierarchical
-from mpitrain.collectives.plans import Plan, Step, Transfer
+from mpitrain.collectives.plans import Plan, Transfer
 
 REGIMES = (1 << 13, 1 << 17, 1 << 21, 1 << 62)
 """Bytes of the array up to which one set of constants holds: latency, first cache, second cache, memory."""
@@ -38,12 +38,13 @@ PLANS = {
 class Work(NamedTuple):
     """What the busiest rank does, in the order of TERMS: counts and bytes.
 
+    Of messages under way at once (a plan's depth) one counts: the others' latency hides behind it.
     net_bytes is what its whole host sends to others: the ranks of a host share its link.
     """
 
-    host_messages: int = 0
+    host_messages: float = 0
     host_bytes: int = 0
-    net_messages: int = 0
+    net_messages: float = 0
     net_bytes: int = 0
     reduced_bytes: int = 0
 
@@ -62,17 +63,19 @@ class Tuning(NamedTuple):
     whole: dict[int, dict[str, dict[int, tuple[float, float]]]]
 
 
-def _everywhere(value: Any) -> dict[int, Any]:
-    return dict.fromkeys(REGIMES, value)
+def _by_regime(*values: tuple[float, ...]) -> dict[int, Any]:
+    return dict(zip(REGIMES, values, strict=True))
 
 
 DEFAULT = Tuning(
     {"hosts": 1},
-    {2: _everywhere((5e-6, 3e-10, 3e-5, 1e-9, 1e-10))},
-    {2: {"native": _everywhere((3e-6, 5e-10)), "shared": _everywhere((3e-6, 1e-10)),
-         "shared-copied": _everywhere((4e-6, 2e-10))}},
+    {2: _by_regime((5e-6, 1e-10, 3e-5, 1e-9, 5e-11), (5e-6, 1e-10, 3e-5, 1e-9, 5e-11), (4e-6, 1e-10, 3e-5, 1e-9, 6e-11),
+                   (4e-6, 2e-10, 3e-5, 1e-9, 1e-10))},
+    {2: {"native": _by_regime((2e-6, 5e-10), (4e-6, 2e-10), (4e-6, 1.5e-10), (1e-4, 6e-10)),
+         "shared": _by_regime((2e-6, 1e-10), (2e-6, 4e-11), (2e-6, 4e-11), (5e-5, 1.5e-10)),
+         "shared-copied": _by_regime((2e-6, 2e-10), (3e-6, 1.1e-10), (3e-6, 1.5e-10), (1e-4, 5e-10))}},
 )
-"""A plain machine: messages of 5 us and 3 GB/s within a host, 30 us and 1 GB/s between hosts."""
+"""A plain machine: 2 ranks on 2 cores of a server of 2023; 30 us and 1 GB/s between hosts."""
 
 
 def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int) -> Work:
@@ -80,10 +83,10 @@ def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, items
     busiest = Work()
     for host in dict.fromkeys(hosts[:32] + hosts[-32:]):  # plans repeat themselves: enough of a large job
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        steps = [[step for plan in plans_of(operation, algorithm, rank, hosts, count) for step in plan.steps]
-                 for rank in ranks]
-        own = max((_of_rank(mine, rank, hosts, itemsize) for mine, rank in zip(steps, ranks, strict=True)),
+        plans = [plans_of(operation, algorithm, rank, hosts, count) for rank in ranks]
+        own = max((_of_rank(mine, rank, hosts, itemsize) for mine, rank in zip(plans, ranks, strict=True)),
                   key=lambda w: (w.host_bytes, w.reduced_bytes, w.net_messages + w.host_messages))
+        steps = [[step for plan in mine for step in plan.steps] for mine in plans]
         shared = sum(max(_moved(way, hosts, host) for way in ([t for s in level if s for t in s.sends],
                                                              [t for s in level if s for t in s.receives]))
                      for level in zip_longest(*steps))
@@ -99,15 +102,16 @@ def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], co
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
 
 
-def _of_rank(steps: Sequence[Step], rank: int, hosts: Sequence[str], itemsize: int) -> Work:
+def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], itemsize: int) -> Work:
     """Sum over steps. A step costs as much as the larger of what it sends and receives, since both go on at once."""
-    host_messages = host_elements = net_messages = reduced = 0
-    for step in steps:
+    host_messages = net_messages = 0.0
+    host_elements = reduced = 0
+    for step, depth in ((step, plan.depth) for plan in plans for step in plan.steps):
         ways = [[t for t in way if t.peer != rank] for way in (step.sends, step.receives)]
         near = [[t for t in way if hosts[t.peer] == hosts[rank]] for way in ways]
-        host_messages += max(map(len, near))
+        host_messages += max(map(len, near)) / depth
         host_elements += max(sum(t.stop - t.start for t in way) for way in near)
-        net_messages += max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True))
+        net_messages += max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True)) / depth
         reduced += step.combine * sum(t.stop - t.start for t in step.receives)
     return Work(host_messages, itemsize * host_elements, net_messages, 0, itemsize * reduced)
 

@@ -90,7 +90,7 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(words, message, tmp_path)
 
 
 def test_fit_writes_what_auto_then_reads(tmp_path):
-    done = bench(2, "fit", "--max-bytes", "64K", "--sweeps", "1", cwd=tmp_path)
+    done = bench(2, "fit", "--max-bytes", "16K", "--sweeps", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "sizes left out: predicted within" in done.stdout
     done = bench(2, "allreduce", "--algorithm", "auto", "--tuning", "tuning.json", "--max-bytes", "16K", cwd=tmp_path)

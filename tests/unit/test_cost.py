@@ -24,7 +24,7 @@ def test_the_busiest_rank_moves_what_the_formulas_say(n):
     count, width = 2520 * 8, 4
     nbytes, hosts = count * width, ("a",) * n
     lg = math.ceil(math.log2(n))
-    ring = work("allreduce", "ring", hosts, count, width)
+    ring = work("allreduce", "ring", hosts, count, width)  # in one segment
     assert (ring.host_messages, ring.host_bytes) == (2 * (n - 1), 2 * nbytes * (n - 1) // n)
     assert ring.reduced_bytes == nbytes * (n - 1) // n
     assert ring.net_messages == ring.net_bytes == 0
