@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mpitrain.cli.bench_kernels import gemm, kernels
 from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import ranks
 
@@ -38,6 +39,8 @@ def command() -> None:
 
 
 command.add_command(train, "train")
+command.add_command(kernels)
+command.add_command(gemm)
 
 
 def collective(name: str) -> Callable:

@@ -27,7 +27,7 @@ struct Rows {
         for (int i = threadIdx.x; i < TILE * (PITCH / 4); i += THREADS) {
             const int row = i / (PITCH / 4), d = i % (PITCH / 4) * 4;
             Sum four[4] = {};
-            if (t0 + row < T && d < HEAD) load_four(first + (t0 + row) * pitch, d, HEAD, vector, four);
+            if (t0 + row < T) load_four(first + (t0 + row) * pitch, d, HEAD, vector, four);
 #pragma unroll
             for (int j = 0; j < 4; ++j) tile[row * PITCH + d + j] = four[j];
         }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_rows(const Four<Sum> (&out)[4][GROUPS], co
             const int d = 4 * tx + 4 * SIDE * g;
             const Sum four[4] = {out[i][g].at[0] * scale[i], out[i][g].at[1] * scale[i], out[i][g].at[2] * scale[i],
                                  out[i][g].at[3] * scale[i]};
-            if (d < HEAD) store_four(first + t * pitch, d, HEAD, vector, four);
+            store_four(first + t * pitch, d, HEAD, vector, four);
         }
     }
 }
@@ -174,7 +174,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(
     store_rows(out, inverse, y + (long long)b * T * C + h * HEAD, C, t0, T, ty, tx);
 }
 
-// One tile of weights p = exp(score - log_sum) and of dscores = p (dy v^T - dot) scale; 0 where the mask or T ends.
+// One tile of weights p = exp(score - log_sum) and of dscores = p (dy v^T - dot) scale; 0 where the mask ends. Queries from
+// T on have q = 0 and dy = 0: their dscores are 0, and their weights meet zeros.
 __device__ __forceinline__ void weights_and_slopes(
     Sum (&p)[4][4], Sum (&ds)[4][4], const Sum* qs, const Sum* ks, const Sum* vs, const Sum* dys, const Sum* log_sums,
     const Sum* dots, Sum scale, int t0, int s0, int T, int ty, int tx) {
@@ -187,7 +188,7 @@ __device__ __forceinline__ void weights_and_slopes(
         const Sum log_sum = t < T ? log_sums[t] : Sum(0), dot = t < T ? dots[t] : Sum(0);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const bool seen = t < T && s0 + tx + SIDE * j <= t;
+            const bool seen = s0 + tx + SIDE * j <= t;
             p[i][j] = seen ? exp(scores[i][j] * scale - log_sum) : Sum(0);
             ds[i][j] = p[i][j] * (products[i][j] - dot) * scale;
         }

@@ -24,6 +24,22 @@ class CudaEngine:
         self.capability = int(cupy.cuda.Device().compute_capability)
         self._modules: dict[tuple[Path, tuple], Any] = {}
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An uninitialised array on the device."""
+        return self._cupy.empty(shape, dtype)
+
+    def put(self, array: np.ndarray) -> Any:
+        """The array on the device."""
+        return self._cupy.asarray(array)
+
+    def get(self, array: Any) -> np.ndarray:
+        """The array in host memory."""
+        return self._cupy.asnumpy(array)
+
+    def wait(self) -> None:
+        """Wait for all that was started on the current stream."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
     def load(self, source: Source, signature: Signature, defines: dict[str, str]) -> Function:
         """One kernel of a source; KernelError with NVRTC's words if it does not compile."""
         key = source.path, tuple(defines.items())

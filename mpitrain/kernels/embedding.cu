@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_table(
         const bool mine = slot >= 0 && slot < 32;
         const unsigned votes = __ballot_sync(~0u, mine);
         if (lane == 0) found_by[warp] = __popc(votes);
-        __syncthreads();
+        __syncthreads();    // the counts are there, and the last chunk's rows are done with
         int before = __popc(votes & ((1u << lane) - 1)), found = 0;
         for (int w = 0; w < 4; ++w) {
             if (w < warp) before += found_by[w];
@@ -53,7 +53,6 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_table(
         __syncthreads();
         if (c < C)
             for (int i = 0; i < found; ++i) sums[slot_of[i]][threadIdx.x] += wide(dx[(long long)row_of[i] * C + c]);
-        __syncthreads();    // before the next chunk overwrites what slower threads still read
     }
     if (c >= C) return;
     for (int v = 0; v < min(32, V - v0); ++v) {

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.simulator.build import build_runtime, default_cache
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import FOLDER
 from tests.unit.kernels.cases.suite import SUITE
@@ -35,7 +36,25 @@ MOVED = {"<": "<= ", ">=": "> ", "<=": "<= 1 + "}
 MODULE = "tests.unit.kernels.mutation"
 PATIENCE = 120    # seconds for all the cases of one mutant
 
-EQUIVALENT: dict[tuple[str, str], str] = {}
+PADDING = "the tile is padded by a four of zeros there, which load_four, store_four and the sums leave alone"
+WHOLE_TILES = "both sides are multiples of the tile, so one more changes nothing"
+OVER_FOURS = "for (long long i = 4 * (blockIdx.x * 256LL + threadIdx.x); i < n; i += 4 * 256LL * gridDim.x) {"
+EMPTY_FOUR = "in a four of which no element exists nothing is loaded or stored"
+
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("attention.cu", "if (d >= HEAD) break;"): PADDING,
+    ("attention.cu", "for (int s0 = 0; s0 <= t0; s0 += TILE) {"): WHOLE_TILES,
+    ("attention.cu", "for (int t0 = s0; t0 < T; t0 += TILE) {"): "one more tile, of queries that do not exist, adds 0",
+    ("attention_tensor.cu", "if (s0 < end) {"): "it starts a copy of rows that the loop never comes to",
+    ("attention_tensor.cu", "if (t0 < T) {"): "it starts a copy of rows that the loop never comes to",
+    **{(f"{name}.cu", OVER_FOURS): EMPTY_FOUR for name in ("convert", "pointwise", "steps", "totals", "wire")},
+    ("gemm.cu", "if (k_begin < k_end) {"): "with nothing to sum over it loads zeros",
+    ("gemm.cu", "const bool more = k0 + TILE_K < k_end;"): "behind the last piece it loads zeros that nobody reads",
+    ("layer_norm.cu", "for (int c = 4 * lane; c < C; c += 128) {"): EMPTY_FOUR,
+    ("embedding.cu", "for (int c = 4 * lane; c < C; c += 128) {"): EMPTY_FOUR,
+    ("embedding.cu", "for (int m0 = 0; m0 < M; m0 += 128) {"): "one more chunk, of rows that do not exist, finds nothing",
+    ("top_k.cu", "for (long long round = share.begin; round < share.end; round += 256) {"): "one more round finds nothing",
+}
 """(file, line of source) -> why the mutant behaves like the original."""
 
 
@@ -88,6 +107,7 @@ def judge(mutant: Mutant, folder: Path) -> str | None:
     sources = folder / "kernels"
     shutil.copytree(FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "simulator", "__pycache__"))
     (sources / mutant.file).write_text(mutant.text)
+    shutil.copy(build_runtime(default_cache()), folder)
     kernels = Kernels(Simulator(checked=True, cache=folder), folder=sources)
     for group in dict.fromkeys(group for source in sources_with(mutant.file) for group in SUITE[source]):
         for case in group():

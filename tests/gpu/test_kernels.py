@@ -1,0 +1,80 @@
+"""The cases of every kernel on a real GPU: arrays go there for each launch and come back. Skipped where there is none."""
+
+import ctypes as c
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpitrain.kernels.arguments import Argument
+from mpitrain.kernels.cuda import CudaEngine
+from mpitrain.kernels.loader import Kernels
+from tests.unit.kernels.cases.suite import SUITE
+
+pytestmark = pytest.mark.gpu
+GROUPS = {group.__name__: group for groups in SUITE.values() for group in groups}
+
+
+class Visiting(CudaEngine):
+    """Launches on NumPy arrays: each extent, gaps of a strided view included, visits the GPU for one launch."""
+
+    def __init__(self, cupy: ModuleType):
+        super().__init__(cupy)
+        self._module = cupy
+
+    def load(self, source: Any, signature: Any, defines: dict[str, str]) -> Any:
+        kernel = super().load(source, signature, defines)
+
+        def launch(grid: Any, block: Any, arguments: list[Any], shared: int) -> None:
+            visits: dict[tuple, tuple] = {}
+            there = [self._visit(argument, visits) for argument in arguments]
+            kernel(grid, block, there, shared)
+            for parameter, argument in zip(signature.parameters, arguments, strict=True):
+                if parameter.is_pointer and not parameter.is_readonly and argument.array is not None and argument.array.size:
+                    low, extent = visits[_key(argument.array)][:2]
+                    back = self._module.asnumpy(extent)
+                    offset = argument.array.ctypes.data - low
+                    argument.array[...] = np.ndarray(argument.array.shape, argument.array.dtype, back, offset,
+                                                     argument.array.strides)
+
+        return launch
+
+    def _visit(self, argument: Any, visits: dict[tuple, tuple]) -> Any:
+        if not isinstance(argument, Argument) or argument.array is None:
+            return argument
+        array = argument.array
+        if not array.size:
+            return argument._replace(array=self._module.empty(array.shape, array.dtype))
+        if _key(array) not in visits:
+            low, high = np.lib.array_utils.byte_bounds(array)
+            # Placed so that its alignment modulo 64 is the array's own.
+            room = self._module.empty(high - low + 64, np.uint8)
+            extent = room[low % 64:][:high - low]
+            extent.set(np.frombuffer((c.c_ubyte * (high - low)).from_address(low), np.uint8))
+            pointer = extent.data + (array.ctypes.data - low)
+            visits[_key(array)] = low, extent, self._module.ndarray(array.shape, array.dtype, pointer, array.strides)
+        return argument._replace(array=visits[_key(array)][2])
+
+
+def _key(array: np.ndarray) -> tuple:
+    return array.ctypes.data, array.shape, array.strides
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    cupy = pytest.importorskip("cupy")
+    try:
+        return Kernels(Visiting(cupy))
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_kernel_computes_on_the_gpu_what_the_reference_says(kernels, group):
+    for case in GROUPS[group]():
+        try:
+            case(kernels)
+        except Exception as error:
+            error.add_note(f"case: {case}")
+            raise
