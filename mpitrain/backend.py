@@ -15,10 +15,13 @@ from mpitrain.errors import ConfigError
 
 
 class Copy(Protocol):
-    """A copy under way; neither end may be touched before `done` has said True."""
+    """A copy under way; neither end may be touched before `test` has said True or `wait` has returned."""
 
-    def done(self) -> bool:
+    def test(self) -> bool:
         """True once the copy is complete; never blocks."""
+
+    def wait(self) -> None:
+        """Block until the copy is complete."""
 
 
 class Backend(Protocol):
@@ -150,8 +153,11 @@ class _CudaCopy:
     def __init__(self, event: Any, target: Any, source: Any):
         self._event, self._ends = event, (target, source)
 
-    def done(self) -> bool:
+    def test(self) -> bool:
         return self._event.done
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 def on_device(array: Any) -> bool:

@@ -15,6 +15,7 @@ from mpitrain.layers.plain import Plain
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
 from mpitrain.ops import ops_for
+from mpitrain.placement import settled
 from mpitrain.topology import topology
 from mpitrain.trainer import Trainer
 from mpitrain.transport.agree import agreed
@@ -35,6 +36,7 @@ def build(transport: Transport, config: Config, saved: Path | None = None) -> Jo
     raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
     """
     agreed(transport, lambda: topology(config, transport.size))
+    config = settled(transport, config)
     source = agreed(transport, lambda: _source(config))
     found = agreed(transport, lambda: checkpoint.read(saved, transport.rank, transport.size)) if saved else None
     agreed(transport, lambda: parse_wire(config.replication.wire))

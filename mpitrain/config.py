@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mpitrain.errors import ConfigError
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
+FILE = "config.toml"
+"""Where a run directory keeps its configuration, everything resolved."""
 
 
 class Section(BaseModel):
@@ -93,7 +95,10 @@ class Checkpoint(Section):
 
 
 class Device(Section):
-    kind: Literal["cpu"] = Field("cpu", description="where to compute")
+    kind: Literal["auto", "cpu"] = Field("auto", description="where to compute; auto: cuda if every rank finds a GPU, else cpu")
+    cuda_aware: Literal["auto", "yes", "no"] = Field(
+        "auto", description="whether GPU pointers go to MPI or are staged through the host; auto: ask MPI and try it out"
+    )
 
 
 class Config(Section):

@@ -10,7 +10,7 @@ import tomli_w
 from mpitrain import __version__, checkpoint
 from mpitrain.build import Job, build
 from mpitrain.collectives.tuning import write_tuning
-from mpitrain.config import Config, parse, read_toml
+from mpitrain.config import FILE, Config, parse, read_toml, with_settings
 from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, TrainingError
 from mpitrain.metrics import MetricsFile, Watchdog, cut_after, write_whole
 from mpitrain.optim import learning_rate
@@ -19,7 +19,7 @@ from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
 
-METRICS, CONFIG, TUNING, CHECKPOINTS = "metrics.jsonl", "config.toml", "tuning.json", "checkpoints"
+METRICS, TUNING, CHECKPOINTS = "metrics.jsonl", "tuning.json", "checkpoints"
 
 
 class Watcher(Protocol):
@@ -54,7 +54,7 @@ def prepare_folder(transport: Transport, config: Config, resume: str) -> tuple[P
         if resume != "no" and not config.run.out:
             raise ConfigError("--resume needs the directory of the run.", "Add --out DIR, for example --out runs/mine.")
         folder = Path(config.run.out) if config.run.out else _fresh_name(Path("runs"))
-        has_run = (folder / CONFIG).exists()
+        has_run = (folder / FILE).exists()
         if resume == "no" and has_run:
             raise ConfigError(f"{folder} already holds a run.", "Add --resume to go on with it, or choose another --out.")
         if resume == "yes" and not has_run:
@@ -119,7 +119,7 @@ class _Run:
         self._saved_at: int | None = first or None
         self._metrics: MetricsFile | None = None
         if self._is_root:
-            write_whole(folder / CONFIG, tomli_w.dumps(_resolved(self._config, folder, trainer.transport.size)))
+            write_whole(folder / FILE, tomli_w.dumps(_resolved(self._config, folder, trainer.transport.size)))
             if self._config.replication.tuning:
                 write_tuning(folder / TUNING, trainer.group.tuning)
             cut_after(folder / METRICS, first)
@@ -214,13 +214,12 @@ class _Run:
         return error
 
 
-def open_run(transport: Transport, folder: Path, overrides: dict[str, Any] | None = None) -> Job:
-    """The job of a run directory, as its newest checkpoint left it, on however many ranks; collective."""
-    def configured() -> Config:
-        tables = {**read_toml(folder / CONFIG), "layout": {}}
-        for section, table in (overrides or {}).items():
-            tables[section] = {**tables.get(section, {}), **table}
-        return parse(tables)
+def configured(folder: Path, settings: list[str]) -> Config:
+    """The configuration of a run directory, to be opened on however many ranks, with `section.key=value` put in."""
+    return parse(with_settings({**read_toml(folder / FILE), "layout": {}}, settings))
 
-    config = agreed(transport, configured)
+
+def open_run(transport: Transport, folder: Path, settings: list[str]) -> Job:
+    """The job of a run directory, as its newest checkpoint left it; collective. `settings`: see `configured`."""
+    config = agreed(transport, lambda: configured(folder, settings))
     return build(transport, config, agreed(transport, lambda: checkpoint.newest(folder / CHECKPOINTS)))

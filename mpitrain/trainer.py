@@ -16,12 +16,14 @@ from mpitrain.optim import Optimizer, learning_rate
 from mpitrain.parallel.replicate import AllReduce, Outcome, Step
 from mpitrain.topology import share, topology
 from mpitrain.transport.base import Transport
+from mpitrain.transport.proof import over_device
 from mpitrain.units import Plan
 
 
 class Trainer:
     """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
 
+    transport    the one passed in, or one around it that also carries the arrays of config.device.kind
     plan         where each tensor lies in the flat buffers
     parameters   flat buffer, equal on all replicas
     group        the replicas, and how they reduce: `tuning` is for algorithm auto
@@ -31,17 +33,18 @@ class Trainer:
 
     def __init__(self, transport: Transport, units: Sequence[Unit], config: Config, tuning: Tuning = DEFAULT):
         grid = topology(config, transport.size)
-        self.config, self.transport, self.units = config, transport, list(units)
+        self.config, self.units = config, list(units)
         self.backend = backend_for(config.device.kind)
+        self.transport = transport = over_device(transport, self.backend, config.device.cuda_aware)
         self._ops = ops_for(self.backend.kind)
         self.arena = self.backend.arena()
         self.plan = Plan(self.units, config.precision.compute, grid.dp)
         self.parameters = transport.allocate(self.plan.length, self.plan.dtype)
-        self.plan.initialize(self.parameters, config.run.seed)
+        self.plan.initialize(self.parameters, config.run.seed, self.backend)
         gradients = transport.allocate(self.plan.length, self.plan.dtype)
         self._weights = self.plan.weights(self.parameters)
         self._gradients, self._leaves = self.plan.gradients(gradients)
-        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.arena)
+        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.backend, self.arena)
         self.group = Group(transport, config.replication.algorithm, tuning)
         self.replication = AllReduce(
             self.group, self.plan, self.parameters, gradients, self.optimizer, self._ops, self.arena,

@@ -2,13 +2,15 @@
 
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mpitrain.cli import STOPPED
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.ending import ranks, settings_of
 
 SAMPLE = 400  # bytes of text printed after training
 
@@ -27,7 +29,7 @@ class ResumeCommand(click.Command):
 @click.option("--resume", type=click.Choice(["yes", "auto"]), default=None, metavar="[=auto]",
               help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.")
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--device", metavar="KIND", help="Where to compute: cpu.")
+@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu.")
 @click.option("--help-config", is_flag=True, help="Print every configuration key and exit.")
 def command(config_file: Path | None, settings: tuple[str, ...], out: str | None, resume: str | None, dp: int | None,
             device: str | None, help_config: bool) -> None:
@@ -38,29 +40,32 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     if help_config:
         print_keys()
         return
-    overrides = [*settings, *(f"{key}={value}" for key, value in (("layout.dp", dp), ("device.kind", device))
-                              if value is not None)]
-    with ranks() as transport:
-        finished = _train(transport, config_file, overrides, out, resume or "no")
+    overrides = [*settings, *settings_of(("layout.dp", dp), ("device.kind", device))]
+    resolve = partial(_resolve, config_file, overrides, out, resume or "no")
+    with ranks(kind=lambda: resolve().device.kind) as transport:
+        finished = _train(transport, resolve, resume or "no")
     sys.exit(STOPPED if finished.stopped else 0)
 
 
-def _train(transport: Any, config_file: Path | None, settings: list[str], out: str | None, resume: str) -> Any:
-    from mpitrain.cli.progress import Progress, Silent
-    from mpitrain.config import parse, read_toml, with_settings
-    from mpitrain.session import CONFIG, train
-    from mpitrain.transport.agree import agreed
+def _resolve(config_file: Path | None, settings: list[str], out: str | None, resume: str) -> Any:
+    """The configuration that the command line asks for."""
+    from mpitrain.config import FILE, parse, read_toml, with_settings
 
-    def resolve() -> Any:
-        tables: dict[str, Any] = {}
-        if config_file:
-            tables = read_toml(config_file)
-        elif resume != "no" and out and (Path(out) / CONFIG).exists():
-            tables = {**read_toml(Path(out) / CONFIG), "layout": {}}  # a resumed run may have other ranks
-        tables = with_settings(tables, settings)
-        if out:
-            tables.setdefault("run", {})["out"] = out
-        return parse(tables)
+    tables: dict[str, Any] = {}
+    if config_file:
+        tables = read_toml(config_file)
+    elif resume != "no" and out and (Path(out) / FILE).exists():
+        tables = {**read_toml(Path(out) / FILE), "layout": {}}  # a resumed run may have other ranks
+    tables = with_settings(tables, settings)
+    if out:
+        tables.setdefault("run", {})["out"] = out
+    return parse(tables)
+
+
+def _train(transport: Any, resolve: Callable[[], Any], resume: str) -> Any:
+    from mpitrain.cli.progress import Progress, Silent
+    from mpitrain.session import train
+    from mpitrain.transport.agree import agreed
 
     config = agreed(transport, resolve)
     requested: list[int] = []
