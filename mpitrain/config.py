@@ -95,7 +95,9 @@ class Checkpoint(Section):
 
 
 class Device(Section):
-    kind: Literal["auto", "cpu"] = Field("auto", description="where to compute; auto: cuda if every rank finds a GPU, else cpu")
+    kind: Literal["auto", "cpu", "cuda", "cuda-sim"] = Field(
+        "auto", description="where to compute; auto: cuda if every rank finds a GPU, else cpu; cuda-sim: GPU kernels on the CPU"
+    )
     cuda_aware: Literal["auto", "yes", "no"] = Field(
         "auto", description="whether GPU pointers go to MPI or are staged through the host; auto: ask MPI and try it out"
     )

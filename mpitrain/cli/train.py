@@ -29,7 +29,7 @@ class ResumeCommand(click.Command):
 @click.option("--resume", type=click.Choice(["yes", "auto"]), default=None, metavar="[=auto]",
               help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.")
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu.")
+@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
 @click.option("--help-config", is_flag=True, help="Print every configuration key and exit.")
 def command(config_file: Path | None, settings: tuple[str, ...], out: str | None, resume: str | None, dp: int | None,
             device: str | None, help_config: bool) -> None:

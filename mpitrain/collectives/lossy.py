@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.backend import on_device
 from mpitrain.collectives import pairwise, ring
 from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.execute import Chain, Execution, Reduction
 from mpitrain.collectives.plans import Plan
 from mpitrain.collectives.wire import BLOCK, CODECS, Codec, Wire, largest
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.base import Transport
 
 
@@ -55,6 +56,8 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
     if array.dtype != np.float32:
         raise everywhere(CommError(
             f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.", "Use wire none."))
+    if on_device(array):
+        raise everywhere(ConfigError(f"Wire format {wire.name} codes host memory, but this array lies in a GPU's.", "Use wire none."))
     flat = array.reshape(-1)
     if wire.name == "topk":
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag)

@@ -59,7 +59,7 @@ class DeviceLaws:
         incoming = [backend.zeros(count, "float64") for count in counts]
         requests = [transport.start_recv(array, before, 7) for array in incoming]
         requests += [transport.start_send(backend.from_host(coded(host.rank, n) + n), after, 7) for n in counts]
-        while not all([request.test() for request in requests]):
+        while not all(request.test() for request in requests):
             pass
         for array, count in zip(incoming, counts, strict=True):
             assert np.array_equal(backend.to_host(array), coded(before, count) + count)
