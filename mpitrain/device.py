@@ -80,6 +80,11 @@ def choose_gpu(kind: str) -> None:
         cupy.cuda.Device(launched().local_rank % count).use()
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver runs on this machine."""
+    return os.path.isdir("/proc/driver/nvidia")
+
+
 def environment() -> dict[str, str]:
     """This process's environment."""
     return dict(os.environ)

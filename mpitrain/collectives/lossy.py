@@ -57,7 +57,8 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
         raise everywhere(CommError(
             f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.", "Use wire none."))
     if on_device(array):
-        raise everywhere(ConfigError(f"Wire format {wire.name} codes host memory, but this array lies in a GPU's.", "Use wire none."))
+        raise everywhere(ConfigError(f"Wire format {wire.name} codes host memory, but this array lies in a GPU's.",
+                                     "Use wire none."))
     flat = array.reshape(-1)
     if wire.name == "topk":
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag)

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpitrain import device
 from mpitrain.backend import Backend, DeviceBackend, backend_for, on_device
+from mpitrain.errors import ConfigError
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import DeviceTransport, Direct
 from mpitrain.transport.library import Awareness, cuda_awareness, loaded_path
@@ -83,7 +84,10 @@ def main() -> None:
     from mpitrain.transport.mpi import connect
 
     device.choose_gpu("cuda")
-    backend = backend_for("cuda")
+    try:
+        backend = backend_for("cuda")
+    except ConfigError as error:
+        sys.exit(error.law)
     transport = connect()
     right = exchange_is_right(DeviceTransport(transport, backend, Direct(transport, backend)), backend)
     sys.exit(0 if right else WRONG)
