@@ -10,6 +10,7 @@ Each file's metadata holds the step and a SHA-256 over everything else in it, so
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,7 +65,8 @@ def _attempt(part: Callable[[], Any], step: int, folder: Path) -> None:
 
 
 def _prepare(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
+    for left_over in partial.parent.glob(".step-*.partial"):
+        shutil.rmtree(left_over)
     partial.mkdir(parents=True)
 
 
@@ -85,22 +87,26 @@ def _write_own(partial: Path, trainer: Trainer, step: int) -> None:
 def _put_in_place(partial: Path, target: Path, keep: int) -> None:
     folder = target.parent
     _sync(partial)
+    replaced = folder / f".{target.name}.replaced"
     if target.exists():
-        replaced = folder / f".{target.name}.replaced"
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
-        partial.rename(target)
-        shutil.rmtree(replaced)
-    else:
-        partial.rename(target)
+    partial.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
     _sync(folder)
     for old in steps(folder)[:-keep]:
         shutil.rmtree(old)
 
 
 def steps(folder: Path) -> list[Path]:
-    """The finished checkpoints of a folder, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """The finished checkpoints of a folder, oldest first.
+
+    One that was being replaced when its process died counts until the new one has its name.
+    """
+    found = {path.name: path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)}
+    for path in folder.glob(".step-*.replaced"):
+        found.setdefault(path.name.removeprefix(".").removesuffix(".replaced"), path)
+    return [found[name] for name in sorted(found, key=lambda name: int(name.removeprefix("step-")))]
 
 
 def newest(folder: Path) -> Path:
@@ -156,7 +162,10 @@ def _fill(trainer: Trainer, flat: np.ndarray, prefix: str, tensors: Mapping[str,
 
 def _write(path: Path, tensors: dict[str, np.ndarray], step: int) -> None:
     metadata = {"format": FORMAT, "step": str(step)}
-    save_file(tensors, path, {**metadata, "sha256": _digest(tensors, metadata)})
+    try:
+        save_file(tensors, path, {**metadata, "sha256": _digest(tensors, metadata)})
+    except SafetensorError as error:  # what a full disk becomes there
+        raise OSError(str(error)) from None
     _sync(path)
 
 
@@ -175,7 +184,8 @@ def _read(path: Path) -> tuple[int, dict[str, np.ndarray]]:
 
 
 def _way_out(path: Path) -> str:
-    older = [other.name for other in steps(path.parent) if other.name < path.name]
+    finished = steps(path.parent)
+    older = [other.name for other in finished[:finished.index(path)]] if path in finished else []
     return f"Remove {path}" + (f" to go on from {older[-1]}." if older else " and start the run again.")
 
 

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mpitrain.errors import ConfigError
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
-FILE = "config.toml"
-"""Where a run directory keeps its configuration, everything resolved."""
 
 
 class Section(BaseModel):
@@ -36,6 +34,7 @@ class Run(Section):
 
 class Data(Section):
     source: str = Field("pydocs", description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files)")
+    vocabulary: int = Field(0, ge=0, description="tokens there can be in tokens:FILE; 0: as many as the file uses")
 
 
 class Model(Section):
@@ -79,7 +78,7 @@ class Precision(Section):
 class Optimizer(Section):
     name: Literal["sgd", "momentum", "adamw"] = Field("adamw", description="the update rule")
     lr: float = Field(4e-3, gt=0, description="learning rate at its peak")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; biases and gains are exempt")
+    weight_decay: float = Field(0.1, ge=0, description="decay of matrices, decoupled in adamw; biases and gains have none")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
     warmup: int = Field(20, ge=0, description="steps over which the learning rate rises from 0")
     schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="decay to a tenth after the warm-up")
@@ -134,6 +133,11 @@ class Config(Section):
             )
 
 
+    def flat(self) -> dict[str, Any]:
+        """{section.key: value}."""
+        return {f"{section}.{key}": value for section, table in self.model_dump().items() for key, value in table.items()}
+
+
 class Key(NamedTuple):
     """One line of `--help-config`."""
 
@@ -163,7 +167,7 @@ def keys() -> Iterator[Key]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a configuration file."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error}.", "Name a readable TOML file.") from None
     except tomllib.TOMLDecodeError as error:
@@ -190,9 +194,10 @@ def _toml_value(text: str) -> Any:
     if text.lstrip("+-").lower() in ("nan", "inf"):
         return float(text)
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        found = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return found["value"] if len(found) == 1 else text  # a line break in the text would begin another key
 
 
 def parse(tables: Mapping[str, Any]) -> Config:

@@ -7,7 +7,7 @@ import gzip
 import struct
 import zlib
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -94,11 +94,21 @@ class SampleSource:
         return samples[rows.start:rows.stop], labels[rows.start:rows.stop]
 
 
-def open_source(name: str, context: int, dtype: str) -> Source:
+class Unopened(NamedTuple):
+    """What a model must know of its data, without the data: enough to generate."""
+
+    model: str
+    inputs: int
+    classes: int
+    held_out: int = 0
+
+
+def open_source(name: str, context: int, dtype: str, vocabulary: int = 0) -> Source:
     """Open a source by its configuration name; DataError if it is missing, unreadable or too small.
 
-    context   tokens per row of a token source
-    dtype     of the features of a sample source
+    context     tokens per row of a token source
+    dtype       of the features of a sample source
+    vocabulary  of tokens:FILE; 0: one more than its largest token, which costs a pass over the file
     """
     kind, _, place = name.partition(":")
     if kind == "pydocs" and not place:
@@ -107,12 +117,18 @@ def open_source(name: str, context: int, dtype: str) -> Source:
         return TokenSource(_text(Path(place)), 256, context, place)
     if kind == "tokens" and place:
         tokens = _tokens(Path(place))
-        return TokenSource(tokens, _largest(tokens) + 1, context, place)
+        return TokenSource(tokens, vocabulary or _largest(tokens) + 1, context, place)
     if kind == "digits" and not place:
         return _digits(dtype)
     if kind == "idx" and place:
         return _idx(Path(place), dtype)
     raise ConfigError(f"data.source must be {SOURCES}, but is {name!r}.", "For example: --set data.source=text:book.txt")
+
+
+def absolute(name: str) -> str:
+    """The source's name with the path in it, if there is one, made absolute."""
+    kind, _, place = name.partition(":")
+    return f"{kind}:{Path(place).resolve()}" if place else name
 
 
 def _pydocs() -> np.ndarray:
@@ -146,7 +162,10 @@ def _largest(tokens: np.ndarray) -> int:
 
 
 def _size(path: Path) -> int:
+    """Bytes of a regular file that can be read: opening a pipe or a terminal would wait for ever."""
     try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is not a regular file.", "Check data.source.")
         with path.open("rb"):
             return path.stat().st_size
     except OSError as error:
@@ -172,9 +191,9 @@ def _idx(folder: Path, dtype: str) -> SampleSource:
     for part in ("train", "t10k"):
         images = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
         labels = _idx_array(folder, f"{part}-labels-idx1-ubyte", 1)
-        if len(images) != len(labels) or len(labels) == 0:
-            raise DataError(f"{folder} has {len(images)} {part} images but {len(labels)} labels.",
-                            "Every image needs a label.")
+        if len(images) != len(labels) or images.size == 0:
+            raise DataError(f"{folder} has {len(images)} {part} images of {images[0].size if len(images) else 0} pixels but "
+                            f"{len(labels)} labels.", "Every image needs pixels and a label.")
         parts[part] = (images.reshape(len(images), -1).astype(dtype) / 255, labels.astype(np.int64))
     if parts["train"][0].shape[1] != parts["t10k"][0].shape[1]:
         raise DataError(f"Train and test images in {folder} differ in size.", "Use files of one data set.")

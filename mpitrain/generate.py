@@ -37,5 +37,6 @@ def _draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.rand
         return int(logits.argmax())
     if 0 < top_k < len(logits):
         logits = np.where(logits < np.sort(logits)[-top_k], -np.inf, logits)
-    weights = np.exp((logits - logits.max()) / temperature)
+    with np.errstate(over="ignore"):  # near temperature 0 all but the likeliest become exp(-inf)
+        weights = np.exp((logits - logits.max()) / temperature)
     return int(generator.choice(len(weights), p=weights / weights.sum()))

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+CLOSING = ("end", "stopped", "failed")  # events of a last line
+
 
 def strict(record: dict[str, Any]) -> dict[str, Any]:
     """The record with every non-finite number as None and `nonfinite` set if there was one: JSON has no NaN."""
@@ -42,10 +44,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Drop all lines that tell of what happened after `step`, and the closing line, as a resume requires."""
-    kept = [r for r in read_metrics(path) if r.get("step", 0) <= step and r.get("event") not in ("end", "stopped", "failed")]
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+def cut_after(path: Path, step: int, steps: int) -> None:
+    """Drop the lines that a run of `steps` steps will write again when it resumes after `step`, and its closing line."""
+    def stays(record: dict[str, Any]) -> bool:
+        is_last_evaluation = "val_loss" in record and record["step"] == steps
+        return record.get("step", 0) <= step and record.get("event") not in CLOSING and not is_last_evaluation
+
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in filter(stays, read_metrics(path))))
 
 
 def write_whole(path: Path, text: str) -> None:

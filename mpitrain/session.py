@@ -1,32 +1,29 @@
-"""One run from start to end: its directory, its loop, its checkpoints, its metrics."""
+"""One run from start to end: its loop, its checkpoints, its metrics."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import tomli_w
-
 from mpitrain import __version__, checkpoint
 from mpitrain.build import Job, build
-from mpitrain.collectives.tuning import write_tuning
-from mpitrain.config import FILE, Config, parse, read_toml, with_settings
-from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, TrainingError
-from mpitrain.metrics import MetricsFile, Watchdog, cut_after, write_whole
-from mpitrain.optim import learning_rate
-from mpitrain.topology import topology
+from mpitrain.config import Config, parse, read_toml, with_settings
+from mpitrain.data import Unopened
+from mpitrain.errors import CheckpointError, ConfigError, TrainingError
+from mpitrain.metrics import MetricsFile, Watchdog
+from mpitrain.parallel.replicate import Outcome
+from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, find
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
-
-METRICS, TUNING, CHECKPOINTS = "metrics.jsonl", "tuning.json", "checkpoints"
 
 
 class Watcher(Protocol):
     """Is told what happens, on rank 0; the command line draws a progress bar from it."""
 
-    def began(self, config: Config, folder: Path, record: dict[str, Any], first_step: int) -> None:
-        """The run starts (or goes on) after `first_step` steps."""
+    def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
+        """The run starts, or goes on after record["step"] steps."""
 
     def stepped(self, step: int, loss: float) -> None:
         """A step is done."""
@@ -36,61 +33,31 @@ class Watcher(Protocol):
 
 
 class Finished(NamedTuple):
-    """How a run ended: its directory, whether it was stopped on request, and the job as it stands."""
+    """How a run ended: whether it was stopped on request, and the job as it stands."""
 
-    folder: Path
     stopped: bool
     job: Job
-
-
-def prepare_folder(transport: Transport, config: Config, resume: str) -> tuple[Path, bool]:
-    """The run directory, the same on all ranks, and whether it holds a run to go on with; collective.
-
-    resume  "no": a directory that holds a run is refused; "yes": one that holds none is; "auto": either will do
-    """
-    def choose() -> list[Any] | None:
-        if transport.rank != 0:
-            return None
-        if resume != "no" and not config.run.out:
-            raise ConfigError("--resume needs the directory of the run.", "Add --out DIR, for example --out runs/mine.")
-        folder = Path(config.run.out) if config.run.out else _fresh_name(Path("runs"))
-        has_run = (folder / FILE).exists()
-        if resume == "no" and has_run:
-            raise ConfigError(f"{folder} already holds a run.", "Add --resume to go on with it, or choose another --out.")
-        if resume == "yes" and not has_run:
-            raise ConfigError(f"There is no run in {folder} to resume.", "Name its directory with --out, or leave out --resume.")
-        try:
-            (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"The run directory {folder} cannot be made: {error.strerror}.", "Choose another --out.") from None
-        return [str(folder), has_run]
-
-    folder, has_run = transport.gather_text(agreed(transport, choose))[0]
-    return Path(folder), has_run and (resume == "yes" or bool(checkpoint.steps(Path(folder) / CHECKPOINTS)))
-
-
-def _fresh_name(parent: Path) -> Path:
-    date = time.strftime("%Y-%m-%d")
-    return next(folder for n in range(1, 1 << 30) if not (folder := parent / f"{date}-{n}").exists())
 
 
 def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher) -> Finished:
     """Train as configured, in its run directory; collective.
 
-    resume          see `prepare_folder`
+    resume          see `rundir.find`
     stop_requested  asked once per step; a True on any rank ends the run after a checkpoint
     raises          MpitrainError with `agreed` set where all ranks stop together
     """
-    folder, goes_on = prepare_folder(transport, config, resume)
-    saved = agreed(transport, lambda: checkpoint.newest(folder / CHECKPOINTS)) if goes_on else None
-    job = build(transport, config, saved)
+    place = find(transport, config, resume)
+    job = build(transport, config, place.saved)
     agreed(transport, lambda: _check_steps(job.step, config))
-    run = _Run(job, folder, watcher)
+    claimed = agreed(transport, lambda: claim(place, job) if transport.rank == 0 else None)
+    folder = Path(transport.gather_text(str(claimed[0]) if claimed else None)[0])
+    run = _Run(job, place, folder, watcher)
     try:
-        stopped = run.loop(stop_requested)
+        return Finished(run.loop(stop_requested), job)
     finally:
         run.close()
-    return Finished(folder, stopped, job)
+        if claimed:
+            os.close(claimed[1])
 
 
 def _check_steps(done: int, config: Config) -> None:
@@ -99,38 +66,26 @@ def _check_steps(done: int, config: Config) -> None:
                               f"Set run.steps to at least {done}.")
 
 
-def _resolved(config: Config, folder: Path, ranks: int) -> dict[str, Any]:
-    """The configuration as tables, with what was left to be chosen filled in and the run's own copy of the tuning."""
-    tables = config.model_dump()
-    if config.replication.tuning:
-        tables["replication"]["tuning"] = str(folder / TUNING)
-    tables["run"]["out"], tables["layout"]["dp"] = str(folder), topology(config, ranks).dp
-    return tables
-
-
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
-    def __init__(self, job: Job, folder: Path, watcher: Watcher):
-        trainer, source, first = job
-        self._trainer, self._source, self._first, self._folder, self._watcher = trainer, source, first, folder, watcher
-        self._config, self._is_root = trainer.config, trainer.transport.rank == 0
-        self._watchdog = Watchdog(trainer.transport.rank, self._config.run.stall_seconds)
-        self._saved_at: int | None = first or None
-        self._metrics: MetricsFile | None = None
+    def __init__(self, job: Job, place: Place, folder: Path, watcher: Watcher):
+        self._trainer, self._source, self._first = job
+        self._config, transport = self._trainer.config, self._trainer.transport
+        self._folder, self._watcher = folder, watcher
+        self._is_root = transport.rank == 0
+        self._saved_at: int | None = self._first if place.saved else None
+        self._watchdog = Watchdog(transport.rank, self._config.run.stall_seconds)
+        self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
+        record = {
+            "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
+            "ranks": transport.size, "hosts": len(set(transport.hosts)),
+            "parameters": self._trainer.plan.parameter_count, "held_out": self._source.held_out,
+            **({"changed": place.changed} if place.changed else {}),
+        }
         if self._is_root:
-            write_whole(folder / FILE, tomli_w.dumps(_resolved(self._config, folder, trainer.transport.size)))
-            if self._config.replication.tuning:
-                write_tuning(folder / TUNING, trainer.group.tuning)
-            cut_after(folder / METRICS, first)
-            self._metrics = MetricsFile(folder / METRICS)
-            record = {
-                "event": "resume" if first else "start", "step": first, "version": __version__,
-                "ranks": trainer.transport.size, "hosts": len(set(trainer.transport.hosts)),
-                "parameters": trainer.plan.parameter_count, "held_out": source.held_out,
-            }
-            self._metrics.write(record)
-            watcher.began(self._config, folder, record, first)
+            watcher.began(self._config, folder, record)
+        self._record(record)
 
     def close(self) -> None:
         self._watchdog.close()
@@ -139,9 +94,9 @@ class _Run:
 
     def loop(self, stop_requested: Callable[[], bool]) -> bool:
         """The steps that are left; returns whether the run was stopped on request."""
-        first, run, every = self._first, self._config.run, self._config.checkpoint.every
-        since, logged_at = time.perf_counter(), first
-        for index in range(first, run.steps):
+        run, checkpoints = self._config.run, self._config.checkpoint.every
+        since, logged_at = time.perf_counter(), self._first
+        for index in range(self._first, run.steps):
             step = index + 1
             self._watchdog.alive(f"step {step}")
             rows = self._trainer.share()
@@ -155,41 +110,44 @@ class _Run:
                 since, logged_at = now, step
             if not outcome.updated and run.on_nonfinite == "stop":
                 raise self._nonfinite(step, outcome)
-            if outcome.stop and step < run.steps:
+            if step == run.steps:
+                break
+            if outcome.stop or (checkpoints and step % checkpoints == 0):
                 self._save(step)
-                self._record({"event": "stopped", "step": step})
-                return True
-            if run.eval_every > 0 and step % run.eval_every == 0 and step < run.steps:
+            if run.eval_every > 0 and step % run.eval_every == 0:
                 self._evaluate(step)
                 since, logged_at = time.perf_counter(), step
-            if every and step % every == 0:
-                self._save(step)
+            if outcome.stop:
+                self._record({"event": "stopped", "step": step})
+                return True
+        self._save(run.steps)
         if run.eval_every >= 0:
             self._evaluate(run.steps)
-        self._save(run.steps)
+        self._end()
+        return False
+
+    def _end(self) -> None:
         equal = replicas_equal(self._trainer)
-        self._record({"event": "end", "step": run.steps, "replicas_equal": equal,
+        self._record({"event": "end", "step": self._config.run.steps, "replicas_equal": equal,
                       "peak_activation_bytes": self._trainer.arena.peak})
         if not equal:
             error = TrainingError("After the last step the parameters differ between replicas.",
                                   "This is a fault of mpitrain or of the machine's memory; please report it.")
             error.agreed = True
             raise error
-        return False
 
-    def _log_step(self, step: int, outcome: Any, step_s: float, predictions: int) -> None:
+    def _log_step(self, step: int, outcome: Outcome, step_s: float, predictions: int) -> None:
         size = self._config.batch.size
         rates = {"samples_per_s": size / step_s}
         if self._source.model == "gpt":
             rates["tokens_per_s"] = size * predictions / step_s
         skipped = {} if outcome.updated else {"skipped": True, "nonfinite_elements": outcome.nonfinite}
-        lr = learning_rate(self._config.optimizer, step - 1, self._config.run.steps)
-        self._record({"step": step, "loss": outcome.loss, "lr": lr, "grad_norm": outcome.grad_norm, "step_s": step_s,
+        self._record({"step": step, "loss": outcome.loss, "lr": outcome.lr, "grad_norm": outcome.grad_norm, "step_s": step_s,
                       **rates, "peak_activation_bytes": self._trainer.arena.peak, **skipped})
 
     def _evaluate(self, step: int) -> None:
-        self._watchdog.alive(f"the evaluation after step {step}")
-        loss, accuracy = self._trainer.evaluate(self._source)
+        loss, accuracy = self._trainer.evaluate(
+            self._source, lambda: self._watchdog.alive(f"the evaluation after step {step}"))
         self._record({"step": step, "val_loss": loss, "val_accuracy": accuracy})
 
     def _save(self, step: int) -> None:
@@ -200,11 +158,16 @@ class _Run:
         self._saved_at = step
 
     def _record(self, record: dict[str, Any]) -> None:
-        if self._metrics:
+        if not self._metrics:
+            return
+        try:
             self._metrics.write(record)
-            self._watcher.recorded(record)
+        except OSError as error:
+            raise TrainingError(f"{self._folder / METRICS} cannot be written: {error}.",
+                                "Make room, then go on with --resume.") from None
+        self._watcher.recorded(record)
 
-    def _nonfinite(self, step: int, outcome: Any) -> MpitrainError:
+    def _nonfinite(self, step: int, outcome: Outcome) -> TrainingError:
         self._record({"event": "failed", "step": step})
         error = TrainingError(
             f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are not finite.",
@@ -214,12 +177,23 @@ class _Run:
         return error
 
 
-def configured(folder: Path, settings: list[str]) -> Config:
-    """The configuration of a run directory, to be opened on however many ranks, with `section.key=value` put in."""
-    return parse(with_settings({**read_toml(folder / FILE), "layout": {}}, settings))
+def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
+    """The configuration of a run directory, to be opened by so many ranks, with `section.key=value` put in."""
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
+    then = parse(read_toml(folder / CONFIG))
+    anew = ["layout.dp=0", "batch.micro_batches=1", f"batch.size={max(then.batch.size, ranks)}"]
+    return parse(with_settings(then.model_dump(), [*anew, *settings]))
 
 
-def open_run(transport: Transport, folder: Path, settings: list[str]) -> Job:
-    """The job of a run directory, as its newest checkpoint left it; collective. `settings`: see `configured`."""
-    config = agreed(transport, lambda: configured(folder, settings))
-    return build(transport, config, agreed(transport, lambda: checkpoint.newest(folder / CHECKPOINTS)))
+def open_run(transport: Transport, folder: Path, settings: list[str], needs_data: bool = True) -> Job:
+    """The job of a run directory as its newest checkpoint left it, on however many ranks; collective.
+
+    settings    section.key=value, over the configuration of the run
+    needs_data  False: a token model is built without its data source
+    """
+    config = agreed(transport, lambda: configured(folder, settings, transport.size))
+    saved = agreed(transport, lambda: checkpoint.newest(folder / CHECKPOINTS))
+    vocabulary = config.data.vocabulary or 256
+    is_enough = not needs_data and config.model.kind == "gpt"
+    return build(transport, config, saved, Unopened("gpt", vocabulary, vocabulary) if is_enough else None)

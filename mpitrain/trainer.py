@@ -1,7 +1,8 @@
 """The training step over a list of units, and what else a trained list of units can do."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Trainer:
     transport    the one passed in, or one around it that also carries the arrays of config.device.kind
     plan         where each tensor lies in the flat buffers
     parameters   flat buffer, equal on all replicas
+    gradients    flat buffer; after a step the sum over all replicas, not clipped
     group        the replicas, and how they reduce: `tuning` is for algorithm auto
     optimizer    its `state` maps names to buffers like `parameters`
     arena        where activations come from
@@ -41,13 +43,13 @@ class Trainer:
         self.plan = Plan(self.units, config.precision.compute, grid.dp)
         self.parameters = transport.allocate(self.plan.length, self.plan.dtype)
         self.plan.initialize(self.parameters, config.run.seed, self.backend)
-        gradients = transport.allocate(self.plan.length, self.plan.dtype)
+        self.gradients = transport.allocate(self.plan.length, self.plan.dtype)
         self._weights = self.plan.weights(self.parameters)
-        self._gradients, self._leaves = self.plan.gradients(gradients)
+        self._gradients, self._leaves = self.plan.gradients(self.gradients)
         self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.backend, self.arena)
         self.group = Group(transport, config.replication.algorithm, tuning)
         self.replication = AllReduce(
-            self.group, self.plan, self.parameters, gradients, self.optimizer, self._ops, self.arena,
+            self.group, self.plan, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
             config.replication, config.optimizer.clip,
         )
 
@@ -66,7 +68,7 @@ class Trainer:
         rows, parts = len(inputs), self.config.batch.micro_batches
         scale = 1 / (self.config.batch.size * targets[0].size)
         self.replication.begin(index)
-        for leaf in self._leaves:
+        for leaf in chain.from_iterable(self._leaves):
             leaf.filled = False
         loss = 0.0
         for part in range(parts):
@@ -98,6 +100,9 @@ class Trainer:
             layer.backward_weight(pending, self._gradients[index])
             del pending
             if is_last:
+                for leaf in self._leaves[index]:  # what nobody wrote has no gradient, and not the one of the last step
+                    if not leaf.filled:
+                        leaf.array.fill(0)
                 replication.gradient_ready(index)
             replication.poll()
         return float(loss)
@@ -109,12 +114,16 @@ class Trainer:
             x, _ = unit.layer.forward(weights, x, self.arena)
         return x
 
-    def evaluate(self, source: Source) -> tuple[float, float]:
-        """Mean loss (nats per prediction) and share of right predictions over all held-out rows; collective."""
+    def evaluate(self, source: Source, alive: Callable[[], None] = lambda: None) -> tuple[float, float]:
+        """Mean loss (nats per prediction) and share of right predictions over all held-out rows; collective.
+
+        alive  called before every batch
+        """
         mine = share(source.held_out, self.group.rank, self.group.size)
         rows = max(1, self.config.batch.size // (self.group.size * self.config.batch.micro_batches))
         totals = np.zeros(3)
         for start in range(mine.start, mine.stop, rows):
+            alive()
             inputs, targets = source.held_out_rows(range(start, min(start + rows, mine.stop)))
             flat = self.backend.from_host(targets).reshape(-1)
             logits = self.logits(inputs).reshape(len(flat), -1)
@@ -126,6 +135,6 @@ class Trainer:
 
 
 def replicas_equal(trainer: Trainer) -> bool:
-    """Whether the parameters are bitwise equal on all replicas, and hold no NaN; collective."""
+    """Whether the parameters are bitwise equal on all replicas; collective."""
     digest = hashlib.sha256(trainer.backend.to_host(trainer.parameters).tobytes()).hexdigest()
     return len(set(trainer.transport.gather_text(digest))) == 1

@@ -96,10 +96,11 @@ class Plan:
         """Views of a flat buffer for each unit, nested by name."""
         return self._nested({entry.name: entry.view(flat) for entry in self.entries})
 
-    def gradients(self, flat: np.ndarray) -> tuple[list[Gradients], list[Gradient]]:
-        """Gradient leaves over a flat buffer: nested for each unit, and all of them once. Tied tensors share a leaf."""
+    def gradients(self, flat: np.ndarray) -> tuple[list[Gradients], list[list[Gradient]]]:
+        """Gradient leaves over a flat buffer: nested for each unit, and those that each unit stores. Tied tensors share one."""
         leaves = {entry.name: Gradient(entry.view(flat)) for entry in self.entries}
-        return self._nested(leaves), list(leaves.values())
+        stored = [[leaves[e.name] for e in self.entries if start <= e.start < stop] for start, stop in self.bounds]
+        return self._nested(leaves), stored
 
     def _nested(self, leaves: dict[str, Any]) -> list[dict[str, Any]]:
         trees = []

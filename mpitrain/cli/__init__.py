@@ -1,12 +1,14 @@
 """The command line. Each command lives in a file of its own, loaded only when it is called or described."""
 
 import importlib
+import os
 import sys
 
 import click
 
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
+from mpitrain.device import launched
 
 STOPPED = 85  # exit code of a run that stopped on request after a checkpoint: run it again to go on
 REPORT = "MPITRAIN_REPORT"  # set by `launch`: a file in which rank 0 of `train` leaves the path of its metrics.jsonl
@@ -27,6 +29,8 @@ class LazyGroup(click.Group):
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, and let all ranks leave together if its usage is wrong."""
+    if launched().rank > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives): rank 0 speaks for all
     try:
         sys.exit(commands.main(arguments, prog_name="mpitrain", standalone_mode=False) or 0)
     except click.ClickException as error:

@@ -1,5 +1,7 @@
 """How a rank begins and ends: connected, and leaving together with the others or taking them along."""
 
+import json
+import os
 import sys
 import time
 import traceback
@@ -42,6 +44,13 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") ->
             transport.abort(str(error))
         text = str(error)
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
+        if transport.size > 1:
+            transport.abort("nobody reads its output any more")
+        sys.exit(1)
+    except MemoryError as error:
+        transport.abort(f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches.")
     except BaseException as error:
         if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
             raise
@@ -50,7 +59,7 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") ->
 
 def settings_of(*options: tuple[str, Any]) -> list[str]:
     """`section.key=value` for each option that was given."""
-    return [f"{key}={value}" for key, value in options if value is not None]
+    return [f"{key}={json.dumps(value)}" for key, value in options if value is not None]
 
 
 def kind_of(folder: Path, settings: list[str]) -> str:

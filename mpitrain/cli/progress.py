@@ -11,13 +11,14 @@ from tqdm import tqdm
 
 from mpitrain.cli import REPORT, TERMINAL
 from mpitrain.config import Config
-from mpitrain.session import METRICS
+from mpitrain.metrics import CLOSING
+from mpitrain.rundir import METRICS
 
 
 class Silent:
     """The watcher of every rank but 0."""
 
-    def began(self, config: Config, folder: Path, record: dict[str, Any], first_step: int) -> None:
+    def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         pass
 
     def stepped(self, step: int, loss: float) -> None:
@@ -34,15 +35,17 @@ class Progress:
         # mpirun hands a pipe to its ranks; `mpitrain launch` says what is at the other end of it.
         self._is_terminal = sys.stderr.isatty() or os.environ.get(TERMINAL) == "1"
 
-    def began(self, config: Config, folder: Path, record: dict[str, Any], first_step: int) -> None:
+    def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         if report := os.environ.get(REPORT):
             Path(report).write_text(str(folder.resolve() / METRICS))
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
         print(f"{network}: {record['parameters']:,} parameters on {c.data.source}; {record['ranks']} rank(s), "
               f"{c.replication.algorithm} all-reduce; run directory {folder}", flush=True)
-        self._steps, self._first, self._start = c.run.steps, first_step, time.perf_counter()
-        self._bar = tqdm(total=c.run.steps, initial=first_step, unit="step", disable=not self._is_terminal,
+        for key, (then, now) in record.get("changed", {}).items():
+            print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
+        self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
+        self._bar = tqdm(total=c.run.steps, initial=self._first, unit="step", disable=not self._is_terminal,
                          file=sys.stderr, dynamic_ncols=sys.stderr.isatty(), ncols=None if sys.stderr.isatty() else 100)
 
     def stepped(self, step: int, loss: float) -> None:
@@ -67,7 +70,7 @@ class Progress:
             equal = "equal" if record["replicas_equal"] else "NOT equal"
             print(f"done: parameters bitwise {equal} on all ranks, "
                   f"peak activations {record['peak_activation_bytes'] / 1e6:.1f} MB on rank 0", flush=True)
-        else:
+        elif event in CLOSING:
             self._bar.close()
             print(f"{event} at step {step}" + ("; --resume goes on from there" if event == "stopped" else ""), flush=True)
 

@@ -1,5 +1,6 @@
 """`mpitrain train`: build what the configuration says and train it."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -40,41 +41,52 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     if help_config:
         print_keys()
         return
-    overrides = [*settings, *settings_of(("layout.dp", dp), ("device.kind", device))]
-    resolve = partial(_resolve, config_file, overrides, out, resume or "no")
-    with ranks(kind=lambda: resolve().device.kind) as transport:
-        finished = _train(transport, resolve, resume or "no")
+    overrides = [*settings, *settings_of(("layout.dp", dp), ("device.kind", device), ("run.out", out))]
+    configured = partial(_configured, config_file, overrides, resume or "no")
+    requested: list[int] = []
+    listen(requested)
+    with ranks(kind=lambda: configured().device.kind) as transport:
+        finished = _train(transport, configured, resume or "no", lambda: bool(requested))
     sys.exit(STOPPED if finished.stopped else 0)
 
 
-def _resolve(config_file: Path | None, settings: list[str], out: str | None, resume: str) -> Any:
-    """The configuration that the command line asks for."""
-    from mpitrain.config import FILE, parse, read_toml, with_settings
+def listen(requested: list[int]) -> None:
+    """Note requests to stop, from the first moment on. A second Ctrl-C ends the process; schedulers repeat TERM."""
+    def note(number: int, frame: object) -> None:
+        if number == signal.SIGINT and number in requested:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        requested.append(number)
 
-    tables: dict[str, Any] = {}
-    if config_file:
-        tables = read_toml(config_file)
-    elif resume != "no" and out and (Path(out) / FILE).exists():
-        tables = {**read_toml(Path(out) / FILE), "layout": {}}  # a resumed run may have other ranks
-    tables = with_settings(tables, settings)
-    if out:
-        tables.setdefault("run", {})["out"] = out
-    return parse(tables)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, note)
 
 
-def _train(transport: Any, resolve: Callable[[], Any], resume: str) -> Any:
+def _train(transport: Any, configured: Callable[[], Any], resume: str, stop_requested: Callable[[], bool]) -> Any:
     from mpitrain.cli.progress import Progress, Silent
     from mpitrain.session import train
-    from mpitrain.transport.agree import agreed
+    from mpitrain.transport.agree import agreed, check_same
 
-    config = agreed(transport, resolve)
-    requested: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: requested.append(number))
-    finished = train(transport, config, resume, lambda: bool(requested), Progress() if transport.rank == 0 else Silent())
+    config = agreed(transport, configured)
+    check_same(transport, "configuration", config.flat())
+    finished = train(transport, config, resume, stop_requested, Progress() if transport.rank == 0 else Silent())
     if transport.rank == 0 and not finished.stopped and finished.job.source.model == "gpt":
         _print_sample(finished)
     return finished
+
+
+def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
+    """The configuration file, or else that of the run that is resumed, under the settings of the command line."""
+    from mpitrain.config import parse, read_toml, with_settings
+    from mpitrain.rundir import CONFIG
+
+    if config_file:
+        return parse(with_settings(read_toml(config_file), settings))
+    out = with_settings({}, settings).get("run", {}).get("out")
+    if resume == "no" or not isinstance(out, str) or not (Path(out) / CONFIG).exists():
+        return parse(with_settings({}, settings))
+    stored = {**read_toml(Path(out) / CONFIG), "layout": {}}  # a resumed run may have other ranks
+    return parse(with_settings(stored, settings))
 
 
 def _print_sample(finished: Any) -> None:
@@ -91,8 +103,9 @@ def _print_sample(finished: Any) -> None:
     except TrainingError as error:
         print(f"no sample of what it writes: {error.law}", flush=True)
         return
-    text = bytes(sample).decode(errors="replace") if is_text else " ".join(map(str, sample))
-    print(f"a sample of what it writes:\n{text}", flush=True)
+    text = bytes(sample) if is_text else " ".join(map(str, sample)).encode()
+    sys.stdout.buffer.write(b"a sample of what it writes:\n" + text + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def print_keys() -> None:

@@ -20,8 +20,9 @@ from mpitrain.collectives.algorithms import (
     REDUCE_SCATTER,
 )
 from mpitrain.collectives.choose import choose
+from mpitrain.collectives.compose import Chain
 from mpitrain.collectives.cost import DEFAULT, Tuning
-from mpitrain.collectives.execute import Chain, Execution, Reduction
+from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.native import Native
 from mpitrain.collectives.shared import bind_shared
 from mpitrain.errors import CommError

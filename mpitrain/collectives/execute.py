@@ -1,17 +1,24 @@
 """The executor: runs a plan over one array, again and again, through views and scratch it made once."""
 
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpitrain.collectives.plans import Plan, Step
+from mpitrain.collectives.plans import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Request, Transport
 
 OPS = {"add": np.add, "maximum": np.maximum}
 """Reductions by name; CuPy arrays answer to the same functions."""
+
+
+BETWEEN_HOSTS = 60 << 10
+"""Bytes of one message between hosts; longer transfers are cut. Just below the 64 KiB up to which MPI's TCP transports send
+at once: a longer message waits for a reply to its announcement, and several short ones keep the link busier."""
+
+WINDOW = 16
+"""Messages per peer under way at once: enough to fill a link, few enough not to pile up in front of it."""
 
 
 class Reduction(Protocol):
@@ -38,29 +45,26 @@ class Reduction(Protocol):
         """Block until the result is in the buffer."""
 
 
-def started_twice(rank: int) -> CommError:
+def started_twice() -> CommError:
     """The error of a start before the end of the last run."""
-    return CommError(f"rank {rank}: a reduction was started again before its last run had ended.",
+    return CommError("A reduction was started again before its last run had ended.",
                      "Call wait() first, or bind one reduction per buffer.")
 
 
 class _BoundStep(NamedTuple):
-    """A step with views in place of bounds.
+    """A step, or the part of one that is under way at a time, with views in place of bounds.
 
+    after            how many of these must have ended before this one begins
     sends, receives  (array, peer)
     copies           (target, source): what a rank sends to itself
     combines         (target, received)
     """
 
+    after: int
     sends: list[tuple[np.ndarray, int]]
     receives: list[tuple[np.ndarray, int]]
     copies: list[tuple[np.ndarray, np.ndarray]]
     combines: list[tuple[np.ndarray, np.ndarray]]
-
-
-def scratch_count(plan: Plan) -> int:
-    """Elements that one step of the plan receives before it combines them, at most."""
-    return max((sum(t.stop - t.start for t in step.receives) for step in plan.steps if step.combine), default=0)
 
 
 class Execution:
@@ -70,14 +74,11 @@ class Execution:
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int,
                  outgoing: np.ndarray | None = None):
-        self._transport, self._combine, self._tag, self._depth = transport, OPS[op], tag, plan.depth
+        self._transport, self._combine, self._tag = transport, OPS[op], tag
         flat = array.reshape(-1)
-        source = flat if outgoing is None else outgoing.reshape(-1)
-        scratch = [np.empty_like(flat, shape=scratch_count(plan)) for _ in range(plan.depth)]
-        self._steps = [bind_step(step, transport.rank, source, flat, scratch[i % plan.depth])
-                       for i, step in enumerate(plan.steps)]
+        self._steps = bind_plan(transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat)
         self._requests: deque[list[Request]] = deque()
-        self._ended = len(self._steps)
+        self._posted = self._ended = len(self._steps)
 
     def run(self) -> None:
         self.start()
@@ -85,10 +86,9 @@ class Execution:
 
     def start(self) -> None:
         if self._ended < len(self._steps):
-            raise started_twice(self._transport.rank)
-        self._ended = 0
-        for step in self._steps[:self._depth]:
-            self._post(step)
+            raise started_twice()
+        self._posted = self._ended = 0
+        self._post()
 
     def poll(self) -> bool:
         while self._ended < len(self._steps):
@@ -103,26 +103,58 @@ class Execution:
                 request.wait()
             self._end_step()
 
-    def _post(self, step: _BoundStep) -> None:
+    def _post(self) -> None:
+        """Begin every step that may begin."""
         transport, tag = self._transport, self._tag
-        requests = [transport.start_recv(view, peer, tag) for view, peer in step.receives]
-        requests += [transport.start_send(view, peer, tag) for view, peer in step.sends]
-        for target, source in step.copies:
-            target[...] = source
-        self._requests.append(requests)
+        while self._posted < len(self._steps) and (step := self._steps[self._posted]).after <= self._ended:
+            requests = [transport.start_recv(view, peer, tag) for view, peer in step.receives]
+            requests += [transport.start_send(view, peer, tag) for view, peer in step.sends]
+            for target, source in step.copies:
+                target[...] = source
+            self._requests.append(requests)
+            self._posted += 1
 
     def _end_step(self) -> None:
-        """Combine what the oldest step received, and post the one that waited for it."""
+        """Combine what the oldest step received, and begin what waited for it."""
         self._requests.popleft()
         for target, received in self._steps[self._ended].combines:
             self._combine(target, received, out=target)
         self._ended += 1
-        following = self._ended + self._depth - 1
-        if following < len(self._steps):
-            self._post(self._steps[following])
+        self._post()
 
 
-def bind_step(step: Step, rank: int, source: np.ndarray, flat: np.ndarray, scratch: np.ndarray) -> _BoundStep:
+def bind_plan(transport: Transport, plan: Plan, source: np.ndarray, flat: np.ndarray) -> list[_BoundStep]:
+    """The plan's steps over these arrays, those between hosts in parts. Allocates the scratch."""
+    longest = max((sum(t.stop - t.start for t in step.receives) for step in plan.steps if step.combine), default=0)
+    scratch = [np.empty_like(flat, shape=longest) for _ in range(plan.depth)]
+    bound: list[_BoundStep] = []
+    ends: list[int] = []
+    for i, step in enumerate(plan.steps):
+        before, used = ends[i - plan.depth] if i >= plan.depth else 0, 0
+        for part in cut(step, transport, max(1, BETWEEN_HOSTS // flat.itemsize)):
+            after = max(before, len(bound) + 1 - WINDOW)
+            bound.append(bind_step(part, after, transport.rank, source, flat, scratch[i % plan.depth][used:]))
+            used += sum(t.stop - t.start for t in part.receives)
+        ends.append(len(bound))
+    return bound
+
+
+def cut(step: Step, transport: Transport, limit: int) -> list[Step]:
+    """The step in parts, none of which has a transfer to or from another host that is longer than `limit` elements."""
+    here, hosts = transport.hosts[transport.rank], transport.hosts
+
+    def parts(transfer: Transfer) -> list[Transfer]:
+        length = transfer.stop - transfer.start
+        if length <= limit or hosts[transfer.peer] == here:
+            return [transfer]
+        return [Transfer(transfer.peer, *part) for part in pieces(transfer.start, transfer.stop, -(-length // limit))]
+
+    sends, receives = ([parts(t) for t in way] for way in (step.sends, step.receives))
+    return [Step(tuple(s[i] for s in sends if i < len(s)), tuple(r[i] for r in receives if i < len(r)), step.combine)
+            for i in range(max(map(len, sends + receives), default=0))]
+
+
+def bind_step(step: Step, after: int, rank: int, source: np.ndarray, flat: np.ndarray, scratch: np.ndarray) -> _BoundStep:
     """Views of the arrays, and of the scratch where received elements wait to be combined."""
     sends = [(source[t.start:t.stop], t.peer) for t in step.sends]
     targets = [(flat[t.start:t.stop], t.peer) for t in step.receives]
@@ -131,46 +163,10 @@ def bind_step(step: Step, rank: int, source: np.ndarray, flat: np.ndarray, scrat
     targets = [(view, peer) for view, peer in targets if peer != rank]
     copies = list(zip(own[1], own[0], strict=True))
     if not step.combine:
-        return _BoundStep(sends, targets, copies, [])
+        return _BoundStep(after, sends, targets, copies, [])
     receives, used = [], 0
     for target, peer in targets:
         receives.append((scratch[used:used + target.size], peer))
         used += target.size
     combines = [(target, received) for (target, _), (received, _) in zip(targets, receives, strict=True)]
-    return _BoundStep(sends, receives, copies, combines)
-
-
-class Chain:
-    """Reductions that run one after the other as one."""
-
-    state = None
-
-    def __init__(self, links: Sequence[Reduction]):
-        self._links = links
-        self._ended = len(links)
-
-    def run(self) -> None:
-        for link in self._links:
-            link.run()
-
-    def start(self) -> None:
-        self._ended = 0
-        self._links[0].start()
-
-    def poll(self) -> bool:
-        while self._ended < len(self._links):
-            if not self._links[self._ended].poll():
-                return False
-            self._go_on()
-        return True
-
-    def wait(self) -> None:
-        while self._ended < len(self._links):
-            self._links[self._ended].wait()
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """The link under way has ended: start the next."""
-        self._ended += 1
-        if self._ended < len(self._links):
-            self._links[self._ended].start()
+    return _BoundStep(after, sends, receives, copies, combines)

@@ -5,7 +5,7 @@ and the coded sum to everyone; the rank that made it decodes it like the others.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from itertools import pairwise as pairs
 from typing import NamedTuple
@@ -15,11 +15,15 @@ import numpy as np
 from mpitrain.backend import on_device
 from mpitrain.collectives import pairwise, ring
 from mpitrain.collectives.agree import agree, everywhere
-from mpitrain.collectives.execute import Chain, Execution, Reduction
-from mpitrain.collectives.plans import Plan
+from mpitrain.collectives.compose import Chain, Lanes, Local
+from mpitrain.collectives.execute import Execution, Reduction
+from mpitrain.collectives.plans import Plan, at_once, pieces
 from mpitrain.collectives.wire import BLOCK, CODECS, Codec, Wire, largest
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.base import Transport
+
+LANE = 1 << 17
+"""Elements of a rank's chunk that are coded at a time, so that coding some hides behind sending others."""
 
 
 class Matrix(NamedTuple):
@@ -28,21 +32,6 @@ class Matrix(NamedTuple):
     start: int
     rows: int
     columns: int
-
-
-class Local:
-    """Work between messages, as a link of a chain."""
-
-    state = None
-
-    def __init__(self, work: Callable[[], None]):
-        self.run = self.start = work
-
-    def poll(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
 
 
 def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()) -> Reduction:
@@ -64,10 +53,13 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag)
     if wire.name == "powersgd":
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
-    return coded(transport, flat, CODECS[wire.name], tag)
+    lanes = max(1, flat.size // (transport.size * LANE))
+    tags = [tag, *(transport.claim_tag() for _ in range(lanes - 1))]
+    return Lanes([coded(transport, flat[start:stop], CODECS[wire.name], lane_tag)
+                  for (start, stop), lane_tag in zip(pieces(0, flat.size, lanes), tags, strict=True)])
 
 
-def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Reduction:
+def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Chain:
     """A sum in which every element is coded on its own.
 
     traffic  2(n-1) chunks of ceil(count / n) elements, rounded up to whole blocks, each coded
@@ -96,8 +88,10 @@ def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Re
             codec.decode(incoming[owner], values[owner])
         array[:] = values.reshape(-1)[:array.size]
 
-    to_all = Execution(transport, incoming, "add", without_self(pairwise.all_to_all(rank, n, incoming.size), rank), tag, outgoing)
-    from_all = Execution(transport, incoming, "add", pairwise.all_gather(rank, n, incoming.size), tag)
+    plans = without_self(pairwise.all_to_all(rank, n, incoming.size), rank), pairwise.all_gather(rank, n, incoming.size)
+    # All peers at once: a rank that is late to code its chunk then holds up nobody's exchange with the others.
+    to_all, from_all = (Execution(transport, incoming, "add", at_once(plan), tag, source)
+                        for plan, source in zip(plans, (outgoing, incoming), strict=True))
     return Chain([Local(scatter), to_all, Local(gather), from_all, Local(finish)])
 
 

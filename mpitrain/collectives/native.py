@@ -27,7 +27,7 @@ class Native:
 
     def start(self) -> None:
         if self._request is not None:
-            raise started_twice(self._transport.rank)
+            raise started_twice()
         self._request = self._transport.start_native_all_reduce(self._array, self._op)
 
     def poll(self) -> bool:

@@ -4,7 +4,7 @@ Chunks go straight from where they are to where they belong. Nothing is passed o
 messages are compressed.
 """
 
-from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds
+from mpitrain.collectives.plans import Plan, Step, Transfer, at_once, chunk_bounds
 
 
 def reduce_scatter(rank: int, n: int, count: int) -> Plan:
@@ -27,21 +27,15 @@ def all_gather(rank: int, n: int, count: int) -> Plan:
 
 def all_to_all(rank: int, n: int, count: int) -> Plan:
     """Chunk q of rank p's array becomes chunk p of rank q's: n - 1 steps and a copy. Chunks are of one size."""
-    return Plan(tuple(_to_all(rank, n, count)))
+    chunks = chunk_bounds(count, n)
+    ahead, behind = ([(rank + sign * step) % n for step in range(n)] for sign in (1, -1))
+    return Plan(tuple(Step((Transfer(to, *chunks[to]),), (Transfer(source, *chunks[source]),))
+                      for to, source in zip(ahead, behind, strict=True)))
 
 
 def all_to_all_at_once(rank: int, n: int, count: int) -> Plan:
     """The same messages, all under way together: for short arrays."""
-    steps = _to_all(rank, n, count)
-    return Plan((Step(tuple(s.sends[0] for s in steps), tuple(s.receives[0] for s in steps)),))
-
-
-def _to_all(rank: int, n: int, count: int) -> list[Step]:
-    """One step per peer, the first with oneself."""
-    chunks = chunk_bounds(count, n)
-    ahead, behind = ([(rank + sign * step) % n for step in range(n)] for sign in (1, -1))
-    return [Step((Transfer(to, *chunks[to]),), (Transfer(source, *chunks[source]),))
-            for to, source in zip(ahead, behind, strict=True)]
+    return at_once(all_to_all(rank, n, count))
 
 
 def barrier(rank: int, n: int) -> Plan:

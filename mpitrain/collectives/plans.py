@@ -50,6 +50,12 @@ def reverse(plan: Plan, combine: bool) -> Plan:
     return Plan(tuple(Step(step.receives, step.sends, combine) for step in reversed(plan.steps)), plan.depth)
 
 
+def at_once(plan: Plan) -> Plan:
+    """The same messages, all under way together, for plans whose steps do not build on each other."""
+    steps = plan.steps
+    return Plan((Step(tuple(t for step in steps for t in step.sends), tuple(t for step in steps for t in step.receives)),))
+
+
 def relabel(plan: Plan, ranks: Sequence[int], offset: int = 0) -> Plan:
     """A plan made for ranks 0 to n - 1 and elements from 0, moved to these ranks and to elements from `offset`."""
     def moved(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:

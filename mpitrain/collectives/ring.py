@@ -5,11 +5,11 @@ source   Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2): no all-reduc
 
 from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds, pieces
 
-SEGMENT = 1 << 16
+SEGMENT = 1 << 15
 """Elements of a chunk that travel in one message. A ring of long chunks is many short rings in turn: while one segment is
 reduced and sent on, the next ones arrive."""
 
-DEPTH = 4
+DEPTH = 8
 """Segments under way at once: enough to hide the reduction, few enough for their scratch to stay in cache."""
 
 

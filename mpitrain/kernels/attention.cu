@@ -174,19 +174,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(
     store_rows(out, inverse, y + (long long)b * T * C + h * HEAD, C, t0, T, ty, tx);
 }
 
-// dots[b, h, t] = sum over the head's channels of dy y. One warp a row. Launch: grid (ceil(B H T / 4)), block (128).
-extern "C" __global__ void __launch_bounds__(128) attention_dots(
-    int B, int T, int H, const Element* __restrict__ y, const Element* __restrict__ dy, Sum* __restrict__ dots) {
-    const long long row = blockIdx.x * 4LL + threadIdx.x / 32;
-    if (row >= (long long)B * H * T) return;
-    const int lane = threadIdx.x % 32, t = int(row % T), h = int(row / T % H), b = int(row / T / H);
-    const long long at = (((long long)b * T + t) * H + h) * HEAD;
-    Sum dot = 0;
-    for (int d = lane; d < HEAD; d += 32) dot += wide(y[at + d]) * wide(dy[at + d]);
-    dot = warp_sum(dot);
-    if (lane == 0) dots[row] = dot;
-}
-
 // One tile of weights p = exp(score - log_sum) and of dscores = p (dy v^T - dot) scale; 0 where the mask or T ends.
 __device__ __forceinline__ void weights_and_slopes(
     Sum (&p)[4][4], Sum (&ds)[4][4], const Sum* qs, const Sum* ks, const Sum* vs, const Sum* dys, const Sum* log_sums,

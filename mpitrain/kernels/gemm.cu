@@ -30,7 +30,7 @@ static_assert(!ROW_SUMS || THREADS >= TILE_M, "one thread sums each row");
 template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
     static constexpr int LOADS = WIDTH * TILE_K / (4 * THREADS);
     static constexpr int FOURS = (K_IS_CONTIGUOUS ? TILE_K : WIDTH) / 4;    // in a stored row of the piece
-    static constexpr int STEP = THREADS / FOURS;                            // stored rows between this thread's fours
+    static constexpr int APART = THREADS / FOURS;                            // stored rows between this thread's fours
     const Element* at;    // this thread's first four
     int width_left;       // elements from it on to the end of the operand's width
     bool vector;
@@ -49,7 +49,7 @@ template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
     __device__ __forceinline__ void load(int pitch, int k_left) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            const int below = !K_IS_CONTIGUOUS ? i * STEP : i == 0 ? 0 : min(i * STEP, width_left - 1);
+            const int below = !K_IS_CONTIGUOUS ? i * APART : i == 0 ? 0 : min(i * APART, width_left - 1);
             const int four_left = K_IS_CONTIGUOUS ? k_left - minor() : major() + below < k_left ? width_left : 0;
             load_four(at + (long long)below * pitch, 0, four_left, vector, held[i].at);
         }
@@ -59,7 +59,7 @@ template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
     __device__ __forceinline__ void store(Sum (*shared)[WIDTH + PAD]) const {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            const int row = major() + i * STEP;
+            const int row = major() + i * APART;
             if (K_IS_CONTIGUOUS) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) shared[minor() + j][row] = held[i].at[j];

@@ -35,6 +35,7 @@ class Outcome(NamedTuple):
     loss       mean over the global batch
     grad_norm  global 2-norm of the gradient, before clipping
     nonfinite  gradient elements that are infinite or NaN
+    lr         learning rate of the step
     updated    whether the parameters were updated
     stop       whether any rank was asked to stop
     """
@@ -42,6 +43,7 @@ class Outcome(NamedTuple):
     loss: float
     grad_norm: float
     nonfinite: int
+    lr: float
     updated: bool
     stop: bool
 
@@ -132,4 +134,4 @@ class AllReduce(Replication):
         if updated:
             scale = self._clip / norm if 0 < self._clip < norm else 1.0
             self._optimizer.update(self._parameters, self._gradients, scale, step.lr, step.index)
-        return Outcome(loss, norm, int(nonfinite), updated, stop > 0)
+        return Outcome(loss, norm, int(nonfinite), step.lr, updated, stop > 0)

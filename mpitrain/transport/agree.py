@@ -1,7 +1,7 @@
 """Errors that only some ranks can see become errors on all of them, so that nobody waits for a rank that gave up."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mpitrain import errors
 from mpitrain.transport.base import Transport
@@ -32,3 +32,22 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
     error = getattr(errors, kind)(law, way_out)
     error.agreed = True
     raise error
+
+
+def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
+    """Raise an agreed ConfigError unless every rank has the same facts; collective.
+
+    what   what the facts are of, for the message
+    facts  name -> a value that JSON can carry
+    """
+    everyone = transport.gather_text(facts)
+    for rank, others in enumerate(everyone):
+        for name in facts:
+            if others[name] != everyone[0][name]:
+                error = errors.ConfigError(
+                    f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({transport.hosts[0]}) and "
+                    f"{others[name]!r} on rank {rank} ({transport.hosts[rank]}).",
+                    "Start all ranks with the same arguments, and let them read the same files.",
+                )
+                error.agreed = True
+                raise error

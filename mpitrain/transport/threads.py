@@ -8,8 +8,6 @@ waits and nothing can complete, all of them raise at once and name each wait.
 
 import json
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,186 +15,10 @@ import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Traffic, aligned_zeros, check_message
+from mpitrain.transport.rendezvous import Arrival, Message, World
 from mpitrain.transport.shared import Windows
 
 OPS = {"add": np.add, "maximum": np.maximum}
-
-
-class _World:
-    """What the threads share: one lock, the messages that have not met, and who waits for what."""
-
-    def __init__(self, size: int):
-        self.changed = threading.Condition()
-        self.unmet: dict[tuple, list[_Message]] = defaultdict(list)
-        self.meetings: dict[tuple, _Meeting] = {}
-        self.live = set(range(size))
-        self.waits: dict[int, tuple[Callable[[], bool], str]] = {}
-        self.end: str | None = None
-        self.first_error: BaseException | None = None
-
-    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Block this thread until `ready`; CommError when that can no longer happen. Call with the lock held."""
-        self.waits[rank] = ready, what
-        try:
-            while not ready():
-                self.find_deadlock()
-                self.check(rank, what)
-                self.changed.wait()
-        finally:
-            del self.waits[rank]
-
-    def check(self, rank: int, what: str) -> None:
-        """CommError if the world has ended."""
-        if self.end is not None:
-            raise CommError(f"rank {rank}: {what} cannot complete: {self.end}")
-
-    def find_deadlock(self) -> None:
-        """End the world if every live rank waits and nothing is ready. Call with the lock held."""
-        if self.end is not None or not self.live or self.live != self.waits.keys():
-            return
-        if not any(ready() for ready, _ in self.waits.values()):
-            rows = [f"rank {rank} waits in {self.waits[rank][1]}" for rank in sorted(self.waits)]
-            self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
-
-    def finish(self, reason: str) -> None:
-        """Make every wait that is not ready fail with this reason."""
-        self.end = self.end or reason
-        self.changed.notify_all()
-
-    def leave(self, rank: int, error: BaseException | None) -> None:
-        """A rank's function has returned or raised."""
-        with self.changed:
-            self.live.discard(rank)
-            if error is not None:
-                self.first_error = self.first_error or error
-                self.finish(f"rank {rank} ended with {type(error).__name__}: {error}")
-            self.find_deadlock()
-
-
-class _Message:
-    """One side of a message: it is complete when it has met the other side and the bytes were copied."""
-
-    def __init__(self, transport: "ThreadTransport", array: np.ndarray, peer: int | None, tag: int, sends: bool):
-        self.transport, self.peer, self.tag, self.sends = transport, peer, tag, sends
-        self.bytes, self.nbytes = array.reshape(-1).view(np.uint8), array.nbytes
-        self.other: _Message | None = None
-        self.moved = False
-        self.source = -1
-
-    def __str__(self) -> str:
-        way = "send to" if self.sends else "recv from"
-        peer = "any rank" if self.peer is None else f"rank {self.transport.members[self.peer]}"
-        return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
-
-    def fits(self, other: "_Message") -> bool:
-        """True if a send and a receive on the same transport belong together."""
-        send, receive = (self, other) if self.sends else (other, self)
-        return (send.sends and not receive.sends and send.tag == receive.tag and send.peer == receive.transport.rank
-                and receive.peer in (None, send.transport.rank))
-
-    def post(self) -> "_Message":
-        """Meet the earliest message that fits, or wait to be met."""
-        world = self.transport.world
-        with world.changed:
-            unmet = world.unmet[self.transport.context]
-            self.other = next((message for message in unmet if self.fits(message)), None)
-            if self.other is None:
-                unmet.append(self)
-            else:
-                unmet.remove(self.other)
-                self.other.other = self
-                world.changed.notify_all()
-        return self
-
-    def complete(self) -> None:
-        """Copy the bytes unless the other side has. Call with the lock held, after the two have met."""
-        send, receive = (self, self.other) if self.sends else (self.other, self)
-        receive.source = send.transport.rank
-        if send.nbytes != receive.nbytes:
-            raise CommError(f"rank {self.transport.me}: a message must fill its receive exactly, but {send} "
-                            f"met {receive} on rank {receive.transport.me}.",
-                            "Make both arrays of one length and dtype.")
-        if not self.moved:
-            receive.bytes[:] = send.bytes
-            send.moved = receive.moved = True
-            send.bytes = receive.bytes = None  # the two messages refer to each other, and must not keep their arrays alive
-
-    def test(self) -> bool:
-        world = self.transport.world
-        with world.changed:
-            if self.other is not None:
-                self.complete()
-                return True
-            world.check(self.transport.me, str(self))
-        time.sleep(0)  # a polling loop must let the other threads run
-        return False
-
-    def wait(self) -> None:
-        world = self.transport.world
-        with world.changed:
-            world.wait(self.transport.me, lambda: self.other is not None, str(self))
-            self.complete()
-
-
-class _Meeting:
-    """One collective call: complete once all have arrived; `combine` of what they brought is then its result."""
-
-    def __init__(self, size: int, what: str, combine: Callable[[list], Any]):
-        self.brought: dict[int, Any] = {}
-        self.size, self.what, self.combine, self.result = size, what, combine, None
-        self.combined = False
-
-    def complete(self) -> Any:
-        if not self.combined:  # as late as permitted: an array changed after its start spoils the sum
-            self.result = self.combine([self.brought[rank] for rank in range(self.size)])
-            self.combined = True
-        return self.result
-
-
-class _Arrival:
-    """One rank's part in a meeting: a Request; `deliver(result)` runs at its completion."""
-
-    source = -1
-
-    def __init__(self, transport: "ThreadTransport", what: str, bring: Any, combine: Callable, deliver: Callable):
-        self.transport, self.what, self.deliver = transport, what, deliver
-        self.done = False
-        world = transport.world
-        key = transport.context, transport.next_meeting
-        transport.next_meeting += 1
-        with world.changed:
-            self.meeting = world.meetings.setdefault(key, _Meeting(transport.size, what, combine))
-            if self.meeting.what != what:
-                raise CommError(f"rank {transport.me}: entered {what} while another rank entered {self.meeting.what}.",
-                                "Every rank must make the same collective calls in the same order.")
-            self.meeting.brought[transport.rank] = bring
-            if self.all_here():
-                del world.meetings[key]
-                world.changed.notify_all()
-
-    def all_here(self) -> bool:
-        return len(self.meeting.brought) == self.meeting.size
-
-    def finish(self) -> None:
-        if not self.done:
-            self.done = True
-            self.deliver(self.meeting.complete())
-
-    def test(self) -> bool:
-        world = self.transport.world
-        with world.changed:
-            if self.all_here():
-                self.finish()
-                return True
-            world.check(self.transport.me, self.what)
-        time.sleep(0)
-        return False
-
-    def wait(self) -> None:
-        world = self.transport.world
-        with world.changed:
-            world.wait(self.transport.me, self.all_here, self.what)
-            self.finish()
 
 
 class ThreadTransport:
@@ -204,7 +26,7 @@ class ThreadTransport:
 
     native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
 
-    def __init__(self, world: _World, context: tuple, members: Sequence[int], rank: int, hosts: Sequence[str],
+    def __init__(self, world: World, context: tuple, members: Sequence[int], rank: int, hosts: Sequence[str],
                  traffic: Traffic, windows: Windows):
         self.world, self.context, self.members = world, context, tuple(members)
         self.rank, self.size, self.me = rank, len(members), members[rank]
@@ -216,21 +38,21 @@ class ThreadTransport:
         self._next_tag += 1
         return self._next_tag - 1
 
-    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> _Message:
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Message:
         check_message(array, self.me, [to], self.size)
         self.traffic.messages += 1
         self.traffic.nbytes += array.nbytes
-        return _Message(self, array, to, tag, sends=True).post()
+        return Message(self, array, to, tag, sends=True).post()
 
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> _Message:
+    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Message:
         check_message(array, self.me, [source], self.size)
-        message = _Message(self, array, source, tag, sends=False)
+        message = Message(self, array, source, tag, sends=False)
         message.bytes.fill(0xFF)
         return message.post()
 
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> _Message:
+    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Message:
         check_message(array, self.me, [], self.size)
-        message = _Message(self, array, None, tag, sends=False)
+        message = Message(self, array, None, tag, sends=False)
         message.bytes.fill(0xFF)
         return message.post()
 
@@ -248,7 +70,7 @@ class ThreadTransport:
     def _meet(self, what: str, bring: Any) -> list[Any]:
         """What every rank brought, by rank."""
         everyone = []
-        _Arrival(self, what, bring, list, everyone.extend).wait()
+        Arrival(self, what, bring, list, everyone.extend).wait()
         return everyone
 
     def barrier(self) -> None:
@@ -275,7 +97,7 @@ class ThreadTransport:
             self.windows.add(blocks)
         return array
 
-    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> _Arrival:
+    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Arrival:
         check_message(array, self.me, [], self.size)
 
         def combine(arrays: list[np.ndarray]) -> np.ndarray:
@@ -284,7 +106,7 @@ class ThreadTransport:
                 OPS[op](total, other, out=total)
             return total
 
-        return _Arrival(self, "native all-reduce", array, combine, lambda total: np.copyto(array, total))
+        return Arrival(self, "native all-reduce", array, combine, lambda total: np.copyto(array, total))
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self.start_native_all_reduce(array, op).wait()
@@ -299,7 +121,7 @@ def run_ranks(n: int, function: Callable, *args: Any, hosts: Sequence[str] | Non
     hosts   host names to pretend, by rank; all on one host by default
     raises  the first exception of any rank (those it caused elsewhere are dropped); CommError for a send never received
     """
-    world = _World(n)
+    world = World(n)
     hosts = ("localhost",) * n if hosts is None else hosts
     results: list[Any] = [None] * n
 

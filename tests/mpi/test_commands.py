@@ -34,6 +34,12 @@ def python_ranks(ranks, code, folder):
                           timeout=30, cwd=folder)
 
 
+def ranks_below(pid):
+    """The processes below `pid` that have none below them: what the launcher started."""
+    below = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [rank for child in below for rank in ranks_below(child)] or [pid]
+
+
 def records(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
@@ -124,7 +130,7 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in run.stdout:
         if line.startswith("step 23/"):
-            subprocess.run(["pkill", "-KILL", "-f", f"mpitrain train --out cut.*{settings[-1]}"], check=True)
+            os.kill(ranks_below(run.pid)[1], signal.SIGKILL)
             break
     run.communicate(timeout=60)
     assert run.returncode not in (0, 2, 85)
@@ -152,8 +158,9 @@ MISTAKES = [
     (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
     (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
     (["--set", "replication.wire=topk:2"], "it is 'topk:2'"),
+    (["--set", "model.width=4000000"], "need"),
     (["--resume"], "--resume needs the directory of the run."),
-    (["--out", "empty.txt/run"], "The run directory empty.txt/run cannot be made"),
+    (["--out", "empty.txt/run"], "The run directory empty.txt/run cannot be written"),
     (["--no-such-option"], "No such option"),
     (["--dp", "two"], "'two' is not a valid integer"),
 ]
@@ -261,6 +268,83 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped_as_configured(tmp
     skipped = launch(2, "train", "--out", "skip", *wild, "--set", "run.on_nonfinite=skip", cwd=tmp_path)
     assert skipped.returncode == 0, skipped.stderr
     assert records(tmp_path / "skip")[-1]["event"] == "end"
+
+
+def test_ranks_that_read_different_configurations_are_refused(tmp_path):
+    code = ("from mpi4py import MPI; from mpitrain.cli import main\n"
+            "main(['train', '--set', f'optimizer.lr={0.1 + MPI.COMM_WORLD.rank}'])")
+    done = python_ranks(2, code, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("All ranks need one configuration, but optimizer.lr is 0.1 on rank 0") == 1, done.stderr
+
+
+def test_runs_started_together_do_not_share_a_directory(tmp_path):
+    together = [subprocess.Popen([*PROGRAM, "train", *TINY], cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(3)]
+    assert [run.wait(60) for run in together] == [0, 0, 0]
+    for run in together:
+        run.stdout.close()
+    folders = list(tmp_path.glob("runs/*"))
+    assert len(folders) == 3 and all(records(folder)[-1]["event"] == "end" for folder in folders)
+    named = [subprocess.Popen([*PROGRAM, "train", "--out", "one", *TINY, "--set", "run.steps=100"], cwd=tmp_path, text=True,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
+    errors = [run.communicate(timeout=60)[1] for run in named]
+    assert sorted(run.returncode for run in named) == [0, 2], errors
+    said = "".join(errors)
+    assert "one already holds a run" in said or "A run is going on in one" in said or "meanwhile" in said
+
+
+def test_a_run_can_be_moved_evaluated_on_other_tokens_and_asked_without_its_data(tmp_path):
+    generator = np.random.default_rng(0)
+    (tmp_path / "here").mkdir()
+    generator.integers(60, size=3000).astype("<u2").tofile(tmp_path / "here/train.bin")
+    generator.integers(50, size=3000).astype("<u2").tofile(tmp_path / "here/val.bin")
+    done = launch(2, "train", "--out", "run", *TINY, "--set", "data.source=tokens:train.bin", cwd=tmp_path / "here")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "here/run").rename(tmp_path / "moved")
+    evaluated = mpitrain("eval", "moved", "--data", "tokens:here/val.bin", cwd=tmp_path)
+    assert evaluated.returncode == 0 and "validation loss" in evaluated.stdout, evaluated.stderr
+    resumed = launch(3, "train", "--out", "moved", "--resume", "--set", "run.steps=14", cwd=tmp_path)
+    assert resumed.returncode == 0 and "changed since it was last run: run.steps 12 -> 14" in resumed.stdout, resumed.stderr
+    (tmp_path / "here/train.bin").unlink()
+    written = mpitrain("generate", "moved", "--prompt", "3 59", "--tokens", "5", cwd=tmp_path)
+    assert written.returncode == 0 and len(written.stdout.split()) == 7, written.stderr
+    mistakes = ("60", "Tokens must lie in 0..59"), ("x", "takes numbers as its prompt"), ("", "at least one token")
+    for prompt, complaint in mistakes:
+        refused = launch(2, "generate", "moved", "--prompt", prompt, cwd=tmp_path)
+        assert refused.returncode == 2 and refused.stderr.count(complaint) == 1, refused.stderr
+
+
+def test_another_model_cannot_go_on_with_a_checkpoint(tmp_path):
+    assert mpitrain("train", "--out", "run", *TINY, cwd=tmp_path).returncode == 0
+    for setting in ("model.heads=4", "optimizer.name=sgd"):
+        refused = launch(2, "train", "--out", "run", "--resume", "--set", setting, cwd=tmp_path)
+        assert refused.returncode == 2 and "run was trained with another model" in refused.stderr, refused.stderr
+    again = mpitrain("train", "--resume", "--set", "run.out=run", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert sum("val_loss" in r for r in records(tmp_path / "run")) == 0 and records(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_rank_0_alone_speaks(tmp_path):
+    for words in (["--help"], ["--version"], ["train", "--help-config"], ["no-such-command"]):
+        done = subprocess.run(["mpirun", "-n", "3", *PROGRAM, *words], capture_output=True, text=True, timeout=30)
+        said = done.stdout + done.stderr
+        assert said.count("Usage:") + said.count("version 0") + said.count("[layout]") == 1, said
+
+
+def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
+    tail = subprocess.run(f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", shell=True, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in tail.stderr, tail.stderr
+    plain = dict(os.environ, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    (tmp_path / "c.toml").write_text("# größer\n[run]\nseed = 1\n", encoding="utf-8")
+    done = mpitrain("train", "c.toml", "--out", "b", *TINY, cwd=tmp_path, env=plain)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_pipe_as_data_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path, timeout=20)
+    assert done.returncode == 2 and "pipe is not a regular file" in done.stderr, done.stderr
 
 
 def test_processes_that_are_each_alone_are_refused(tmp_path):

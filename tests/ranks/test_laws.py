@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives import ring
+from mpitrain.collectives import bind as binding
+from mpitrain.collectives import execute, lossy, ring
 from mpitrain.collectives.bind import bind
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws, measured
@@ -38,6 +39,14 @@ def test_rings_of_many_segments_obey(name, monkeypatch):
         run_ranks(n, getattr(RingLaws(), name))
 
 
+@pytest.mark.parametrize("name", ["law_all_ranks_hold_the_same_bits", "law_coded_sums_are_as_near_as_their_rounding",
+                                  "law_what_is_not_finite_stays_so_on_every_rank"])
+def test_coded_sums_in_many_lanes_obey(name, monkeypatch):
+    monkeypatch.setattr(lossy, "LANE", 500)
+    for n in (1, 2, 3, 5):
+        run_ranks(n, getattr(LossyLaws(), name))
+
+
 class TwoLevelLaws(CollectiveLaws):
     """The algorithm that asks where ranks are."""
 
@@ -62,3 +71,27 @@ def test_hierarchical_sends_between_hosts_what_a_ring_of_hosts_would():
     inward = outward = (local - 1) / local
     around = 2 * (n_hosts - 1) / n_hosts / local
     assert run_ranks(6, between, hosts=hosts) == pytest.approx([inward + around + outward] * 6, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE_LAWS)
+def test_messages_between_hosts_are_cut_and_obey(name, monkeypatch):
+    monkeypatch.setattr(execute, "BETWEEN_HOSTS", 400)
+    monkeypatch.setattr(execute, "WINDOW", 3)
+    monkeypatch.setattr(AcrossHosts, "algorithms", tuple(a for a in binding.ALGORITHMS if a != "shared"))
+    for n in (2, 3, 5):
+        run_ranks(n, getattr(AcrossHosts(), name), hosts=[f"host{rank}" for rank in range(n)])
+
+
+class AcrossHosts(CollectiveLaws):
+    """Every rank on a host of its own."""
+
+
+def test_between_hosts_no_message_is_longer_than_the_limit():
+    def longest(transport):
+        array = np.ones(100_000, "float32")
+        messages, nbytes = measured(transport, bind(transport, array, algorithm="tree").run)
+        return messages, nbytes
+
+    parts = -(-400_000 // execute.BETWEEN_HOSTS)
+    assert run_ranks(2, longest, hosts=["a", "b"]) == [(parts, 400_000)] * 2
+    assert run_ranks(2, longest, hosts=["a", "a"]) == [(1, 400_000)] * 2

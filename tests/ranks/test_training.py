@@ -6,6 +6,7 @@ import pytest
 from mpitrain.build import build
 from mpitrain.collectives.bind import ALGORITHMS
 from mpitrain.config import Replication, parse, with_settings
+from mpitrain.errors import ConfigError
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
@@ -144,3 +145,96 @@ def test_a_stop_asked_of_one_rank_reaches_all():
         return [trainer.step(0, *data).stop, trainer.step(1, *data, stop=transport.rank == 1).stop]
 
     assert run_ranks(3, run) == [[False, True]] * 3
+
+
+def by_hand(name, entry, gradient, value, state, lr, step):
+    """One update of one tensor in plain NumPy, from the papers' formulas; `state` is a dict that this call keeps."""
+    decay = 0.1 if len(entry.parameter.shape) == 2 else 0.0
+    if name == "sgd":
+        return value - lr * (gradient + decay * value)
+    if name == "momentum":
+        state["m"] = 0.9 * state.get("m", 0) + gradient + decay * value
+        return value - lr * state["m"]
+    state["m"] = 0.9 * state.get("m", 0) + 0.1 * gradient
+    state["v"] = 0.95 * state.get("v", 0) + 0.05 * gradient**2
+    mean, square = state["m"] / (1 - 0.9**step), state["v"] / (1 - 0.95**step)
+    return value - lr * decay * value - lr * mean / (np.sqrt(square) + 1e-8)
+
+
+@pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
+def test_updates_follow_rule_schedule_and_decay_mask_tensor_by_tensor(optimizer):
+    def run(transport):
+        config = configured(*TINY, f"optimizer.name={optimizer}", "optimizer.clip=0", "precision.compute=float64",
+                            "optimizer.schedule=linear", "optimizer.warmup=2", "run.steps=5")
+        trainer, source, _ = build(transport, config)
+        states = {entry.name: {} for entry in trainer.plan.entries}
+        for index, lr in enumerate([0.005, 0.01, 0.01, 0.007, 0.004]):  # 2 steps up to 0.01, then down to a tenth at step 5
+            before = trainer.parameters.copy()
+            outcome = trainer.step(index, *source.batch(0, index, 12, trainer.share()))
+            assert abs(outcome.lr - lr) < 1e-15
+            for entry in trainer.plan.entries:
+                gradient, value = entry.view(trainer.gradients), entry.view(before)
+                wanted = by_hand(optimizer, entry, gradient, value, states[entry.name], lr, index + 1)
+                assert np.all(np.abs(entry.view(trainer.parameters) - wanted) <= 1e-12), entry.name
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("ranks", (1, 3, 5))
+def test_the_validation_loss_is_the_plain_mean_over_all_held_out_rows(ranks):
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*MLP, "precision.compute=float64"))
+        source.held_out = 4  # fewer than the ranks, and not a multiple of them
+        loss, accuracy = trainer.evaluate(source)
+        inputs, targets = source.held_out_rows(range(4))
+        logits = trainer.logits(inputs)
+        chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        assert abs(loss + np.log(chances[np.arange(4), targets]).mean()) < 1e-12
+        assert accuracy == (logits.argmax(1) == targets).mean()
+
+    pytest.importorskip("sklearn")
+    run_ranks(ranks, run)
+
+
+def test_replicas_that_differ_in_one_bit_are_noticed():
+    def run(transport):
+        trainer, _, _ = build(transport, configured(*TINY))
+        equal = replicas_equal(trainer)
+        if transport.rank == 1:
+            trainer.parameters[3:4].view(np.uint32)[0] ^= 1
+        return equal, replicas_equal(trainer)
+
+    assert run_ranks(3, run) == [(True, False)] * 3
+
+
+def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient():
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*TINY, "optimizer.clip=0"))
+        data = source.batch(0, 0, 12, trainer.share())
+        trainer.step(0, *data)
+        layer = trainer.units[1].layer
+        trainer.units[1] = trainer.units[1]._replace(layer=SkippedWeights(layer))
+        trainer.step(1, *data)
+        start, stop = trainer.plan.bounds[1]
+        return np.abs(trainer.gradients[start:stop]).max(), np.abs(trainer.gradients).max() > 0
+
+    assert run_ranks(2, run) == [(0.0, True)] * 2
+
+
+class SkippedWeights:
+    """A layer whose weight half does nothing."""
+
+    def __init__(self, layer):
+        self.forward, self.backward_input, self.parameters = layer.forward, layer.backward_input, layer.parameters
+
+    def backward_weight(self, pending, dw):
+        pass
+
+
+def test_ranks_with_different_configurations_or_data_are_refused():
+    def run(transport):
+        config = configured(*TINY, f"model.context={16 - transport.rank}")
+        with pytest.raises(ConfigError, match="All ranks need one data source and checkpoint, but held_out is"):
+            build(transport, config)
+
+    run_ranks(2, run)

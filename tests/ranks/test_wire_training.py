@@ -1,4 +1,7 @@
-"""Training through wire formats: replicas stay equal (`curves` asserts it), what is not sent is not lost, residuals survive a checkpoint."""
+"""Training through wire formats: what is not sent is not lost, residuals survive a checkpoint.
+
+`curves` asserts that replicas stay bitwise equal.
+"""
 
 import numpy as np
 import pytest

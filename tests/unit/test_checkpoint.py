@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from mpitrain import checkpoint
 from mpitrain.build import build
@@ -48,13 +49,16 @@ def test_only_the_newest_are_kept_and_one_can_be_written_again(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000010"]
 
 
-@pytest.mark.parametrize("moment", ("save_file", "_sync"))
-def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, moment):
+@pytest.mark.parametrize("moment, error", [
+    ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
+    ("_sync", OSError(28, "No space left on device")),
+])
+def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, moment, error):
     trainer = trained()
     checkpoint.save(tmp_path, trainer, 1, keep=1)
 
     def full(*arguments):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(checkpoint, moment, full)
     with pytest.raises(TrainingError, match="cannot be written"):
@@ -63,6 +67,26 @@ def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypat
     assert checkpoint.read(checkpoint.newest(tmp_path), 0, 1).step == 1
     checkpoint.save(tmp_path, trainer, 2, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: events.append(path.name))
+    rename = type(tmp_path).rename
+    monkeypatch.setattr(type(tmp_path), "rename", lambda path, to: (events.append(to.name), rename(path, to))[1])
+    checkpoint.save(tmp_path / "c", trained(), 5, keep=1)
+    assert events == ["model.safetensors", "optimizer.safetensors", ".step-00000005.partial", "step-00000005", "c"]
+
+
+def test_one_that_was_being_replaced_still_counts_and_other_names_do_not(tmp_path):
+    trainer = trained()
+    for step in (1, 2):
+        checkpoint.save(tmp_path, trainer, step, keep=3)
+    (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.replaced")
+    (tmp_path / "step-00000009.bak").mkdir()
+    assert checkpoint.read(checkpoint.newest(tmp_path), 0, 1).step == 2
+    checkpoint.save(tmp_path, trainer, 2, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000009.bak"]
 
 
 @pytest.mark.parametrize("name", ("model.safetensors", "optimizer.safetensors"))
@@ -107,13 +131,15 @@ def test_metrics_are_strict_json_and_a_cut_drops_what_came_after(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
     for record in ({"event": "start", "step": 0}, {"step": 1, "loss": math.nan}, {"step": 2, "loss": 0.5},
-                   {"event": "stopped", "step": 2}):
+                   {"step": 1, "val_loss": 2.0}, {"event": "stopped", "step": 2}):
         metrics.write(record)
     metrics.close()
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert read_metrics(path)[1] == {"step": 1, "loss": None, "nonfinite": True}
-    cut_after(path, 1)
+    cut_after(path, 1, steps=9)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 1]
+    cut_after(path, 1, steps=1)  # a resume of a finished run evaluates again
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
 
 

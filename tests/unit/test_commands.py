@@ -1,6 +1,5 @@
 """The command line without ranks: help, keys, the launcher's line, what a bar shows, how texts are drawn."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -125,9 +124,3 @@ def test_a_diverged_model_writes_nothing():
     trainer.parameters[:] = np.inf
     with np.errstate(all="ignore"), pytest.raises(TrainingError, match="not finite"):
         next(tokens(trainer, [1], 1.0, 0, 0))
-
-
-def test_help_answers_at_once():
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "mpitrain", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "Four ranks:" in done.stdout
-    assert "numpy" not in done.stderr and "mpi4py" not in done.stderr

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "mpitrain"
 FLOORS = [
     "errors", "arena", "backend", "device", "config", "kernels", "ops", "transport", "trace", "collectives", "layers",
     "units", "optim", "precision", "topology", "placement", "parallel", "models", "lora", "pipeline", "data", "metrics",
-    "trainer", "checkpoint", "build", "session", "generate", "plan", "bench", "cli", "__main__",
+    "trainer", "checkpoint", "build", "rundir", "session", "generate", "plan", "bench", "cli", "__main__",
 ]
 
 DOORS = {

@@ -94,7 +94,7 @@ def build_runtime(folder: Path) -> Path:
     target = folder / f"librun-{key}.so"
     if not target.exists():
         sources = [str(HERE / name) for name in RUNTIME]
-        _compile(["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", *sources], target, "the runtime")
+        _compile(["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", *sources], target, "the runtime")
     return target
 
 

@@ -58,7 +58,7 @@ class Simulator:
                  capability: int = 80, cache: Path | None = None):
         self.checked, self.order, self.seed, self.capability = checked, order, seed, capability
         self.cache = cache or default_cache()
-        self._runtime = c.CDLL(str(build_runtime(self.cache)), mode=c.RTLD_GLOBAL)
+        self._runtime = c.CDLL(str(build_runtime(self.cache)))
         self._libraries: dict[Path, c.CDLL] = {}
 
     def load(self, source: Source, signature: Signature, defines: dict[str, str]) -> Any:

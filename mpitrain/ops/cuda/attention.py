@@ -1,22 +1,47 @@
-"""Causal attention. `saved` is (qkv, y, log_sums, heads): one number a row instead of a row of weights."""
+"""Causal attention. `saved` is (qkv, y, log_sums, heads): one number a row instead of a row of weights.
 
-from typing import Any
+16-bit elements go to tensor cores where the device has them and the heads' width is a multiple of 16; everything else to
+the ordinary units.
+"""
+
+from math import e, log2
+from typing import Any, NamedTuple
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, sum_type
+from mpitrain.ops.cuda.elements import c_type, element, sum_type
 from mpitrain.ops.cuda.grids import ROWS, row_blocks
 
 # Bytes of shared memory that a block may have, by compute capability; the largest entry not above a device's counts.
 SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 
 
+class Way(NamedTuple):
+    """Which kernels, and how they are launched.
+
+    prefix   of the kernels' names
+    tile     rows that a block owns
+    threads  of a block
+    scale    what the forward multiplies scores by: 1 / sqrt(D), times log2(e) where exponentials are powers of 2
+    shared   bytes of dynamic shared memory, forward and backward
+    macros   beside the element types, forward and backward
+    """
+
+    prefix: str
+    tile: int
+    threads: int
+    scale: float
+    shared: tuple[int, int]
+    macros: tuple[dict[str, int], dict[str, int]]
+
+
 def attention(kernels: Kernels, qkv, heads, arena):
     """y = softmax(q k^T / sqrt(D), causal) v for each head."""
     batch, length, width = _shape(qkv)
     y, log_sums = arena.take((batch, length, width), qkv.dtype), arena.take((batch, heads, length), sum_type(qkv))
-    _launch(kernels, "attention", 2, qkv, heads, (qkv, fresh(y), fresh(log_sums)))
+    way = choose(kernels, qkv, heads)
+    _launch(kernels, way, "", way.scale, qkv, heads, (qkv, fresh(y), fresh(log_sums)))
     return y, (qkv, y, log_sums, heads)
 
 
@@ -25,12 +50,30 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
     qkv, y, log_sums, heads = saved
     batch, length, width = _shape(qkv)
     dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
-    tile = _tile(kernels, 4, qkv, heads)
-    kernels.launch("attention_dots", row_blocks(dots.size), ROWS, (batch, length, heads, y, dy, fresh(dots)),
-                   **element(qkv), HEAD=width // heads, TILE=tile)
-    for name in ("attention_backward_kv", "attention_backward_q"):
-        _launch(kernels, name, 4, qkv, heads, (qkv, dy, log_sums, dots, dqkv))
+    way = choose(kernels, qkv, heads)
+    kernels.launch("attention_dots", row_blocks(dots.size), ROWS, (batch, length, heads, width // heads, y, dy, fresh(dots)),
+                   **element(qkv))
+    for half in ("_backward_kv", "_backward_q"):
+        _launch(kernels, way, half, (width // heads)**-0.5, qkv, heads, (qkv, dy, log_sums, dots, dqkv))
     return dqkv
+
+
+def choose(kernels: Kernels, qkv: Any, heads: int) -> Way:
+    """The way for these arrays on this device; KernelError if the heads are too wide for it."""
+    _, length, width = _shape(qkv)
+    head, capability = width // heads, kernels.engine.capability
+    limit = SHARED[max((known for known in SHARED if known <= capability), default=min(SHARED))]
+    if c_type(qkv) in ("__half", "__nv_bfloat16") and capability >= 80 and head % 16 == 0 and head <= 128:
+        steps, row = (64, 64) if head <= 64 else (32, 16), 2 * (head + 8)     # as many rows as registers allow
+        shared = (64 + 4 * steps[0]) * row, (128 + 4 * steps[1]) * row
+        return Way("attention_tensor", 64, 128, head**-0.5 * log2(e), shared, ({"STEP": steps[0]}, {"STEP": steps[1]}))
+    pitch, size = -(-head // 4) * 4 + 4, 8 if sum_type(qkv) == "float64" else 4
+    for tile in (64, 32) if length > 32 else (32,):
+        shared = tuple(tile * (operands * pitch + tile + 4) * size for operands in (2, 4))
+        if shared[1] <= limit:
+            return Way("attention", tile, tile * tile // 16, head**-0.5, shared, ({"TILE": tile}, {"TILE": tile}))
+    raise KernelError(f"Heads of {head} channels need {shared[1]} bytes of shared memory a block; this device has {limit}.",
+                      "Use more and narrower heads.")
 
 
 def _shape(qkv: Any) -> tuple[int, int, int]:
@@ -38,27 +81,9 @@ def _shape(qkv: Any) -> tuple[int, int, int]:
     return batch, length, triple // 3
 
 
-def _launch(kernels: Kernels, name: str, operands: int, qkv: Any, heads: int, arrays: tuple) -> None:
+def _launch(kernels: Kernels, way: Way, half: str, scale: float, qkv: Any, heads: int, arrays: tuple) -> None:
+    is_backward = bool(half)
     batch, length, width = _shape(qkv)
-    head = width // heads
-    tile = _tile(kernels, operands, qkv, heads)
-    kernels.launch(name, (-(-length // tile), heads, batch), (tile * tile // 16,), (length, heads, head**-0.5, *arrays),
-                   _shared(operands, tile, head, qkv), **element(qkv), HEAD=head, TILE=tile)
-
-
-def _shared(operands: int, tile: int, head: int, qkv: Any) -> int:
-    """Bytes for so many operands of (tile, head), and one (tile, tile) of weights."""
-    pitch = -(-head // 4) * 4 + 4
-    return tile * (operands * pitch + tile + 4) * (8 if sum_type(qkv) == "float64" else 4)
-
-
-def _tile(kernels: Kernels, operands: int, qkv: Any, heads: int) -> int:
-    """Rows of a tile: 64, or 32 where the sequence is short or the shared memory small."""
-    _, length, width = _shape(qkv)
-    head, capability = width // heads, kernels.engine.capability
-    limit = SHARED[max((known for known in SHARED if known <= capability), default=min(SHARED))]
-    for tile in (64, 32):
-        if (length > 32 or tile == 32) and _shared(operands, tile, head, qkv) <= limit:
-            return tile
-    raise KernelError(f"Heads of {head} channels need {_shared(operands, 32, head, qkv)} bytes of shared memory a block; "
-                      f"this device has {limit}.", "Use more and narrower heads.")
+    kernels.launch(way.prefix + half, (-(-length // way.tile), heads, batch), (way.threads,),
+                   (length, heads, scale, *arrays), way.shared[is_backward], **element(qkv), HEAD=width // heads,
+                   **way.macros[is_backward])

@@ -8,8 +8,10 @@ prints those that nobody noticed; the tests run a fixed sample.
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +31,9 @@ MUTATIONS = {
     "remainder ignored": (re.compile(r"min\(n - i, (4)LL\)|min\((32), V - v0\)"), r"\1\2"),
 }
 MOVED = {"<": "<= ", ">=": "> ", "<=": "<= 1 + "}
+
+MODULE = "tests.unit.kernels.mutation"
+PATIENCE = 120    # seconds for all the cases of one mutant
 
 EQUIVALENT: dict[tuple[str, str], str] = {}
 """(file, line of source) -> why the mutant behaves like the original."""
@@ -78,40 +83,66 @@ def sources_with(file: str) -> list[str]:
     return found
 
 
-def notice(mutant: Mutant) -> str | None:
-    """Who noticed, in one line; None if nobody did."""
-    with tempfile.TemporaryDirectory() as folder:
-        sources = Path(folder) / "kernels"
-        shutil.copytree(FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "simulator", "__pycache__"))
-        (sources / mutant.file).write_text(mutant.text)
-        kernels = Kernels(Simulator(checked=True, cache=Path(folder)), folder=sources)
-        groups = dict.fromkeys(group for source in sources_with(mutant.file) for group in SUITE[source])
-        for group in groups:
-            for case in group():
-                try:
-                    case(kernels)
-                except Exception as error:
-                    return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+def judge(mutant: Mutant, folder: Path) -> str | None:
+    """Run the cases on a mutant, here and now; who noticed, in one line, or None."""
+    sources = folder / "kernels"
+    shutil.copytree(FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "simulator", "__pycache__"))
+    (sources / mutant.file).write_text(mutant.text)
+    kernels = Kernels(Simulator(checked=True, cache=folder), folder=sources)
+    for group in dict.fromkeys(group for source in sources_with(mutant.file) for group in SUITE[source]):
+        for case in group():
+            try:
+                case(kernels)
+            except Exception as error:
+                return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
     return None
 
 
-def run(chosen: list[Mutant], workers: int = 2) -> dict[Mutant, str | None]:
-    """Every mutant and who noticed it."""
+def notice(number: int) -> str | None:
+    """Judge a mutant in a process of its own: one that crashes or hangs is noticed too."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run([sys.executable, "-m", MODULE, "--judge", str(number), folder],
+                                  capture_output=True, text=True, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            return f"no end after {PATIENCE} s"
+    if done.returncode:
+        return f"crash with exit code {done.returncode}: {done.stderr.strip()[-100:]}"
+    return done.stdout.strip() or None
+
+
+def run(numbers: list[int], workers: int = 2) -> Iterator[tuple[Mutant, str | None]]:
+    """Each mutant and who noticed it, in order, as it is known."""
+    everything = mutants()
     with ThreadPoolExecutor(workers) as pool:
-        return dict(zip(chosen, pool.map(notice, chosen), strict=True))
+        for number, noticed in zip(numbers, pool.map(notice, numbers), strict=True):
+            yield everything[number], noticed
 
 
-def sample(count: int, seed: int = 0) -> list[Mutant]:
-    """A fixed sample of the mutants that change behaviour."""
-    return random.Random(seed).sample([mutant for mutant in mutants() if mutant.known is None], count)
+def changing() -> list[int]:
+    """The numbers of the mutants that are not known to behave like the original."""
+    return [number for number, mutant in enumerate(mutants()) if mutant.known is None]
+
+
+def sample(count: int, seed: int = 0) -> list[int]:
+    """A fixed sample of those."""
+    return random.Random(seed).sample(changing(), count)
+
+
+def main(files: list[str]) -> None:
+    """Run all mutants of the files, or of all files, and print a line for each."""
+    everything = mutants()
+    numbers = [number for number in changing() if not files or everything[number].file in files]
+    print(f"{len(everything)} mutants, {len(everything) - len(changing())} of them known to be equivalent", flush=True)
+    survivors = 0
+    for mutant, noticed in run(numbers):
+        survivors += noticed is None
+        print(f"{mutant.file}:{mutant.line}: {mutant.kind}: {mutant.before[:80]} -> {noticed or 'NOT NOTICED'}", flush=True)
+    print(f"noticed {len(numbers) - survivors} of {len(numbers)}")
 
 
 if __name__ == "__main__":
-    everything = [mutant for mutant in mutants() if len(sys.argv) < 2 or mutant.file in sys.argv[1:]]
-    changing = [mutant for mutant in everything if mutant.known is None]
-    print(f"{len(everything)} mutants, {len(everything) - len(changing)} of them known to be equivalent")
-    survivors = 0
-    for mutant, noticed in run(changing).items():
-        survivors += noticed is None
-        print(f"{mutant.file}:{mutant.line}: {mutant.kind:18} {mutant.before[:90]:90} {noticed or 'NOT NOTICED'}", flush=True)
-    print(f"noticed {len(changing) - survivors} of {len(changing)}")
+    if sys.argv[1:2] == ["--judge"]:
+        print(judge(mutants()[int(sys.argv[2])], Path(sys.argv[3])) or "")
+    else:
+        main(sys.argv[1:])

@@ -21,16 +21,18 @@ PRODUCTS = ((0, 1, 0), (0, 0, 0), (1, 0, 1))
 def types(element: str) -> dict[str, object]:
     """Every macro that a source without tiles may need."""
     return {"Element": element, "Result": element, "Sum": ELEMENTS[element], "Index": "long long", "BLOCK": 256,
-            "ROW_SUMS": 1, "HEAD": 64, "TILE": 64}
+            "ROW_SUMS": 1, "HEAD": 64, "TILE": 64, "STEP": 64}
 
 
 def jobs():
     """(source, architecture, macros) of everything that is compiled here."""
-    for name in set(SOURCES) - {"gemm", "gemm_tensor"}:
+    for name in set(SOURCES) - {"gemm", "gemm_tensor", "attention_tensor"}:
         for architecture in ARCHITECTURES:
             yield name, architecture, types("float")
         for element in ("double", "__half", "__nv_bfloat16") if name != "top_k" else ():
             yield name, "sm_80", types(element)
+    for architecture, (head, step) in product(ARCHITECTURES[1:], ((64, 64), (128, 16))):
+        yield "attention_tensor", architecture, types("__nv_bfloat16") | {"HEAD": head, "STEP": step}
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
         for tile in TILES if architecture == "sm_80" else TILES[:1]:
@@ -87,9 +89,10 @@ def test_every_tile_of_tensor_cores_has_the_shared_memory_it_asks_for(capability
 @pytest.mark.parametrize("name", SOURCES)
 def test_shared_arrays_are_as_aligned_as_their_widest_access(compiler, name):
     """x86-64 aligns every array to 16 bytes, so the simulator cannot see this; the PTX can."""
-    tile = TENSOR_TILES[0] if name == "gemm_tensor" else TILES[0]
-    element = "__half" if name == "gemm_tensor" else "float"
-    macros = types(element) | tile._asdict() | {"TRANSPOSED_A": 0, "TRANSPOSED_B": 0}
+    tile, element = (TENSOR_TILES[0], "__half") if name.endswith("tensor") else (TILES[0], "float")
+    macros = types(element) | {"TRANSPOSED_A": 0, "TRANSPOSED_B": 0}
+    if name != "attention_tensor":
+        macros |= tile._asdict()
     ptx = compiler.compile(SOURCES[name], "compute_80", macros)[0].decode(errors="replace")
     widths = [int(n) * int(bits) // 8 for n, bits in re.findall(r"(?:ld|st)\.shared\.v([24])\.[a-z](\d+)", ptx)]
     widths += [16] * len(re.findall(r"ldmatrix|cp\.async\.cg", ptx))

@@ -102,9 +102,9 @@ def check_attention(kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str
                  "dqkv")
 
 
-def check_masking(kernels: Kernels) -> None:
+def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
     """Later tokens, however large, change nothing."""
-    ops, qkv = cuda.body(kernels), stored(numbers(1, 1, 70, 12), "float32")
+    ops, qkv = cuda.body(kernels), stored(numbers(1, 1, 70, 3 * d), dtype)
     y = ops.attention(qkv, 1, Arena())[0].copy()
     for t in (0, 31, 32, 63, 64):
         later = qkv.copy()
@@ -155,3 +155,13 @@ def attentions() -> Iterator[Callable]:
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_attention, b=1, t=40, h=2, d=8, dtype=dtype)
     yield check_masking
+
+
+def tensor_attentions() -> Iterator[Callable]:
+    """attention_tensor."""
+    for b, t, h, d in ((1, 1, 1, 16), (2, 5, 3, 16), (1, 63, 2, 32), (1, 64, 1, 48), (1, 65, 2, 64), (1, 150, 1, 16)):
+        yield partial(check_attention, b=b, t=t, h=h, d=d, dtype="float16")
+    yield partial(check_attention, b=1, t=70, h=1, d=80, dtype="float16")      # steps of 32 rows
+    yield partial(check_attention, b=1, t=37, h=2, d=16, dtype="float16", shifted=True)
+    yield partial(check_attention, b=2, t=100, h=2, d=16, dtype="bfloat16")
+    yield partial(check_masking, dtype="float16", d=16)

@@ -13,6 +13,8 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "layer_norm": (layers.norms,),
     "embedding": (layers.embeddings,),
     "attention": (layers.attentions,),
+    "attention_dots": (layers.attentions,),
+    "attention_tensor": (layers.tensor_attentions,),
     "cross_entropy": (training.losses,),
     "steps": (training.steps,),
     "totals": (training.totals,),

@@ -1,0 +1,154 @@
+"""The directory of a run: found before anything is built, claimed and written once all ranks can train.
+
+    config.toml      everything resolved            metrics.jsonl   one JSON object per line
+    checkpoints/     see checkpoint.py              tuning.json     the tuning in use, if one was named
+    lock             held by rank 0 while the run goes on
+"""
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from mpitrain import checkpoint
+from mpitrain.build import Job
+from mpitrain.collectives.tuning import write_tuning
+from mpitrain.config import Config, parse, read_toml
+from mpitrain.data import absolute
+from mpitrain.errors import ConfigError
+from mpitrain.metrics import cut_after, write_whole
+from mpitrain.topology import topology
+from mpitrain.transport.agree import agreed
+from mpitrain.transport.base import Transport
+
+METRICS, CONFIG, TUNING, CHECKPOINTS, LOCK = "metrics.jsonl", "config.toml", "tuning.json", "checkpoints", "lock"
+FIXED = ("model.", "optimizer.name", "data.vocabulary")  # a checkpoint of other values of these is of another model
+
+
+class Place(NamedTuple):
+    """Where a run will be, as rank 0 found it.
+
+    folder   None for a fresh one under runs/, named when it is claimed
+    saved    the checkpoint to go on from, or None
+    has_run  whether the folder holds a run
+    changed  keys that differ from the run that is resumed: {key: [then, now]}
+    """
+
+    folder: Path | None = None
+    saved: Path | None = None
+    has_run: bool = False
+    changed: dict[str, list[Any]] = {}
+
+
+def find(transport: Transport, config: Config, resume: str) -> Place:
+    """Look at the directory that the configuration names; collective.
+
+    resume  "no": a directory that holds a run is refused; "yes": one that holds none is; "auto": either will do
+    """
+    def look() -> list[Any] | None:
+        if transport.rank != 0:
+            return None
+        place = _look(config, resume)
+        return [str(place.folder or ""), str(place.saved or ""), place.has_run, place.changed]
+
+    folder, saved, has_run, changed = transport.gather_text(agreed(transport, look))[0]
+    return Place(Path(folder) if folder else None, Path(saved) if saved else None, has_run, changed)
+
+
+def _look(config: Config, resume: str) -> Place:
+    if not config.run.out:
+        if resume != "no":
+            raise ConfigError("--resume needs the directory of the run.", "Add --out DIR, for example --out runs/mine.")
+        return Place()
+    folder = Path(config.run.out)
+    has_run = (folder / CONFIG).exists()
+    if resume == "no" and has_run:
+        raise ConfigError(f"{folder} already holds a run.", "Add --resume to go on with it, or choose another --out.")
+    if resume == "yes" and not has_run:
+        raise ConfigError(f"There is no run in {folder} to resume.", "Name its directory with --out, or leave out --resume.")
+    if not has_run or (resume == "auto" and not checkpoint.steps(folder / CHECKPOINTS)):
+        return Place(folder, None, has_run)
+    changed = _changes(parse(read_toml(folder / CONFIG)), config)
+    if fixed := [f"{key} {then!r} -> {now!r}" for key, (then, now) in changed.items() if key.startswith(FIXED)]:
+        raise ConfigError(f"{folder} was trained with another model: {', '.join(fixed)}.",
+                          "Resume with the configuration of the run, or start another one with its own --out.")
+    return Place(folder, checkpoint.newest(folder / CHECKPOINTS), has_run, changed)
+
+
+def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
+    old, new = then.flat(), now.flat()
+    ignored = ("run.out", "layout.", "replication.tuning")  # found anew at every start
+    if not new["data.vocabulary"]:
+        ignored += ("data.vocabulary",)
+    if new["device.kind"] == "auto":
+        ignored += ("device.kind",)
+    return {key: [old[key], value] for key, value in new.items() if old[key] != value and not key.startswith(ignored)}
+
+
+def claim(place: Place, job: Job) -> tuple[Path, int]:
+    """Make the directory, lock it, and write what a run begins with; for rank 0.
+
+    Returns the directory and the descriptor of its lock, which the process holds until it closes it or ends.
+    raises  ConfigError if the directory cannot be written, or if another run is going on in it
+    """
+    config = job.trainer.config
+    try:
+        folder = place.folder or _fresh()
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+        if (folder / CONFIG).exists() and not place.has_run:
+            raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
+        write_whole(folder / CONFIG, tomli_w.dumps(_resolved(job, folder)))
+        if config.replication.tuning:
+            write_tuning(folder / TUNING, job.trainer.group.tuning)
+        if place.saved is None:
+            (folder / METRICS).write_text("")
+        else:
+            cut_after(folder / METRICS, job.step, config.run.steps)
+    except OSError as error:
+        raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error}.",
+                          "Choose another --out, or make room.") from None
+    return folder, lock
+
+
+def _fresh() -> Path:
+    """runs/<date>-<n> with the first n that nobody has; made here, so that runs started together do not share it."""
+    date = time.strftime("%Y-%m-%d")
+    n = 1
+    while True:
+        try:
+            (folder := Path("runs") / f"{date}-{n}").mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            n += 1
+
+
+def _lock(folder: Path) -> int:
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 200).decode(errors="replace")
+        os.close(lock)
+        raise ConfigError(f"A run is going on in {folder} ({holder}).",
+                          "Wait for it, stop it, or choose another --out.") from None
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return lock
+
+
+def _resolved(job: Job, folder: Path) -> dict[str, Any]:
+    """The configuration as tables, with what was left to be chosen filled in, valid from any working directory."""
+    config, ranks = job.trainer.config, job.trainer.transport.size
+    tables = config.model_dump()
+    tables["run"]["out"], tables["layout"]["dp"] = str(folder), topology(config, ranks).dp
+    tables["data"]["source"] = absolute(config.data.source)
+    if config.data.source.startswith("tokens:"):
+        tables["data"]["vocabulary"] = job.source.inputs
+    if config.replication.tuning:
+        tables["replication"]["tuning"] = str((folder / TUNING).resolve())
+    return tables

@@ -1,0 +1,57 @@
+"""`mpitrain bench train`: what it prints, and what it refuses. Never how fast."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mpitrain.bench import train
+from mpitrain.config import parse, with_settings
+from mpitrain.errors import ConfigError
+
+TINY = ["--blocks", "2", "--steps", "3", "--set", "model.layers=1", "--set", "model.width=16", "--set", "model.context=16",
+        "--set", "batch.size=6"]
+
+
+def bench(ranks, *words):
+    line = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "--", "bench", "train", *TINY, *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=100)
+
+
+def test_alone_it_prints_one_side():
+    done = bench(2)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks, 6 rows per step" in done.stdout and "\nmpitrain " in done.stdout and "times as fast" not in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_both_sides_do_the_same_work(ranks):
+    pytest.importorskip("torch")
+    done = bench(ranks, "--peer", "torch", "--set", "model.tied=true")
+    assert done.returncode == 0, done.stderr
+    *_, verdict = done.stdout.strip().splitlines()
+    assert verdict.startswith("mpitrain is ")
+    apart = float(verdict.split("losses at most ")[1].split()[0])
+    assert apart <= 1e-4, verdict
+
+
+def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
+    monkeypatch.setitem(train.PEERS, "torch", ("nothing_of_this_name", "Peer", "pip install torch"))
+    config = parse({"optimizer": {"clip": 0.0}})
+    with pytest.raises(ConfigError, match="needs the module nothing_of_this_name, which is not installed"):
+        train.peer_class("torch", config)
+
+
+@pytest.mark.parametrize("setting", ["optimizer.name=sgd", "batch.micro_batches=2", "precision.compute=float64",
+                                     "optimizer.clip=1.0"])
+def test_a_peer_that_would_do_other_work_is_refused(setting):
+    with pytest.raises(ConfigError, match="The peer "):
+        train.peer_class("torch", parse(with_settings({}, ["optimizer.clip=0.0", setting])))
+
+
+def test_the_ratio_is_taken_between_neighbouring_blocks():
+    ours, peer = train.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3), train.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5])
+    lines = train.table([ours, peer], 100)
+    assert lines[1].split()[:3] == ["mpitrain", "1.0000", "100"]
+    assert "mpitrain is 1.500 times as fast as peer (neighbouring blocks 1.500 .. 2.000)" in lines[-1]
+    assert lines[-1].endswith("losses at most 2.5e-01 apart")
