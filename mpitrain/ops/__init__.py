@@ -5,19 +5,27 @@ are tested against it. A forward returns (output, saved) and the matching backwa
 private to the body. Buffers that outlive a call, and large scratch, come from `arena`.
 """
 
+from functools import cache
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 from mpitrain.errors import ConfigError
 
 BODIES = {
     "reference": "mpitrain.ops.reference",
     "cpu": "mpitrain.ops.host",
+    "cuda": "mpitrain.ops.cuda",
+    "cuda-sim": "mpitrain.ops.cuda",
 }
 
 
-def ops_for(kind: str) -> ModuleType:
-    """The body for a kind of device; raises ConfigError for a kind that has none."""
+@cache
+def ops_for(kind: str) -> Any:
+    """The body for a kind of device; raises ConfigError for a kind that has none.
+
+    cuda and cuda-sim are the same body, launching the same kernels on the current GPU and in the simulator.
+    """
     if kind not in BODIES:
         raise ConfigError(f"there are no operations for device kind {kind!r}.", f"Choose one of {', '.join(BODIES)}.")
-    return import_module(BODIES[kind])
+    body = import_module(BODIES[kind])
+    return body.on(kind) if hasattr(body, "on") else body
