@@ -6,7 +6,8 @@ tells that the arrays are ready, one after that they are done.
 
 import numpy as np
 
-from mpitrain.collectives.execute import OPS, Execution, Reduction, started_twice
+from mpitrain.collectives.arithmetic import HOST
+from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.errors import ConfigError
@@ -30,7 +31,7 @@ class Shared:
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, windows: list[np.ndarray], tag: int,
                  lease: Lease | None):
-        self._transport, self._combine, self._lease = transport, OPS[op], lease
+        self._transport, self._combine, self._lease = transport, HOST.combining(array, op), lease
         rank, n = transport.rank, transport.size
         self._array, self._own = array.reshape(-1), windows[rank]
         self._in_window = self._array.ctypes.data == self._own.ctypes.data
@@ -90,7 +91,7 @@ class Shared:
     def _reduce(self) -> None:
         for own, others in self._blocks:
             for other in others:
-                self._combine(own, other, out=own)
+                self._combine(own, other)
             for other in others:
                 other[:] = own
 
