@@ -33,6 +33,9 @@ class Backend(Protocol):
     def arena(self) -> Arena:
         """A fresh arena of this backend's memory."""
 
+    def holds(self, array: Any) -> bool:
+        """Whether the array lies in this backend's memory."""
+
     def zeros(self, count: int, dtype: Any) -> Any:
         """A zeroed 1-D array in this backend's memory."""
 
@@ -63,6 +66,9 @@ class HostBackend:
 
     def arena(self) -> Arena:
         return Arena()
+
+    def holds(self, array: Any) -> bool:
+        return not on_device(array)
 
     def zeros(self, count: int, dtype: Any) -> np.ndarray:
         return np.zeros(count, dtype)
@@ -110,6 +116,9 @@ class CudaBackend:
 
     def arena(self) -> Arena:
         return Arena(_CudaMemory(self._cupy))
+
+    def holds(self, array: Any) -> bool:
+        return on_device(array)
 
     def zeros(self, count: int, dtype: Any) -> Any:
         return self._cupy.zeros(count, dtype)

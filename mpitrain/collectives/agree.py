@@ -33,7 +33,7 @@ def agree(transport: Transport, operation: str, array: np.ndarray, known: tuple[
                 f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
                 "All ranks must bind the same collectives, on equal arrays, in the same order."))
     check_name(f"{operation} algorithm", algorithm, known)
-    check_name("op", settings.get("op", "add"), tuple(OPS))
+    check_name("op", settings.get("op", "add"), OPS)
     if not 0 <= settings.get("root", 0) < transport.size:
         raise everywhere(CommError(
             f"rank {transport.rank}: root {settings['root']} is not among ranks 0 to {transport.size - 1}."))

@@ -19,6 +19,7 @@ from mpitrain.collectives.algorithms import (
     REDUCE,
     REDUCE_SCATTER,
 )
+from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.choose import choose
 from mpitrain.collectives.compose import Chain
 from mpitrain.collectives.cost import DEFAULT, Tuning
@@ -33,13 +34,14 @@ ALGORITHMS = (*ALL_REDUCE_NAMES, "auto")
 
 
 def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
-         tuning: Tuning = DEFAULT) -> Reduction:
+         tuning: Tuning = DEFAULT, arithmetic: Arithmetic = HOST) -> Reduction:
     """Bind an all-reduce of `array`, in place, over all ranks of the transport.
 
-    array      contiguous, any shape; one count and dtype on all ranks
-    op         "add" or "maximum"
-    algorithm  one of ALGORITHMS; "auto" takes the one that `tuning` predicts to be fastest
-    raises     CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name
+    array       contiguous, any shape; one count and dtype on all ranks
+    op          "add" or "maximum"
+    algorithm   one of ALGORITHMS; "auto" takes the one that `tuning` predicts to be fastest
+    arithmetic  what combines received parts; `native` and `shared` have their own
+    raises      CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name
     """
     tag = agree(transport, "all-reduce", array, ALGORITHMS, algorithm, op=op)
     rank, n, count = transport.rank, transport.size, array.size
@@ -57,14 +59,16 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
         algorithm = "ring"
     if algorithm == "hierarchical":
         plans = hierarchical.all_reduce(rank, transport.hosts, count)
-        return Chain([Execution(transport, array, op, plan, tag) for plan in plans])
-    return Execution(transport, array, op, ALL_REDUCE[algorithm](rank, n, count), tag)
+        return Chain([Execution(transport, array, op, plan, tag, arithmetic=arithmetic) for plan in plans])
+    return Execution(transport, array, op, ALL_REDUCE[algorithm](rank, n, count), tag, arithmetic=arithmetic)
 
 
-def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring") -> Reduction:
+def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
+                        arithmetic: Arithmetic = HOST) -> Reduction:
     """Bind a reduce-scatter: chunk r (plans.chunk_bounds) ends as the reduction on rank r, the rest as scratch."""
     tag = agree(transport, "reduce-scatter", array, tuple(REDUCE_SCATTER), algorithm, op=op)
-    return Execution(transport, array, op, REDUCE_SCATTER[algorithm](transport.rank, transport.size, array.size), tag)
+    plan = REDUCE_SCATTER[algorithm](transport.rank, transport.size, array.size)
+    return Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
 
 
 def bind_all_gather(transport: Transport, array: np.ndarray, algorithm: str = "ring") -> Reduction:
@@ -81,11 +85,11 @@ def bind_broadcast(transport: Transport, array: np.ndarray, root: int = 0, algor
 
 
 def bind_reduce(transport: Transport, array: np.ndarray, op: str = "add", root: int = 0,
-                algorithm: str = "binomial") -> Reduction:
+                algorithm: str = "binomial", arithmetic: Arithmetic = HOST) -> Reduction:
     """Bind a reduction to root's array; the other ranks' arrays end as scratch."""
     tag = agree(transport, "reduce", array, tuple(REDUCE), algorithm, op=op, root=root)
     plan = REDUCE[algorithm](transport.rank, transport.size, array.size, root)
-    return Execution(transport, array, op, plan, tag)
+    return Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
 
 
 def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.ndarray,

@@ -5,12 +5,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.plans import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Request, Transport
 
-OPS = {"add": np.add, "maximum": np.maximum}
-"""Reductions by name; CuPy arrays answer to the same functions."""
+OPS = ("add", "maximum")
+"""Reductions by name."""
 
 
 BETWEEN_HOSTS = 60 << 10
@@ -73,8 +74,8 @@ class Execution:
     state = None
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int,
-                 outgoing: np.ndarray | None = None):
-        self._transport, self._combine, self._tag = transport, OPS[op], tag
+                 outgoing: np.ndarray | None = None, arithmetic: Arithmetic = HOST):
+        self._transport, self._combine, self._tag = transport, arithmetic.combining(array, op), tag
         flat = array.reshape(-1)
         self._steps = bind_plan(transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat)
         self._requests: deque[list[Request]] = deque()
@@ -118,7 +119,7 @@ class Execution:
         """Combine what the oldest step received, and begin what waited for it."""
         self._requests.popleft()
         for target, received in self._steps[self._ended].combines:
-            self._combine(target, received, out=target)
+            self._combine(target, received)
         self._ended += 1
         self._post()
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.bind import (
     bind,
     bind_all_gather,
@@ -26,8 +27,9 @@ class Group:
     which costs a round of messages: they are for start-up, tests and interactive use.
     """
 
-    def __init__(self, transport: Transport, algorithm: str = "ring", tuning: Tuning = DEFAULT):
-        self.transport, self.algorithm, self.tuning = transport, algorithm, tuning
+    def __init__(self, transport: Transport, algorithm: str = "ring", tuning: Tuning = DEFAULT,
+                 arithmetic: Arithmetic = HOST):
+        self.transport, self.algorithm, self.tuning, self.arithmetic = transport, algorithm, tuning, arithmetic
 
     @property
     def rank(self) -> int:
@@ -41,15 +43,15 @@ class Group:
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce of the array."""
-        return bind(self.transport, array, op, self.algorithm, self.tuning)
+        return bind(self.transport, array, op, self.algorithm, self.tuning, self.arithmetic)
 
     def bind_lossy(self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()) -> Reduction:
         """Bind a sum of a float32 array that travels in a wire format: near the sum, and the same bits on all ranks."""
-        return bind_lossy(self.transport, array, wire, matrices)
+        return bind_lossy(self.transport, array, wire, matrices, self.arithmetic)
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind a reduce-scatter: chunk r ends as the reduction on rank r; the rest of the array is scratch."""
-        return bind_reduce_scatter(self.transport, array, op)
+        return bind_reduce_scatter(self.transport, array, op, arithmetic=self.arithmetic)
 
     def bind_all_gather(self, array: np.ndarray) -> Reduction:
         """Bind an all-gather: chunk r of rank r ends in everyone's array."""
@@ -61,7 +63,7 @@ class Group:
 
     def bind_reduce(self, array: np.ndarray, op: str = "add", root: int = 0) -> Reduction:
         """Bind a reduction to root's array; the others end as scratch."""
-        return bind_reduce(self.transport, array, op, root)
+        return bind_reduce(self.transport, array, op, root, arithmetic=self.arithmetic)
 
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
         """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`."""

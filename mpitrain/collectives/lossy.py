@@ -5,21 +5,21 @@ and the coded sum to everyone; the rank that made it decodes it like the others.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from itertools import pairwise as pairs
 from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.backend import on_device
 from mpitrain.collectives import pairwise, ring
 from mpitrain.collectives.agree import agree, everywhere
+from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.compose import Chain, Lanes, Local
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.plans import Plan, at_once, pieces
-from mpitrain.collectives.wire import BLOCK, CODECS, Codec, Wire, largest
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.collectives.wire import BLOCK, Codec, Wire
+from mpitrain.errors import CommError
 from mpitrain.transport.base import Transport
 
 LANE = 1 << 17
@@ -34,28 +34,27 @@ class Matrix(NamedTuple):
     columns: int
 
 
-def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()) -> Reduction:
+def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = (),
+               arithmetic: Arithmetic = HOST) -> Reduction:
     """Bind a sum of `array` over all ranks, in place, that travels in a wire format.
 
-    array     float32, contiguous; one length on all ranks
-    matrices  for powersgd: what in the array is a matrix; the whole array as one, nearly square, if none is given
-    raises    CommError on every rank if ranks differ or the array is not float32
+    array       float32, contiguous; one length on all ranks
+    matrices    for powersgd: what in the array is a matrix; the whole array as one, nearly square, if none is given
+    arithmetic  what codes, adds and chooses
+    raises      CommError on every rank if ranks differ or the array is not float32
     """
     tag = agree(transport, "lossy all-reduce", array, (wire.name,), wire.name, amount=wire.amount, matrices=len(matrices))
     if array.dtype != np.float32:
         raise everywhere(CommError(
             f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.", "Use wire none."))
-    if on_device(array):
-        raise everywhere(ConfigError(f"Wire format {wire.name} codes host memory, but this array lies in a GPU's.",
-                                     "Use wire none."))
     flat = array.reshape(-1)
     if wire.name == "topk":
-        return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag)
+        return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag, arithmetic.largest)
     if wire.name == "powersgd":
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
     lanes = max(1, flat.size // (transport.size * LANE))
     tags = [tag, *(transport.claim_tag() for _ in range(lanes - 1))]
-    return Lanes([coded(transport, flat[start:stop], CODECS[wire.name], lane_tag)
+    return Lanes([coded(transport, flat[start:stop], arithmetic.codecs[wire.name], lane_tag)
                   for (start, stop), lane_tag in zip(pieces(0, flat.size, lanes), tags, strict=True)])
 
 
@@ -67,9 +66,8 @@ def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Ch
     rank, n = transport.rank, transport.size
     blocks = -(-array.size // (n * BLOCK))
     chunk, size = blocks * BLOCK, blocks * codec.block_bytes
-    values = np.zeros((n, chunk), np.float32)
-    decoded = np.empty(chunk, np.float32)
-    outgoing, incoming = np.empty((n, size), np.uint8), np.empty((n, size), np.uint8)
+    values, scratch = np.zeros_like(array, shape=(n, chunk)), np.empty_like(array, shape=chunk)
+    outgoing, incoming = (np.empty_like(array, np.uint8, shape=(n, size)) for _ in range(2))
     others = [(rank + step) % n for step in range(1, n)]
 
     def scatter() -> None:
@@ -79,8 +77,7 @@ def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Ch
 
     def gather() -> None:
         for peer in others:
-            codec.decode(incoming[peer], decoded)
-            values[rank] += decoded
+            codec.add(incoming[peer], values[rank], scratch)
         codec.encode(values[rank], incoming[rank])
 
     def finish() -> None:
@@ -108,10 +105,11 @@ class TopK(Chain):
     source   Stich, Cordonnier & Jaggi 2018, NeurIPS; arXiv:1809.07599
     """
 
-    def __init__(self, transport: Transport, array: np.ndarray, k: int, tag: int):
+    def __init__(self, transport: Transport, array: np.ndarray, k: int, tag: int,
+                 largest: Callable[[np.ndarray, int], np.ndarray]):
         rank, n = transport.rank, transport.size
-        self.state = np.zeros(array.size, np.float32)
-        everyone = np.empty((n, 2, k), np.int32)
+        self.state = np.zeros_like(array)
+        everyone = np.empty_like(array, np.int32, shape=(n, 2, k))
 
         def choose() -> None:
             self.state += array

@@ -8,7 +8,8 @@ import numpy as np
 
 from mpitrain.backend import on_device
 from mpitrain.collectives.agree import everywhere
-from mpitrain.collectives.execute import OPS, Execution, Reduction, started_twice
+from mpitrain.collectives.arithmetic import HOST
+from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.errors import ConfigError
@@ -32,7 +33,7 @@ class Shared:
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, windows: list[np.ndarray], tag: int,
                  lease: Lease | None):
-        self._transport, self._combine, self._lease = transport, OPS[op], lease
+        self._transport, self._combine, self._lease = transport, HOST.combining(array, op), lease
         rank, n = transport.rank, transport.size
         self._array, self._own = array.reshape(-1), windows[rank]
         self._in_window = self._array.ctypes.data == self._own.ctypes.data
@@ -92,7 +93,7 @@ class Shared:
     def _reduce(self) -> None:
         for own, others in self._blocks:
             for other in others:
-                self._combine(own, other, out=own)
+                self._combine(own, other)
             for other in others:
                 other[:] = own
 

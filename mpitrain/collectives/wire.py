@@ -36,11 +36,13 @@ class Codec(NamedTuple):
     block_bytes  bytes that BLOCK elements become
     encode       (float32 array of whole blocks, uint8 array to fill)
     decode       (uint8 array, float32 array to fill)
+    add          (uint8 array, float32 array to add to, float32 scratch like it)
     """
 
     block_bytes: int
     encode: Callable[[np.ndarray, np.ndarray], None]
     decode: Callable[[np.ndarray, np.ndarray], None]
+    add: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 def parse_wire(text: str) -> Wire:
@@ -67,7 +69,11 @@ def _cast(dtype: np.dtype) -> Codec:
     def decode(coded: np.ndarray, values: np.ndarray) -> None:
         values[:] = coded.view(dtype)
 
-    return Codec(BLOCK * dtype.itemsize, encode, decode)
+    def add(coded: np.ndarray, values: np.ndarray, scratch: np.ndarray) -> None:
+        decode(coded, scratch)
+        values += scratch
+
+    return Codec(BLOCK * dtype.itemsize, encode, decode, add)
 
 
 def _encode_int8(values: np.ndarray, coded: np.ndarray) -> None:
@@ -88,10 +94,15 @@ def _decode_int8(coded: np.ndarray, values: np.ndarray) -> None:
     np.multiply(coded[4 * len(blocks):].view(np.int8).reshape(blocks.shape), scales[:, None], out=blocks)
 
 
+def _add_int8(coded: np.ndarray, values: np.ndarray, scratch: np.ndarray) -> None:
+    _decode_int8(coded, scratch)
+    values += scratch
+
+
 CODECS = {
     "fp16": _cast(np.dtype(np.float16)),
     "bf16": _cast(np.dtype(ml_dtypes.bfloat16)),
-    "int8": Codec(BLOCK + 4, _encode_int8, _decode_int8),
+    "int8": Codec(BLOCK + 4, _encode_int8, _decode_int8, _add_int8),
 }
 """Formats that code block by block."""
 

@@ -5,24 +5,27 @@ are tested against it. A forward returns (output, saved) and the matching backwa
 private to the body. Buffers that outlive a call, and large scratch, come from `arena`.
 """
 
+from functools import cache
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from mpitrain.errors import ConfigError
-from mpitrain.kernels import engines
 
 BODIES = {
     "reference": "mpitrain.ops.reference",
     "cpu": "mpitrain.ops.host",
+    "cuda": "mpitrain.ops.cuda",
+    "cuda-sim": "mpitrain.ops.cuda",
 }
-"""Bodies that are modules. That of our kernels, for the kinds in `engines.KINDS`, is bound to what runs them."""
 
 
-def ops_for(kind: str) -> ModuleType | SimpleNamespace:
-    """The body for a kind of device; raises ConfigError for a kind that has none."""
-    if kind in engines.KINDS:
-        return import_module("mpitrain.ops.cuda").body(engines.kernels_for(kind))
+@cache
+def ops_for(kind: str) -> Any:
+    """The body for a kind of device; raises ConfigError for a kind that has none.
+
+    cuda and cuda-sim are the same body, launching the same kernels on the current GPU and in the simulator.
+    """
     if kind not in BODIES:
-        raise ConfigError(f"there are no operations for device kind {kind!r}.",
-                          f"Choose one of {', '.join((*BODIES, *engines.KINDS))}.")
-    return import_module(BODIES[kind])
+        raise ConfigError(f"there are no operations for device kind {kind!r}.", f"Choose one of {', '.join(BODIES)}.")
+    body = import_module(BODIES[kind])
+    return body.on(kind) if hasattr(body, "on") else body

@@ -229,9 +229,10 @@ class ndarray:
         return result
 
     def __array_function__(self, function, types, args, kwargs):
-        if function is not np.empty_like:
+        make = {np.empty_like: empty, np.zeros_like: zeros}.get(function)
+        if make is None:
             raise TypeError(f"{function} is not implemented")
-        return ndarray(kwargs.get("shape", self.shape), self.dtype)
+        return make(kwargs.get("shape", self.shape), args[1] if len(args) > 1 else self.dtype)
 
     def __iadd__(self, other):
         return np.add(self, other, out=self)

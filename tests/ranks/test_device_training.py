@@ -5,9 +5,11 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain import checkpoint, ops
+from mpitrain import build as build_module
+from mpitrain import checkpoint, trainer
 from mpitrain.build import build
 from mpitrain.config import parse, with_settings
+from mpitrain.ops.cuda import body
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
@@ -61,13 +63,17 @@ def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
     assert np.all(np.abs(simulated[:, 0] / on_cpu[:, 0] - 1) <= 1e-4)
 
 
-@pytest.mark.parametrize("cuda_aware", ["yes", "no"])
-def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cuda_aware, wire", [("yes", "none"), ("no", "none"), ("no", "fp16"), ("yes", "int8")])
+def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, tmp_path, monkeypatch):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
-    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim")
+    travel = f"replication.wire={wire}"
+    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", travel)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(ops.engines, "kernels_for", lambda kind: gpu.kernels())
+    kernels = gpu.kernels()
+    monkeypatch.setattr(trainer, "kernels_for", lambda kind: kernels)
+    for module in (trainer, build_module):
+        monkeypatch.setattr(module, "ops_for", lambda kind: body(kernels))
     cupy.faults.clear()
-    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}")
+    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", travel)
     assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
     assert cupy.faults == []

@@ -229,5 +229,5 @@ def test_every_body_has_the_same_names_and_signatures():
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are():
     assert ops_for("cpu") is host
-    with pytest.raises(ConfigError, match="Choose one of reference, cpu"):
+    with pytest.raises(ConfigError, match="Choose one of reference, cpu, cuda, cuda-sim"):
         ops_for("tpu")

@@ -6,6 +6,7 @@ Nothing here waits for the device. Sums that the others return as numbers are ar
 from functools import partial
 from types import SimpleNamespace
 
+from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, steps, sums
 
@@ -24,3 +25,8 @@ FUNCTIONS = (
 def body(kernels: Kernels) -> SimpleNamespace:
     """The operations, launched through these kernels."""
     return SimpleNamespace(**{function.__name__: partial(function, kernels) for function in FUNCTIONS})
+
+
+def on(kind: str) -> SimpleNamespace:
+    """The operations on a kind of device: "cuda" or "cuda-sim"."""
+    return body(kernels_for(kind))

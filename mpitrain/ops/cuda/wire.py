@@ -25,12 +25,9 @@ def convert(kernels: Kernels, x: Any, y: Any) -> None:
     kernels.launch("convert", blocks(x.size, 4), POINTWISE, (x.size, x, fresh(y)), **element(x), Result=c_type(y))
 
 
-def encode_int8(kernels: Kernels, x: Any, arena: Any) -> tuple[Any, Any]:
-    """x as (int8 numbers, one float32 scale for every INT8_BLOCK of them)."""
-    count = -(-x.size // INT8_BLOCK)
-    q, scales = arena.take(x.shape, "int8"), arena.take((count,), "float32")
-    kernels.launch("encode_int8", (-(-count // 8),), POINTWISE, (x.size, x, fresh(q), fresh(scales)), **_wire(x, x))
-    return q, scales
+def encode_int8(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
+    """q = x as int8 numbers, scales = one float32 for every INT8_BLOCK of them."""
+    kernels.launch("encode_int8", (-(-scales.size // 8),), POINTWISE, (x.size, x, fresh(q), fresh(scales)), **_wire(x, x))
 
 
 def decode_int8(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:

@@ -1,0 +1,95 @@
+"""Layers and whole models on the simulator: what the CPU body computes, and slices that add up to the whole."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from mpitrain.arena import Arena
+from mpitrain.layers.plain import Plain
+from mpitrain.models.gpt import gpt
+from mpitrain.ops import ops_for, reference
+from mpitrain.units import Plan
+from tests.unit.kernels.cases.numbers import numbers
+
+OPS = ops_for("cuda-sim")
+
+
+def test_the_cuda_body_has_the_reference_s_names_and_signatures():
+    for name, function in inspect.getmembers(reference, inspect.isfunction):
+        if not name.startswith("_"):
+            bound = getattr(OPS, name)
+            assert list(inspect.signature(bound).parameters) == list(inspect.signature(function).parameters), name
+
+
+def one_step(ops, dtype: str) -> tuple[float, np.ndarray, np.ndarray]:
+    """(loss, gradients, parameters after an AdamW step) of a small GPT."""
+    vocab, context, rows = 19, 12, 3
+    units = gpt(Plain(ops), vocab=vocab, context=context, width=16, heads=2, depth=2, tied=True)
+    plan, arena, rng = Plan(units, dtype), Arena(), np.random.default_rng(0)
+    parameters, flat = np.zeros(plan.length, dtype), np.zeros(plan.length, dtype)
+    plan.initialize(parameters, 0)
+    weights, (gradients, _) = plan.weights(parameters), plan.gradients(flat)
+    x, targets = rng.integers(vocab, size=(rows, context)), rng.integers(vocab, size=rows * context)
+    saved = []
+    for w, unit in zip(weights, units, strict=True):
+        x, kept = unit.layer.forward(w, x, arena)
+        saved.append(kept)
+    loss, dy = ops.cross_entropy(x.reshape(len(targets), -1), targets, 1 / len(targets), arena)
+    dy = dy.reshape(x.shape)
+    for index in reversed(range(len(units))):
+        dy, pending = units[index].layer.backward_input(weights[index], dy, saved.pop(), arena)
+        units[index].layer.backward_weight(pending, gradients[index])
+    moments = [np.zeros(plan.length, dtype) for _ in range(2)]
+    kept = flat.copy()
+    ops.adamw(parameters, flat, *moments, scale=1.0, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1,
+              arena=arena)
+    return float(loss), kept, parameters
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 1e-4)])
+def test_a_whole_training_step_equals_the_cpu_s(dtype, tolerance):
+    """AdamW divides by the gradient's own size, so where that is rounding alone the step may differ by lr: compare in float64."""
+    (loss, gradients, parameters), truth = one_step(OPS, dtype), one_step(ops_for("cpu"), "float64")
+    assert loss == pytest.approx(truth[0], rel=tolerance)
+    assert np.abs(gradients - truth[1]).max() <= tolerance * np.abs(truth[1]).max()
+    if dtype == "float64":
+        assert np.abs(parameters - truth[2]).max() <= 1e-9
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_column_slices_of_a_linear_layer_add_up_to_the_whole(ranks):
+    """Outputs are cut over the ranks: y, dw and db are put side by side, dx is summed."""
+    x, w, b, dy = (a.astype(np.float32) for a in (numbers(1, 10, 24), numbers(2, 36, 24), numbers(3, 36), numbers(4, 10, 36)))
+    cuts = [slice(36 * rank // ranks, 36 * (rank + 1) // ranks) for rank in range(ranks)]
+    parts = [halves(x, w[cut], b[cut], np.ascontiguousarray(dy[:, cut])) for cut in cuts]
+    truth = halves(x, w, b, dy, reference)
+    y, dx, dw, db = zip(*parts, strict=True)
+    assert_all_close([np.concatenate(y, 1), sum(dx), np.concatenate(dw), np.concatenate(db)], truth)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_row_slices_of_a_linear_layer_add_up_to_the_whole(ranks):
+    """Inputs are cut over the ranks: y is summed (one rank adds the bias), dx and dw are put side by side."""
+    x, w, b, dy = (a.astype(np.float32) for a in (numbers(1, 10, 24), numbers(2, 36, 24), numbers(3, 36), numbers(4, 10, 36)))
+    cuts = [slice(24 * rank // ranks, 24 * (rank + 1) // ranks) for rank in range(ranks)]
+    parts = [halves(np.ascontiguousarray(x[:, cut]), np.ascontiguousarray(w[:, cut]), b if rank == 0 else None, dy)
+             for rank, cut in enumerate(cuts)]
+    truth = halves(x, w, b, dy, reference)
+    y, dx, dw, db = zip(*parts, strict=True)
+    assert_all_close([sum(y), np.concatenate(dx, 1), np.concatenate(dw, 1), db[0]], truth)
+
+
+def halves(x, w, b, dy, ops=OPS):
+    """y, dx, dw and db of a linear layer."""
+    arena, dw, db = Arena(), np.empty_like(w), np.empty(len(w), w.dtype)
+    y, saved = ops.linear(x, w, b, arena)
+    dx, pending = ops.linear_backward_input(dy, w, saved, arena)
+    ops.linear_backward_weight(pending, dw, False, arena)
+    ops.linear_backward_bias(pending, db, False, arena)
+    return y, dx, dw, db
+
+
+def assert_all_close(mine, truth):
+    for name, a, b in zip(("y", "dx", "dw", "db"), mine, truth, strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
