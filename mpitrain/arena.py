@@ -4,40 +4,61 @@
 exception leaks nothing. After the first step every lease is served from what came back: `allocations` stands still.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 ALIGNMENT = 64  # bytes: a cache line, and a full AVX-512 register
 
 
-class _Lease:
-    """Owner of one buffer while arrays refer to it; NumPy keeps it alive as the base of those arrays."""
+class Memory(Protocol):
+    """Where an arena's buffers come from. A buffer is whatever `allocate` returns."""
 
-    __slots__ = ("__array_interface__", "_arena", "_buffer")
+    def allocate(self, nbytes: int) -> Any:
+        """A new buffer that starts on a multiple of 64 bytes."""
 
-    def __init__(self, arena: "Arena", buffer: np.ndarray, shape: tuple[int, ...], dtype: np.dtype):
-        self._arena, self._buffer = arena, buffer
-        self.__array_interface__ = {
-            "data": (buffer.ctypes.data, False), "shape": shape, "typestr": dtype.str, "version": 3,
-        }
+    def array(self, buffer: Any, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """The buffer's first bytes as an array; `lease` must live as long as that array or a view of it."""
+
+
+class HostMemory:
+    """Buffers of NumPy arrays. NumPy keeps a lease alive as the base of the arrays that were made from it."""
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        return raw[start:start + nbytes]
+
+    def array(self, buffer: np.ndarray, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        lease.__array_interface__ = {"data": (buffer.ctypes.data, False), "shape": shape, "typestr": dtype.str, "version": 3}
+        return np.asarray(lease)
+
+
+class Lease:
+    """Possession of one buffer; it goes back to its arena when nothing refers to the lease any more."""
+
+    __slots__ = ("__array_interface__", "_arena", "_buffer", "_nbytes")
+
+    def __init__(self, arena: "Arena", buffer: Any, nbytes: int):
+        self._arena, self._buffer, self._nbytes = arena, buffer, nbytes
 
     def __del__(self) -> None:
-        self._arena._take_back(self._buffer)
+        self._arena._take_back(self._buffer, self._nbytes)
 
 
 class Arena:
-    """Leases host buffers by size.
+    """Leases buffers by size.
 
     live, peak    bytes leased now, and the most there ever were
     allocations   buffers obtained from the system since construction
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory | None = None) -> None:
         self.live = self.peak = self.allocations = 0
-        self._free: dict[int, list[np.ndarray]] = {}
+        self._memory = memory or HostMemory()
+        self._free: dict[int, list[Any]] = {}
 
-    def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised, contiguous, 64-byte aligned array; its buffer returns when the array and its views die."""
         dtype = np.dtype(dtype)
         nbytes = -(-max(1, int(np.prod(shape)) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
@@ -45,14 +66,12 @@ class Arena:
         buffer = free.pop() if free else self._allocate(nbytes)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
-        return np.asarray(_Lease(self, buffer, tuple(shape), dtype))
+        return self._memory.array(buffer, Lease(self, buffer, nbytes), tuple(shape), dtype)
 
-    def _allocate(self, nbytes: int) -> np.ndarray:
+    def _allocate(self, nbytes: int) -> Any:
         self.allocations += 1
-        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        return raw[start:start + nbytes]
+        return self._memory.allocate(nbytes)
 
-    def _take_back(self, buffer: np.ndarray) -> None:
-        self.live -= buffer.nbytes
-        self._free[buffer.nbytes].append(buffer)
+    def _take_back(self, buffer: Any, nbytes: int) -> None:
+        self.live -= nbytes
+        self._free[nbytes].append(buffer)

@@ -1,10 +1,27 @@
-"""Where arrays live: host memory through NumPy. A backend is the only thing that knows how they get there and back."""
+"""Where arrays live: host memory through NumPy, GPU memory through CuPy, or host memory that plays a GPU's.
 
+A backend is the only thing that knows how arrays get there and back, and what must be waited for on the way.
+"""
+
+import platform
+import shutil
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
-from mpitrain.arena import Arena
+from mpitrain.arena import Arena, Lease
+from mpitrain.errors import ConfigError
+
+
+class Copy(Protocol):
+    """A copy under way; neither end may be touched before `test` has said True or `wait` has returned."""
+
+    def test(self) -> bool:
+        """True once the copy is complete; never blocks."""
+
+    def wait(self) -> None:
+        """Block until the copy is complete."""
 
 
 class Backend(Protocol):
@@ -16,14 +33,30 @@ class Backend(Protocol):
     def arena(self) -> Arena:
         """A fresh arena of this backend's memory."""
 
+    def holds(self, array: Any) -> bool:
+        """Whether the array lies in this backend's memory."""
+
+    def zeros(self, count: int, dtype: Any) -> Any:
+        """A zeroed 1-D array in this backend's memory."""
+
     def from_host(self, array: np.ndarray) -> Any:
-        """The array in this backend's memory; may be the same one."""
+        """The array in this backend's memory, contiguous; may be the same one."""
 
     def to_host(self, array: Any) -> np.ndarray:
-        """The array in host memory; may be the same one."""
+        """The array in host memory, once the work that writes it is done; may be the same one."""
 
     def synchronize(self) -> None:
         """Wait for all the work that was started here."""
+
+
+class DeviceBackend(Backend, Protocol):
+    """A backend whose memory is not the host's: what messages need to get there."""
+
+    def staging(self, nbytes: int) -> np.ndarray:
+        """Page-locked host bytes, which a device copies to and from while the host does something else."""
+
+    def start_copy(self, target: Any, source: Any) -> Copy:
+        """Begin to copy one contiguous array onto another, one of them staging, beside the work under way."""
 
 
 class HostBackend:
@@ -34,8 +67,14 @@ class HostBackend:
     def arena(self) -> Arena:
         return Arena()
 
+    def holds(self, array: Any) -> bool:
+        return not on_device(array)
+
+    def zeros(self, count: int, dtype: Any) -> np.ndarray:
+        return np.zeros(count, dtype)
+
     def from_host(self, array: np.ndarray) -> np.ndarray:
-        return array
+        return np.ascontiguousarray(array)
 
     def to_host(self, array: np.ndarray) -> np.ndarray:
         return array
@@ -44,6 +83,125 @@ class HostBackend:
         pass
 
 
+class SimulatorBackend(HostBackend):
+    """NumPy arrays for kernels that g++ has compiled; a launch has ended when it returns.
+
+    raises  ConfigError where there is no such compiler
+    """
+
+    kind = "cuda-sim"
+
+    def __init__(self) -> None:
+        machine = platform.machine()
+        if machine != "x86_64" or shutil.which("g++") is None:
+            missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
+            raise ConfigError(f"device.kind cuda-sim compiles kernels with g++ on x86-64, but {missing}.",
+                              "Install g++ on an x86-64 machine (apt install g++), or use --device cpu.")
+
+
+class CudaBackend:
+    """CuPy arrays on the current GPU, out of CuPy's default pool; work runs on the current stream.
+
+    Pools that allocate in stream order (cudaMallocAsync) are not used: their memory cannot be handed to other processes,
+    and has crashed MPI libraries that tried (openucx/ucx#7194).
+
+    raises  ConfigError without CuPy, a driver or a GPU
+    """
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self._cupy = _cupy()
+        self._copies = self._cupy.cuda.Stream(non_blocking=True)
+
+    def arena(self) -> Arena:
+        return Arena(_CudaMemory(self._cupy))
+
+    def holds(self, array: Any) -> bool:
+        return on_device(array)
+
+    def zeros(self, count: int, dtype: Any) -> Any:
+        return self._cupy.zeros(count, dtype)
+
+    def from_host(self, array: np.ndarray) -> Any:
+        return self._cupy.asarray(np.ascontiguousarray(array))
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return self._cupy.asnumpy(array)
+
+    def synchronize(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    def staging(self, nbytes: int) -> np.ndarray:
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), np.uint8, nbytes)
+
+    def start_copy(self, target: Any, source: Any) -> Copy:
+        runtime = self._cupy.cuda.runtime
+        runtime.memcpyAsync(_address(target), _address(source), source.nbytes, runtime.memcpyDefault, self._copies.ptr)
+        return _CudaCopy(self._copies.record(self._cupy.cuda.Event(disable_timing=True)), target, source)
+
+
+class _CudaMemory:
+    """Buffers of CuPy's default pool."""
+
+    def __init__(self, cupy: ModuleType):
+        self._cupy = cupy
+
+    def allocate(self, nbytes: int) -> Any:
+        return self._cupy.cuda.alloc(nbytes)  # the pool cuts at multiples of 512 bytes
+
+    def array(self, buffer: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        # A view keeps its memory object, and that its owner: the lease lives as long as the last of them.
+        memory = self._cupy.cuda.UnownedMemory(buffer.ptr, buffer.mem.size, lease, buffer.device_id)
+        return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+
+
+class _CudaCopy:
+    """A copy on a stream, complete with the event behind it; keeps both ends alive."""
+
+    def __init__(self, event: Any, target: Any, source: Any):
+        self._event, self._ends = event, (target, source)
+
+    def test(self) -> bool:
+        return self._event.done
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def on_device(array: Any) -> bool:
+    """Whether the array lies in GPU memory."""
+    return hasattr(type(array), "__cuda_array_interface__")
+
+
+def _address(array: Any) -> int:
+    return array.data.ptr if on_device(array) else array.ctypes.data
+
+
+def _cupy() -> ModuleType:
+    """CuPy, if it is installed and finds a GPU."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            f"device.kind cuda needs CuPy, but it cannot be imported: {error}.",
+            "Install it for your driver: pip install 'mpitrain[cuda13]', or [cuda12]; or use --device cpu.") from None
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigError(f"device.kind cuda needs a GPU and its driver, but CuPy {cupy.__version__} says {error}.",
+                          "Install NVIDIA's driver (`nvidia-smi` must list a GPU), or use --device cpu.") from None
+    if not count:
+        raise ConfigError(f"device.kind cuda needs a GPU, but CuPy {cupy.__version__} sees none.",
+                          "Look at CUDA_VISIBLE_DEVICES, or use --device cpu.")
+    return cupy
+
+
+BACKENDS = {backend.kind: backend for backend in (HostBackend, SimulatorBackend, CudaBackend)}
+
+
 def backend_for(kind: str) -> Backend:
-    """The backend of a resolved device.kind."""
-    return {"cpu": HostBackend}[kind]()
+    """The backend of a resolved device.kind; ConfigError where this machine lacks what the kind needs."""
+    if kind not in BACKENDS:
+        raise ConfigError(f"There is no device of kind {kind!r} to compute on.", f"Name one of {', '.join(BACKENDS)}.")
+    return BACKENDS[kind]()

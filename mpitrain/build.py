@@ -17,6 +17,7 @@ from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
 from mpitrain.ops import ops_for
 from mpitrain.optim import STATE
+from mpitrain.placement import settled
 from mpitrain.topology import topology
 from mpitrain.trainer import Trainer
 from mpitrain.transport.agree import agreed, check_same
@@ -39,6 +40,7 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
     raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
     """
     agreed(transport, lambda: topology(config, transport.size))
+    config = settled(transport, config)
     source = source or agreed(transport, lambda: _source(config))
     agreed(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning

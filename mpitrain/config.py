@@ -94,7 +94,12 @@ class Checkpoint(Section):
 
 
 class Device(Section):
-    kind: Literal["cpu"] = Field("cpu", description="where to compute")
+    kind: Literal["auto", "cpu", "cuda", "cuda-sim"] = Field(
+        "auto", description="where to compute; auto: cuda if every rank finds a GPU, else cpu; cuda-sim: GPU kernels on the CPU"
+    )
+    cuda_aware: Literal["auto", "yes", "no"] = Field(
+        "auto", description="whether GPU pointers go to MPI or are staged through the host; auto: ask MPI and try it out"
+    )
 
 
 class Config(Section):

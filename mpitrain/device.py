@@ -1,4 +1,4 @@
-"""What this process owns of its machine: its place among the ranks of this host, and its share of the cores.
+"""What this process owns of its machine: its place among the ranks of this host, its share of the cores, its GPU.
 
 Everything here can be asked before NumPy and MPI are imported, from the variables that launchers set.
 """
@@ -14,6 +14,9 @@ LAUNCHERS = (
     ("MPICH or Intel MPI", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),
     ("Slurm", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
+# What makes a process believe that it is a rank. What tunes an MPI library (OMPI_MCA_, UCX_, MPIR_CVAR_) is not among it.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PMI2_", "MPI_LOCAL", "MPIRUN_", "HYDI_", "HYDRA_",
+                  "PRTE_LAUNCHED", "MV2_COMM_WORLD_", "SLURM_")
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -52,3 +55,41 @@ def limit_blas_threads() -> None:
     if not any(os.environ.get(name) for name in BLAS_VARIABLES):
         for name in BLAS_VARIABLES:
             os.environ[name] = str(blas_threads())
+
+
+def gpus() -> int:
+    """How many GPUs CuPy finds; 0 without CuPy, a driver or a GPU."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except (ImportError, RuntimeError):  # CuPy's own errors are RuntimeErrors
+        return 0
+
+
+def choose_gpu(kind: str) -> None:
+    """Make one GPU this rank's: number (local rank) modulo (GPUs of the host). Nothing to do if `kind` wants none.
+
+    It comes before MPI starts, because a CUDA-aware MPI looks for the current GPU when it does. The others stay visible:
+    hiding them (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task) takes from ranks of one host the way to read each other's
+    memory. Where there is no GPU nothing is said here: `backend_for` does, when all ranks can agree on it.
+    """
+    if kind in ("auto", "cuda") and (count := gpus()):
+        import cupy
+
+        cupy.cuda.Device(launched().local_rank % count).use()
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver runs on this machine."""
+    return os.path.isdir("/proc/driver/nvidia")
+
+
+def environment() -> dict[str, str]:
+    """This process's environment."""
+    return dict(os.environ)
+
+
+def environment_of_one() -> dict[str, str]:
+    """This process's environment without what tells it that it is one rank of many: for a child that starts MPI alone."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}

@@ -4,10 +4,9 @@ import math
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from mpitrain import config
 from mpitrain.arena import Arena
+from mpitrain.backend import Backend
 from mpitrain.units import Plan
 
 STATE = {"sgd": (), "momentum": ("momentum",), "adamw": ("first_moment", "second_moment")}
@@ -30,11 +29,11 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 class Optimizer:
     """One update rule over flat buffers; `state` maps a name to a buffer like the parameters'."""
 
-    def __init__(self, settings: config.Optimizer, plan: Plan, ops: Any, arena: Arena):
+    def __init__(self, settings: config.Optimizer, plan: Plan, ops: Any, backend: Backend, arena: Arena):
         self.settings, self.plan, self._ops, self._arena = settings, plan, ops, arena
-        self.state = {name: np.zeros(plan.length, plan.dtype) for name in STATE[settings.name]}
+        self.state = {name: backend.zeros(plan.length, plan.dtype) for name in STATE[settings.name]}
 
-    def update(self, parameters: np.ndarray, gradients: np.ndarray, scale: float, lr: float, step: int,
+    def update(self, parameters: Any, gradients: Any, scale: float, lr: float, step: int,
                start: int = 0, stop: int | None = None) -> None:
         """Update parameters[start:stop] in place from scale x gradients[start:stop]; `step` counts from 0."""
         s = self.settings

@@ -84,6 +84,8 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     ignored = ("run.out", "layout.", "replication.tuning")  # found anew at every start
     if not new["data.vocabulary"]:
         ignored += ("data.vocabulary",)
+    if new["device.kind"] == "auto":
+        ignored += ("device.kind",)
     return {key: [old[key], value] for key, value in new.items() if old[key] != value and not key.startswith(ignored)}
 
 

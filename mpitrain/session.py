@@ -177,21 +177,22 @@ class _Run:
         return error
 
 
+def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
+    """The configuration of a run directory, to be opened by so many ranks, with `section.key=value` put in."""
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
+    then = parse(read_toml(folder / CONFIG))
+    anew = ["layout.dp=0", "batch.micro_batches=1", f"batch.size={max(then.batch.size, ranks)}"]
+    return parse(with_settings(then.model_dump(), [*anew, *settings]))
+
+
 def open_run(transport: Transport, folder: Path, settings: list[str], needs_data: bool = True) -> Job:
     """The job of a run directory as its newest checkpoint left it, on however many ranks; collective.
 
     settings    section.key=value, over the configuration of the run
     needs_data  False: a token model is built without its data source
     """
-    def configured() -> Config:
-        if not (folder / CONFIG).exists():
-            raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
-        then = parse(read_toml(folder / CONFIG))
-        rows = max(then.batch.size, transport.size)
-        anew = ["layout.dp=0", "batch.micro_batches=1", f"batch.size={rows}"]
-        return parse(with_settings(then.model_dump(), [*anew, *settings]))
-
-    config = agreed(transport, configured)
+    config = agreed(transport, lambda: configured(folder, settings, transport.size))
     saved = agreed(transport, lambda: checkpoint.newest(folder / CHECKPOINTS))
     vocabulary = config.data.vocabulary or 256
     is_enough = not needs_data and config.model.kind == "gpt"

@@ -7,22 +7,27 @@ from itertools import chain
 import numpy as np
 
 from mpitrain.backend import backend_for
+from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.cost import DEFAULT, Tuning
 from mpitrain.collectives.group import Group
+from mpitrain.collectives.on_kernels import by_kernels
 from mpitrain.config import Config
 from mpitrain.data import Source
+from mpitrain.kernels.engines import KINDS, kernels_for
 from mpitrain.layers.base import Unit
 from mpitrain.ops import ops_for
 from mpitrain.optim import Optimizer, learning_rate
 from mpitrain.parallel.replicate import AllReduce, Outcome, Step
 from mpitrain.topology import share, topology
 from mpitrain.transport.base import Transport
+from mpitrain.transport.proof import over_device
 from mpitrain.units import Plan
 
 
 class Trainer:
     """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
 
+    transport    the one passed in, or one around it that also carries the arrays of config.device.kind
     plan         where each tensor lies in the flat buffers
     parameters   flat buffer, equal on all replicas
     gradients    flat buffer; after a step the sum over all replicas, not clipped
@@ -33,22 +38,29 @@ class Trainer:
 
     def __init__(self, transport: Transport, units: Sequence[Unit], config: Config, tuning: Tuning = DEFAULT):
         grid = topology(config, transport.size)
-        self.config, self.transport, self.units = config, transport, list(units)
+        self.config, self.units = config, list(units)
         self.backend = backend_for(config.device.kind)
+        self.transport = transport = over_device(transport, self.backend, config.device.cuda_aware)
         self._ops = ops_for(self.backend.kind)
         self.arena = self.backend.arena()
         self.plan = Plan(self.units, config.precision.compute, grid.dp)
         self.parameters = transport.allocate(self.plan.length, self.plan.dtype)
-        self.plan.initialize(self.parameters, config.run.seed)
+        self.plan.initialize(self.parameters, config.run.seed, self.backend)
         self.gradients = transport.allocate(self.plan.length, self.plan.dtype)
         self._weights = self.plan.weights(self.parameters)
         self._gradients, self._leaves = self.plan.gradients(self.gradients)
-        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.arena)
-        self.group = Group(transport, config.replication.algorithm, tuning)
+        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.backend, self.arena)
+        self.group = Group(transport, config.replication.algorithm, tuning, self._arithmetic())
         self.replication = AllReduce(
             self.group, self.plan, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
             config.replication, config.optimizer.clip,
         )
+
+    def _arithmetic(self) -> Arithmetic:
+        """What adds and codes gradients: our kernels, where they compute everything else too."""
+        if self.backend.kind not in KINDS:
+            return HOST
+        return by_kernels(kernels_for(self.backend.kind), self.backend.holds, self.arena)
 
     def share(self) -> range:
         """The rows of the global batch that this rank computes."""

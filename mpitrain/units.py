@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.backend import Backend
 from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights
 
 ALIGNMENT = 64  # bytes
@@ -78,14 +79,18 @@ class Plan:
         """Elements of all logical tensors, each counted once, whatever part of them is held here."""
         return sum(int(np.prod(entry.parameter.shape)) for entry in self.entries)
 
-    def initialize(self, flat: np.ndarray, seed: int) -> None:
-        """Fill the buffer with initial values, which depend on (seed, full name) alone: draw the whole, keep the part."""
+    def initialize(self, flat: Any, seed: int, backend: Backend) -> None:
+        """Fill the buffer with initial values, which depend on (seed, full name) alone: draw the whole, keep the part.
+
+        They are drawn on the host whatever the backend, so that they are the same on any device.
+        """
         flat[:] = 0
         for entry in self.entries:
             parameter = entry.parameter
             generator = np.random.default_rng([seed, zlib.crc32(entry.name.encode())])
             whole = parameter.draw(generator, parameter.shape)
-            entry.view(flat)[...] = whole if parameter.slices is None else whole[parameter.slices]
+            part = whole if parameter.slices is None else whole[parameter.slices]
+            entry.view(flat)[...] = backend.from_host(part.astype(self.dtype))
 
     def weights(self, flat: np.ndarray) -> list[Weights]:
         """Views of a flat buffer for each unit, nested by name."""

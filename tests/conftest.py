@@ -4,6 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
+from mpitrain.device import gpus
+
 SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -21,6 +25,14 @@ SETTINGS = {
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the mpirun of this environment
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a GPU where there is none."""
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if wanting and not gpus():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="CuPy finds no GPU here"))
 
 
 def pytest_configure(config):

@@ -24,27 +24,30 @@ def command() -> None:
     Ask it in the way you will train, for example: mpitrain launch -n 4 -- doctor
     """
     with ranks(allow_alone=True) as transport:
+        from mpitrain.transport.proof import cuda_messages
+
         everyone = transport.gather_text({"cores": device.cores(), "threads": _blas()[1]})
+        aware = cuda_messages(transport, "auto")
         if transport.rank == 0 and device.launched().rank == 0:
-            for name, value in facts(transport, everyone):
+            for name, value in facts(transport, everyone, aware):
                 click.echo(f"{name:<12} {value}")
             for warning in warnings(transport, everyone):
                 click.echo(f"warning: {warning}")
 
 
-def facts(transport: Any, everyone: list[dict[str, int]]) -> Iterator[tuple[str, str]]:
+def facts(transport: Any, everyone: list[dict[str, int]], aware: Any) -> Iterator[tuple[str, str]]:
     """(name, value) lines."""
     import numpy
 
-    from mpitrain.transport.library import cuda_awareness, library
+    from mpitrain.transport.library import library
 
     mpi, started = library(), device.launched()
-    aware = cuda_awareness(mpi.path, os.environ)
     yield "mpitrain", f"{__version__}, Python {platform.python_version()} ({sys.executable})"
     yield "MPI", f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {version('mpi4py')}"
     yield "", f"{mpi.path or 'library path unknown'}, thread level {mpi.thread_level}"
-    yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, says {aware.how}"
+    yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, {aware.how}"
     yield "GPUs", gpus()
+    yield "", _cupy()
     name, threads = _blas()
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
     yield "ranks", f"{transport.size} on {len(set(transport.hosts))} host(s); {started.size} started by {started.launcher}"
@@ -79,6 +82,18 @@ def gpus() -> str:
         return "none (there is no nvidia-smi)"
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     return listed.stdout.strip() or f"none ({(listed.stderr.strip() or 'nvidia-smi lists nothing').splitlines()[0]})"
+
+
+def _cupy() -> str:
+    """Whether CuPy can use a GPU, and the way out if not."""
+    from mpitrain.backend import backend_for
+    from mpitrain.errors import ConfigError
+
+    try:
+        backend_for("cuda")
+    except ConfigError as error:
+        return error.law
+    return f"CuPy uses {device.gpus()} of them"
 
 
 def shm_free() -> int:

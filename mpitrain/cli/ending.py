@@ -1,12 +1,14 @@
 """How a rank begins and ends: connected, and leaving together with the others or taking them along."""
 
+import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mpitrain import device
 from mpitrain.errors import ConfigError, MpitrainError
@@ -16,13 +18,19 @@ if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its thr
 
 
 @contextmanager
-def ranks(allow_alone: bool = False) -> "Iterator[Transport]":
+def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") -> "Iterator[Transport]":
     """Connect to the other ranks; when the body has run, all pass a barrier before any leaves.
 
     An error that every rank has is printed by rank 0, and all leave with its exit code. Anything else that is raised ends
-    the whole job at once, with this rank's traceback. `allow_alone`: do not refuse N processes that are each alone.
+    the whole job at once, with this rank's traceback.
+
+    allow_alone  do not refuse N processes that are each alone
+    kind         the device.kind that will be asked for, since a GPU is chosen before MPI starts; an error of ours it may
+                 raise is dropped: the body will meet it again, with all ranks there to agree on it
     """
     device.limit_blas_threads()
+    with suppress(MpitrainError):
+        device.choose_gpu(kind())
     from mpitrain.transport.mpi import connect
 
     transport = connect()
@@ -47,6 +55,18 @@ def ranks(allow_alone: bool = False) -> "Iterator[Transport]":
         if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         transport.abort(f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}")
+
+
+def settings_of(*options: tuple[str, Any]) -> list[str]:
+    """`section.key=value` for each option that was given."""
+    return [f"{key}={json.dumps(value)}" for key, value in options if value is not None]
+
+
+def kind_of(folder: Path, settings: list[str]) -> str:
+    """The device.kind of a run directory under these settings."""
+    from mpitrain.session import configured
+
+    return configured(folder, settings).device.kind
 
 
 def refuse_strangers(transport: "Transport") -> None:

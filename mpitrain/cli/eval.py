@@ -1,22 +1,23 @@
 """`mpitrain eval`: the held-out loss of a checkpoint."""
 
-import json
 from pathlib import Path
 
 import click
 
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.ending import kind_of, ranks, settings_of
 
 
 @click.command()
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--data", metavar="SOURCE", help="Evaluate on this source instead of the run's own.")
-def command(run: Path, data: str | None) -> None:
+@click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
+def command(run: Path, data: str | None, device: str | None) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
-    with ranks() as transport:
+    settings = settings_of(("data.source", data), ("device.kind", device))
+    with ranks(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.session import open_run
 
-        job = open_run(transport, run, [f"data.source={json.dumps(data)}"] if data else [])
+        job = open_run(transport, run, settings)
         loss, accuracy = job.trainer.evaluate(job.source)
         if transport.rank == 0:
             click.echo(f"{run} at step {job.step} on {job.trainer.config.data.source}: validation loss {loss:.4f} nats, "

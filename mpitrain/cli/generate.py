@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.ending import kind_of, ranks, settings_of
 
 
 def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
@@ -25,14 +25,16 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
               help="0 takes the likeliest.")
 @click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Draw among so many; 0: all.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws.")
-def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int) -> None:
+@click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
+def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int, device: str | None) -> None:
     """Write text with the newest checkpoint of RUN_DIR."""
-    with ranks() as transport:
+    settings = settings_of(("device.kind", device))
+    with ranks(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.generate import tokens
         from mpitrain.session import open_run
         from mpitrain.transport.agree import agreed
 
-        trainer, source, _ = open_run(transport, run, [], needs_data=False)
+        trainer, source, _ = open_run(transport, run, settings, needs_data=False)
         is_text = not trainer.config.data.source.startswith("tokens:")
         start = agreed(transport, lambda: _prompt(prompt, is_text, source))
         if transport.rank == 0:

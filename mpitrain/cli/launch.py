@@ -74,8 +74,8 @@ def command_line(ranks: int, extra: list[str], arguments: list[str]) -> tuple[li
             options.append("--allow-run-as-root")
         if is_crowded:
             options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-        if not extra and not ALLOCATIONS & os.environ.keys():
-            # One host: these two start at once, where probing every network takes a second.
+        if not extra and not ALLOCATIONS & os.environ.keys() and not device.has_driver():
+            # One host: these two start at once, where probing every network takes a second. They cannot move GPU memory.
             options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
         return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
     settings = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}

@@ -1,17 +1,17 @@
 """`mpitrain train`: build what the configuration says and train it."""
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mpitrain.cli import STOPPED
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.ending import ranks, settings_of
 
 SAMPLE = 400  # bytes of text printed after training
 
@@ -30,7 +30,7 @@ class ResumeCommand(click.Command):
 @click.option("--resume", type=click.Choice(["yes", "auto"]), default=None, metavar="[=auto]",
               help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.")
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--device", metavar="KIND", help="Where to compute: cpu.")
+@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
 @click.option("--help-config", is_flag=True, help="Print every configuration key and exit.")
 def command(config_file: Path | None, settings: tuple[str, ...], out: str | None, resume: str | None, dp: int | None,
             device: str | None, help_config: bool) -> None:
@@ -41,12 +41,12 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     if help_config:
         print_keys()
         return
-    overrides = [*settings, *(f"{key}={json.dumps(value)}" for key, value in
-                              (("layout.dp", dp), ("device.kind", device), ("run.out", out)) if value is not None)]
+    overrides = [*settings, *settings_of(("layout.dp", dp), ("device.kind", device), ("run.out", out))]
+    configured = partial(_configured, config_file, overrides, resume or "no")
     requested: list[int] = []
     listen(requested)
-    with ranks() as transport:
-        finished = _train(transport, config_file, overrides, resume or "no", lambda: bool(requested))
+    with ranks(kind=lambda: configured().device.kind) as transport:
+        finished = _train(transport, configured, resume or "no", lambda: bool(requested))
     sys.exit(STOPPED if finished.stopped else 0)
 
 
@@ -62,13 +62,12 @@ def listen(requested: list[int]) -> None:
         signal.signal(number, note)
 
 
-def _train(transport: Any, config_file: Path | None, settings: list[str], resume: str,
-           stop_requested: Callable[[], bool]) -> Any:
+def _train(transport: Any, configured: Callable[[], Any], resume: str, stop_requested: Callable[[], bool]) -> Any:
     from mpitrain.cli.progress import Progress, Silent
     from mpitrain.session import train
     from mpitrain.transport.agree import agreed, check_same
 
-    config = agreed(transport, lambda: _configured(config_file, settings, resume))
+    config = agreed(transport, configured)
     check_same(transport, "configuration", config.flat())
     finished = train(transport, config, resume, stop_requested, Progress() if transport.rank == 0 else Silent())
     if transport.rank == 0 and not finished.stopped and finished.job.source.model == "gpt":

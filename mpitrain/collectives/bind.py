@@ -6,6 +6,7 @@ is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bo
 
 import numpy as np
 
+from mpitrain.backend import on_device
 from mpitrain.collectives import hierarchical
 from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.algorithms import (
@@ -46,7 +47,8 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     rank, n, count = transport.rank, transport.size, array.size
     if algorithm == "auto":
         in_window = all(transport.gather_text(transport.windows.locate(array, transport.members[rank]) is not None))
-        algorithm = choose(tuning, transport.hosts, count, array.itemsize, array.dtype.name in transport.native_dtypes, in_window)
+        is_native = array.dtype.name in transport.native_dtypes and not on_device(array)  # there MPI cannot overlap it
+        algorithm = choose(tuning, transport.hosts, count, array.itemsize, is_native, in_window, on_device(array))
         agree(transport, "all-reduce by auto, from one tuning,", array, ALGORITHMS, algorithm)
     if algorithm == "native":
         return Native(transport, array, op)

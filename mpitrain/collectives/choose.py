@@ -5,25 +5,25 @@ from collections.abc import Sequence
 from mpitrain.collectives.cost import Tuning, predict
 
 
-def candidates(hosts: Sequence[str], is_native: bool) -> list[str]:
-    """Algorithms that can run: where ranks are on these hosts, and MPI has the dtype or has not."""
+def candidates(hosts: Sequence[str], is_native: bool, is_on_device: bool = False) -> list[str]:
+    """Algorithms that can run: where ranks are on these hosts, MPI has the dtype or has not, a GPU the array or not."""
     names = ["ring", "halving-doubling", "recursive-doubling", "tree"]
     if is_native:
         names.append("native")
-    if len(set(hosts)) == 1:
+    if len(set(hosts)) == 1 and not is_on_device:
         names.append("shared")
-    elif len(set(hosts)) < len(hosts):
+    elif 1 < len(set(hosts)) < len(hosts):
         names.append("hierarchical")
     return names
 
 
 def choose(tuning: Tuning, hosts: Sequence[str], count: int, itemsize: int, is_native: bool = True,
-           in_window: bool = True) -> str:
-    """The all-reduce that the model expects to be fastest, for an array that lies in a shared window or does not."""
+           in_window: bool = True, is_on_device: bool = False) -> str:
+    """The all-reduce that the model expects to be fastest, for an array that lies in a shared window, elsewhere, on a GPU."""
     def seconds(algorithm: str) -> float:
         if algorithm == "shared" and not in_window:
             algorithm = "shared-copied"
         predicted = predict(tuning, "allreduce", algorithm, hosts, count, itemsize)
         return predicted if predicted == predicted else float("inf")
 
-    return min(candidates(hosts, is_native), key=seconds)
+    return min(candidates(hosts, is_native, is_on_device), key=seconds)

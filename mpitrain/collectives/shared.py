@@ -6,6 +6,8 @@ tells that the arrays are ready, one after that they are done.
 
 import numpy as np
 
+from mpitrain.backend import on_device
+from mpitrain.collectives.agree import everywhere
 from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
@@ -101,6 +103,9 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> R
 
     Collective. None on every rank if the host has no room for a window; ConfigError if the ranks are on several hosts.
     """
+    if on_device(array):
+        raise everywhere(ConfigError("algorithm shared reduces host memory, but this array lies in a GPU's.",
+                                     "Use algorithm ring, or auto."))
     if len(set(transport.hosts)) > 1:
         error = ConfigError(f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
                             "Use algorithm hierarchical.")

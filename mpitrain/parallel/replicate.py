@@ -100,7 +100,7 @@ class AllReduce(Replication):
         self._parameters, self._gradients = parameters, gradients
         self._overlap, self._clip = settings.overlap, clip
         self.buckets = Buckets(group, plan, gradients, settings)
-        self._control = np.zeros(4)  # loss, sum of squares, non-finite elements, stop requests
+        self._control = np.zeros(4)  # on the host: loss, sum of squares, non-finite elements, stop requests
         self._agree = group.bind(self._control)
         # The norm is computed once: each rank squares its share of the reduced gradient.
         own = share(plan.length, group.rank, group.size)
@@ -124,8 +124,8 @@ class AllReduce(Replication):
             self.buckets.wait()
         else:
             self.buckets.run()
-        squares = self._ops.square_sum(self._own, self._arena)
-        nonfinite = 0 if math.isfinite(squares) else self._ops.count_nonfinite(self._own, self._arena)
+        squares = float(self._ops.square_sum(self._own, self._arena))  # waits for the device
+        nonfinite = 0 if math.isfinite(squares) else int(self._ops.count_nonfinite(self._own, self._arena))
         self._control[:] = step.loss, squares, nonfinite, step.stop
         self._agree.run()
         loss, squares, nonfinite, stop = self._control.tolist()

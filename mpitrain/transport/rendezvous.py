@@ -67,7 +67,7 @@ class Message:
 
     def __init__(self, transport: Any, array: np.ndarray, peer: int | None, tag: int, sends: bool):
         self.transport, self.peer, self.tag, self.sends = transport, peer, tag, sends
-        self.bytes = array.reshape(-1).view(np.uint8)
+        self.bytes, self.nbytes = array.reshape(-1).view(np.uint8), array.nbytes
         self.other: Message | None = None
         self.moved = False
         self.source = -1
@@ -75,7 +75,7 @@ class Message:
     def __str__(self) -> str:
         way = "send to" if self.sends else "recv from"
         peer = "any rank" if self.peer is None else f"rank {self.transport.members[self.peer]}"
-        return f"{way} {peer}, tag {self.tag}, {self.bytes.nbytes} bytes"
+        return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
 
     def fits(self, other: "Message") -> bool:
         """True if a send and a receive on the same transport belong together."""
@@ -101,13 +101,14 @@ class Message:
         """Copy the bytes unless the other side has. Call with the lock held, after the two have met."""
         send, receive = (self, self.other) if self.sends else (self.other, self)
         receive.source = send.transport.rank
-        if send.bytes.nbytes != receive.bytes.nbytes:
+        if send.nbytes != receive.nbytes:
             raise CommError(f"rank {self.transport.me}: a message must fill its receive exactly, but {send} "
                             f"met {receive} on rank {receive.transport.me}.",
                             "Make both arrays of one length and dtype.")
         if not self.moved:
             receive.bytes[:] = send.bytes
             send.moved = receive.moved = True
+            send.bytes = receive.bytes = None  # the two messages refer to each other, and must not keep their arrays alive
 
     def test(self) -> bool:
         world = self.transport.world

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.backend import on_device
+
 MOUNT = "/dev/shm"
 """Where MPI libraries keep shared windows on Linux. Docker gives it 64 MiB unless told otherwise (--shm-size)."""
 
@@ -34,7 +36,9 @@ class Windows:
         return len(self._blocks)
 
     def locate(self, array: np.ndarray, me: int) -> Place | None:
-        """The place of a contiguous array in this rank's own blocks; None if it lies elsewhere."""
+        """The place of a contiguous array in this rank's own blocks; None if it lies elsewhere, or in a GPU's memory."""
+        if on_device(array):
+            return None
         address = array.ctypes.data
         for window, blocks in enumerate(self._blocks):
             offset = address - blocks[me].ctypes.data

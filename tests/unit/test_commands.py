@@ -50,6 +50,8 @@ def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
     assert "--oversubscribe" in line and "--allow-run-as-root" in line
     line, _ = line_for(monkeypatch, "Open MPI", 4, extra=["--hostfile", "hosts"])
     assert "--hostfile hosts" in line and "btl" not in line, "several hosts need their network"
+    monkeypatch.setattr(device, "has_driver", lambda: True)
+    assert "btl" not in line_for(monkeypatch, "Open MPI", 2)[0], "GPU memory needs other ways"
 
 
 def test_mpich_gets_what_the_machine_needs(monkeypatch):

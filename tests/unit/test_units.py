@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from mpitrain.backend import HostBackend
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.units import Plan
+
+HOST = HostBackend()
 
 
 def normal(generator, shape):
@@ -70,15 +73,15 @@ def test_a_tied_tensor_is_stored_once_and_its_gradient_is_one_sum():
 def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_the_whole():
     whole, alone = Plan(UNITS, "float64"), Plan(UNITS[:1], "float64", dp=3)
     a, b, c = np.zeros(whole.length), np.zeros(alone.length), np.zeros(whole.length)
-    whole.initialize(a, 5)
-    alone.initialize(b, 5)
-    whole.initialize(c, 6)
+    whole.initialize(a, 5, HOST)
+    alone.initialize(b, 5, HOST)
+    whole.initialize(c, 6, HOST)
     assert np.array_equal(whole.entries[0].view(a), alone.entries[0].view(b))
     assert not np.array_equal(a, c)
     table = tensor("table", 7, 3, slices=(slice(2, 5), slice(None)))
     part = Plan([Unit("embedding", Described(table))], "float64")
     d = np.zeros(part.length)
-    part.initialize(d, 5)
+    part.initialize(d, 5, HOST)
     assert np.array_equal(part.entries[0].view(d), whole.entries[0].view(a)[2:5])
     assert part.parameter_count == 21
 
@@ -86,8 +89,8 @@ def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_t
 def test_float32_starts_as_the_rounded_float64():
     wide, narrow = Plan(UNITS, "float64"), Plan(UNITS, "float32")
     a, b = np.zeros(wide.length), np.zeros(narrow.length, "f4")
-    wide.initialize(a, 0)
-    narrow.initialize(b, 0)
+    wide.initialize(a, 0, HOST)
+    narrow.initialize(b, 0, HOST)
     for x, y in zip(wide.entries, narrow.entries, strict=True):
         assert np.array_equal(x.view(a).astype("f4"), y.view(b))
 

@@ -1,0 +1,32 @@
+"""Where a run computes: device.kind settled in the same way on every rank."""
+
+import sys
+
+from mpitrain import device
+from mpitrain.backend import backend_for
+from mpitrain.config import Config
+from mpitrain.transport.agree import agreed
+from mpitrain.transport.base import Transport
+
+
+def settled(transport: Transport, config: Config) -> Config:
+    """The configuration with `auto` replaced: cuda if every rank finds a GPU, else cpu; collective.
+
+    raises  ConfigError on every rank if the kind needs what one of them lacks
+    """
+    kind = config.device.kind
+    if kind == "auto":
+        kind = "cuda" if all(transport.gather_text(device.gpus() > 0)) else "cpu"
+    agreed(transport, lambda: backend_for(kind))
+    if kind == "cuda":
+        _say_who_shares(transport)
+    return config.model_copy(update={"device": config.device.model_copy(update={"kind": kind})})
+
+
+def _say_who_shares(transport: Transport) -> None:
+    """One line from rank 0 if a host has more ranks than GPUs. Collective."""
+    found = dict(zip(transport.hosts, transport.gather_text(device.gpus()), strict=True))
+    crowded = [f"{transport.hosts.count(host)} ranks on {host} share {gpus} GPU{'s' * (gpus > 1)}"
+               for host, gpus in found.items() if transport.hosts.count(host) > gpus]
+    if crowded and transport.rank == 0:
+        print(f"warning: {'; '.join(crowded)}: they take turns, and each needs its own memory.", file=sys.stderr, flush=True)

@@ -1,0 +1,142 @@
+"""Messages of GPU memory by way of page-locked host memory, where MPI cannot be handed device pointers.
+
+A message travels in pieces: while one is sent, the next is copied to the host; while one arrives, the one before it is
+copied to the device. All receives of a message are posted when it starts, and all its sends before `start_send` returns, so
+that it needs nobody to move it on: a rank may wait for anything else, as it may with MPI's own messages. That takes as
+much staging memory as there are bytes under way; it is used again, never given back.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mpitrain.arena import Arena, HostMemory
+from mpitrain.backend import DeviceBackend
+from mpitrain.errors import CommError
+from mpitrain.transport.base import Request, Transport, check_message
+
+PIECE = 1 << 20
+"""Bytes of a piece: long enough for links and copy engines to reach their rates, short enough to overlap early."""
+
+
+class _StagingMemory(HostMemory):
+    """Host memory of an arena that a device can copy to and from by itself."""
+
+    def __init__(self, backend: DeviceBackend):
+        self._backend = backend
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        return self._backend.staging(nbytes)
+
+
+class Staged:
+    """Copies device arrays through host memory.
+
+    piece   bytes; the same on all ranks
+    buffers arena of staging memory, shared by what was split from one transport
+    """
+
+    def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE, buffers: Arena | None = None):
+        self._host, self._backend, self._piece = host, backend, piece
+        self._buffers = buffers or Arena(_StagingMemory(backend))
+
+    def over(self, host: Transport) -> "Staged":
+        return Staged(host, self._backend, self._piece, self._buffers)
+
+    def start_send(self, array: Any, to: int, tag: int) -> Request:
+        check_message(array, self._host.rank, (to,), self._host.size)
+        self._backend.synchronize()
+        flat, buffer = self._staged(array)
+        pieces = self._pieces(flat)
+        copies = [self._backend.start_copy(buffer[piece], flat[piece]) for piece in pieces]
+        sends: list[Request] = []
+        for piece, copy in zip(pieces, copies, strict=True):
+            while not copy.test():
+                for send in sends:
+                    send.test()  # lets MPI move the earlier pieces meanwhile
+            sends.append(self._host.start_send(buffer[piece], to, tag))
+        return _Send(sends)
+
+    def start_recv(self, array: Any, source: int, tag: int) -> Request:
+        check_message(array, self._host.rank, (source,), self._host.size)
+        self._backend.synchronize()
+        flat, buffer = self._staged(array)
+        pieces = self._pieces(flat)
+        receives = [self._host.start_recv(buffer[piece], source, tag) for piece in pieces]
+        return _Receive(self._backend, receives, [(flat[piece], buffer[piece]) for piece in pieces])
+
+    def start_recv_any(self, array: Any, tag: int) -> Request:
+        check_message(array, self._host.rank, (), self._host.size)
+        flat, buffer = self._staged(array)
+        if len(self._pieces(flat)) > 1:  # its pieces could come from several ranks
+            raise CommError(
+                f"rank {self._host.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
+                f"but this array has {array.nbytes}.",
+                "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.")
+        self._backend.synchronize()
+        return _Receive(self._backend, [self._host.start_recv_any(buffer, tag)], [(flat, buffer)])
+
+    def native_all_reduce(self, array: Any, op: str) -> None:
+        self._backend.synchronize()
+        flat, buffer = self._staged(array)
+        self._backend.start_copy(buffer, flat).wait()
+        self._host.native_all_reduce(buffer, op)
+        self._backend.start_copy(flat, buffer).wait()
+
+    def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
+        """The array as one dim, and staging for it: free again when no view of it is left."""
+        return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
+
+    def _pieces(self, flat: Any) -> list[slice]:
+        """Where a message is cut; an empty message is one empty piece."""
+        step = max(1, self._piece // flat.dtype.itemsize)
+        return [slice(start, min(start + step, flat.size)) for start in range(0, max(1, flat.size), step)]
+
+
+class _Send:
+    """The sends of a message's pieces."""
+
+    source = -1
+
+    def __init__(self, sends: list[Request]):
+        self._sends = sends
+
+    def test(self) -> bool:
+        return all(send.test() for send in self._sends)
+
+    def wait(self) -> None:
+        for send in self._sends:
+            send.wait()
+
+
+class _Receive:
+    """The receives of a message's pieces, each followed by its copy to the device.
+
+    ends   (device, staging) of every piece
+    """
+
+    def __init__(self, backend: DeviceBackend, receives: list[Request], ends: list[tuple[Any, np.ndarray]]):
+        self._backend, self._receives, self._ends = backend, receives, ends
+        self._copies: list[Any] = []
+
+    @property
+    def source(self) -> int:
+        return self._receives[0].source
+
+    def test(self) -> bool:
+        while len(self._copies) < len(self._ends):
+            if not self._receives[len(self._copies)].test():
+                return False
+            self._start_copy()
+        return all(copy.test() for copy in self._copies)
+
+    def wait(self) -> None:
+        while len(self._copies) < len(self._ends):
+            self._receives[len(self._copies)].wait()
+            self._start_copy()
+        for copy in self._copies:
+            copy.wait()
+
+    def _start_copy(self) -> None:
+        """The next piece has arrived."""
+        self._copies.append(self._backend.start_copy(*self._ends[len(self._copies)]))

@@ -1,0 +1,1 @@
+"""Stand-ins for hardware that the machine running the tests does not have."""

@@ -1,0 +1,308 @@
+"""A CuPy without a GPU: host memory behind `__cuda_array_interface__`, and a stream that is strict about time.
+
+Work on a stream is done when somebody waits for it. Until then whoever looks at the memory from outside, MPI through a
+pointer or a copy on another stream, sees 0xFF in every byte that the work writes (NaN in every float type), and a pointer
+to what it still reads or writes is a fault. A copy fills its target with 0xFF when it starts and moves the bytes when it
+is waited for, or asked twice. Like CuPy's, these arrays refuse to become NumPy's by themselves.
+
+`log` has what happened, per thread: ("synchronize",), ("pointer", nbytes), ("copy", nbytes); `faults` what must not have.
+"""
+
+import ctypes
+import itertools
+import threading
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+
+__version__ = "fake"
+
+GARBAGE = 0xFF
+faults: list[str] = []
+devices = SimpleNamespace(count=1, used=[])
+
+_local = threading.local()
+_lock = threading.RLock()
+_blocks = weakref.WeakValueDictionary()
+_pinned: list[np.ndarray] = []
+_streams = {}
+_numbers = itertools.count(1)
+
+
+def log() -> list[tuple]:
+    """This thread's list of events."""
+    if not hasattr(_local, "log"):
+        _local.log = []
+    return _local.log
+
+
+class _Block:
+    """One allocation: `memory` as the outside sees it, `truth` as the stream will leave it, and what work uses a byte."""
+
+    def __init__(self, nbytes):
+        self.memory, self.truth = (np.full(nbytes + 64, GARBAGE, np.uint8) for _ in range(2))
+        self.written, self.read = (np.zeros(nbytes + 64, bool) for _ in range(2))
+        self.ptr, self.size, self.device_id = self.memory.ctypes.data, nbytes, 0
+        with _lock:
+            _blocks[self.ptr] = self
+
+
+class UnownedMemory:
+    """Memory of somebody else's; keeps its owner alive."""
+
+    def __init__(self, ptr, size, owner, device_id=-1):
+        self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, device_id
+
+
+class MemoryPointer:
+    """A place within memory."""
+
+    def __init__(self, mem, offset):
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
+
+
+class Stream:
+    """Work in order; `_pending` are the masks to clear and the bytes to show once it is done."""
+
+    def __init__(self, non_blocking=False):
+        self.ptr, self._pending = next(_numbers), []
+        _streams[self.ptr] = self
+
+    def synchronize(self):
+        log().append(("synchronize",))
+        self._finish()
+
+    def _finish(self):
+        for block, mask, where in self._pending:
+            if mask is block.written:
+                block.memory[where] = block.truth[where]
+            mask[where] = False
+        self._pending = []
+
+    def record(self, event):
+        event.copies, self._copies = getattr(self, "_copies", []), []
+        return event
+
+
+class Event:
+    """Done when asked for the second time, or when waited for; then the copies before it have moved their bytes."""
+
+    def __init__(self, disable_timing=False):
+        self.asked, self.copies = 0, []
+
+    @property
+    def done(self):
+        self.asked += 1
+        if self.asked > 1:
+            self.synchronize()
+        return self.asked > 1
+
+    def synchronize(self):
+        for target, source in self.copies:
+            target[:] = source
+        self.copies = []
+
+
+def _bytes(ptr, nbytes):
+    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(ptr), np.uint8) if nbytes else np.empty(0, np.uint8)
+
+
+def _block_of(ptr):
+    with _lock:
+        return next((b for b in _blocks.values() if b.ptr <= ptr < b.ptr + max(1, b.size)), None)
+
+
+def _in_use(ptr, nbytes):
+    block = _block_of(ptr)
+    where = slice(ptr - block.ptr, ptr - block.ptr + nbytes)
+    return block.written[where].any() or block.read[where].any()
+
+
+def _memcpy_async(target, source, nbytes, kind, stream):
+    log().append(("copy", nbytes))
+    for ptr in (target, source):
+        is_pinned = any(p.ctypes.data <= ptr <= p.ctypes.data + p.nbytes for p in _pinned)
+        if nbytes and _block_of(ptr) is None and not is_pinned:
+            faults.append("a copy of pageable memory")
+    if nbytes and _block_of(target) is not None and _in_use(target, nbytes):
+        faults.append("a copy onto memory that work on the stream uses")
+    target, source = _bytes(target, nbytes), _bytes(source, nbytes)
+    target[:] = GARBAGE
+    _streams[stream].__dict__.setdefault("_copies", []).append((target, source))
+
+
+class CUDARuntimeError(RuntimeError):
+    """What the runtime says."""
+
+
+def _get_device_count():
+    if devices.count is None:
+        raise CUDARuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
+    return devices.count
+
+
+def _alloc_pinned(nbytes):
+    _pinned.append(np.full(nbytes, GARBAGE, np.uint8))
+    return _pinned[-1]
+
+
+def get_current_stream():
+    """This thread's stream."""
+    if not hasattr(_local, "stream"):
+        _local.stream = Stream()
+    return _local.stream
+
+
+cuda = SimpleNamespace(
+    Stream=Stream, Event=Event, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
+    get_current_stream=get_current_stream, alloc_pinned_memory=_alloc_pinned,
+    alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
+    Device=lambda index: SimpleNamespace(use=lambda: devices.used.append(index)),
+    runtime=SimpleNamespace(getDeviceCount=_get_device_count, memcpyAsync=_memcpy_async, memcpyDefault=4,
+                            CUDARuntimeError=CUDARuntimeError),
+)
+
+
+def launch(writes, reads, work):
+    """Do `work`, a function of nothing, on this thread's stream: its results are seen after a synchronisation."""
+    for array in (*writes, *reads):
+        settled = ~array.block.written
+        array.block.truth[settled] = array.block.memory[settled]
+    work()
+    stream = get_current_stream()
+    for arrays, name in ((writes, "written"), (reads, "read")):
+        for array in arrays:
+            mask = getattr(array.block, name)
+            where = np.zeros(len(mask), bool)
+            array.of_bytes(where)[...] = True
+            mask |= where
+            stream._pending.append((array.block, mask, where))
+            if name == "written":
+                array.block.memory[where] = GARBAGE
+
+
+class ndarray:
+    """As much of cupy.ndarray as mpitrain asks for."""
+
+    __array_priority__ = 100
+
+    def __init__(self, shape, dtype=float, memptr=None, strides=None):
+        self.dtype = np.dtype(dtype)
+        self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        self.size = int(np.prod(self.shape))
+        self.itemsize, self.nbytes, self.ndim = self.dtype.itemsize, self.size * self.dtype.itemsize, len(self.shape)
+        self.data = memptr or cuda.alloc(max(1, self.nbytes))
+        self.block = _block_of(self.data.ptr)
+        self.strides = np.empty(self.shape, self.dtype).strides if strides is None else strides
+        self.flags = self.truth.flags
+
+    @property
+    def truth(self):
+        """What the stream will leave here, as a NumPy array: for whoever plays the GPU."""
+        return np.ndarray(self.shape, self.dtype, self.block.truth, self.data.ptr - self.block.ptr, self.strides)
+
+    def of_bytes(self, mask):
+        """This array's part of a mask over the bytes of its block."""
+        return np.ndarray((*self.shape, self.itemsize), mask.dtype, mask, self.data.ptr - self.block.ptr, (*self.strides, 1))
+
+    @property
+    def __cuda_array_interface__(self):
+        log().append(("pointer", self.nbytes))
+        if self.nbytes and _in_use(self.data.ptr, self.nbytes):
+            faults.append("a pointer to memory that work on the stream uses")
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.data.ptr, False), "version": 3,
+                "strides": None, "stream": None}
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`.")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
+        if any(isinstance(x, np.ndarray) for x in inputs):
+            raise TypeError(f"Unsupported type numpy.ndarray for {ufunc}")
+        (result,) = out or (None,)
+        arrays = [x for x in inputs if isinstance(x, ndarray)]
+        if result is None:
+            result = ndarray(np.broadcast_shapes(*(a.shape for a in arrays)), arrays[0].dtype)
+        plain = [x.truth if isinstance(x, ndarray) else x for x in inputs]
+        launch([result], arrays, lambda: ufunc(*plain, out=result.truth, **kwargs))
+        return result
+
+    def __array_function__(self, function, types, args, kwargs):
+        make = {np.empty_like: empty, np.zeros_like: zeros}.get(function)
+        if make is None:
+            raise TypeError(f"{function} is not implemented")
+        return make(kwargs.get("shape", self.shape), args[1] if len(args) > 1 else self.dtype)
+
+    def __iadd__(self, other):
+        return np.add(self, other, out=self)
+
+    def _like(self, view):
+        offset = view.__array_interface__["data"][0] - self.truth.__array_interface__["data"][0] if view.size else 0
+        return ndarray(view.shape, view.dtype, MemoryPointer(_Shifted(self.data, offset), 0), view.strides)
+
+    def __getitem__(self, key):
+        key = key if isinstance(key, tuple) else (key,)
+        return self._like(self.truth[key if ... in key else (*key, ...)])  # a view even of one element
+
+    def __setitem__(self, key, value):
+        if isinstance(value, np.ndarray):
+            raise TypeError("Unsupported type numpy.ndarray")
+        target, sources = self[key], [value] if isinstance(value, ndarray) else []
+        launch([target], sources, lambda: np.copyto(target.truth, value.truth if sources else value, casting="unsafe"))
+
+    def reshape(self, *shape):
+        return self._like(self.truth.reshape(*shape))
+
+    def view(self, dtype):
+        return self._like(self.truth.view(dtype))
+
+    def fill(self, value):
+        self[...] = value
+
+    def get(self):
+        get_current_stream().synchronize()
+        here = np.ndarray(self.shape, self.dtype, self.block.memory, self.data.ptr - self.block.ptr, self.strides)
+        return here.copy()
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __float__(self):
+        return float(self.get())
+
+    def __int__(self):
+        return int(self.get())
+
+
+class _Shifted:
+    """The memory under a view: keeps what it is part of alive."""
+
+    def __init__(self, pointer, offset):
+        self.ptr, self.size, self.device_id, self.owner = pointer.ptr + offset, pointer.mem.size, 0, pointer
+
+
+def empty(shape, dtype=float):
+    """As cupy.empty."""
+    return ndarray(shape, dtype)
+
+
+def zeros(shape, dtype=float):
+    """As cupy.zeros."""
+    array = ndarray(shape, dtype)
+    array.fill(0)
+    return array
+
+
+def asarray(array):
+    """As cupy.asarray: NumPy's arrays are copied."""
+    if isinstance(array, ndarray):
+        return array
+    result = ndarray(array.shape, array.dtype)
+    launch([result], [], lambda: np.copyto(result.truth, array))
+    return result
+
+
+def asnumpy(array):
+    """As cupy.asnumpy."""
+    return array.get() if isinstance(array, ndarray) else array

@@ -1,0 +1,32 @@
+"""Kernels for the fake GPU: run by the simulator on what the stream will find, and seen once the stream was waited for."""
+
+from mpitrain.kernels.arguments import Argument
+from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.simulator.machine import Simulator
+from tests.fakes import cupy
+
+
+class FakeEngine:
+    """Launches kernels on tests.fakes.cupy arrays."""
+
+    def __init__(self):
+        self._simulator = Simulator()
+        self.capability = self._simulator.capability
+
+    def load(self, source, signature, defines):
+        function = self._simulator.load(source, signature, defines)
+
+        def start(grid, block, arguments, shared):
+            arrays = [(a.array, p.is_readonly) for a, p in zip(arguments, signature.parameters, strict=True)
+                      if isinstance(a, Argument) and a.array is not None]
+            plain = [a._replace(array=None if a.array is None else a.array.truth) if isinstance(a, Argument) else a
+                     for a in arguments]
+            cupy.launch([a for a, is_readonly in arrays if not is_readonly], [a for a, _ in arrays],
+                        lambda: function(grid, block, plain, shared))
+
+        return start
+
+
+def kernels():
+    """All kernels, on the fake GPU."""
+    return Kernels(FakeEngine())

@@ -1,0 +1,45 @@
+"""Ranks as threads that, like a CUDA-aware MPI, take an array's pointer and never the array."""
+
+import ctypes
+
+import numpy as np
+
+from mpitrain.backend import on_device
+
+
+def behind_pointer(array):
+    """The memory that `__cuda_array_interface__` points to, as MPI would see it."""
+    if not on_device(array) or not array.flags.c_contiguous:
+        return array
+    facts = array.__cuda_array_interface__
+    nbytes = int(np.prod(facts["shape"])) * np.dtype(facts["typestr"]).itemsize
+    memory = (ctypes.c_ubyte * nbytes).from_address(facts["data"][0])
+    memory.owner = array  # a message keeps its array alive, as mpi4py's requests do
+    raw = np.frombuffer(memory, np.uint8) if nbytes else np.empty(0, np.uint8)
+    return raw.view(facts["typestr"]).reshape(facts["shape"])
+
+
+class PointerThreads:
+    """A ThreadTransport that looks through pointers."""
+
+    def __init__(self, threads):
+        self._threads = threads
+
+    def __getattr__(self, name):
+        return getattr(self._threads, name)
+
+    def start_send(self, array, to, tag=0):
+        return self._threads.start_send(behind_pointer(array), to, tag)
+
+    def start_recv(self, array, source, tag=0):
+        return self._threads.start_recv(behind_pointer(array), source, tag)
+
+    def start_recv_any(self, array, tag=0):
+        return self._threads.start_recv_any(behind_pointer(array), tag)
+
+    def native_all_reduce(self, array, op="add"):
+        self._threads.native_all_reduce(behind_pointer(array), op)
+
+    def split(self, color, key=0):
+        part = self._threads.split(color, key)
+        return None if part is None else PointerThreads(part)

@@ -1,0 +1,153 @@
+"""What a transport around GPU memory must do, whatever the way its messages take. A GPU is played by tests.fakes.cupy."""
+
+import numpy as np
+
+from mpitrain.backend import CudaBackend, on_device
+from mpitrain.collectives import algorithms
+from mpitrain.collectives.bind import bind, bind_all_to_all
+from mpitrain.errors import ConfigError
+from mpitrain.transport.device import DeviceTransport, Direct
+from mpitrain.transport.staging import Staged
+from tests.fakes import cupy
+from tests.laws.transport import coded, raises_comm_error
+
+PIECE = 64
+"""Elements of a piece, so that short messages travel in several."""
+
+CARRIERS = {"direct": Direct, "staged": lambda host, backend: Staged(host, backend, PIECE * 8)}
+
+
+class DeviceLaws:
+    """A law is a function of one rank's host transport, the name of the carrier, and the backend."""
+
+    def device(self, host, carrier, backend):
+        cupy.log().clear()
+        return DeviceTransport(host, backend, CARRIERS[carrier](host, backend))
+
+    def law_messages_of_any_length_arrive_and_nothing_is_touched_before_its_time(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
+        for count in (0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5):
+            outgoing = backend.from_host(coded(host.rank, count))  # written by work that nobody has waited for
+            incoming = backend.zeros(count, "float64")
+            outgoing += outgoing
+            transport.exchange(outgoing, after, incoming, before)
+            assert np.array_equal(backend.to_host(incoming), 2 * coded(before, count)), count
+        assert cupy.faults == []
+
+    def law_each_start_waits_for_the_stream_once_and_first(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
+        outgoing, incoming = backend.from_host(coded(host.rank, 3 * PIECE)), backend.zeros(3 * PIECE, "float64")
+        starts = []
+        for start in (lambda: transport.start_recv(incoming, before), lambda: transport.start_send(outgoing, after)):
+            cupy.log().clear()
+            starts.append((start(), list(cupy.log())))
+        for request, seen in starts:
+            assert seen[0] == ("synchronize",) and seen.count(("synchronize",)) == 1
+            request.wait()
+        received, sent = (seen[1:] for _, seen in starts)
+        if carrier == "direct":
+            assert {event for event, _ in received + sent} == {"pointer"}
+        else:
+            assert sent == [("copy", PIECE * 8)] * 3 and received == [], "the host never sees a device pointer"
+
+    def law_long_messages_of_one_tag_keep_their_order(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
+        counts = (2 * PIECE + 1, 5, 3 * PIECE)
+        incoming = [backend.zeros(count, "float64") for count in counts]
+        requests = [transport.start_recv(array, before, 7) for array in incoming]
+        requests += [transport.start_send(backend.from_host(coded(host.rank, n) + n), after, 7) for n in counts]
+        while not all(request.test() for request in requests):
+            pass
+        for array, count in zip(incoming, counts, strict=True):
+            assert np.array_equal(backend.to_host(array), coded(before, count) + count)
+        assert requests[0].source == before
+
+    def law_a_started_message_needs_nobody_to_move_it_on(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
+        incoming = backend.zeros(5 * PIECE, "float64")
+        receive = transport.start_recv(incoming, before)
+        send = transport.start_send(backend.from_host(coded(host.rank, 5 * PIECE)), after)
+        transport.barrier()
+        if host.rank == 0:
+            send.wait()
+        transport.barrier()
+        receive.wait()
+        send.wait()
+        assert np.array_equal(backend.to_host(incoming), coded(before, 5 * PIECE))
+
+    def law_receive_from_any_takes_one_piece(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        send = transport.start_send(backend.from_host(coded(host.rank, PIECE)), 0, 3)
+        for _ in range(host.size if host.rank == 0 else 0):
+            incoming = backend.zeros(PIECE, "float64")
+            request = transport.start_recv_any(incoming, 3)
+            request.wait()
+            assert np.array_equal(backend.to_host(incoming), coded(request.source, PIECE))
+        send.wait()
+        if carrier == "staged":
+            text = raises_comm_error(lambda: transport.start_recv_any(backend.zeros(PIECE + 1, "float64"), 3))
+            assert f"rank {host.rank}: a receive from any rank holds at most 512 bytes" in text and "520" in text
+
+    def law_all_reduces_are_exact_run_after_run(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        for algorithm in (*algorithms.ALL_REDUCE, "hierarchical", "native", "auto"):
+            for count in (0, 1, 5 * PIECE + 3):
+                array = backend.zeros(count, "float64")
+                reduction = bind(transport, array, algorithm=algorithm)
+                for run in range(3):
+                    array[...] = backend.from_host(coded(host.rank, count) + run)
+                    reduction.run()
+                    total = sum(coded(rank, count) + run for rank in range(host.size))
+                    assert np.array_equal(backend.to_host(array), total), (algorithm, count)
+        assert cupy.faults == []
+
+    def law_staging_memory_is_used_again(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
+        outgoing, incoming = backend.zeros(3 * PIECE, "float64"), backend.zeros(3 * PIECE, "float64")
+        for _ in range(20):
+            transport.exchange(outgoing, after, incoming, before)
+        transport.barrier()
+        if carrier == "staged":
+            buffers = transport._carrier._buffers
+            assert buffers.allocations <= 2 and buffers.live == 0
+
+    def law_all_to_all_and_split_work_on_device_memory(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend).split(0, key=-host.rank)
+        n = transport.size
+        outgoing = backend.from_host(np.repeat(np.arange(n) + 10.0 * transport.rank, PIECE + 1))
+        incoming = backend.zeros(n * (PIECE + 1), "float64")
+        bind_all_to_all(transport, outgoing, incoming).run()
+        assert np.array_equal(backend.to_host(incoming), np.repeat(10.0 * np.arange(n) + transport.rank, PIECE + 1))
+
+    def law_host_arrays_go_straight_on(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        control = np.full(4, host.rank + 1.0)
+        bind(transport, control).run()
+        assert np.array_equal(control, np.full(4, host.size * (host.size + 1) / 2))
+        assert cupy.log() == []
+        assert on_device(transport.allocate(3, "float32"))
+
+    def law_shared_windows_are_refused_with_a_way_out(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        try:
+            bind(transport, backend.zeros(8, "float64"), algorithm="shared")
+        except ConfigError as error:
+            assert error.agreed and "Use algorithm ring" in str(error)
+        else:
+            raise AssertionError("a window of host memory cannot reduce device memory")
+
+    def law_what_cannot_be_a_message_is_refused(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        assert "is not among ranks" in raises_comm_error(lambda: transport.start_send(backend.zeros(3, "float64"), host.size))
+        strided = backend.zeros(8, "float64").reshape(4, 2)[:, :1]
+        assert "one contiguous block" in raises_comm_error(lambda: transport.start_recv(strided, 0))
+
+
+def cuda_backend() -> CudaBackend:
+    """A backend on the fake GPU: for tests that have put tests.fakes.cupy in the place of cupy."""
+    return CudaBackend()

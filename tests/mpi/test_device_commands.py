@@ -1,0 +1,69 @@
+"""`--device` as a user types it: what is missing, what `auto` became, and kernels that train on the simulator."""
+
+import os
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.test_commands import TINY, launch, losses, mpitrain
+
+ROOT = Path(__file__).parents[2]
+NO_DRIVER = "from tests.fakes.cupy import *\nfrom tests.fakes.cupy import __version__, devices\ndevices.count = None\n"
+
+
+@pytest.mark.parametrize("cupy, complaint", [
+    ("raise ImportError('No module named cupy')", "device.kind cuda needs CuPy, but it cannot be imported"),
+    (NO_DRIVER, "needs a GPU and its driver, but CuPy fake says cudaErrorInsufficientDriver"),
+])
+def test_cuda_without_a_gpu_is_one_message_and_exit_2(cupy, complaint, tmp_path):
+    (tmp_path / "cupy.py").write_text(cupy)
+    paths = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = launch(3, "train", "--device", "cuda", "--out", "run", *TINY, cwd=tmp_path, env=paths)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("ConfigError") == 1 and complaint in done.stderr
+    assert "use --device cpu" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for program in ("orted", "prted", "prterun"):
+        if found := shutil.which(program):
+            (tmp_path / "bin" / program).symlink_to(found)
+    done = mpitrain("train", "--device", "cuda-sim", *TINY, cwd=tmp_path, env={**os.environ, "PATH": str(tmp_path / "bin")})
+    assert done.returncode == 2 and "there is no g++ here" in done.stderr, done.stderr
+
+
+def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tmp_path):
+    few = [*TINY, "--set", "run.steps=5", "--set", "replication.algorithm=ring"]
+    for kind in ("cpu", "cuda-sim"):
+        for wire in ("none", "fp16"):
+            words = ["train", "--device", kind, "--set", f"replication.wire={wire}", "--out", f"{kind}-{wire}", *few]
+            done = launch(4, *words, cwd=tmp_path, timeout=110)
+            assert done.returncode == 0, done.stderr
+    for wire in ("none", "fp16"):
+        one, other = losses(tmp_path / f"cpu-{wire}"), losses(tmp_path / f"cuda-sim-{wire}")
+        assert one.keys() == other.keys() == set(range(1, 6))
+        assert all(abs(other[step][0] / one[step][0] - 1) <= 1e-4 for step in one), wire
+        assert one[5][0] < one[1][0]
+    assert tomllib.loads((tmp_path / "cuda-sim-none/config.toml").read_text())["device"]["kind"] == "cuda-sim"
+    went_on = launch(2, "train", "--out", "cuda-sim-none", "--resume", "--device", "cpu", "--set", "run.steps=7", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
+    said = {kind: mpitrain("eval", "cpu-none", *kind, cwd=tmp_path).stdout for kind in ((), ("--device", "auto"))}
+    assert len(set(said.values())) == 1 and "validation loss" in said[()]
+
+
+def test_auto_is_resolved_in_the_run_directory(tmp_path):
+    (tmp_path / "cupy.py").write_text(NO_DRIVER)
+    paths = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path, env=paths)
+    assert done.returncode == 0, done.stderr
+    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"] == {"kind": "cpu", "cuda_aware": "auto"}
+
+
+def test_doctor_says_whether_messages_may_lie_in_gpu_memory():
+    done = mpitrain("doctor")
+    assert "CUDA-aware   no, says MPIX_" in done.stdout, done.stdout + done.stderr
+    assert sys.executable in done.stdout

@@ -1,0 +1,79 @@
+"""The training step where arrays are not NumPy's, and where GPU kernels compute."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from mpitrain import build as build_module
+from mpitrain import checkpoint, trainer
+from mpitrain.build import build
+from mpitrain.config import parse, with_settings
+from mpitrain.ops.cuda import body
+from mpitrain.trainer import replicas_equal
+from mpitrain.transport.threads import run_ranks
+from tests.fakes import cupy, gpu
+from tests.fakes.pointers import PointerThreads
+
+TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=8", "run.steps=5",
+        "batch.micro_batches=2", "optimizer.warmup=2", "replication.bucket_mb=0.004", "replication.algorithm=ring"]
+STEPS = 5
+
+def curve(transport, folder, settings):
+    """Losses and gradient norms; the parameters and the optimizer's state, through a checkpoint, by full name."""
+    config = parse(with_settings({}, [*TINY, *settings]))
+    trainer, source, _ = build(transport, config)
+    outcomes = []
+    for index in range(STEPS):
+        outcomes.append(trainer.step(index, *source.batch(0, index, 8, trainer.share())))
+    saved = checkpoint.save(folder, trainer, STEPS, keep=1)
+    again = build(transport, config, saved)
+    assert replicas_equal(trainer) and again.step == STEPS
+    parts = (trainer.parameters, *trainer.optimizer.state.values()), (
+        again.trainer.parameters, *again.trainer.optimizer.state.values())
+    for one, other in zip(*parts, strict=True):
+        assert np.array_equal(trainer.backend.to_host(one), trainer.backend.to_host(other)), "a checkpoint is all there is"
+    assert trainer.arena.live == 0
+    rows = source.held_out_rows(range(4))[0]
+    assert np.array_equal(trainer.backend.to_host(trainer.logits(rows)), trainer.backend.to_host(again.trainer.logits(rows)))
+    loss, accuracy = trainer.evaluate(_few(source))
+    facts = [[o.loss, o.grad_norm] for o in outcomes] + [[loss, accuracy]]
+    return np.array(facts), trainer.backend.to_host(trainer.parameters).copy()
+
+
+def _few(source):
+    """The source with few held-out rows: the simulator is slow."""
+    class Few:
+        held_out, held_out_rows = 8, staticmethod(source.held_out_rows)
+    return Few
+
+
+def curves(ranks, folder, *settings):
+    """What every rank saw, which must be one."""
+    results = run_ranks(ranks, lambda threads: curve(PointerThreads(threads), folder, settings))
+    for other in results[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
+    return results[0]
+
+
+def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
+    on_cpu = curves(4, tmp_path / "cpu", "device.kind=cpu")[0]
+    simulated = curves(4, tmp_path / "sim", "device.kind=cuda-sim")[0]
+    assert np.ptp(on_cpu[:STEPS, 0]) > 0.05, "the loss must move, or equality says nothing"
+    assert np.all(np.abs(simulated[:, 0] / on_cpu[:, 0] - 1) <= 1e-4)
+
+
+@pytest.mark.parametrize("cuda_aware, wire", [("yes", "none"), ("no", "none"), ("no", "fp16"), ("yes", "int8")])
+def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, tmp_path, monkeypatch):
+    """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
+    travel = f"replication.wire={wire}"
+    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", travel)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    kernels = gpu.kernels()
+    monkeypatch.setattr(trainer, "kernels_for", lambda kind: kernels)
+    for module in (trainer, build_module):
+        monkeypatch.setattr(module, "ops_for", lambda kind: body(kernels))
+    cupy.faults.clear()
+    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", travel)
+    assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
+    assert cupy.faults == []
