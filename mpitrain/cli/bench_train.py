@@ -29,6 +29,7 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, settings
     from mpitrain.bench.train import WARM_UP, Ours, alternate, peer_class, table
     from mpitrain.build import build
     from mpitrain.config import parse, with_settings
+    from mpitrain.ops.host.product import mkl
     from mpitrain.transport.agree import agreed
 
     shape = {**SHAPE, "batch.size": SEQUENCES * transport.size, "run.steps": WARM_UP + blocks * steps}
@@ -49,5 +50,6 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, settings
     if transport.rank == 0:
         tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
         click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, {job.trainer.plan.parameter_count} parameters, "
-                   f"all-reduce {config.replication.algorithm}; {blocks} blocks of {steps} steps")
+                   f"all-reduce {config.replication.algorithm}, products by {'MKL' if mkl() else 'NumPy'}; "
+                   f"{blocks} blocks of {steps} steps")
         click.echo("\n".join(table(results, tokens)))

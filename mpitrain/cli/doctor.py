@@ -39,6 +39,7 @@ def facts(transport: Any, everyone: list[dict[str, int]], aware: Any) -> Iterato
     """(name, value) lines."""
     import numpy
 
+    from mpitrain.ops.host.product import mkl
     from mpitrain.transport.library import library
 
     mpi, started = library(), device.launched()
@@ -50,6 +51,7 @@ def facts(transport: Any, everyone: list[dict[str, int]], aware: Any) -> Iterato
     yield "", _cupy()
     name, threads = _blas()
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
+    yield "products", "by MKL" if mkl() else "by NumPy's BLAS; on Intel processors `pip install mkl` makes them faster"
     yield "ranks", f"{transport.size} on {len(set(transport.hosts))} host(s); {started.size} started by {started.launcher}"
     for host in dict.fromkeys(transport.hosts):
         here = [rank for rank, other in enumerate(transport.hosts) if other == host]

@@ -4,18 +4,16 @@ import numpy as np
 
 from mpitrain.ops.host.blocks import row_blocks
 
-BLOCK_NBYTES = 128 * 1024  # of each of the five arrays that AdamW keeps hot
-
 
 def sgd(p, g, scale, lr, weight_decay, arena):
-    for block in row_blocks(p, BLOCK_NBYTES):
+    for block in row_blocks(p):
         step = np.multiply(g[block], lr * scale, out=arena.take(g[block].shape, p.dtype))
         p[block] *= 1 - lr * weight_decay
         p[block] -= step
 
 
 def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
-    for block in row_blocks(p, BLOCK_NBYTES):
+    for block in row_blocks(p):
         part = arena.take(p[block].shape, p.dtype)
         m[block] *= beta
         m[block] += np.multiply(g[block], scale, out=part)
@@ -28,7 +26,7 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
     # lr m' / (sqrt(v') + eps), with the bias corrections of m' and v' moved into two scalars.
     root = (1 - beta2**step) ** 0.5
     rate, eps = lr / (1 - beta1**step) * root, eps * root
-    for block in row_blocks(p, BLOCK_NBYTES):
+    for block in row_blocks(p):
         part = arena.take(p[block].shape, p.dtype)
         mean, square = m[block], v[block]
         mean *= beta1
@@ -48,7 +46,7 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
 
 def square_sum(x, arena):
     total = 0.0
-    for block in row_blocks(x, BLOCK_NBYTES):
+    for block in row_blocks(x):
         wide = arena.take(x[block].shape, np.float64)
         wide[...] = x[block]
         total += float(wide @ wide)
@@ -56,4 +54,4 @@ def square_sum(x, arena):
 
 
 def count_nonfinite(x, arena):
-    return x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x, BLOCK_NBYTES))
+    return x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x))
