@@ -17,6 +17,7 @@ up() {
     down
     mkdir -p "$state"
     [[ $state/switch -nt $here/switch.c ]] || cc -O2 -o "$state/switch" "$here/switch.c"
+    rm -f "$state/switch.out" # or the "ready" of the switch before would be taken for this one's
     for ((i = 1; i <= n; i++)); do ip netns add $prefix$i; done
     setsid "$state/switch" $prefix "$n" "$rate" "$delay" "$queue" $manager > "$state/switch.out" 2> "$state/switch.err" < /dev/null &
     echo $! > "$state/switch.pid"

@@ -100,6 +100,9 @@ def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.nda
     """
     tag = agree(transport, "all-to-all", outgoing, tuple(ALL_TO_ALL), algorithm)
     agree(transport, "all-to-all", incoming, tuple(ALL_TO_ALL), algorithm)
+    if np.may_share_memory(outgoing, incoming) and outgoing.size:
+        raise everywhere(CommError(f"rank {transport.rank}: all-to-all needs two arrays that do not overlap.",
+                                   "Receive into an array of its own."))
     if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
         raise everywhere(CommError(
             f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "

@@ -30,6 +30,8 @@ class Chain:
         self.ended = self.length
 
     def run(self) -> None:
+        if self.ended < self.length:
+            raise started_twice()
         for link in self._links:
             link.run()
 

@@ -23,6 +23,8 @@ class Native:
         self._request: Request | None = None
 
     def run(self) -> None:
+        if self._request is not None:
+            raise started_twice()
         self._transport.native_all_reduce(self._array, self._op)
 
     def start(self) -> None:

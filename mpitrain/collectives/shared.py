@@ -48,6 +48,8 @@ class Shared:
         self._meetings_left = 0
 
     def run(self) -> None:
+        if self._meetings_left:
+            raise started_twice()
         self._bring()
         self._transport.barrier()
         self._reduce()

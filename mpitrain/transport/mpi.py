@@ -17,6 +17,9 @@ from mpitrain.transport.shared import Windows, no_room, room_left
 BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""
 
+PART = 1 << 30
+"""Elements that the library reduces in one call."""
+
 
 def connect() -> "MpiTransport":
     """Start MPI if nobody has, and return a transport over all its ranks. Collective."""
@@ -221,12 +224,16 @@ class MpiTransport:
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self._check_native(array)
         flat = array.reshape(-1)
-        for start in range(0, flat.size, 1 << 30):
-            part = flat[start:start + (1 << 30)]
+        for start in range(0, flat.size, PART):
+            part = flat[start:start + PART]
             self.comm.Allreduce(self.MPI.IN_PLACE, [part, part.size, self._types[part.dtype]], self._ops[op])
 
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> _Send:
         self._check_native(array)
+        if array.size > PART:
+            raise CommError(
+                f"rank {self.rank}: a native all-reduce that is started takes at most {PART} elements, not {array.size}.",
+                "Run it instead, or start several over parts of the array.")
         message = [array, array.size, self._types[array.dtype]]
         return _Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
 

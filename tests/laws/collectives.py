@@ -199,10 +199,15 @@ class CollectiveLaws:
     def law_a_second_start_is_refused(self, transport):
         if transport.size == 1:
             return  # a run of one rank has ended when it has started
-        reduction = Group(transport, "ring").bind(np.ones(4))
-        reduction.start()
-        assert "started again" in raises_comm_error(reduction.start)
-        reduction.wait()
+        for algorithm in self.algorithms:
+            reduction = Group(transport, algorithm).bind(np.ones(4))
+            reduction.start()
+            transport.barrier()
+            if not reduction.poll():
+                assert "started again" in raises_comm_error(reduction.start), algorithm
+                assert "started again" in raises_comm_error(reduction.run), algorithm
+            reduction.wait()
+            reduction.run()
 
     def law_ranks_that_differ_are_refused_on_every_rank(self, transport):
         if transport.size == 1:
@@ -225,7 +230,28 @@ class CollectiveLaws:
         first = transport.rank == 0
         array = np.ones((4, 8))[:, :4] if first else np.ones((4, 4))
         text = raises_comm_error(lambda: Group(transport).bind(array))
-        assert "needs contiguous arrays of plain numbers on every rank, but rank 0 passed another kind" in text
+        assert "needs contiguous arrays of plain numbers on every rank, but rank 0 passed an array with gaps" in text
+
+    def law_what_is_no_writable_array_of_numbers_is_refused_on_every_rank(self, transport):
+        read_only = np.ones(4)
+        read_only.flags.writeable = False
+        last = transport.size - 1
+        for odd, words in (([1.0] * 4, "a list, which is no array"), (read_only, "read-only"),
+                           (np.ones(4, ">f8"), "another order"),
+                           (np.ones(4, "complex64"), "complex64"), (np.ones(4, "datetime64[s]"), "datetime64"),
+                           (np.array(["a"] * 4), "<U1"), (np.ones(4, "longdouble"), "elements of type")):
+            array = odd if transport.rank == last else np.ones(4)
+            text = raises_comm_error(lambda array=array: bind(transport, array))
+            assert f"but rank {last} passed" in text and words in text, (odd, text)
+
+    def law_all_to_all_refuses_arrays_that_overlap(self, transport):
+        array = np.ones(transport.size)
+        assert "do not overlap" in raises_comm_error(lambda: binding.bind_all_to_all(transport, array, array))
+
+    def law_a_root_is_a_rank(self, transport):
+        for root in (-1, transport.size, 0.0):
+            assert f"root {root} is not among ranks" in raises_comm_error(
+                lambda root=root: binding.bind_broadcast(transport, np.ones(3), root))
 
     def law_unknown_names_are_refused_with_the_known_ones(self, transport):
         for call, known in (

@@ -53,7 +53,7 @@ def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
 
 
 def test_a_wrong_element_is_counted_and_is_a_failure(tmp_path):
-    code = ("import numpy as np; from mpitrain.collectives import execute; execute.OPS['add'] = np.maximum\n"
+    code = ("from mpitrain.collectives import algorithms, ring; algorithms.ALL_REDUCE['ring'] = ring.all_gather\n"
             "from mpitrain.cli import main; main(['bench', 'allreduce', '--algorithm', 'ring', '--max-bytes', '4K'])")
     done = subprocess.run(["mpirun", "-n", "2", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
