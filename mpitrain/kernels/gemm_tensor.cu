@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tensor(
         for (int j = 0; j < FRAGMENTS_N; ++j) {
             const FourOfFragment four(sums[i][j]);
             const int m = m0 + mw + 16 * i + four.row, n = n0 + nw + 8 * j + four.column;
-            if (m >= M || n >= N) continue;
+            if (m >= M) continue;
             if (raw) store_four(raw + (long long)m * N, n, N, false, four.at);
             else epilogue.store(four.at, C, batch * stride_c + (long long)m * ldc, n, N, c_in_fours);
         }

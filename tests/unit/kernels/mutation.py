@@ -48,6 +48,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("attention_tensor.cu", "if (s0 < end) {"): "it starts a copy of rows that the loop never comes to",
     ("attention_tensor.cu", "if (t0 < T) {"): "it starts a copy of rows that the loop never comes to",
     **{(f"{name}.cu", OVER_FOURS): EMPTY_FOUR for name in ("convert", "pointwise", "steps", "totals", "wire")},
+    ("gemm_tensor.cu", "if (step < end) {"): "it starts a copy of a piece that the loop never comes to",
     ("gemm.cu", "if (k_begin < k_end) {"): "with nothing to sum over it loads zeros",
     ("gemm.cu", "const bool more = k0 + TILE_K < k_end;"): "behind the last piece it loads zeros that nobody reads",
     ("layer_norm.cu", "for (int c = 4 * lane; c < C; c += 128) {"): EMPTY_FOUR,

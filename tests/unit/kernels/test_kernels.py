@@ -6,6 +6,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from tests.unit.kernels.cases.suite import SUITE
 
+pytestmark = pytest.mark.timeout(900)    # on a fresh machine g++ has about a hundred libraries to build
 MACHINES = {
     "forward": {}, "reverse": {"order": "reverse"}, "random": {"order": "random", "seed": 1},
     "checked": {"checked": True}, "checked reverse": {"checked": True, "order": "reverse"},

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpitrain.arena import Arena
+from mpitrain.backend import HostBackend
 from mpitrain.layers.plain import Plain
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import ops_for, reference
@@ -28,7 +29,7 @@ def one_step(ops, dtype: str) -> tuple[float, np.ndarray, np.ndarray]:
     units = gpt(Plain(ops), vocab=vocab, context=context, width=16, heads=2, depth=2, tied=True)
     plan, arena, rng = Plan(units, dtype), Arena(), np.random.default_rng(0)
     parameters, flat = np.zeros(plan.length, dtype), np.zeros(plan.length, dtype)
-    plan.initialize(parameters, 0)
+    plan.initialize(parameters, 0, HostBackend())
     weights, (gradients, _) = plan.weights(parameters), plan.gradients(flat)
     x, targets = rng.integers(vocab, size=(rows, context)), rng.integers(vocab, size=rows * context)
     saved = []

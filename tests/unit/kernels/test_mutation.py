@@ -5,7 +5,7 @@ import pytest
 from tests.unit.kernels.mutation import EQUIVALENT, mutants, run, sample
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_cases_notice_a_sample_of_broken_kernels():
     missed = [(mutant.file, mutant.line, mutant.kind) for mutant, noticed in run(sample(20)) if not noticed]
     assert missed == []
