@@ -174,6 +174,12 @@ def on_device(array: Any) -> bool:
     return hasattr(type(array), "__cuda_array_interface__")
 
 
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two contiguous arrays have bytes in common, wherever they lie."""
+    start, begin = _address(one), _address(other)
+    return start < begin + other.nbytes and begin < start + one.nbytes
+
+
 def _address(array: Any) -> int:
     return array.data.ptr if on_device(array) else array.ctypes.data
 

@@ -6,7 +6,7 @@ is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bo
 
 import numpy as np
 
-from mpitrain.backend import on_device
+from mpitrain.backend import on_device, overlap
 from mpitrain.collectives import hierarchical
 from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.algorithms import (
@@ -100,7 +100,7 @@ def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.nda
     """
     tag = agree(transport, "all-to-all", outgoing, tuple(ALL_TO_ALL), algorithm)
     agree(transport, "all-to-all", incoming, tuple(ALL_TO_ALL), algorithm)
-    if np.may_share_memory(outgoing, incoming) and outgoing.size:
+    if overlap(outgoing, incoming):
         raise everywhere(CommError(f"rank {transport.rank}: all-to-all needs two arrays that do not overlap.",
                                    "Receive into an array of its own."))
     if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
