@@ -9,6 +9,7 @@ import numpy as np
 from mpitrain.arena import Arena
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops import cuda, reference
+from mpitrain.ops.cuda.sums import sum_all
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import add_into, convert, decode_int8, encode_int8, maximum_into
 from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
@@ -81,9 +82,10 @@ def check_step(kernels: Kernels, name: str, count: int, dtype: str, shifted: boo
 
 
 def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
-    """Sum of squares and number of elements that are not finite."""
+    """Sum, sum of squares and number of elements that are not finite."""
     ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
     assert_close(ops.square_sum(x, Arena()), (values(x)**2).sum(), "float64" if dtype == "float64" else "float32")
+    assert_close(sum_all(kernels, x, Arena()), values(x).sum(), "float64" if dtype == "float64" else "float32")
     assert int(ops.count_nonfinite(x, Arena())) == 0
     if count > 2 and dtype != "bfloat16":
         x[[0, count // 2, count - 1]] = np.nan, np.inf, -np.inf
