@@ -4,6 +4,7 @@
 exception leaks nothing. After the first step every lease is served from what came back: `allocations` stands still.
 """
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,7 +73,7 @@ class Arena:
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised, contiguous, 64-byte aligned array; its buffer returns when the array and its views die."""
         dtype = np.dtype(dtype)
-        nbytes = -(-max(1, int(np.prod(shape)) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
+        nbytes = -(-max(1, math.prod(shape) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
         free = self._free.setdefault(nbytes, [])
         buffer = free.pop() if free else self._allocate(nbytes)
         self.live += nbytes
