@@ -4,11 +4,13 @@
 exception leaks nothing. After the first step every lease is served from what came back: `allocations` stands still.
 """
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
 
 ALIGNMENT = 64  # bytes: a cache line, and a full AVX-512 register
+SLAB = 32 << 20  # bytes obtained from the system at once
 
 
 class Memory(Protocol):
@@ -22,12 +24,22 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Buffers of NumPy arrays. NumPy keeps a lease alive as the base of the arrays that were made from it."""
+    """Buffers of NumPy arrays. NumPy keeps a lease alive as the base of the arrays that were made from it.
+
+    Buffers are cut from slabs, which NumPy asks the kernel to back with huge pages (it does from 4 MiB on): a training
+    step walks through far more 4 KiB pages than the processor remembers. What a slab has left when the next buffer does
+    not fit is lost, but was never touched.
+    """
+
+    def __init__(self) -> None:
+        self._rest = np.empty(0, np.uint8)
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        return raw[start:start + nbytes]
+        if len(self._rest) < nbytes:
+            raw = np.empty(max(nbytes, SLAB) + ALIGNMENT, np.uint8)
+            self._rest = raw[-raw.ctypes.data % ALIGNMENT:]
+        buffer, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return buffer
 
     def array(self, buffer: np.ndarray, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         lease.__array_interface__ = {"data": (buffer.ctypes.data, False), "shape": shape, "typestr": dtype.str, "version": 3}
@@ -61,7 +73,7 @@ class Arena:
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised, contiguous, 64-byte aligned array; its buffer returns when the array and its views die."""
         dtype = np.dtype(dtype)
-        nbytes = -(-max(1, int(np.prod(shape)) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
+        nbytes = -(-max(1, math.prod(shape) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
         free = self._free.setdefault(nbytes, [])
         buffer = free.pop() if free else self._allocate(nbytes)
         self.live += nbytes

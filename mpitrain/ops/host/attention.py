@@ -40,8 +40,8 @@ def attention(qkv, heads, arena):
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
             scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, :exp.shape[1]])
             _exponentials(scaled, k[:, :rows.stop], mask, ones[:rows.stop], exp, inverse)
-            np.matmul(exp, v[:, :rows.stop], out=out[:, rows])
-            out[:, rows] *= inverse
+            # A product into contiguous scratch, so that only one of the two writes is strided.
+            np.multiply(np.matmul(exp, v[:, :rows.stop], out=scaled), inverse, out=out[:, rows])
     return y, (qkv, heads, blocks)
 
 
