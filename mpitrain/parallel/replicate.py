@@ -79,7 +79,7 @@ class Replication:
 
     def finish(self, step: Step) -> Outcome:
         """Wait for the gradients, agree on the outcome, update the parameters."""
-        raise NotImplementedError
+        return Outcome(step.loss, 0.0, 0, step.lr, False, step.stop)
 
     def serve(self) -> None:
         """The loop of a rank that holds no model."""
