@@ -52,9 +52,9 @@ def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float
 
 
 def write_json(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Everything so far, as one whole file: a reader never sees half a row."""
-    listed = [{key: None if isinstance(value, float) and not math.isfinite(value) else value
-               for key, value in row._asdict().items()} for row in rows]
+    """Everything so far, as one whole file, a row per line: a reader never sees half a row. What is not finite is null."""
+    listed = [json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                          for key, value in row._asdict().items()}, allow_nan=False) for row in rows]
     partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps({"header": header, "rows": listed}, indent=1, allow_nan=False) + "\n")
+    partial.write_text(f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n")
     os.replace(partial, path)

@@ -76,25 +76,14 @@ for _name in OPERATIONS:
 
 def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     """Run one benchmark; rank 0 prints. The number of wrong elements."""
-    from mpitrain.bench.header import header, printed
-    from mpitrain.bench.sweep import sweep
-    from mpitrain.bench.table import COLUMNS, UNITS, footer, line, write_json
+    from mpitrain.bench.table import footer
     from mpitrain.collectives.cost import DEFAULT
     from mpitrain.collectives.tuning import read_tuning
     from mpitrain.transport.agree import agreed
 
     request = agreed(transport, lambda: _request(name, options))
     tuning = agreed(transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT)
-    facts = header(transport, request, sys.argv[1:])
-    rows = []
-    if transport.rank == 0:
-        click.echo("\n".join([*printed(facts), "", COLUMNS, UNITS]))
-    for row in sweep(transport, request, tuning):
-        rows.append(row)
-        if transport.rank == 0:
-            click.echo(line(row, request.buffers))
-            if options["json_file"]:
-                write_json(options["json_file"], facts, rows)
+    rows = _swept(transport, request, tuning, options["json_file"])
     if transport.rank == 0:
         click.echo("\n" + "\n".join(footer(rows)))
         if options["plot_file"]:
@@ -102,6 +91,24 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
 
             plot(rows, f"{name}, {transport.size} ranks", options["plot_file"])
     return sum(row.wrong for row in rows)
+
+
+def _swept(transport: Any, request: Any, tuning: Any, json_file: Path | None) -> list[Any]:
+    """All rows of a request; rank 0 prints them, and writes them if asked, as they are measured."""
+    from mpitrain.bench.header import header, printed
+    from mpitrain.bench.sweep import sweep
+    from mpitrain.bench.table import COLUMNS, UNITS, line, write_json
+
+    facts, rows = header(transport, request, sys.argv[1:]), []
+    if transport.rank == 0:
+        click.echo("\n".join([*printed(facts), "", COLUMNS, UNITS]))
+    for row in sweep(transport, request, tuning):
+        rows.append(row)
+        if transport.rank == 0:
+            click.echo(line(row, request.buffers))
+            if json_file:
+                write_json(json_file, facts, rows)
+    return rows
 
 
 def _request(name: str, options: dict[str, Any]) -> Any:
@@ -131,47 +138,39 @@ def _request(name: str, options: dict[str, Any]) -> Any:
 
 @command.command("fit")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("tuning.json"), show_default=True, help="The tuning file.")
-@click.option("--min-bytes", type=Bytes(), default="1K", show_default=True, help="Smallest array.")
+@click.option("--min-bytes", type=Bytes(), default="64", show_default=True, help="Smallest array.")
 @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
 @click.option("--sweeps", type=click.IntRange(min=1), default=3, show_default=True, help="Times to go through it all.")
-def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int) -> None:
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured.")
+def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, json_file: Path | None) -> None:
     """Measure every all-reduce and fit the cost model to it, for this number of ranks.
 
     Every second size is left out at first, to tell how well the model does on sizes it has not seen. Run it once for every
     number of ranks you use: the file keeps what it has of the same machine.
     """
     with ranks() as transport:
-        _fit(transport, out, min_bytes, max_bytes, sweeps)
+        _fit(transport, out, min_bytes, max_bytes, sweeps, json_file)
 
 
-def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int) -> None:
+def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int, json_file: Path | None) -> None:
     """Measure, check on the sizes left out, fit to all, write."""
     import numpy as np
 
     from mpitrain.bench.fit import check, described, fit, median_of_sweeps, merged
-    from mpitrain.bench.header import header, machine, printed
-    from mpitrain.bench.sweep import Request, sizes, sweep
-    from mpitrain.bench.table import COLUMNS, UNITS, line
+    from mpitrain.bench.header import machine
+    from mpitrain.bench.sweep import Request, sizes
     from mpitrain.collectives.choose import candidates
     from mpitrain.collectives.cost import DEFAULT
     from mpitrain.collectives.tuning import read_tuning, write_tuning
     from mpitrain.transport.agree import agreed
 
-    is_root = transport.rank == 0
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     request = Request("allreduce", (*candidates(transport.hosts, is_native=True), "star"), sizes(min_bytes, max_bytes, 2),
                       np.dtype("float32"), 0, 3, ("window", "plain"), sweeps)
-    if is_root:
-        click.echo("\n".join([*printed(header(transport, request, sys.argv[1:])), "", COLUMNS, UNITS]))
-    rows = []
-    for row in sweep(transport, request, DEFAULT):
-        rows.append(row)
-        if is_root:
-            click.echo(line(row, request.buffers))
-    rows = median_of_sweeps(rows)
+    rows = median_of_sweeps(_swept(transport, request, DEFAULT, json_file))
     known = sorted({row.bytes for row in rows})[::2]
     identity = machine(transport)
-    if is_root:
+    if transport.rank == 0:
         checked = check(fit(identity, transport.hosts, [row for row in rows if row.bytes in known]), transport.hosts,
                         [row for row in rows if row.bytes not in known])
         tuning = fit(identity, transport.hosts, rows)
