@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain import checkpoint
-from mpitrain.collectives.cost import DEFAULT
-from mpitrain.collectives.tuning import read_tuning
+from mpitrain.collectives.tuning import DEFAULT, read_tuning
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, open_source

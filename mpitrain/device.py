@@ -45,9 +45,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def processors() -> int:
+    """Cores of this host, whatever part of them this process may run on."""
+    return os.cpu_count() or 1
+
+
 def blas_threads() -> int:
     """This rank's share of the cores: what it is bound to, but no more than its part of the whole host."""
-    return max(1, min(cores(), (os.cpu_count() or 1) // launched().local_size))
+    return max(1, min(cores(), processors() // launched().local_size))
 
 
 def limit_blas_threads() -> None:

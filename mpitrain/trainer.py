@@ -7,13 +7,12 @@ from itertools import chain
 import numpy as np
 
 from mpitrain.backend import backend_for
-from mpitrain.collectives.arithmetic import HOST, Arithmetic
-from mpitrain.collectives.cost import DEFAULT, Tuning
+from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.on_kernels import by_kernels
+from mpitrain.collectives.on_kernels import arithmetic_of
+from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.data import Source
-from mpitrain.kernels.engines import KINDS, kernels_for
 from mpitrain.layers.base import Unit
 from mpitrain.ops import ops_for
 from mpitrain.optim import Optimizer, learning_rate
@@ -50,17 +49,11 @@ class Trainer:
         self._weights = self.plan.weights(self.parameters)
         self._gradients, self._leaves = self.plan.gradients(self.gradients)
         self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.backend, self.arena)
-        self.group = Group(transport, config.replication.algorithm, tuning, self._arithmetic())
+        self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.arena))
         self.replication = AllReduce(
             self.group, self.plan, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
             config.replication, config.optimizer.clip,
         )
-
-    def _arithmetic(self) -> Arithmetic:
-        """What adds and codes gradients: our kernels, where they compute everything else too."""
-        if self.backend.kind not in KINDS:
-            return HOST
-        return by_kernels(kernels_for(self.backend.kind), self.backend.holds, self.arena)
 
     def share(self) -> range:
         """The rows of the global batch that this rank computes."""

@@ -1,15 +1,15 @@
 """Fitting the cost model to measurements, and telling how well it does on sizes it has not seen."""
 
 from collections.abc import Sequence
-from itertools import combinations
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.bench.sweep import Row
-from mpitrain.collectives.choose import candidates, choose
-from mpitrain.collectives.cost import DEFAULT, REGIMES, TERMS, WHOLE, Tuning, predict, regime_of, work
+from mpitrain.collectives.choose import choose
+from mpitrain.collectives.cost import KNOTS, TERMS, WHOLE, Constants, Tuning, predict, shares, work
+from mpitrain.collectives.tuning import DEFAULT
 
 
 class Check(NamedTuple):
@@ -27,74 +27,97 @@ def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
     """One row per algorithm, buffers and size, with the median of its times."""
     found: dict[tuple, list[Row]] = {}
     for row in rows:
-        found.setdefault((row.algorithm, row.buffers, row.bytes), []).append(row)
+        found.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
     return [same[0]._replace(time_us=median(row.time_us for row in same)) for same in found.values()]
 
 
-def modelled(row: Row) -> str:
-    """The model's name for a row's algorithm."""
-    return "shared-copied" if (row.algorithm, row.buffers) == ("shared", "plain") else row.algorithm
-
-
 def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> Tuning:
-    """Constants for one number of ranks from measured all-reduces.
-
-    Each regime is fitted to the rows in it, by least squares of the relative error with no constant below zero. A
-    constant that nothing measured says anything about (links between hosts, on one host) is the default one.
-    """
+    """Constants for one number of ranks from measured all-reduces."""
+    n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
     plans, whole = {}, {}
-    moved = [row for row in rows if row.algorithm not in WHOLE]
-    works = {row: work("allreduce", row.algorithm, hosts, row.count, row.bytes // row.count) for row in moved}
-    defaults = next(iter(DEFAULT.plans.values()))
-    for regime in REGIMES:
-        here = [row for row in moved if regime_of(row.bytes) == regime] or moved
-        amounts = np.array([works[row] for row in here], float)
-        constants = least_squares(amounts, np.array([row.time_us * 1e-6 for row in here]))
-        plans[regime] = tuple(float(c) if amounts[:, term].any() else defaults[regime][term] for term, c in enumerate(constants))
-    for name in dict.fromkeys(modelled(row) for row in rows if row.algorithm in WHOLE):
-        whole[name] = {}
-        mine = [row for row in rows if modelled(row) == name]
-        for regime in REGIMES:
-            here = [row for row in mine if regime_of(row.bytes) == regime]
-            here = here if len({row.bytes for row in here}) > 1 else mine
-            amounts = np.array([(1, row.bytes) for row in here], float)
-            whole[name][regime] = tuple(map(float, least_squares(amounts, np.array([row.time_us * 1e-6 for row in here]))))
-    n = len(hosts)
+    for memory in dict.fromkeys(row.buffers for row in rows):
+        here = [row for row in rows if row.buffers == memory]
+        moved = [row for row in here if row.chosen not in WHOLE]
+        works = [work("allreduce", row.chosen, hosts, row.count, row.bytes // row.count, machine["cores"]) for row in moved]
+        plans[memory] = constants(moved, works, defaults[memory])
+        whole[memory] = {}
+        for name in dict.fromkeys(row.chosen for row in here if row.chosen in WHOLE):
+            mine = [row for row in here if row.chosen == name]
+            whole[memory][name] = constants(mine, [(1, row.bytes) for row in mine])
     return Tuning(machine, {n: plans}, {n: whole})
 
 
-def least_squares(amounts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Constants >= 0 that minimise the sum of ((amounts @ constants - seconds) / seconds)^2.
+def constants(rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults: Constants | None = None) -> Constants:
+    """The constants of every amount at every knot, by least absolute relative error, none below zero.
 
-    amounts (rows, terms). Tries every set of terms that may be positive: there are five at most.
+    What no row says anything about is as at the nearest knot of which one does, or else the default.
     """
-    terms = amounts.shape[1]
-    scaled = amounts / seconds[:, None]
-    best, least = np.zeros(terms), float("inf")
-    for used in (list(u) for size in range(1, terms + 1) for u in combinations(range(terms), size)):
-        found = np.linalg.lstsq(scaled[:, used], np.ones(len(seconds)), rcond=None)[0]
-        if (found < 0).any():
-            continue
-        error = float(((scaled[:, used] @ found - 1) ** 2).sum())
-        if error < least - 1e-12:
-            best, least = np.zeros(terms), error
-            best[used] = found
-    return best
+    seconds = np.array([row.time_us * 1e-6 for row in rows])
+    near = np.array([shares(row.bytes) for row in rows])
+    amounts = np.array(amounts, float)
+    columns = near[:, :, None] * amounts[:, None, :]
+    found = least_absolute(columns.reshape(len(rows), -1) / seconds[:, None]).reshape(columns.shape[1:])
+    known = columns.any(axis=0)
+    for knot, term in np.argwhere(~known):
+        others = np.flatnonzero(known[:, term])
+        if others.size:
+            found[knot, term] = found[others[np.abs(others - knot).argmin()], term]
+        elif defaults:
+            found[knot, term] = defaults[KNOTS[knot]][term]
+    return {knot: tuple(map(float, values)) for knot, values in zip(KNOTS, found, strict=True)}
 
 
-def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> Check:
-    """Compare the model with rows that it was not fitted to."""
+def least_absolute(matrix: np.ndarray) -> np.ndarray:
+    """x >= 0 that makes every element of matrix @ x nearly 1: the sum of the distances is least, so outliers count little."""
+    weights = np.ones(len(matrix))
+    for _ in range(20):
+        x = least_squares(matrix * weights[:, None], weights)
+        weights = 1 / np.sqrt(np.maximum(0.01, np.abs(matrix @ x - 1)))
+    return x
+
+
+def least_squares(matrix: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """x >= 0 that minimises the sum of (matrix @ x - goal)^2.
+
+    source  Lawson & Hanson 1974, Solving Least Squares Problems, chapter 23
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    matrix = matrix / np.where(scale > 0, scale, 1)
+    x, used = np.zeros(matrix.shape[1]), np.zeros(matrix.shape[1], bool)
+    for _ in range(10 * len(x)):
+        gain = np.where(used, -np.inf, matrix.T @ (goal - matrix @ x))
+        if gain.max() <= 1e-9:
+            break
+        used[gain.argmax()] = True
+        while True:
+            tried = np.zeros(len(x))
+            tried[used] = np.linalg.lstsq(matrix[:, used], goal, rcond=None)[0]
+            below = used & (tried <= 0)
+            if not below.any():
+                break
+            x += min(x[below] / (x[below] - tried[below])) * (tried - x)
+            used &= x > 1e-15
+            x[~used] = 0
+        x = tried
+    return x / np.where(scale > 0, scale, 1)
+
+
+def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str, Check]:
+    """Compare the model with rows that it was not fitted to, by class of memory."""
+    return {memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
+            for memory in dict.fromkeys(row.buffers for row in rows)}
+
+
+def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: str) -> Check:
     errors, times = [], {}
     for row in rows:
-        predicted = predict(tuning, "allreduce", modelled(row), hosts, row.count, row.bytes // row.count) * 1e6
+        predicted = predict(tuning, "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, memory) * 1e6
         errors.append(abs(predicted - row.time_us) / row.time_us)
-        if row.buffers == "window":
-            times.setdefault((row.bytes, row.count), {})[row.algorithm] = row.time_us
+        times.setdefault((row.bytes, row.count), {})[row.chosen] = row.time_us
     choices = {}
     for (nbytes, count), measured in times.items():
-        chosen = choose(tuning, hosts, count, nbytes // count)
-        fastest = min(measured[name] for name in candidates(hosts, is_native=True))
-        choices[nbytes] = chosen, measured[chosen] / fastest
+        chosen = choose(tuning, hosts, count, nbytes // count, memory=memory)
+        choices[nbytes] = chosen, measured[chosen] / min(measured.values())
     return Check(median(errors), choices)
 
 
@@ -106,10 +129,12 @@ def merged(old: Tuning | None, new: Tuning) -> Tuning:
 
 
 def described(tuning: Tuning, n: int) -> list[str]:
-    """The constants for n ranks as a table: microseconds, and GB/s."""
-    lines = [f"{'arrays up to':>14}  " + "  ".join(f"{term:>10}" for term in TERMS) + "   (us; GB/s)"]
-    for regime, constants in tuning.plans[n].items():
-        shown = [f"{c * 1e6:10.2f}" if term.endswith("alpha") else f"{1e-9 / c:10.2f}" if c else f"{'-':>10}"
-                 for term, c in zip(TERMS, constants, strict=True)]
-        lines.append(f"{'any size' if regime == REGIMES[-1] else f'{regime} B':>14}  " + "  ".join(shown))
+    """The constants for n ranks as tables: microseconds, and GB/s."""
+    lines = []
+    for memory, constants in tuning.plans[n].items():
+        lines.append(f"{memory + ' arrays of':>16}  " + "  ".join(f"{term:>10}" for term in TERMS) + "   (us; GB/s)")
+        for knot, values in constants.items():
+            shown = [f"{c * 1e6:10.2f}" if term.endswith(("alpha", "long")) else f"{1e-9 / c:10.2f}" if c else f"{'-':>10}"
+                     for term, c in zip(TERMS, values, strict=True)]
+            lines.append(f"{knot:14d} B  " + "  ".join(shown))
     return lines

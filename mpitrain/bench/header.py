@@ -6,21 +6,21 @@ from typing import Any
 
 from mpitrain import __version__
 from mpitrain.bench.sweep import Request
-from mpitrain.device import cores
+from mpitrain.device import processors
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
 
 
 def machine(transport: Transport) -> dict[str, Any]:
     """What identifies a machine for the purposes of timing."""
-    return {"hosts": len(set(transport.hosts)), "processor": processor(), "cores": cores(),
+    return {"hosts": len(set(transport.hosts)), "processor": processor(), "cores": processors(),
             "mpi": library().version.split(", package")[0]}
 
 
 def header(transport: Transport, request: Request, arguments: Sequence[str]) -> dict[str, Any]:
     """Facts for the reader of a table or of its JSON."""
     return {"mpitrain": __version__, "ranks": transport.size, **machine(transport), "host_names": sorted(set(transport.hosts)),
-            "device": "cpu", "op": request.operation, "arguments": list(arguments)}
+            "device": request.device, "op": request.operation, "arguments": list(arguments)}
 
 
 def printed(facts: dict[str, Any]) -> list[str]:

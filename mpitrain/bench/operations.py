@@ -1,11 +1,12 @@
 """The collectives that can be benchmarked: how each is bound, filled, checked and counted."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.collectives import algorithms, bind
+from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.lossy import bind_lossy
 from mpitrain.collectives.plans import chunk_bounds
@@ -17,24 +18,24 @@ PERIOD = 13
 
 
 class Buffers(NamedTuple):
-    """What an operation works on. `other` is the outgoing array of an all-to-all, empty for the rest."""
+    """What an operation works on, in the memory of a device. `other` is what an all-to-all sends, empty for the rest."""
 
-    array: np.ndarray
-    other: np.ndarray
+    array: Any
+    other: Any
 
 
 class Operation(NamedTuple):
     """One benchmark.
 
     algorithms  names that `bind` takes
-    bind        (transport, buffers, algorithm) -> Reduction
+    bind        (transport, buffers, algorithm, arithmetic) -> Reduction
     right       (transport, count) -> (slice, expected values there) after one run
     bus         (n) -> bus bandwidth over algorithm bandwidth
     ways        runs of the network in one run: 2 for a ping-pong, whose time is that of one way
     """
 
     algorithms: tuple[str, ...]
-    bind: Callable[[Transport, Buffers, str], Reduction]
+    bind: Callable[[Transport, Buffers, str, Arithmetic], Reduction]
     right: Callable[[Transport, int], tuple[slice, np.ndarray]]
     bus: Callable[[int], float]
     ways: int = 1
@@ -74,37 +75,42 @@ def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
 def lossy(wire: Wire) -> Operation:
     """An all-reduce in a wire format, by whatever algorithm that takes."""
     return OPERATIONS["allreduce"]._replace(
-        algorithms=(wire.name,), bind=lambda transport, buffers, algorithm: bind_lossy(transport, buffers.array, wire))
+        algorithms=(wire.name,),
+        bind=lambda transport, buffers, algorithm, arithmetic: bind_lossy(transport, buffers.array, wire, arithmetic=arithmetic))
 
 
 OPERATIONS = {
     "allreduce": Operation(
         algorithms.ALL_REDUCE_NAMES,
-        lambda transport, buffers, algorithm: bind.bind(transport, buffers.array, "add", algorithm),
+        lambda transport, buffers, algorithm, arithmetic: bind.bind(
+            transport, buffers.array, "add", algorithm, arithmetic=arithmetic),
         lambda transport, count: (slice(None), summed(transport, count)), lambda n: 2 * (n - 1) / n),
     "reduce-scatter": Operation(
         tuple(algorithms.REDUCE_SCATTER),
-        lambda transport, buffers, algorithm: bind.bind_reduce_scatter(transport, buffers.array, "add", algorithm),
+        lambda transport, buffers, algorithm, arithmetic: bind.bind_reduce_scatter(
+            transport, buffers.array, "add", algorithm, arithmetic),
         _scattered, lambda n: (n - 1) / n),
     "all-gather": Operation(
         tuple(algorithms.ALL_GATHER),
-        lambda transport, buffers, algorithm: bind.bind_all_gather(transport, buffers.array, algorithm),
+        lambda transport, buffers, algorithm, arithmetic: bind.bind_all_gather(transport, buffers.array, algorithm),
         _gathered, lambda n: (n - 1) / n),
     "broadcast": Operation(
         tuple(algorithms.BROADCAST),
-        lambda transport, buffers, algorithm: bind.bind_broadcast(transport, buffers.array, 0, algorithm),
+        lambda transport, buffers, algorithm, arithmetic: bind.bind_broadcast(transport, buffers.array, 0, algorithm),
         lambda transport, count: (slice(None), filled(0, count)), lambda n: 1.0),
     "reduce": Operation(
         tuple(algorithms.REDUCE),
-        lambda transport, buffers, algorithm: bind.bind_reduce(transport, buffers.array, "add", 0, algorithm),
+        lambda transport, buffers, algorithm, arithmetic: bind.bind_reduce(
+            transport, buffers.array, "add", 0, algorithm, arithmetic),
         _rooted, lambda n: 1.0),
     "all-to-all": Operation(
         tuple(algorithms.ALL_TO_ALL),
-        lambda transport, buffers, algorithm: bind.bind_all_to_all(transport, buffers.other, buffers.array, algorithm),
+        lambda transport, buffers, algorithm, arithmetic: bind.bind_all_to_all(
+            transport, buffers.other, buffers.array, algorithm),
         _transposed, lambda n: (n - 1) / n),
     "sendrecv": Operation(
         tuple(algorithms.PING_PONG),
-        lambda transport, buffers, algorithm: bind.bind_ping_pong(transport, buffers.array, algorithm),
+        lambda transport, buffers, algorithm, arithmetic: bind.bind_ping_pong(transport, buffers.array, algorithm),
         lambda transport, count: (slice(None), filled(0 if transport.rank == transport.size - 1 else transport.rank, count)),
         lambda n: 1.0, ways=2),
 }

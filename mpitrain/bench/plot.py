@@ -4,15 +4,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.bench.sweep import Row
+from mpitrain.bench.table import check_writable
 from mpitrain.errors import ConfigError
+
+
+def check_drawable(path: Path) -> None:
+    """ConfigError unless a picture can be drawn there: without matplotlib, or in a format it does not know."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(f"--plot draws files that end in {', '.join(sorted(known))}, but this is {path}.", "Name it rows.png.")
+    check_writable(path)
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """Time against bytes, one curve per algorithm, the model's prediction dotted beside it."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -3,17 +3,24 @@
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.backend import Backend, backend_for, on_device
 from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, filled, lossy
-from mpitrain.collectives.agree import check_name
-from mpitrain.collectives.choose import choose
+from mpitrain.collectives.agree import check_name, everywhere
+from mpitrain.collectives.arithmetic import Arithmetic
+from mpitrain.collectives.bind import chosen_by_model, memory_of
+from mpitrain.collectives.choose import candidates
 from mpitrain.collectives.cost import Tuning, predict
-from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.execute import Execution, Reduction
+from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.collectives.wire import Wire
+from mpitrain.errors import ConfigError
+from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport, aligned_zeros
+from mpitrain.transport.proof import over_device
 
 ROUNDING = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
 """Of one coding, relative to the largest number."""
@@ -25,11 +32,13 @@ SECONDS = 0.25
 class Request(NamedTuple):
     """What to measure.
 
+    algorithms  names; none for all that can run here
     iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
     warmup      runs before those, at least 1
     buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"
     wires       lossy formats to measure beside the algorithms of an all-reduce
     sweeps      times that the whole list is gone through, so that rows to compare alternate
+    device      kind of the device whose memory holds the arrays and whose kernels reduce them
     """
 
     operation: str
@@ -41,6 +50,17 @@ class Request(NamedTuple):
     buffers: Sequence[str]
     sweeps: int
     wires: Sequence[Wire] = ()
+    device: str = "cpu"
+
+
+class Bench(NamedTuple):
+    """What all rows of a request are measured with."""
+
+    request: Request
+    tuning: Tuning
+    transport: Transport
+    backend: Backend
+    arithmetic: Arithmetic
 
 
 class Subject(NamedTuple):
@@ -54,7 +74,7 @@ class Subject(NamedTuple):
 class Case(NamedTuple):
     """What all rows of one size start from, and what a run must leave in this part of the array."""
 
-    original: np.ndarray
+    original: Any
     part: slice
     right: np.ndarray
 
@@ -88,7 +108,10 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def sizes(least: int, most: int, factor: float) -> list[int]:
-    """Bytes from least to most, each `factor` times the one before."""
+    """Bytes from least to most, each `factor` times the one before; ConfigError if there are none."""
+    if not 1 <= least <= most:
+        raise ConfigError(f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
+                          "Set --min-bytes and --max-bytes.")
     found, size = [], float(least)
     while size <= most * 1.000001:
         found.append(round(size))
@@ -97,50 +120,86 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
 
 
 def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Row]:
-    """Rows as they are measured; the same ones on every rank. Collective."""
+    """Rows as they are measured; the same ones on every rank. Collective.
+
+    raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
+    """
+    backend, arithmetic = agreed(transport, lambda: _device(request))
+    bench = Bench(request, tuning, over_device(transport, backend, "auto"), backend, arithmetic)
     operation = OPERATIONS[request.operation]
-    subjects = [Subject(algorithm, operation, Wire("none")) for algorithm in request.algorithms]
+    subjects = [Subject(algorithm, operation, Wire("none")) for algorithm in _algorithms(bench)]
     subjects += [Subject(f"wire {wire.name}", lossy(wire), wire) for wire in request.wires]
-    counts = [max(1, size // request.dtype.itemsize // transport.size) * transport.size for size in request.sizes]
-    pools = {where: _buffers(transport, operation, where, max(counts), request.dtype) for where in request.buffers}
+    n, itemsize = transport.size, request.dtype.itemsize
+    counts = list(dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes))
+    pools = dict(_pool(bench, operation, where, max(counts)) for where in request.buffers)
+    return _rows(bench, subjects, counts, pools)
+
+
+def _device(request: Request) -> tuple[Backend, Arithmetic]:
+    """What computes; ConfigError where it is missing."""
+    backend = backend_for(request.device)
+    if request.device == "cuda" and request.dtype.name == "bfloat16":
+        raise ConfigError("CuPy has no bfloat16.", "Measure --dtype float16, which is as long.")
+    return backend, arithmetic_of(backend, backend.arena())
+
+
+def _algorithms(bench: Bench) -> Sequence[str]:
+    """The algorithms asked for; ConfigError on every rank for one that cannot run here."""
+    request, transport = bench.request, bench.transport
+    known, refused = OPERATIONS[request.operation].algorithms, {}
+    if request.operation == "allreduce":
+        known = (*known, "auto")
+        able = candidates(transport.hosts, request.dtype.name in transport.native_dtypes, request.device == "cuda")
+        needs = {"native": f"needs a dtype that MPI reduces, which {request.dtype} is not",
+                 "shared": "needs all arrays in the memory of one host"}
+        refused = {name: why for name, why in needs.items() if name not in able}
+    for name in request.algorithms:
+        if name in refused:
+            raise everywhere(ConfigError(f"{request.operation} algorithm {name} {refused[name]}.", "Leave it out."))
+    return request.algorithms or [name for name in known if name not in refused]
+
+
+def _pool(bench: Bench, operation: Operation, where: str, count: int) -> tuple[str, Buffers]:
+    """Arrays that every size is a part of, and where they came to lie: there may be no room for a window, or no need."""
+    transport, dtype = bench.transport, bench.request.dtype
+    plain = bench.backend.zeros if bench.request.device == "cuda" else aligned_zeros
+    make = transport.allocate if where == "window" else plain
+    pool = Buffers(make(count, dtype), make(count if operation is OPERATIONS["all-to-all"] else 0, dtype))
+    return ("device" if on_device(pool.array) else memory_of(transport, pool.array)), pool
+
+
+def _rows(bench: Bench, subjects: Sequence[Subject], counts: Sequence[int], pools: dict[str, Buffers]) -> Iterator[Row]:
+    request, transport = bench.request, bench.transport
     for _ in range(request.sweeps):
         for count in counts:
-            part, right = operation.right(transport, count)
-            case = Case(filled(transport.rank, count).astype(request.dtype), part, right.astype(request.dtype))
+            part, right = subjects[0].operation.right(transport, count)
+            original = bench.backend.from_host(filled(transport.rank, count).astype(request.dtype))
+            case = Case(original, part, right.astype(request.dtype))
             for subject in subjects:
                 for where, pool in pools.items():
-                    buffers = Buffers(pool.array[:count], pool.other[:count])
-                    yield _measure(transport, request, subject, where, buffers, case, tuning)
+                    yield _measure(bench, subject, where, Buffers(pool.array[:count], pool.other[:count]), case)
 
 
-def _buffers(transport: Transport, operation: Operation, where: str, count: int, dtype: np.dtype) -> Buffers:
-    """Arrays that every size is a part of."""
-    make = transport.allocate if where == "window" else aligned_zeros
-    return Buffers(make(count, dtype), make(count if operation is OPERATIONS["all-to-all"] else 0, dtype))
-
-
-def _measure(transport: Transport, request: Request, subject: Subject, where: str, buffers: Buffers, case: Case,
-             tuning: Tuning) -> Row:
+def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case: Case) -> Row:
+    request, tuning, transport, backend, arithmetic = bench
     algorithm, operation, wire = subject
     count, dtype, n = buffers.array.size, request.dtype, transport.size
-    chosen = algorithm
-    if algorithm == "auto":
-        is_native = dtype.name in transport.native_dtypes
-        chosen = choose(tuning, transport.hosts, count, dtype.itemsize, is_native, in_window=where == "window")
+    chosen = chosen_by_model(transport, buffers.array, tuning) if algorithm == "auto" else algorithm
     buffers.other[:] = case.original[:buffers.other.size]
-    reduction = operation.bind(transport, buffers, chosen)
-    start = time.perf_counter()
-    _timed(transport, reduction, buffers.array, case.original, request.warmup)
-    spent = max(transport.gather_text(time.perf_counter() - start)) / request.warmup
+    reduction = operation.bind(transport, buffers, chosen, arithmetic)
+    if chosen == "shared" and isinstance(reduction, Execution):
+        chosen = "ring"  # there is no room for a window
+    cycles, _ = _timed(bench, reduction, buffers.array, case.original, request.warmup)
+    spent = max(transport.gather_text(cycles.min()))
     iterations = request.iterations or int(min(500, max(5, SECONDS / spent)))
-    times = _timed(transport, reduction, buffers.array, case.original, iterations)
-    slowest = np.max(transport.gather_text(times.tolist()), axis=0) / operation.ways * 1e6
-    wrong = wrong_elements(transport, buffers.array[case.part], case.right, wire)
+    _, times = _timed(bench, reduction, buffers.array, case.original, iterations)
+    transport.native_all_reduce(times, "maximum")
+    slowest = times / operation.ways * 1e6
+    wrong = wrong_elements(transport, backend.to_host(buffers.array[case.part]), case.right, wire)
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
-    modelled = "shared-copied" if (chosen, where) == ("shared", "plain") else chosen
     predicted = np.nan
-    if wire.name == "none":
-        predicted = predict(tuning, request.operation, modelled, transport.hosts, count, dtype.itemsize) * 1e6
+    if wire.name == "none" and request.device == "cpu":
+        predicted = predict(tuning, request.operation, chosen, transport.hosts, count, dtype.itemsize, where) * 1e6
     return Row(request.operation, algorithm, where, nbytes, count, dtype.name, n, median, float(slowest.min()),
                float(np.percentile(slowest, 99)), nbytes / median / 1e3, nbytes / median / 1e3 * operation.bus(n),
                predicted, wrong, chosen)
@@ -156,13 +215,17 @@ def wrong_elements(transport: Transport, found: np.ndarray, right: np.ndarray, w
     return sum(transport.gather_text(int((~(np.abs(found - right) <= bound)).sum())))
 
 
-def _timed(transport: Transport, reduction: Reduction, array: np.ndarray, original: np.ndarray, runs: int) -> np.ndarray:
-    """Seconds of each run on this rank. Every run starts from the same data, and when all ranks are ready."""
-    times = np.empty(runs)
+def _timed(bench: Bench, reduction: Reduction, array: Any, original: Any, runs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of each run on this rank, with and without what comes before it: the same data, and all ranks ready."""
+    ends, times, wait = np.empty(runs + 1), np.empty(runs), bench.backend.synchronize
+    ends[0] = time.perf_counter()
     for run in range(runs):
         array[:] = original
-        transport.barrier()
+        wait()
+        bench.transport.barrier()
         start = time.perf_counter()
         reduction.run()
-        times[run] = time.perf_counter() - start
-    return times
+        wait()
+        ends[run + 1] = time.perf_counter()
+        times[run] = ends[run + 1] - start
+    return np.diff(ends), times

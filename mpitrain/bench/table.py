@@ -9,6 +9,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from mpitrain.bench.sweep import Row
+from mpitrain.errors import ConfigError
 
 COLUMNS = (f"{'bytes':>12} {'count':>11} {'dtype':>8}  {'algorithm':<27} {'time':>10} {'min':>10} {'p99':>10} {'algbw':>8} "
            f"{'busbw':>8} {'predicted':>10} {'#wrong':>7}")
@@ -49,6 +50,18 @@ def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float
         if native and algorithm != "native":
             ratios.setdefault((algorithm, buffers), {})[nbytes] = median(native) / median(found)
     return ratios
+
+
+def check_writable(path: Path) -> None:
+    """ConfigError unless a file can be written there: better before a measurement than after it."""
+    partial = path.with_name(path.name + ".part")
+    try:
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.", "Name a file in a folder that exists.") from None
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
 
 
 def write_json(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:

@@ -2,13 +2,13 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli.bench_kernels import gemm, kernels
+from mpitrain.cli.bench_kernels import DEVICES, gemm, kernels
 from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import ranks
 
@@ -53,6 +53,8 @@ def collective(name: str) -> Callable:
     @click.option("--dtype", default="float32", show_default=True, help="float32, float64, float16, bfloat16, int32.")
     @click.option("--wire", default="", metavar="A,B",
                   help="Of allreduce, float32: formats to measure too: fp16, bf16, int8, topk:0.01, powersgd:4.")
+    @click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True,
+                  help="Whose memory holds the arrays, and whose kernels reduce them.")
     @click.option("--buffers", default="window", show_default=True, metavar="window|plain|window,plain",
                   help="Where arrays lie: in memory shared by the ranks of a host, as in training, or anywhere.")
     @click.option("--iterations", type=click.IntRange(min=0), default=0, show_default=True,
@@ -63,7 +65,7 @@ def collective(name: str) -> Callable:
     @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured.")
     @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time against bytes, at the end.")
     def measure(**options: Any) -> None:
-        with ranks() as transport:
+        with ranks(kind=lambda: options["device"]) as transport:
             wrong = _measure(transport, name, options)
         sys.exit(1 if wrong else 0)
 
@@ -77,11 +79,11 @@ for _name in OPERATIONS:
 def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     """Run one benchmark; rank 0 prints. The number of wrong elements."""
     from mpitrain.bench.table import footer
-    from mpitrain.collectives.cost import DEFAULT
-    from mpitrain.collectives.tuning import read_tuning
+    from mpitrain.collectives.tuning import DEFAULT, read_tuning
     from mpitrain.transport.agree import agreed
 
     request = agreed(transport, lambda: _request(name, options))
+    agreed(transport, lambda: _check_files(transport.rank, [options["json_file"]], options["plot_file"]))
     tuning = agreed(transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT)
     rows = _swept(transport, request, tuning, options["json_file"])
     if transport.rank == 0:
@@ -100,15 +102,28 @@ def _swept(transport: Any, request: Any, tuning: Any, json_file: Path | None) ->
     from mpitrain.bench.table import COLUMNS, UNITS, line, write_json
 
     facts, rows = header(transport, request, sys.argv[1:]), []
+    measured = sweep(transport, request, tuning)
     if transport.rank == 0:
         click.echo("\n".join([*printed(facts), "", COLUMNS, UNITS]))
-    for row in sweep(transport, request, tuning):
+    for row in measured:
         rows.append(row)
         if transport.rank == 0:
             click.echo(line(row, request.buffers))
             if json_file:
                 write_json(json_file, facts, rows)
     return rows
+
+
+def _check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
+    """ConfigError unless rank 0 can write these files, and draw this one."""
+    from mpitrain.bench.plot import check_drawable
+    from mpitrain.bench.table import check_writable
+
+    if rank == 0:
+        for path in filter(None, written):
+            check_writable(path)
+        if drawn:
+            check_drawable(drawn)
 
 
 def _request(name: str, options: dict[str, Any]) -> Any:
@@ -122,7 +137,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     known = OPERATIONS[name].algorithms
     if name == "allreduce":
         known = (*known, "auto")
-    algorithms = known if options["algorithm"] == "all" else options["algorithm"].split(",")
+    algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
     for algorithm in algorithms:
         check_name(f"{name} algorithm", algorithm, known)
     places = options["buffers"].split(",")
@@ -133,7 +148,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
         raise ConfigError(f"--wire is for allreduce of float32, but this is {name} of {options['dtype']}.")
     return Request(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
                    dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"],
-                   [wire for wire in wires if wire.name != "none"])
+                   [wire for wire in wires if wire.name != "none"], options["device"])
 
 
 @command.command("fit")
@@ -160,11 +175,11 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     from mpitrain.bench.header import machine
     from mpitrain.bench.sweep import Request, sizes
     from mpitrain.collectives.choose import candidates
-    from mpitrain.collectives.cost import DEFAULT
-    from mpitrain.collectives.tuning import read_tuning, write_tuning
+    from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.transport.agree import agreed
 
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
+    agreed(transport, lambda: _check_files(transport.rank, [out, json_file]))
     request = Request("allreduce", (*candidates(transport.hosts, is_native=True), "star"), sizes(min_bytes, max_bytes, 2),
                       np.dtype("float32"), 0, 3, ("window", "plain"), sweeps)
     rows = median_of_sweeps(_swept(transport, request, DEFAULT, json_file))
@@ -176,8 +191,9 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
         tuning = fit(identity, transport.hosts, rows)
         write_tuning(out, merged(before, tuning))
         click.echo("\n" + "\n".join(described(tuning, transport.size)))
-        click.echo(f"sizes left out: predicted within {checked.error:.0%} (median)")
-        good = sum(ratio <= 1.15 for _, ratio in checked.choices.values())
-        click.echo(f"auto is the fastest or within 15% of it at {good} of {len(checked.choices)} of them: "
-                   + ", ".join(f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in checked.choices.items()))
+        for memory, (error, choices) in checked.items():
+            good = sum(ratio <= 1.15 for _, ratio in choices.values())
+            click.echo(f"{memory} arrays of sizes left out: predicted within {error:.0%} (median); auto is the fastest or within "
+                       f"15% of it at {good} of {len(choices)}: "
+                       + ", ".join(f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in choices.items()))
         click.echo(f"written to {out}")

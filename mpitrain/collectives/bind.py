@@ -22,10 +22,11 @@ from mpitrain.collectives.algorithms import (
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.choose import choose
 from mpitrain.collectives.compose import Chain
-from mpitrain.collectives.cost import DEFAULT, Tuning
+from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.native import Native
 from mpitrain.collectives.shared import bind_shared
+from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Transport
 
@@ -46,9 +47,7 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     tag = agree(transport, "all-reduce", array, ALGORITHMS, algorithm, op=op)
     rank, n, count = transport.rank, transport.size, array.size
     if algorithm == "auto":
-        in_window = all(transport.gather_text(transport.windows.locate(array, transport.members[rank]) is not None))
-        is_native = array.dtype.name in transport.native_dtypes and not on_device(array)  # there MPI cannot overlap it
-        algorithm = choose(tuning, transport.hosts, count, array.itemsize, is_native, in_window, on_device(array))
+        algorithm = chosen_by_model(transport, array, tuning)
         agree(transport, "all-reduce by auto, from one tuning,", array, ALGORITHMS, algorithm)
     if algorithm == "native":
         return Native(transport, array, op)
@@ -61,6 +60,19 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
         plans = hierarchical.all_reduce(rank, transport.hosts, count)
         return Chain([Execution(transport, array, op, plan, tag, arithmetic=arithmetic) for plan in plans])
     return Execution(transport, array, op, ALL_REDUCE[algorithm](rank, n, count), tag, arithmetic=arithmetic)
+
+
+def chosen_by_model(transport: Transport, array: np.ndarray, tuning: Tuning) -> str:
+    """What "auto" is for this array. Collective."""
+    is_native = array.dtype.name in transport.native_dtypes and not on_device(array)  # there MPI cannot overlap it
+    memory = memory_of(transport, array)
+    return choose(tuning, transport.hosts, array.size, array.itemsize, is_native, memory, on_device(array))
+
+
+def memory_of(transport: Transport, array: np.ndarray) -> str:
+    """The class of memory that the model knows an array's by: "window" if it lies in one on every rank. Collective."""
+    found = transport.windows.locate(array, transport.members[transport.rank])
+    return "window" if all(transport.gather_text(found is not None)) else "plain"
 
 
 def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",

@@ -18,12 +18,10 @@ def candidates(hosts: Sequence[str], is_native: bool, is_on_device: bool = False
 
 
 def choose(tuning: Tuning, hosts: Sequence[str], count: int, itemsize: int, is_native: bool = True,
-           in_window: bool = True, is_on_device: bool = False) -> str:
-    """The all-reduce that the model expects to be fastest, for an array that lies in a shared window, elsewhere, on a GPU."""
+           memory: str = "window", is_on_device: bool = False) -> str:
+    """The all-reduce that the model expects to be fastest, for an array in a class of host memory, or on a GPU."""
     def seconds(algorithm: str) -> float:
-        if algorithm == "shared" and not in_window:
-            algorithm = "shared-copied"
-        predicted = predict(tuning, "allreduce", algorithm, hosts, count, itemsize)
+        predicted = predict(tuning, "allreduce", algorithm, hosts, count, itemsize, memory)
         return predicted if predicted == predicted else float("inf")
 
     return min(candidates(hosts, is_native, is_on_device), key=seconds)

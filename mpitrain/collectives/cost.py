@@ -1,15 +1,19 @@
 """The alpha-beta-gamma model: how long an algorithm takes, from what its plan moves and what this machine needs for it.
 
-    time = alpha x messages + beta x bytes sent + gamma x bytes reduced          of the busiest rank
+    time = alpha x messages + beta x bytes sent + gamma x bytes reduced          of the busiest rank, or core
 
-with an alpha and a beta for messages within a host and for messages between hosts. Constants hold for arrays up to a
-size (where a cache ends, others hold) and for a number of ranks (which share memory, and sometimes cores). What is not a
-plan has two constants of its own: a + b x bytes of the array.
+with an alpha and a beta for messages within a host and for messages between hosts. Ranks that share the cores of a host
+take turns: what all of them do, divided by the cores, is a bound as well. The constants hold for a number of
+ranks (which share memory, and sometimes cores) and a class of memory: MPI moves what lies in a shared window otherwise
+than other memory. They change with the size of the array, as caches end: each is known at a few sizes, and in between it
+follows a straight line over the logarithm of the size. What is not a plan has two constants of its own: a + b x bytes of
+the array.
 
 source   Hockney 1994, Parallel Computing 20(3); Thakur, Rabenseifner & Gropp 2005, Int. J. High Perform. Comput. Appl. 19(1)
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -18,14 +22,20 @@ from mpitrain.collectives import algorithms
 from mpitrain.collectives.hierarchical import all_reduce as hierarchical
 from mpitrain.collectives.plans import Plan, Transfer
 
-REGIMES = (1 << 13, 1 << 17, 1 << 21, 1 << 62)
-"""Bytes of the array up to which one set of constants holds: latency, first cache, second cache, memory."""
+KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 24)
+"""Bytes of the array at which the constants are known; the first hold below, the last above."""
 
-TERMS = ("host_alpha", "host_beta", "net_alpha", "net_beta", "gamma")
-"""Constants of the plans: seconds per message, per byte, per message, per byte, per byte."""
+EAGER = 4000
+"""Bytes of a message within a host up to which MPI sends it at once; a longer one waits for its receiver first."""
 
-WHOLE = ("native", "shared", "shared-copied")
+TERMS = ("host_alpha", "host_long", "host_beta", "net_alpha", "net_beta", "gamma")
+"""Constants of the plans: seconds per message, per long message beside that, per byte, per message, per byte, per byte."""
+
+WHOLE = ("native", "shared")
 """All-reduces that are no plan."""
+
+MEMORY = ("window", "plain")
+"""Where arrays lie: in memory shared by the ranks of a host, or anywhere else."""
 
 PLANS = {
     "allreduce": algorithms.ALL_REDUCE, "reduce-scatter": algorithms.REDUCE_SCATTER, "all-gather": algorithms.ALL_GATHER,
@@ -36,56 +46,59 @@ PLANS = {
 
 
 class Work(NamedTuple):
-    """What the busiest rank does, in the order of TERMS: counts and bytes.
+    """What the busiest rank does, in the order of TERMS: counts and bytes. host_long are those longer than EAGER.
 
     Of messages under way at once (a plan's depth) one counts: the others' latency hides behind it.
     net_bytes is what its whole host sends to others: the ranks of a host share its link.
     """
 
     host_messages: float = 0
-    host_bytes: int = 0
+    host_long: float = 0
+    host_bytes: float = 0
     net_messages: float = 0
-    net_bytes: int = 0
-    reduced_bytes: int = 0
+    net_bytes: float = 0
+    reduced_bytes: float = 0
+
+
+Constants = dict[int, tuple[float, ...]]
+"""{knot: seconds per unit of each amount}."""
 
 
 class Tuning(NamedTuple):
     """What was measured on one machine.
 
     machine   what identifies it: number of hosts, processor, cores, MPI
-    plans     {ranks: {regime: constants in the order of TERMS}}
-    whole     {ranks: {algorithm: {regime: (a, b)}}} of those that are no plan: native, shared, and shared-copied, which is
-              shared for an array outside the window
+    plans     {ranks: {memory: constants in the order of TERMS}}
+    whole     {ranks: {memory: {algorithm: constants a and b}}} of those that are no plan
     """
 
     machine: dict[str, Any]
-    plans: dict[int, dict[int, tuple[float, ...]]]
-    whole: dict[int, dict[str, dict[int, tuple[float, float]]]]
+    plans: dict[int, dict[str, Constants]]
+    whole: dict[int, dict[str, dict[str, Constants]]]
 
 
-def _by_regime(*values: tuple[float, ...]) -> dict[int, Any]:
-    return dict(zip(REGIMES, values, strict=True))
+def shares(nbytes: int) -> list[float]:
+    """How much the constants at each knot count for an array of that size: one or two of them, 1 in all."""
+    if not KNOTS[0] < nbytes < KNOTS[-1]:
+        return [float(knot == (KNOTS[0] if nbytes <= KNOTS[0] else KNOTS[-1])) for knot in KNOTS]
+    above = bisect_right(KNOTS, nbytes)
+    part = math.log2(nbytes / KNOTS[above - 1]) / math.log2(KNOTS[above] / KNOTS[above - 1])
+    return [part if i == above else 1 - part if i == above - 1 else 0.0 for i in range(len(KNOTS))]
 
 
-DEFAULT = Tuning(
-    {"hosts": 1},
-    {2: _by_regime((5e-6, 1e-10, 3e-5, 1e-9, 5e-11), (5e-6, 1e-10, 3e-5, 1e-9, 5e-11), (4e-6, 1e-10, 3e-5, 1e-9, 6e-11),
-                   (4e-6, 2e-10, 3e-5, 1e-9, 1e-10))},
-    {2: {"native": _by_regime((2e-6, 5e-10), (4e-6, 2e-10), (4e-6, 1.5e-10), (1e-4, 6e-10)),
-         "shared": _by_regime((2e-6, 1e-10), (2e-6, 4e-11), (2e-6, 4e-11), (5e-5, 1.5e-10)),
-         "shared-copied": _by_regime((2e-6, 2e-10), (3e-6, 1.1e-10), (3e-6, 1.5e-10), (1e-4, 5e-10))}},
-)
-"""A plain machine: 2 ranks on 2 cores of a server of 2023; 30 us and 1 GB/s between hosts."""
+def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int, cores: int) -> Work:
+    """What the busiest rank does in one run, or what each core has to do for all ranks of its host, if that is more.
 
-
-def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int) -> Work:
-    """What the busiest rank does in one run; hosts has the host name of every rank, in blocks or not."""
+    hosts   the host name of every rank, in blocks or not
+    cores   of a host
+    """
     busiest = Work()
     for host in dict.fromkeys(hosts[:32] + hosts[-32:]):  # plans repeat themselves: enough of a large job
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
         plans = [plans_of(operation, algorithm, rank, hosts, count) for rank in ranks]
-        own = max((_of_rank(mine, rank, hosts, itemsize) for mine, rank in zip(plans, ranks, strict=True)),
-                  key=lambda w: (w.host_bytes, w.reduced_bytes, w.net_messages + w.host_messages))
+        works = [_of_rank(mine, rank, hosts, itemsize) for mine, rank in zip(plans, ranks, strict=True)]
+        own = max(works, key=lambda w: (w.host_bytes, w.reduced_bytes, w.net_messages + w.host_messages))
+        own = Work(*(max(amount, sum(amounts) / cores) for amount, *amounts in zip(own, *works, strict=True)))
         steps = [[step for plan in mine for step in plan.steps] for mine in plans]
         shared = sum(max(_moved(way, hosts, host) for way in ([t for s in level if s for t in s.sends],
                                                              [t for s in level if s for t in s.receives]))
@@ -103,17 +116,19 @@ def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], co
 
 
 def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], itemsize: int) -> Work:
-    """Sum over steps. A step costs as much as the larger of what it sends and receives, since both go on at once."""
-    host_messages = net_messages = 0.0
+    """Sum over steps. A step costs as much as the larger of what it sends and receives, since both go on at once; but within
+    a host a message is mostly work for its two ranks, so that what is sent and what is received count both."""
+    host_messages = host_long = net_messages = 0.0
     host_elements = reduced = 0
     for step, depth in ((step, plan.depth) for plan in plans for step in plan.steps):
         ways = [[t for t in way if t.peer != rank] for way in (step.sends, step.receives)]
         near = [[t for t in way if hosts[t.peer] == hosts[rank]] for way in ways]
-        host_messages += max(map(len, near)) / depth
+        host_messages += sum(map(len, near)) / depth
+        host_long += sum(itemsize * (t.stop - t.start) > EAGER for way in near for t in way) / depth
         host_elements += max(sum(t.stop - t.start for t in way) for way in near)
         net_messages += max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True)) / depth
         reduced += step.combine * sum(t.stop - t.start for t in step.receives)
-    return Work(host_messages, itemsize * host_elements, net_messages, 0, itemsize * reduced)
+    return Work(host_messages, host_long, itemsize * host_elements, net_messages, 0, itemsize * reduced)
 
 
 def _moved(transfers: Sequence[Transfer], hosts: Sequence[str], host: str) -> int:
@@ -121,21 +136,23 @@ def _moved(transfers: Sequence[Transfer], hosts: Sequence[str], host: str) -> in
     return sum(t.stop - t.start for t in transfers if hosts[t.peer] != host)
 
 
-def regime_of(nbytes: int) -> int:
-    """The regime an array of that size belongs to."""
-    return next(regime for regime in REGIMES if nbytes <= regime)
-
-
-def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int) -> float:
-    """Seconds that a run takes; NaN for an algorithm that the tuning knows nothing about."""
-    n, regime = len(hosts), regime_of(count * itemsize)
+def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int,
+            memory: str = "plain") -> float:
+    """Seconds that a run takes on arrays in that memory; NaN for an algorithm that the tuning knows nothing about."""
+    n, nbytes = len(hosts), count * itemsize
+    plans, whole = (_nearest(found, n) for found in (tuning.plans, tuning.whole))
+    memory = memory if memory in plans else "plain"
     if algorithm in WHOLE:
         if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
             return math.nan  # measured within a host, or between hosts, and says nothing about the other
-        a, b = _nearest(tuning.whole, n).get(algorithm, {}).get(regime, (math.nan, math.nan))
-        return a + b * count * itemsize
-    constants = _nearest(tuning.plans, n)[regime]
-    seconds = sum(c * amount for c, amount in zip(constants, work(operation, algorithm, hosts, count, itemsize), strict=True))
+        constants, amounts = whole[memory].get(algorithm), (1, nbytes)
+    else:
+        constants = plans[memory]
+        amounts = work(operation, algorithm, hosts, count, itemsize, tuning.machine["cores"])
+    if constants is None:
+        return math.nan
+    seconds = sum(share * sum(c * amount for c, amount in zip(constants[knot], amounts, strict=True))
+                  for knot, share in zip(KNOTS, shares(nbytes), strict=True) if share)
     return seconds / 2 if operation == "sendrecv" else seconds  # one way of a ping-pong
 
 

@@ -13,9 +13,10 @@ from mpitrain.collectives.bind import (
     bind_reduce,
     bind_reduce_scatter,
 )
-from mpitrain.collectives.cost import DEFAULT, Tuning
+from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.lossy import Matrix, bind_lossy
+from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.collectives.wire import Wire
 from mpitrain.transport.base import Transport
 

@@ -5,10 +5,19 @@ from functools import partial
 from typing import Any
 
 from mpitrain.arena import Arena
-from mpitrain.collectives.arithmetic import Arithmetic, Combine, by_numpy
+from mpitrain.backend import Backend
+from mpitrain.collectives.arithmetic import HOST, Arithmetic, Combine, by_numpy
 from mpitrain.collectives.wire import CODECS, Codec
+from mpitrain.kernels.engines import KINDS, kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda import top_k, wire
+
+
+def arithmetic_of(backend: Backend, arena: Arena) -> Arithmetic:
+    """What adds and codes the arrays of a backend: our kernels, where they compute everything else too."""
+    if backend.kind not in KINDS:
+        return HOST
+    return by_kernels(kernels_for(backend.kind), backend.holds, arena)
 
 
 def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:

@@ -1,9 +1,10 @@
 """The tuning file: what `bench fit` measured on this machine, as JSON."""
 
 import json
+import re
 from pathlib import Path
 
-from mpitrain.collectives.cost import REGIMES, TERMS, Tuning
+from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning
 from mpitrain.errors import ConfigError
 
 
@@ -13,23 +14,42 @@ def read_tuning(path: Path) -> Tuning:
         found = json.loads(path.read_text())
         tuning = Tuning(
             dict(found["machine"]),
-            {int(n): {int(regime): tuple(map(float, constants)) for regime, constants in regimes.items()}
-             for n, regimes in found["plans"].items()},
-            {int(n): {name: {int(regime): (float(a), float(b)) for regime, (a, b) in regimes.items()}
-                      for name, regimes in names.items()} for n, names in found["whole"].items()})
+            {int(n): {memory: _constants(at) for memory, at in memories.items()} for n, memories in found["plans"].items()},
+            {int(n): {memory: {name: _constants(at) for name, at in names.items()} for memory, names in memories.items()}
+             for n, memories in found["whole"].items()})
     except OSError as error:
         raise ConfigError(f"The tuning file {path} cannot be read: {error.strerror}.", "mpitrain bench fit writes one.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no tuning file: {error!r}.", "mpitrain bench fit writes one.") from None
-    complete = all(set(regimes) == set(REGIMES) and {len(c) for c in regimes.values()} == {len(TERMS)}
-                   for regimes in tuning.plans.values())
-    if not complete or tuning.plans.keys() != tuning.whole.keys() or not tuning.plans:
-        raise ConfigError(f"{path} is a tuning file of another version of mpitrain.", "Measure again: mpitrain bench fit.")
+    if not _is_complete(tuning):
+        raise ConfigError(f"{path} is a tuning file of another version of mpitrain.",
+                          "Delete it and measure again: mpitrain bench fit.")
     return tuning
 
 
+def _constants(found: dict[str, list[float]]) -> Constants:
+    return {int(knot): tuple(map(float, values)) for knot, values in found.items()}
+
+
+def _is_complete(tuning: Tuning) -> bool:
+    """Whether `predict` finds what it looks for."""
+    plans, whole = tuning.plans, tuning.whole
+    tables = [(at, len(TERMS)) for memories in plans.values() for at in memories.values()]
+    tables += [(at, 2) for memories in whole.values() for names in memories.values() for at in names.values()]
+    return ({"hosts", "cores"} <= set(tuning.machine) and len(plans) > 0
+            and all("plain" in memories for memories in plans.values())
+            and {n: set(memories) for n, memories in plans.items()} == {n: set(memories) for n, memories in whole.items()}
+            and all(set(at) == set(KNOTS) and {len(values) for values in at.values()} == {length} for at, length in tables))
+
+
 def write_tuning(path: Path, tuning: Tuning) -> None:
-    """Write the file whole."""
+    """Write the file whole, a line for the constants of a knot."""
+    text = json.dumps(tuning._asdict(), indent=1, allow_nan=False)
     partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(tuning._asdict(), indent=1, allow_nan=False) + "\n")
+    partial.write_text(re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
     partial.replace(path)
+
+
+DEFAULT = read_tuning(Path(__file__).with_name("default.json"))
+"""For machines that have not been measured: 2 ranks on 2 cores of a server of 2023, 4 ranks on the same 2 cores, and for
+links between hosts 30 us and 1 GB/s."""

@@ -1,22 +1,31 @@
 """The cost model, the choice it leads to, and fitting it: no ranks, no clock."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
 from mpitrain.bench.fit import check, fit
 from mpitrain.bench.sweep import Row, sizes
 from mpitrain.collectives.choose import candidates, choose
-from mpitrain.collectives.cost import DEFAULT, REGIMES, WHOLE, Tuning, predict, work
-from mpitrain.collectives.tuning import read_tuning, write_tuning
+from mpitrain.collectives.cost import EAGER, KNOTS, MEMORY, WHOLE, Tuning, predict, shares, work
+from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
 
 ONE_HOST = ("a",) * 4
 FOUR_HOSTS = ("a", "b", "c", "d")
+MACHINE = {"hosts": 1, "cores": 2}
+MANY = 100  # cores
 
 
-def row(algorithm, nbytes, microseconds, buffers="window"):
+def row(algorithm, nbytes, microseconds, buffers="plain"):
     return Row("allreduce", algorithm, buffers, nbytes, nbytes // 4, "float32", 4, microseconds, 0, 0, 0, 0, 0, 0, algorithm)
+
+
+def rows_of(tuning, hosts, memory):
+    """What a machine with these constants would measure."""
+    return [row(name, nbytes, 1e6 * predict(tuning, "allreduce", name, hosts, nbytes // 4, 4, memory), memory)
+            for nbytes in sizes(1 << 6, 1 << 26, 2) for name in (*candidates(hosts, True), "star")]
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -24,48 +33,107 @@ def test_the_busiest_rank_moves_what_the_formulas_say(n):
     count, width = 2520 * 8, 4
     nbytes, hosts = count * width, ("a",) * n
     lg = math.ceil(math.log2(n))
-    ring = work("allreduce", "ring", hosts, count, width)  # in one segment
-    assert (ring.host_messages, ring.host_bytes) == (2 * (n - 1), 2 * nbytes * (n - 1) // n)
+    ring = work("allreduce", "ring", hosts, count, width, MANY)  # in one segment
+    assert (ring.host_messages, ring.host_bytes) == (4 * (n - 1), 2 * nbytes * (n - 1) // n)  # sent and received
     assert ring.reduced_bytes == nbytes * (n - 1) // n
     assert ring.net_messages == ring.net_bytes == 0
-    assert work("allreduce", "star", hosts, count, width).host_bytes == 2 * (n - 1) * nbytes  # in, then out
-    assert work("broadcast", "binomial", hosts, count, width).host_bytes == lg * nbytes
-    assert work("all-to-all", "pairwise", hosts, count, width).host_bytes == nbytes * (n - 1) // n
+    assert work("allreduce", "star", hosts, count, width, MANY).host_bytes == 2 * (n - 1) * nbytes  # in, then out
+    assert work("broadcast", "binomial", hosts, count, width, MANY).host_bytes == lg * nbytes
+    assert work("all-to-all", "pairwise", hosts, count, width, MANY).host_bytes == nbytes * (n - 1) // n
 
 
 def test_messages_between_hosts_are_counted_apart():
-    apart = work("allreduce", "ring", FOUR_HOSTS, 4000, 4)
+    apart = work("allreduce", "ring", FOUR_HOSTS, 4000, 4, MANY)
     assert (apart.host_messages, apart.net_messages, apart.net_bytes) == (0, 6, 24000)
-    two_levels = work("allreduce", "hierarchical", ("a", "a", "b", "b"), 4000, 4)
+    two_levels = work("allreduce", "hierarchical", ("a", "a", "b", "b"), 4000, 4, MANY)
     assert two_levels.net_bytes == 16000  # two columns of half the array, each sent twice by halves
-    assert work("allreduce", "ring", ("a", "a", "b", "b"), 4000, 4).net_bytes == 24000  # one rank of two sends on
-    assert work("allreduce", "halving-doubling", ("a", "a", "b", "b"), 4000, 4).net_bytes == 32000
+    assert work("allreduce", "ring", ("a", "a", "b", "b"), 4000, 4, MANY).net_bytes == 24000  # one rank of two sends on
+    assert work("allreduce", "halving-doubling", ("a", "a", "b", "b"), 4000, 4, MANY).net_bytes == 32000
     assert two_levels.host_bytes == 16000
 
 
-def test_planted_constants_are_found_again():
-    regimes = {regime: (1e-6 * (1 + i), 1e-10 * (2 + i), *DEFAULT.plans[2][regime][2:4], 3e-10 / (1 + i))
-               for i, regime in enumerate(REGIMES)}
-    whole = {name: dict.fromkeys(REGIMES, (2e-6, 1e-10 * (1 + i))) for i, name in enumerate(WHOLE)}
-    planted = Tuning({"hosts": 1}, {4: regimes}, {4: whole})
-    rows = [row(name, nbytes, 1e6 * predict(planted, "allreduce", name, ONE_HOST, nbytes // 4, 4))
-            for nbytes in sizes(1 << 10, 1 << 26, 4) for name in (*candidates(ONE_HOST, True), "star")]
-    rows += [row("shared", r.bytes, 1e6 * predict(planted, "allreduce", "shared-copied", ONE_HOST, r.count, 4), "plain")
-             for r in rows if r.algorithm == "shared"]
-    found = fit({"hosts": 1}, ONE_HOST, rows)
-    for regime in REGIMES:
-        assert found.plans[4][regime] == pytest.approx(regimes[regime], rel=1e-6)
-        for name in WHOLE:
-            assert found.whole[4][name][regime] == pytest.approx(whole[name][regime], rel=1e-6)
-    checked = check(found, ONE_HOST, rows)
-    assert checked.error < 1e-6
-    assert all(ratio < 1 + 1e-6 for _, ratio in checked.choices.values())
+def test_a_message_longer_than_mpi_sends_at_once_is_counted_as_long():
+    for count, messages in ((EAGER // 4, 0), (EAGER // 4 + 1, 2)):
+        assert work("allreduce", "tree", ("a", "a"), count, 4, MANY).host_long == messages
+
+
+def test_ranks_that_share_cores_take_turns():
+    alone, crowded = (work("allreduce", "ring", ONE_HOST, 4000, 4, cores) for cores in (4, 2))
+    assert crowded == alone._replace(host_messages=24, host_long=0, host_bytes=48000, reduced_bytes=24000)
+    assert work("allreduce", "star", ONE_HOST, 4000, 4, 2) == work("allreduce", "star", ONE_HOST, 4000, 4, 4), "all wait for one"
+    assert work("allreduce", "ring", FOUR_HOSTS, 4000, 4, 1) == work("allreduce", "ring", FOUR_HOSTS, 4000, 4, 4)
+
+
+def planted(hosts):
+    """A tuning whose constants differ in everything that they may depend on."""
+    def at(scale, *values):
+        return {knot: tuple(value * scale * (1 + i / 4) for value in values) for i, knot in enumerate(KNOTS)}
+
+    plans = {memory: at(scale, 1e-6, 2e-6, 2e-10, 3e-5, 1e-9, 1e-10) for scale, memory in enumerate(MEMORY, 1)}
+    whole = {memory: {name: at(scale, 2e-6, 1e-10) for name in WHOLE} for scale, memory in enumerate(MEMORY, 1)}
+    return Tuning(MACHINE | {"hosts": len(set(hosts))}, {4: plans}, {4: whole})
+
+
+def test_planted_constants_predict_every_size_and_memory_again():
+    truth = planted(ONE_HOST)
+    rows = [row for memory in MEMORY for row in rows_of(truth, ONE_HOST, memory)]
+    known = set(sizes(1 << 6, 1 << 26, 4))
+    found = fit(MACHINE, ONE_HOST, [row for row in rows if row.bytes in known])
+    for memory, checked in check(found, ONE_HOST, [row for row in rows if row.bytes not in known]).items():
+        assert checked.error < 0.01, memory
+        assert all(ratio < 1.02 for _, ratio in checked.choices.values())
+    for memory in MEMORY:
+        for knot in KNOTS:
+            for name in WHOLE:
+                assert found.whole[4][memory][name][knot] == pytest.approx(truth.whole[4][memory][name][knot], rel=1e-3)
+
+
+def test_links_between_hosts_are_fitted_too():
+    truth = planted(FOUR_HOSTS)
+    found = fit(MACHINE | {"hosts": 4}, FOUR_HOSTS, rows_of(truth, FOUR_HOSTS, "plain"))
+    for knot in KNOTS:
+        assert found.plans[4]["plain"][knot][3:5] == pytest.approx(truth.plans[4]["plain"][knot][3:5], rel=0.02)
+        assert found.plans[4]["plain"][knot][:3] == DEFAULT.plans[2]["plain"][knot][:3], "nothing says anything about them"
+    assert check(found, FOUR_HOSTS, rows_of(truth, FOUR_HOSTS, "plain"))["plain"].error < 0.01
+    assert choose(found, FOUR_HOSTS, 1 << 20, 4, memory="window") == choose(found, FOUR_HOSTS, 1 << 20, 4, memory="plain")
+
+
+def test_a_few_wild_measurements_change_little():
+    truth = planted(ONE_HOST)
+    rows = rows_of(truth, ONE_HOST, "plain")
+    wild = [r._replace(time_us=r.time_us * (20 if i % 9 == 4 else 1)) for i, r in enumerate(rows)]
+    assert check(fit(MACHINE, ONE_HOST, wild), ONE_HOST, rows)["plain"].error < 0.05
 
 
 def test_a_fit_never_goes_below_zero():
     rows = [row(name, nbytes, 50.0) for nbytes in sizes(1 << 10, 1 << 26, 4) for name in candidates(ONE_HOST, True)]
-    found = fit({"hosts": 1}, ONE_HOST, rows)
-    assert all(constant >= 0 for constants in found.plans[4].values() for constant in constants)
+    found = fit(MACHINE, ONE_HOST, rows)
+    assert all(constant >= 0 for constants in found.plans[4]["plain"].values() for constant in constants)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("memory", MEMORY)
+def test_predictions_are_continuous_and_never_fall_with_size_by_default(n, memory):
+    for name in ("tree", "ring", *WHOLE):
+        times = [predict(DEFAULT, "allreduce", name, ("a",) * n, 4 * (nbytes // 16), 4, memory)
+                 for nbytes in sizes(64, 1 << 26, 1.1)]
+        assert all(0.8 <= after / before <= 2.5 for before, after in pairwise(times)), name
+
+
+@pytest.mark.parametrize(("n", "most"), [(2, 10e-6), (4, 40e-6)])
+def test_by_default_a_short_array_is_left_to_what_needs_no_message(n, most):
+    for memory in MEMORY:
+        for nbytes in (64, 256, 1024):
+            chosen = choose(DEFAULT, ("a",) * n, nbytes // 4, 4, memory=memory)
+            assert chosen in WHOLE
+            assert predict(DEFAULT, "allreduce", chosen, ("a",) * n, nbytes // 4, 4, memory) < most
+
+
+def test_constants_change_from_knot_to_knot_in_a_straight_line():
+    assert shares(KNOTS[1]) == [0, 1, 0, 0, 0]
+    assert shares(1) == [1, 0, 0, 0, 0] and shares(1 << 40) == [0, 0, 0, 0, 1]
+    middle = shares(math.isqrt(KNOTS[1] * KNOTS[2]))
+    assert middle == pytest.approx([0, 0.5, 0.5, 0, 0])
 
 
 def test_the_choice_follows_hosts_and_sizes():
@@ -81,7 +149,8 @@ def test_a_tuning_file_comes_back_as_it_went(tmp_path):
     assert read_tuning(tmp_path / "tuning.json") == DEFAULT
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {}, "plans": {"2": {"1": [1]}}, "whole": {"2": {}}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {}, "plans": {"2": {"1": [1]}}, "whole": {"2": {}}}',
+                                  '{"machine": {}, "plans": {"2": {"plain": {"1": [1]}}}, "whole": {"2": {"plain": {}}}}'])
 def test_another_file_is_no_tuning_file(tmp_path, text):
     (tmp_path / "tuning.json").write_text(text)
     with pytest.raises(ConfigError, match="bench fit"):
