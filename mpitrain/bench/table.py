@@ -54,14 +54,14 @@ def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float
 
 def check_writable(path: Path) -> None:
     """ConfigError unless a file can be written there: better before a measurement than after it."""
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
     partial = path.with_name(path.name + ".part")
     try:
         partial.touch()
         partial.unlink()
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.", "Name a file in a folder that exists.") from None
-    if path.is_dir():
-        raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
 
 
 def write_json(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 
 PROGRAM = [sys.executable, "-m", "mpitrain"]
 KEYS = {"op", "algorithm", "bytes", "dtype", "ranks", "time_us", "min_us", "p99_us", "algbw_GBs", "busbw_GBs", "predicted_us",
         "wrong"}
+NO_PLOT = "--plot needs matplotlib" if find_spec("matplotlib") is None else ""
 
 
 def bench(ranks, *words, **more):
@@ -60,17 +62,49 @@ def test_a_wrong_element_is_counted_and_is_a_failure(tmp_path):
     assert "wrong elements 2048" in done.stdout
 
 
-def test_what_was_measured_survives_an_interruption(tmp_path):
-    process = subprocess.Popen([*PROGRAM, "launch", "-n", "2", "--", "bench", "allreduce", "--iterations", "20", "--sweeps", "99",
+LAUNCHERS = {"launch": [*PROGRAM, "launch", "-n", "2", "--"], "mpirun": ["mpirun", "-n", "2", *PROGRAM]}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("asked_by", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_survives_an_interruption(launcher, asked_by, tmp_path):
+    process = subprocess.Popen([*LAUNCHERS[launcher], "bench", "allreduce", "--iterations", "20", "--sweeps", "99",
                                 "--json", "rows.json"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     rows, deadline = tmp_path / "rows.json", time.monotonic() + 60
     while not rows.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(asked_by)
     asked = time.monotonic()
     assert process.wait(timeout=20) != 0
     assert time.monotonic() - asked < 10
-    assert json.loads(rows.read_text())["rows"]
+    written = json.loads(rows.read_text())
+    assert written["header"]["op"] == "allreduce" and written["rows"]
+    assert all(row.keys() >= KEYS for row in written["rows"])
+
+
+def test_the_simulator_s_kernels_reduce_what_is_measured_on_it(tmp_path):
+    done = bench(3, "allreduce", "--device", "cuda-sim", "--wire", "fp16,bf16,int8,topk:0.1", "--max-bytes", "12K",
+                 "--iterations", "1", "--warmup", "1", "--json", "rows.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "device cuda-sim" in done.stdout and "wrong elements 0" in done.stdout
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert written["header"]["device"] == "cuda-sim"
+    assert {row["algorithm"] for row in written["rows"]} >= {"ring", "native", "auto", "wire int8", "wire topk"}
+    assert all(row["predicted_us"] is None for row in written["rows"]), "the model is one of the host's memory"
+
+
+def test_all_are_the_algorithms_that_can_run_with_the_dtype(tmp_path):
+    done = bench(2, "allreduce", "--dtype", "bfloat16", "--max-bytes", "4K", "--iterations", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "  native  " not in done.stdout and "  shared  " in done.stdout
+
+
+def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once(tmp_path):
+    done = bench(1, "allreduce", "--min-bytes", "1", "--max-bytes", "8", "--factor", "2", "--iterations", "1",
+                 "--json", "rows.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["bytes"] for row in rows if row["algorithm"] == "ring"] == [4, 8]
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -81,12 +115,21 @@ def test_what_was_measured_survives_an_interruption(tmp_path):
     (["--wire", "fp16", "--dtype", "int32"], "--wire is for allreduce of float32"),
     (["--min-bytes", "many"], "is no number of bytes"),
     (["--tuning", "nothing.json"], "nothing.json cannot be read"),
+    (["--min-bytes", "0"], "Sizes go from the smallest array (at least 1 byte) to the largest, but these are 0 and"),
+    (["--min-bytes", "8K", "--max-bytes", "4K"], "but these are 8192 and 4096"),
+    (["--min-bytes", "-4"], "is no number of bytes"),
+    (["--factor", "1"], "is not in the range"),
+    (["--dtype", "bfloat16", "--algorithm", "ring,native"], "native needs a dtype that MPI reduces, which bfloat16 is not"),
+    (["--json", "nowhere/rows.json"], "nowhere/rows.json cannot be written: No such file or directory"),
+    (["--json", "."], "cannot be written: it is a folder"),
+    (["--plot", "rows.xyz"], NO_PLOT or "--plot draws files that end in eps"),
+    (["--plot", "nowhere/rows.png"], NO_PLOT or "nowhere/rows.png cannot be written"),
 ])
 def test_a_wrong_option_is_one_message_and_exit_code_2(words, message, tmp_path):
     done = bench(2, "allreduce", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count(message) == 1
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and "#wrong" not in done.stdout, "it is said before anything is measured"
 
 
 def test_fit_writes_what_auto_then_reads(tmp_path):
