@@ -17,9 +17,9 @@ UNITS = f"{'':>12} {'':>11} {'':>8}  {'':<27} {'us':>10} {'us':>10} {'us':>10} {
 
 
 def line(row: Row, places: Sequence[str]) -> str:
-    """One printed row; says where the buffers lie if rows differ in that, and what auto has chosen."""
+    """One printed row; says where the buffers lie unless it is the one place asked for, and what auto has chosen."""
     name = row.algorithm if row.chosen == row.algorithm else f"{row.algorithm} ({row.chosen})"
-    if len(places) > 1:
+    if list(places) != [row.buffers]:
         name += f" {row.buffers}"
     predicted = f"{row.predicted_us:10.1f}" if math.isfinite(row.predicted_us) else f"{'-':>10}"
     return (f"{row.bytes:12d} {row.count:11d} {row.dtype:>8}  {name:<27} {row.time_us:10.1f} {row.min_us:10.1f} "

@@ -50,7 +50,8 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") ->
             transport.abort("nobody reads its output any more")
         sys.exit(1)
     except MemoryError as error:
-        transport.abort(f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches.")
+        transport.abort(f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches; "
+                        "of a benchmark, lower --max-bytes.")
     except BaseException as error:
         if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
             raise

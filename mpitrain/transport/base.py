@@ -91,7 +91,13 @@ class Transport(Protocol):
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         """A zeroed, 64-byte aligned 1-D buffer, in a window that the ranks of this host share if there are several.
 
-        If the host has no room for the window it is plain memory, and one line says so. Collective; lives as long as the job.
+        If the host has no room for the window it is plain memory, and one line says so. Collective; lives until `close`.
+        """
+
+    def close(self) -> None:
+        """Give back the communicators and windows this transport has taken, of which MPI has a limited number. Collective.
+
+        What was split from it is closed by itself, and before. The arrays it allocated are gone: touching one is a crash.
         """
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:

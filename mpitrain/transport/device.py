@@ -105,6 +105,9 @@ class DeviceTransport:
     def allocate(self, count: int, dtype: Any) -> Any:
         return self._backend.zeros(count, dtype)
 
+    def close(self) -> None:
+        self._host.close()
+
     def native_all_reduce(self, array: Any, op: str = "add") -> None:
         self._way(array).native_all_reduce(array, op)
 

@@ -103,6 +103,22 @@ class _Send:
         raise CommError(f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}") from error
 
 
+class _Several:
+    """Requests under way together, as one."""
+
+    source = -1
+
+    def __init__(self, requests: list[_Send]):
+        self._requests = requests
+
+    def test(self) -> bool:
+        return all(request.test() for request in self._requests)
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+
+
 class MpiTransport:
     """One rank's transport over an mpi4py communicator that nobody else uses.
 
@@ -125,6 +141,7 @@ class MpiTransport:
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # split communicators do not tell
         self.hosts, self.members = zip(*self.gather_text((MPI.Get_processor_name(), place)), strict=True)
         self._host: MpiTransport | None = None
+        self._allocated: dict[int, Any] = {}
 
     def claim_tag(self) -> int:
         tag = self._next_tag
@@ -208,7 +225,7 @@ class MpiTransport:
         window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
         blocks = {place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
                   for rank, place in enumerate(host.members)}
-        self.windows.add(blocks, window)
+        self._allocated[self.windows.add(blocks, window)] = window
         mine = blocks[self.members[self.rank]]
         mine[:] = 0
         host.barrier()
@@ -221,21 +238,30 @@ class MpiTransport:
             self._host = MpiTransport(comm, self.traffic, self.windows, self.members[self.rank])
         return self._host
 
+    def close(self) -> None:
+        for number, window in self._allocated.items():
+            self.windows.forget(number)
+            window.Free()
+        self._allocated.clear()
+        if self._host is not None:
+            self._host.close()
+        self.comm.Free()
+
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self._check_native(array)
-        flat = array.reshape(-1)
-        for start in range(0, flat.size, PART):
-            part = flat[start:start + PART]
-            self.comm.Allreduce(self.MPI.IN_PLACE, [part, part.size, self._types[part.dtype]], self._ops[op])
+        for message in self._parts(array):
+            self.comm.Allreduce(self.MPI.IN_PLACE, message, self._ops[op])
 
-    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> _Send:
+    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> "_Several":
         self._check_native(array)
-        if array.size > PART:
-            raise CommError(
-                f"rank {self.rank}: a native all-reduce that is started takes at most {PART} elements, not {array.size}.",
-                "Run it instead, or start several over parts of the array.")
-        message = [array, array.size, self._types[array.dtype]]
-        return _Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
+        return _Several([_Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
+                         for message in self._parts(array)])
+
+    def _parts(self, array: np.ndarray) -> list[list]:
+        """mpi4py's descriptions of the parts of an array that the library reduces one by one."""
+        flat = array.reshape(-1)
+        parts = [flat[start:start + PART] for start in range(0, max(1, flat.size), PART)]
+        return [[part, part.size, self._types[part.dtype]] for part in parts]
 
     def _check_native(self, array: np.ndarray) -> None:
         check_message(array, self.rank, (), self.size)

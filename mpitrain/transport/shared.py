@@ -27,10 +27,15 @@ class Windows:
         self._keep: list[Any] = []
         self._idle: dict[int, int] = {}
 
-    def add(self, blocks: dict[int, np.ndarray], owner: Any = None) -> None:
-        """Remember a window: the bytes of each rank, by its rank in the whole job, and what keeps them alive."""
+    def add(self, blocks: dict[int, np.ndarray], owner: Any = None) -> int:
+        """Remember a window: the bytes of each rank, by its rank in the whole job, and what keeps them alive. Its number."""
         self._blocks.append(blocks)
         self._keep.append(owner)
+        return len(self._blocks) - 1
+
+    def forget(self, window: int) -> None:
+        """No array lies in this window any more, and nothing may be put there."""
+        self._blocks[window], self._keep[window] = {}, None
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -41,6 +46,8 @@ class Windows:
             return None
         address = array.ctypes.data
         for window, blocks in enumerate(self._blocks):
+            if me not in blocks:
+                continue
             offset = address - blocks[me].ctypes.data
             if array.size and 0 <= offset <= blocks[me].nbytes - array.nbytes:
                 return Place(window, offset)
@@ -56,7 +63,7 @@ class Windows:
 
     def idle(self, nbytes: int) -> list[int]:
         """Numbers of the windows made for `nbytes` that were leased and returned."""
-        return [window for window, size in self._idle.items() if size == nbytes]
+        return [window for window, size in self._idle.items() if size == nbytes and self._blocks[window]]
 
     def lease(self, window: int, nbytes: int) -> "Lease":
         """Take a window that was made for `nbytes`; it is idle again when the lease dies."""
@@ -65,7 +72,7 @@ class Windows:
 
 
 class Lease:
-    """Possession of a window by one bound reduction. Windows are not freed, which all ranks would have to do together."""
+    """Possession of a window by one bound reduction. It ends on each rank at its own time, so nothing is freed then."""
 
     def __init__(self, idle: dict[int, int], window: int, nbytes: int):
         self._idle, self.window, self._nbytes = idle, window, nbytes

@@ -97,6 +97,9 @@ class ThreadTransport:
             self.windows.add(blocks)
         return array
 
+    def close(self) -> None:
+        pass
+
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Arrival:
         check_message(array, self.me, [], self.size)
 

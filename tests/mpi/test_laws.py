@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives.bind import bind
+from mpitrain.transport import mpi
 from mpitrain.transport.mpi import connect
 from tests.laws.collectives import CollectiveLaws
 from tests.laws.lossy import LossyLaws
@@ -19,6 +20,21 @@ def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks):
         array = (position + transport.rank).astype("float32")
         bind(transport, array, algorithm=algorithm).run()
         assert np.array_equal(array, 3 * position + 3), algorithm
+
+
+@pytest.mark.mpi(ranks=[3], timeout=60)
+def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, monkeypatch):
+    monkeypatch.setattr(mpi, "PART", 100)
+    transport = connect()
+    for count in (0, 100, 701):
+        array = np.arange(count) + transport.rank
+        reduction = bind(transport, array, algorithm="native")
+        reduction.run()
+        assert np.array_equal(array, 3 * np.arange(count) + 3)
+        reduction.start()
+        while not reduction.poll():
+            pass
+        assert np.array_equal(array, 9 * np.arange(count) + 9)
 
 
 @pytest.mark.mpi(ranks=[1, 2, 3, 4, 5], timeout=100)

@@ -1,10 +1,11 @@
-"""What doctor asks of the MPI library."""
+"""What doctor asks of the MPI library, and what a caller's communicator may rely on."""
 
 import os
 
 import numpy as np
 import pytest
 
+from mpitrain.collectives.bind import bind
 from mpitrain.transport.library import cuda_awareness, library
 from mpitrain.transport.mpi import connect, from_communicator
 
@@ -35,3 +36,25 @@ def test_a_communicator_handed_in_keeps_its_own_messages(mpi_ranks):
     assert np.array_equal(ours, np.full(2, other + 1.0))
     assert theirs.recv(source=other, tag=0) == "hello"
     theirs_send.wait()
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60)
+def test_what_is_closed_has_given_back_its_communicators_and_windows(mpi_ranks):
+    from mpi4py import MPI
+
+    for _ in range(20):
+        transport = from_communicator(MPI.COMM_WORLD)
+        part = transport.split(0)
+        array = part.allocate(1001, "float64")
+        array[:] = transport.rank + 1
+        bind(part, array, algorithm="shared").run()
+        copied = np.full(1001, transport.rank + 1.0)
+        bind(transport, copied, algorithm="shared").run()
+        assert np.array_equal(array, np.full(1001, 3)) and np.array_equal(copied, array)
+        assert len(transport.windows) == 2
+        part.close()
+        assert transport.windows.locate(array, transport.rank) is None
+        bind(transport, copied, algorithm="shared").run()
+        assert len(transport.windows) == 2, "its own window goes on, and is used again"
+        transport.close()
+        assert transport.comm == part.comm == MPI.COMM_NULL
