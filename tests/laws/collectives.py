@@ -113,6 +113,34 @@ class CollectiveLaws:
                 assert np.array_equal(incoming, np.concatenate(right)), (algorithm, length)
                 assert np.array_equal(outgoing, coded(rank, n * length))
 
+    def law_every_operation_moves_every_dtype(self, transport):
+        n, rank, count = transport.size, transport.rank, 1001
+        bounds, root = chunk_bounds(count, n), n - 1
+        own, kept = slice(*bounds[rank]), slice(None if rank == root else 0)
+        stack = np.stack([small(peer, count) for peer in range(n)])
+        total, gathered = stack.sum(axis=0), np.concatenate([stack[peer, slice(*bounds[peer])] for peer in range(n)])
+        for dtype in DTYPES:
+            cases = [(binding.bind_reduce_scatter, name, ("add",), own, total) for name in algorithms.REDUCE_SCATTER]
+            cases += [(binding.bind_reduce, name, ("add", root), kept, total) for name in algorithms.REDUCE]
+            cases += [(binding.bind_all_gather, name, (), slice(None), gathered) for name in algorithms.ALL_GATHER]
+            cases += [(binding.bind_broadcast, name, (root,), slice(None), stack[root]) for name in algorithms.BROADCAST]
+            for function, name, words, part, right in cases:
+                mine = small(rank, count, dtype)
+                function(transport, mine, *words, name).run()
+                assert np.array_equal(mine[part].astype("float64"), right[part]), (function, name, dtype)
+            for name in algorithms.ALL_TO_ALL:
+                incoming = np.zeros(5 * n, dtype)
+                binding.bind_all_to_all(transport, small(rank, 5 * n, dtype), incoming, name).run()
+                right = np.concatenate([small(peer, 5 * n)[5 * rank:5 * rank + 5] for peer in range(n)])
+                assert np.array_equal(incoming.astype("float64"), right), (name, dtype)
+
+    def law_no_operation_takes_arrays_with_gaps(self, transport):
+        gaps = np.ones(4 * transport.size)[::2]
+        for name in ("reduce_scatter", "all_gather", "broadcast", "reduce", "ping_pong"):
+            assert "an array with gaps" in raises_comm_error(lambda name=name: getattr(binding, f"bind_{name}")(transport, gaps))
+        assert "an array with gaps" in raises_comm_error(lambda: binding.bind_all_to_all(transport, gaps, gaps.copy()))
+        assert "an array with gaps" in raises_comm_error(lambda: binding.bind_all_to_all(transport, gaps.copy(), gaps))
+
     def law_all_to_all_refuses_arrays_that_do_not_divide_or_differ(self, transport):
         n = transport.size
         if n > 1:

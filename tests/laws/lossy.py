@@ -122,13 +122,16 @@ class LossyLaws:
                 sent = measured(transport, bind_lossy(transport, array, parse_wire(name)).run)
                 assert sent == (2 * (n - 1), 2 * (n - 1) * blocks * codec.block_bytes), name
             assert CODECS["fp16"].block_bytes == 2 * BLOCK and CODECS["int8"].block_bytes == BLOCK + 4
-            sent = measured(transport, bind_lossy(transport, array, parse_wire("topk:0.01")).run)
-            assert sent[1] == (n - 1) * 8 * math.ceil(0.01 * count)
-        rows, columns, outside, k = 48, 64, 16, 2
-        array = np.ones(rows * columns + outside, np.float32)
-        sent = measured(transport, bind_lossy(transport, array, parse_wire("powersgd:2"), [Matrix(0, rows, columns)]).run)
-        floats = sum(transport.gather_text(sent[1])) / 4
-        assert floats == 2 * (n - 1) * (k * (rows + columns) + outside)
+            for part in (0.01, 0.1, 1):
+                sent = measured(transport, bind_lossy(transport, array, parse_wire(f"topk:{part}")).run)
+                assert sent[1] == (n - 1) * 8 * math.ceil(part * count), part
+        for k, matrices, count in ((2, [Matrix(0, 48, 64)], 3088), (1, [Matrix(3, 31, 17), Matrix(600, 5, 77)], 1001)):
+            factors = k * sum(m.rows + m.columns for m in matrices)
+            outside = count - sum(m.rows * m.columns for m in matrices)
+            array = np.ones(count, np.float32)
+            sent = measured(transport, bind_lossy(transport, array, parse_wire(f"powersgd:{k}"), matrices).run)
+            floats = sum(transport.gather_text(sent[1])) / 4
+            assert floats == 2 * (n - 1) * (factors + outside), k
 
     def law_other_types_are_refused(self, transport):
         text = raises_comm_error(lambda: bind_lossy(transport, np.ones(3), parse_wire("int8")))
