@@ -8,6 +8,7 @@ import pytest
 from mpitrain import build as build_module
 from mpitrain import checkpoint, trainer
 from mpitrain.build import build
+from mpitrain.collectives import on_kernels
 from mpitrain.config import parse, with_settings
 from mpitrain.ops.cuda import body
 from mpitrain.trainer import replicas_equal
@@ -70,7 +71,7 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, tmp_pat
     simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", travel)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     kernels = gpu.kernels()
-    monkeypatch.setattr(trainer, "kernels_for", lambda kind: kernels)
+    monkeypatch.setattr(on_kernels, "kernels_for", lambda kind: kernels)
     for module in (trainer, build_module):
         monkeypatch.setattr(module, "ops_for", lambda kind: body(kernels))
     cupy.faults.clear()
