@@ -48,7 +48,7 @@ PLANS = {
 class Work(NamedTuple):
     """What the busiest rank does, in the order of TERMS: counts and bytes. host_long are those longer than EAGER.
 
-    Of messages under way at once (a plan's depth) one counts: the others' latency hides behind it.
+    Of messages to other hosts under way at once (a plan's depth) one counts: the others' latency hides behind it.
     net_bytes is what its whole host sends to others: the ranks of a host share its link.
     """
 
@@ -117,14 +117,14 @@ def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], co
 
 def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], itemsize: int) -> Work:
     """Sum over steps. A step costs as much as the larger of what it sends and receives, since both go on at once; but within
-    a host a message is mostly work for its two ranks, so that what is sent and what is received count both."""
-    host_messages = host_long = net_messages = 0.0
-    host_elements = reduced = 0
+    a host a message is mostly work for its two ranks: each counts that is sent or received, and hides behind no other."""
+    net_messages = 0.0
+    host_messages = host_long = host_elements = reduced = 0
     for step, depth in ((step, plan.depth) for plan in plans for step in plan.steps):
         ways = [[t for t in way if t.peer != rank] for way in (step.sends, step.receives)]
         near = [[t for t in way if hosts[t.peer] == hosts[rank]] for way in ways]
-        host_messages += sum(map(len, near)) / depth
-        host_long += sum(itemsize * (t.stop - t.start) > EAGER for way in near for t in way) / depth
+        host_messages += sum(map(len, near))
+        host_long += sum(itemsize * (t.stop - t.start) > EAGER for way in near for t in way)
         host_elements += max(sum(t.stop - t.start for t in way) for way in near)
         net_messages += max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True)) / depth
         reduced += step.combine * sum(t.stop - t.start for t in step.receives)
