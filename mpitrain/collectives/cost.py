@@ -22,7 +22,7 @@ from mpitrain.collectives import algorithms
 from mpitrain.collectives.hierarchical import all_reduce as hierarchical
 from mpitrain.collectives.plans import Plan, Transfer
 
-KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 24)
+KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
 """Bytes of the array at which the constants are known; the first hold below, the last above."""
 
 EAGER = 4000
