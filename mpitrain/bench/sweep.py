@@ -149,9 +149,9 @@ def _algorithms(bench: Bench) -> Sequence[str]:
     known, refused = OPERATIONS[request.operation].algorithms, {}
     if request.operation == "allreduce":
         known = (*known, "auto")
-        able = candidates(transport.hosts, request.dtype.name in transport.native_dtypes, request.device == "cuda")
+        able = candidates(transport.hosts, request.dtype.name in transport.native_dtypes)
         needs = {"native": f"needs a dtype that MPI reduces, which {request.dtype} is not",
-                 "shared": "needs all arrays in the memory of one host"}
+                 "shared": "needs all ranks on one host"}
         refused = {name: why for name, why in needs.items() if name not in able}
     for name in request.algorithms:
         if name in refused:

@@ -57,5 +57,5 @@ def test_what_cannot_run_is_refused_by_name_and_left_out_of_all():
     asked = request(most=64, buffers=("plain",))
     assert {row.algorithm for row in rows_of(2, asked, "ab")} >= {"ring", "hierarchical", "native", "auto"}
     assert "shared" not in {row.algorithm for row in rows_of(2, asked, "ab")}
-    with pytest.raises(ConfigError, match="allreduce algorithm shared needs all arrays in the memory of one host"):
+    with pytest.raises(ConfigError, match="allreduce algorithm shared needs all ranks on one host"):
         rows_of(2, request("ring", "shared"), "ab")
