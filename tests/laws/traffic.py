@@ -107,10 +107,11 @@ class TrafficLaws:
             assert sent[1] <= 2 * nbytes * (n - 1) // n
 
     def law_shared_sends_no_bytes(self, transport):
-        reduction = bind(transport, np.ones(10), algorithm="shared")
-        assert measured(transport, reduction.run) == (0, 0)
-        messages = 2 * ceil_lg(transport.size)  # two barriers of empty messages
-        assert measured(transport, lambda: (reduction.start(), reduction.wait())) == (messages, 0)
+        for count, barriers in ((10, 1), (1000, 2)):
+            reduction = bind(transport, np.ones(count), algorithm="shared")
+            assert measured(transport, reduction.run) == (0, 0)
+            messages = barriers * ceil_lg(transport.size)  # empty ones
+            assert measured(transport, lambda r=reduction: (r.start(), r.wait())) == (messages, 0)
 
     def law_native_sends_nothing_by_hand(self, transport):
         assert measured(transport, bind(transport, np.ones(10), algorithm="native").run) == (0, 0)
