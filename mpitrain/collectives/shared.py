@@ -6,7 +6,6 @@ tells that the arrays are ready, one after that they are done.
 
 import numpy as np
 
-from mpitrain.backend import on_device
 from mpitrain.collectives.agree import everywhere
 from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
@@ -105,18 +104,19 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> R
 
     Collective. None on every rank if the host has no room for a window; ConfigError if the ranks are on several hosts.
     """
-    if on_device(array):
-        raise everywhere(ConfigError("algorithm shared reduces host memory, but this array lies in a GPU's.",
-                                     "Use algorithm ring, or auto."))
-    if len(set(transport.hosts)) > 1:
-        error = ConfigError(f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
-                            "Use algorithm hierarchical.")
-        error.agreed = True
-        raise error
+    check_one_host(transport)
     windows, lease = _window_of(transport, array), None
     if windows is None:
         windows, lease = _borrow(transport, array)
     return None if windows is None else Shared(transport, array, op, windows, tag, lease)
+
+
+def check_one_host(transport: Transport) -> None:
+    """ConfigError on every rank if they are on several hosts."""
+    if len(set(transport.hosts)) > 1:
+        raise everywhere(ConfigError(
+            f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
+            "Use algorithm hierarchical."))
 
 
 def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:
