@@ -52,13 +52,28 @@ class Backend(Protocol):
 
 
 class DeviceBackend(Backend, Protocol):
-    """A backend whose memory is not the host's: what messages need to get there."""
+    """A backend whose memory is not the host's: what messages need to get there, and other processes of the host."""
 
     def staging(self, nbytes: int) -> np.ndarray:
         """Page-locked host bytes, which a device copies to and from while the host does something else."""
 
     def start_copy(self, target: Any, source: Any) -> Copy:
         """Begin to copy one contiguous array onto another, one of them staging, beside the work under way."""
+
+    def gpus(self) -> tuple[str, list[str]]:
+        """PCI addresses of this process's GPU and of all that it sees."""
+
+    def export(self, array: Any) -> tuple[str, int]:
+        """What another process needs to `open` the array, which must live as long: a handle of its allocation, its place there.
+
+        raises  CommError if the driver refuses
+        """
+
+    def open(self, handle: str, offset: int, like: Any) -> Any:
+        """Another process's array, alike in shape and dtype to one of this process's; unmapped when its last view dies.
+
+        raises  CommError if the driver refuses
+        """
 
 
 class HostBackend:
@@ -143,16 +158,11 @@ class CudaBackend:
         return _CudaCopy(self._copies.record(self._cupy.cuda.Event(disable_timing=True)), target, source)
 
     def gpus(self) -> tuple[str, list[str]]:
-        """PCI addresses of this process's GPU and of all that it sees."""
         runtime = self._cupy.cuda.runtime
         seen = [runtime.deviceGetPCIBusId(index) for index in range(runtime.getDeviceCount())]
         return seen[runtime.getDevice()], seen
 
     def export(self, array: Any) -> tuple[str, int]:
-        """What another process of this host needs to `open` the array, which must outlive that: a handle, and an offset.
-
-        raises  CommError if the driver refuses
-        """
         try:
             start = _allocation_start(array.data.ptr)
             return self._cupy.cuda.runtime.ipcGetMemHandle(start).hex(), array.data.ptr - start
@@ -160,10 +170,6 @@ class CudaBackend:
             raise CommError(f"GPU memory cannot be handed to other processes: {error}.") from None
 
     def open(self, handle: str, offset: int, like: Any) -> Any:
-        """Another process's array, alike in shape and dtype to one of this process's; unmapped when its last view dies.
-
-        raises  CommError if the driver refuses
-        """
         cuda = self._cupy.cuda
         try:
             opened = _Opened(cuda.runtime, bytes.fromhex(handle))
