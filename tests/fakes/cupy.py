@@ -48,7 +48,7 @@ class _Block:
     def __init__(self, nbytes):
         self.memory, self.truth = (np.full(nbytes + 64, GARBAGE, np.uint8) for _ in range(2))
         self.written, self.read = (np.zeros(nbytes + 64, bool) for _ in range(2))
-        self.ptr, self.size, self.device_id = self.memory.ctypes.data, nbytes, 0
+        self.ptr, self.size, self.device_id, self.streams = self.memory.ctypes.data, nbytes, 0, set()
         with _lock:
             _blocks[self.ptr] = self
 
@@ -84,6 +84,7 @@ class Stream:
                 if mask is block.written:
                     block.memory[where] = block.truth[where]
                 mask[where] = False
+                block.streams.discard(self)
             self._pending = []
 
     def record(self, event):
@@ -213,6 +214,7 @@ def launch(writes, reads, work):
                 array.of_bytes(where)[...] = True
                 _check_others(stream, array.block, where, name)
                 mask |= where
+                array.block.streams.add(stream)
                 stream._pending.append((array.block, mask, where))
                 if name == "written":
                     array.block.memory[where] = GARBAGE
@@ -220,8 +222,8 @@ def launch(writes, reads, work):
 
 def _check_others(stream, block, where, name):
     """A fault if another stream writes here, or reads what is written now."""
-    for other in list(_streams.values()):
-        for pending, mask, there in other._pending if other is not stream else ():
+    for other in block.streams - {stream}:
+        for pending, mask, there in other._pending:
             if pending is block and (name == "written" or mask is block.written) and (there & where).any():
                 faults.append("work on memory that another stream uses")
 
