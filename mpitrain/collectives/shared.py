@@ -7,7 +7,6 @@ copies that take turns, so that one barrier is enough.
 
 import numpy as np
 
-from mpitrain.backend import on_device
 from mpitrain.collectives.agree import everywhere
 from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
@@ -143,14 +142,7 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> R
 
     Collective. None on every rank if the host has no room for a window; ConfigError if the ranks are on several hosts.
     """
-    if on_device(array):
-        raise everywhere(ConfigError("algorithm shared reduces host memory, but this array lies in a GPU's.",
-                                     "Use algorithm ring, or auto."))
-    if len(set(transport.hosts)) > 1:
-        error = ConfigError(f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
-                            "Use algorithm hierarchical.")
-        error.agreed = True
-        raise error
+    check_one_host(transport)
     if array.nbytes * transport.size <= SMALL:
         slots, lease = _borrow(transport, array, 2)
         return None if slots is None else Small(transport, array, op, tag, slots, lease)
@@ -159,6 +151,14 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> R
         slots, lease = _borrow(transport, array, 1)
         windows = slots and slots[0]
     return None if windows is None else InPlace(transport, array, op, tag, windows, lease)
+
+
+def check_one_host(transport: Transport) -> None:
+    """ConfigError on every rank if they are on several hosts."""
+    if len(set(transport.hosts)) > 1:
+        raise everywhere(ConfigError(
+            f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
+            "Use algorithm hierarchical."))
 
 
 def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:

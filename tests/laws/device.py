@@ -5,7 +5,6 @@ import numpy as np
 from mpitrain.backend import CudaBackend, on_device
 from mpitrain.collectives import algorithms
 from mpitrain.collectives.bind import bind, bind_all_to_all
-from mpitrain.errors import ConfigError
 from mpitrain.transport.device import DeviceTransport, Direct
 from mpitrain.transport.staging import Staged
 from tests.fakes import cupy
@@ -94,7 +93,7 @@ class DeviceLaws:
 
     def law_all_reduces_are_exact_run_after_run(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        for algorithm in (*algorithms.ALL_REDUCE, "hierarchical", "native", "auto"):
+        for algorithm in (*algorithms.ALL_REDUCE, "hierarchical", "shared", "native", "auto"):
             for count in (0, 1, 5 * PIECE + 3):
                 array = backend.zeros(count, "float64")
                 reduction = bind(transport, array, algorithm=algorithm)
@@ -131,15 +130,6 @@ class DeviceLaws:
         assert np.array_equal(control, np.full(4, host.size * (host.size + 1) / 2))
         assert cupy.log() == []
         assert on_device(transport.allocate(3, "float32"))
-
-    def law_shared_windows_are_refused_with_a_way_out(self, host, carrier, backend):
-        transport = self.device(host, carrier, backend)
-        try:
-            bind(transport, backend.zeros(8, "float64"), algorithm="shared")
-        except ConfigError as error:
-            assert error.agreed and "Use algorithm ring" in str(error)
-        else:
-            raise AssertionError("a window of host memory cannot reduce device memory")
 
     def law_what_cannot_be_a_message_is_refused(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)

@@ -6,8 +6,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mpitrain.build import build
+from mpitrain.config import parse, with_settings
+from mpitrain.kernels.engines import kernels_for
+from mpitrain.transport.mpi import connect
 from tests.mpi.test_commands import TINY, launch, losses, mpitrain
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +41,7 @@ def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
     assert done.returncode == 2 and "there is no g++ here" in done.stderr, done.stderr
 
 
+@pytest.mark.timeout(480)    # four runs of four ranks; on a fresh machine g++ has the kernels to build
 def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tmp_path):
     few = [*TINY, "--set", "run.steps=5", "--set", "replication.algorithm=ring"]
     for kind in ("cpu", "cuda-sim"):
@@ -53,6 +59,23 @@ def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tm
     assert went_on.returncode == 0, went_on.stderr
     said = {kind: mpitrain("eval", "cpu-none", *kind, cwd=tmp_path).stdout for kind in ((), ("--device", "auto"))}
     assert len(set(said.values())) == 1 and "validation loss" in said[()]
+
+
+@pytest.mark.mpi(ranks=[4], timeout=110)
+@pytest.mark.parametrize("wire, needed", [("none", {"add_into"}), ("fp16", {"add_into", "convert"})])
+def test_it_is_our_kernels_that_reduce_the_gradients(wire, needed, mpi_ranks, monkeypatch):
+    settings = [word for word in TINY if word != "--set"]
+    config = parse(with_settings({}, [*settings, "device.kind=cuda-sim", "replication.algorithm=ring",
+                                      f"replication.wire={wire}"]))
+    trainer = build(connect(), config).trainer
+    kernels, launched = kernels_for("cuda-sim"), []
+    launch_one = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda name, *rest, **more: launched.append(name) or launch_one(name, *rest, **more))
+    trainer.gradients[:] = 1 + trainer.group.rank
+    trainer.replication.buckets.run()
+    assert np.all(trainer.gradients == 10)
+    assert set(launched) == needed
+    assert launched.count("add_into") >= 3, "what comes in each of three steps of a ring is added"
 
 
 def test_auto_is_resolved_in_the_run_directory(tmp_path):

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
+from mpitrain import backend, checkpoint, trainer
 from mpitrain import build as build_module
-from mpitrain import checkpoint, trainer
 from mpitrain.build import build
 from mpitrain.config import parse, with_settings
 from mpitrain.ops.cuda import body
@@ -66,14 +66,28 @@ def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
 @pytest.mark.parametrize("cuda_aware, wire", [("yes", "none"), ("no", "none"), ("no", "fp16"), ("yes", "int8")])
 def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, tmp_path, monkeypatch):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
-    travel = f"replication.wire={wire}"
-    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", travel)
+    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", f"replication.wire={wire}")
+    play_gpu(monkeypatch)
+    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", f"replication.wire={wire}")
+    assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
+    assert cupy.faults == []
+
+
+def test_gpus_that_reduce_each_other_s_memory_train_as_by_messages(tmp_path, monkeypatch):
+    """Bit by bit on two ranks, since a sum of two has one order."""
+    play_gpu(monkeypatch)
+    monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
+    by_ring, by_memory = (curves(2, tmp_path / algorithm, "device.kind=cuda", "device.cuda_aware=no",
+                                 f"replication.algorithm={algorithm}") for algorithm in ("ring", "shared"))
+    assert all(np.array_equal(a, b) for a, b in zip(by_ring, by_memory, strict=True))
+    assert cupy.faults == []
+
+
+def play_gpu(monkeypatch):
+    """A machine with a GPU: the fake one, whose kernels the simulator runs."""
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     kernels = gpu.kernels()
     monkeypatch.setattr(trainer, "kernels_for", lambda kind: kernels)
     for module in (trainer, build_module):
         monkeypatch.setattr(module, "ops_for", lambda kind: body(kernels))
     cupy.faults.clear()
-    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", travel)
-    assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
-    assert cupy.faults == []

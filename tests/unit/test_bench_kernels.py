@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli.bench import command
 from mpitrain.kernels.engines import kernels_for
+from mpitrain.kernels.simulator import build
 
 
 def bench(*arguments: str) -> tuple[int, list[list[str]], str]:
@@ -40,3 +41,12 @@ def test_without_cupy_it_says_what_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     code, _, text = bench(name, "--device", "cuda")
     assert code == 2 and "pip install 'mpitrain[cuda13]'" in text
+
+
+@pytest.mark.parametrize("name", ["kernels", "gemm"])
+def test_without_a_compiler_the_simulator_says_what_to_install(name, monkeypatch):
+    for remembered in (kernels_for, build.compiler, build._machine):
+        remembered.cache_clear()
+    monkeypatch.setattr(build.shutil, "which", lambda program: None)
+    code, _, text = bench(name, "--device", "cuda-sim")
+    assert code == 2 and "needs g++ 11 or later on x86-64; g++ is not installed" in text
