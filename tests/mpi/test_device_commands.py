@@ -27,6 +27,13 @@ def test_cuda_without_a_gpu_is_one_message_and_exit_2(cupy, complaint, tmp_path)
     assert "use --device cpu" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_wire_format_that_a_gpu_cannot_have_is_one_message_and_exit_2(tmp_path):
+    done = launch(2, "train", "--device", "cuda", "--set", "replication.wire=topk:0.1", "--out", "run", *TINY, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("ConfigError: Wire format topk:0.1 keeps its residuals in host memory") == 1
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
 def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
     (tmp_path / "bin").mkdir()
     for program in ("orted", "prted", "prterun"):

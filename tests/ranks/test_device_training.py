@@ -9,6 +9,7 @@ from mpitrain import build as build_module
 from mpitrain import checkpoint, trainer
 from mpitrain.build import build
 from mpitrain.config import parse, with_settings
+from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda import body
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
@@ -77,3 +78,17 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, tmp_pat
     on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", travel)
     assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
     assert cupy.faults == []
+
+
+@pytest.mark.parametrize("wire", ["topk:0.1", "powersgd:2"])
+def test_residuals_are_the_simulator_s_too_and_not_those_of_a_gpu_that_auto_has_found(wire, tmp_path, monkeypatch):
+    facts, _ = curves(2, tmp_path / "sim", "device.kind=cuda-sim", f"replication.wire={wire}")
+    assert np.isfinite(facts).all()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    kernels = gpu.kernels()
+    monkeypatch.setattr(trainer, "kernels_for", lambda kind: kernels)
+    for module in (trainer, build_module):
+        monkeypatch.setattr(module, "ops_for", lambda kind: body(kernels))
+    with pytest.raises(ConfigError, match=r"this array lies in a GPU's\.\n +Use wire fp16, bf16, int8 or none") as refused:
+        curves(2, tmp_path / "gpu", f"replication.wire={wire}")
+    assert refused.value.agreed
