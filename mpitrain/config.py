@@ -101,6 +101,9 @@ class Device(Section):
     cuda_aware: Literal["auto", "yes", "no"] = Field(
         "auto", description="whether GPU pointers go to MPI or are staged through the host; auto: ask MPI and try it out"
     )
+    gemm: Literal["tiled", "library"] = Field(
+        "tiled", description="of cuda and cuda-sim: matrix products by kernels of our own, or by cuBLAS (in cuda-sim NumPy)"
+    )
 
 
 class Config(Section):

@@ -26,6 +26,10 @@ class FakeEngine:
 
         return start
 
+    def multiply(self, a, b, c, transposed_a, transposed_b, accumulate):
+        truths = (a.truth, b.truth, c.truth)
+        cupy.launch([c], [a, b], lambda: self._simulator.multiply(*truths, transposed_a, transposed_b, accumulate))
+
 
 def kernels():
     """All kernels, on the fake GPU."""

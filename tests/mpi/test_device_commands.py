@@ -62,12 +62,22 @@ def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tm
     assert len(set(said.values())) == 1 and "validation loss" in said[()]
 
 
+def test_the_library_multiplies_where_train_is_told_so(tmp_path):
+    done = mpitrain("train", "--device", "cuda-sim", "--gemm", "library", "--out", "run", *TINY, "--set", "run.steps=1",
+                    "--set", "run.eval_every=-1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"]["gemm"] == "library"
+    done = mpitrain("train", "--gemm", "blas", cwd=tmp_path)
+    assert done.returncode == 2 and "device.gemm must be 'tiled' or 'library', but is 'blas'." in done.stderr
+
+
 def test_auto_is_resolved_in_the_run_directory(tmp_path):
     (tmp_path / "cupy.py").write_text(NO_DRIVER)
     paths = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path, env=paths)
     assert done.returncode == 0, done.stderr
-    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"] == {"kind": "cpu", "cuda_aware": "auto"}
+    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"] == {
+        "kind": "cpu", "cuda_aware": "auto", "gemm": "tiled"}
 
 
 def test_doctor_says_whether_messages_may_lie_in_gpu_memory():

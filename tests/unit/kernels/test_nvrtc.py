@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import SHARED
-from mpitrain.ops.cuda.product import TENSOR_TILES, TILES
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES
 from tests.unit.kernels.nvrtc import Compiler, usages
 
 pytestmark = pytest.mark.timeout(900)    # the first of them compiles everything
