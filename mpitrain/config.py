@@ -104,6 +104,7 @@ class Device(Section):
     gemm: Literal["tiled", "library"] = Field(
         "tiled", description="of cuda and cuda-sim: matrix products by kernels of our own, or by cuBLAS (in cuda-sim NumPy)"
     )
+    tiles: str = Field("", description="file of `mpitrain bench gemm --tune`, for gemm tiled; empty: tiles that fill a large GPU")
 
 
 class Config(Section):

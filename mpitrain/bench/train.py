@@ -4,6 +4,7 @@ import importlib
 import time
 from collections.abc import Sequence
 from statistics import median
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpitrain.build import Job
@@ -12,8 +13,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.transport.base import Transport
 
 WARM_UP = 3  # steps of each side before any is timed
-PEERS = {"torch": ("mpitrain.bench.torch_peer", "TorchPeer", "pip install torch==2.13.0")}
-"""Where a peer lives, its class there, and how to install what it needs."""
+PEERS = {"torch": ("mpitrain.bench.torch_peer", "pip install torch==2.13.0")}
+"""Where a peer lives, and how to install what it needs."""
 
 
 class Ours:
@@ -52,15 +53,20 @@ class Result(NamedTuple):
 
 def peer_class(name: str, config: Config) -> Any:
     """The class of a peer; ConfigError if it is not installed or cannot do what is configured. Local."""
-    module, cls, way_in = PEERS[name]
     if config.model.kind != "gpt" or config.optimizer.name != "adamw" or config.batch.micro_batches > 1:
         raise ConfigError("The peer trains a GPT with AdamW in one micro-batch.",
                           "Leave out --peer, or set model.kind=gpt, optimizer.name=adamw and batch.micro_batches=1.")
     if config.precision.compute != "float32" or config.optimizer.clip:
         raise ConfigError("The peer computes in float32 and does not clip.",
                           "Leave out --peer, or set precision.compute=float32 and optimizer.clip=0.")
+    return imported(name).TorchPeer
+
+
+def imported(name: str) -> ModuleType:
+    """The module of a peer; ConfigError if what it needs is not installed."""
+    module, way_in = PEERS[name]
     try:
-        return getattr(importlib.import_module(module), cls)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(f"The peer {name} needs the module {error.name}, which is not installed.",
                           f"Install it with `{way_in}`, or leave out --peer.") from None

@@ -26,6 +26,12 @@ class CudaEngine:
         self.capability = int(cupy.cuda.Device().compute_capability)
         self._modules: dict[tuple[Path, tuple], Any] = {}
 
+    @property
+    def name(self) -> str:
+        """The GPU's name."""
+        runtime = self._cupy.cuda.runtime
+        return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
+
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised array on the device."""
         return self._cupy.empty(shape, dtype)

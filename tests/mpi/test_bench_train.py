@@ -36,7 +36,7 @@ def test_both_sides_do_the_same_work(ranks):
 
 
 def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
-    monkeypatch.setitem(train.PEERS, "torch", ("nothing_of_this_name", "Peer", "pip install torch"))
+    monkeypatch.setitem(train.PEERS, "torch", ("nothing_of_this_name", "pip install torch"))
     config = parse({"optimizer": {"clip": 0.0}})
     with pytest.raises(ConfigError, match="needs the module nothing_of_this_name, which is not installed"):
         train.peer_class("torch", config)

@@ -77,7 +77,7 @@ def test_auto_is_resolved_in_the_run_directory(tmp_path):
     done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path, env=paths)
     assert done.returncode == 0, done.stderr
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"] == {
-        "kind": "cpu", "cuda_aware": "auto", "gemm": "tiled"}
+        "kind": "cpu", "cuda_aware": "auto", "gemm": "tiled", "tiles": ""}
 
 
 def test_doctor_says_whether_messages_may_lie_in_gpu_memory():

@@ -10,7 +10,7 @@ from mpitrain import checkpoint, trainer
 from mpitrain.build import build
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.ops.cuda import MULTIPLY, body
+from mpitrain.ops.cuda import body, multiply
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
@@ -80,7 +80,7 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, gemm, t
     kernels = gpu.kernels()
     monkeypatch.setattr(trainer, "kernels_for", lambda kind: kernels)
     for module in (trainer, build_module):
-        monkeypatch.setattr(module, "ops_for", lambda kind, gemm: body(kernels, MULTIPLY[gemm]))
+        monkeypatch.setattr(module, "ops_for", lambda kind, gemm, tiles: body(kernels, multiply(gemm, tiles)))
     cupy.faults.clear()
     on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", *travel)
     assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
@@ -95,7 +95,7 @@ def test_residuals_are_the_simulator_s_too_and_not_those_of_a_gpu_that_auto_has_
     kernels = gpu.kernels()
     monkeypatch.setattr(trainer, "kernels_for", lambda kind: kernels)
     for module in (trainer, build_module):
-        monkeypatch.setattr(module, "ops_for", lambda kind, gemm: body(kernels, MULTIPLY[gemm]))
+        monkeypatch.setattr(module, "ops_for", lambda kind, gemm, tiles: body(kernels, multiply(gemm, tiles)))
     with pytest.raises(ConfigError, match=r"this array lies in a GPU's\.\n +Use wire fp16, bf16, int8 or none") as refused:
         curves(2, tmp_path / "gpu", f"replication.wire={wire}")
     assert refused.value.agreed

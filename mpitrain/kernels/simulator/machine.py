@@ -55,6 +55,7 @@ class Simulator:
     cache        folder of compiled kernels
     """
 
+    name = "simulator"
     _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
 
     def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,

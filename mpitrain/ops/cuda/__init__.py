@@ -4,14 +4,13 @@ Nothing here waits for the device. Sums that the others return as numbers are ar
 """
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, product, steps, sums
-
-MULTIPLY = {"tiled": product.gemm, "library": product.library}
-"""Who multiplies matrices, by the names of device.gemm."""
+from mpitrain.ops.cuda.tiles import DEFAULT, read_tiles
 
 WITH_PRODUCTS = (
     linear.linear, linear.linear_backward_input, linear.linear_backward_weight,
@@ -34,6 +33,13 @@ def body(kernels: Kernels, multiply: linear.Multiply = product.gemm) -> SimpleNa
     return SimpleNamespace(**bound, **{function.__name__: partial(function, kernels, multiply) for function in WITH_PRODUCTS})
 
 
-def on(kind: str, gemm: str) -> SimpleNamespace:
-    """The operations on a kind of device, "cuda" or "cuda-sim"; products as device.gemm says."""
-    return body(kernels_for(kind), MULTIPLY[gemm])
+def multiply(gemm: str, tiles: str = "") -> linear.Multiply:
+    """Who multiplies matrices, as device.gemm and device.tiles say; ConfigError for a file that is no table of tiles."""
+    if gemm == "library":
+        return product.library
+    return partial(product.gemm, table=read_tiles(Path(tiles)) if tiles else DEFAULT)
+
+
+def on(kind: str, gemm: str, tiles: str) -> SimpleNamespace:
+    """The operations on a kind of device: "cuda" or "cuda-sim"."""
+    return body(kernels_for(kind), multiply(gemm, tiles))

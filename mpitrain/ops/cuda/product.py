@@ -7,35 +7,35 @@ from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import c_type, element, sum_type
 from mpitrain.ops.cuda.sums import sum_rows
-from mpitrain.ops.cuda.tiles import TensorTile, Tile, candidates, choose, tiles
+from mpitrain.ops.cuda.tiles import DEFAULT, Plan, Table, count
 
 ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2}
 
 
 def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
          alpha: float = 1.0, beta: float = 0.0, bias: Any = None, residual: Any = None, saved: Any = None,
-         activation: str | None = None, row_sums: Any = None,
-         plan: tuple[Tile | TensorTile, int] | None = None) -> None:
+         activation: str | None = None, row_sums: Any = None, table: Table = DEFAULT, plan: Plan | None = None) -> None:
     """c = activation(alpha op(a) op(b) + beta c + bias) + residual.
 
     a, b, c    (rows, columns) or (batch, rows, columns), the last dim contiguous; stored transposed where so flagged
     saved      receives what the activation is applied to; like c, as is `residual`
     row_sums   (M,): receives the sums over k of op(a), in the dtype of sums
-    plan       tile and splits; chosen from the shape if None
+    table      says which plan the shape gets, where none is given
     raises     KernelError if the shapes do not fit
     """
     m, n, k = _check(a, b, c, transposed_a, transposed_b, saved, residual)
     batches = c.shape[0] if c.ndim == 3 else 1
     if row_sums is not None and batches > 1:
         raise KernelError(f"Row sums of {batches} products have no place in one array.", "Multiply one by one.")
-    tile, splits = plan or choose(candidates(a, kernels.engine.capability), m, n, k, batches)
+    stored = "NT"[transposed_a] + "NT"[transposed_b]
+    tile, splits = plan or table.plan(a, stored, (m, n, k, batches), kernels.engine.capability)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
     parts = batches * splits * m * (n + types["ROW_SUMS"])
     workspace = arena.take((parts,), sum_type(a)) if splits > 1 else None
     output = _output(c, beta, bias, residual, saved, activation, row_sums)
     raw = (None, *_steps(c), None, None, None, 0, None)
     kernels.launch(
-        tile.kernel, (tiles(m, tile.TILE_M) * tiles(n, tile.TILE_N), 1, batches * splits), (tile.threads,),
+        tile.kernel, (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,),
         (m, n, k, alpha, strided(a), *_steps(a), strided(b), *_steps(b), beta,
          *(output if splits == 1 else raw), splits, fresh(workspace)), tile.shared,
         **types, **tile._asdict(), TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
@@ -95,8 +95,8 @@ def _combine(kernels: Kernels, shape: tuple[int, int, int, int], workspace: Any,
              types: dict[str, Any]) -> None:
     """The epilogue of sums that lie in a workspace of shape (batches, splits, M, N)."""
     batches, splits, m, n = shape
-    fours = m * (tiles(n, 4) + types["ROW_SUMS"])
-    kernels.launch("gemm_combine", (min(tiles(fours, 256), 1024), 1, batches), (256,),
+    fours = m * (count(n, 4) + types["ROW_SUMS"])
+    kernels.launch("gemm_combine", (min(count(fours, 256), 1024), 1, batches), (256,),
                    (m, n, alpha, beta, *output, splits, workspace), **types)
 
 

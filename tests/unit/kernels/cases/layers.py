@@ -28,7 +28,7 @@ def halves(names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]],
 def check_linear(kernels: Kernels, m: int, k: int, n: int, activation: str = "", dtype: str = "float32",
                  biased: bool = True, gemm: str = "tiled") -> None:
     """A linear layer, forward and the three backward halves."""
-    ops, arena, name = cuda.body(kernels, cuda.MULTIPLY[gemm]), Arena(), f"linear{activation}"
+    ops, arena, name = cuda.body(kernels, cuda.multiply(gemm)), Arena(), f"linear{activation}"
     x, w, b, dy = (stored(a, dtype) for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n)))
     y, saved = getattr(ops, name)(x, w, b if biased else None, arena)
     true_y, true_saved = getattr(reference, name)(values(x), values(w), values(b) if biased else None, None)

@@ -47,7 +47,7 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
         alpha, beta, bias = 1.5, -0.5, stored(numbers(6, n), dtype, shifted)
         truth = alpha * truth + beta * values(c) + values(bias)
         row_sums = None if batch or by_library else np.empty(m, "float64" if dtype == "float64" else "float32")
-    multiply = product.library if by_library else partial(product.gemm, plan=tile and (tile, splits))
+    multiply = product.library if by_library else partial(product.gemm, plan=tile and tiles.Plan(tile, splits))
     multiply(kernels, Arena(), a, b, c, transposed_a=ta, transposed_b=tb, alpha=alpha, beta=beta, bias=bias,
              residual=residual if extra else None, saved=saved if extra else None, activation=activation,
              row_sums=row_sums)
@@ -60,7 +60,7 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
 
 def ordinary() -> Iterator[partial]:
     """gemm and gemm_combine."""
-    large, medium, small = tiles.TILES
+    large, medium, small, *others = tiles.TILES
     for ta, tb in TRANSPOSITIONS:
         here = partial(check, ta=ta, tb=tb)
         for m, n, k in SHAPES:
@@ -70,6 +70,8 @@ def ordinary() -> Iterator[partial]:
         yield partial(here, m=33, n=30, k=100, tile=small, splits=3)
         for tile in (medium, large):
             yield partial(here, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile)
+    for tile in others:
+        yield partial(check, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile, extra=True, ta=True)
     yield partial(check, m=33, n=30, k=100, tile=small, splits=4, extra=True, ta=True, activation="relu")
     yield partial(check, m=3, n=5, k=20, tile=small, splits=5)     # more parts than tiles of K
     yield partial(check, m=33, n=17, k=20, tile=small, batch=3, extra=True)
@@ -97,7 +99,7 @@ def by_library() -> Iterator[partial]:
 
 def tensor() -> Iterator[partial]:
     """gemm_tensor."""
-    large, medium, small = tiles.TENSOR_TILES
+    large, medium, small, *others = tiles.TENSOR_TILES
     for ta, tb in TRANSPOSITIONS:
         here = partial(check, ta=ta, tb=tb, dtype="float16", result="float32", tile=small)
         for m, n, k in [*SHAPES, (32, 40, 200)]:
@@ -105,7 +107,7 @@ def tensor() -> Iterator[partial]:
         yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu", result="float16")
         yield partial(here, m=40, n=40, k=40, shifted=True)
         yield partial(here, m=40, n=30, k=200, splits=3)
-    for tile in (medium, large):
+    for tile in (medium, large, *others):
         yield partial(check, m=tile.TILE_M + 8, n=tile.TILE_N - 8, k=104, tile=tile, dtype="bfloat16", result="float32",
                       tb=True)
     yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)
