@@ -4,7 +4,6 @@ Everything here can be asked before NumPy and MPI are imported, from the variabl
 """
 
 import os
-import platform
 from typing import NamedTuple
 
 # launcher, local rank, ranks on this host, rank, ranks in all. Under `mpirun` inside a Slurm job the SLURM_ variables
@@ -44,13 +43,6 @@ def launched() -> Launched:
 def cores() -> int:
     """Cores this process may run on (its binding, where the launcher set one)."""
     return len(os.sched_getaffinity(0))
-
-
-def processor() -> str:
-    """The processor's name."""
-    with open("/proc/cpuinfo") as lines:
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def blas_threads() -> int:

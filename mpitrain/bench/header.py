@@ -1,11 +1,12 @@
 """What a benchmark ran on, for its header and for tuning files."""
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
 from mpitrain import __version__
 from mpitrain.bench.sweep import Request
-from mpitrain.device import cores, processor
+from mpitrain.device import cores
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
 
@@ -29,3 +30,10 @@ def printed(facts: dict[str, Any]) -> list[str]:
         f"# {facts['ranks']} ranks on {facts['hosts']} host(s): {', '.join(facts['host_names'])}",
         f"# {facts['processor']}, {facts['cores']} cores; {facts['mpi']}; device {facts['device']}",
     ]
+
+
+def processor() -> str:
+    """The processor's name."""
+    with open("/proc/cpuinfo") as lines:
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

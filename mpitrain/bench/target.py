@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.arena import Arena
-from mpitrain.device import processor
+from mpitrain.bench.header import processor
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpitrain import config
-from mpitrain.device import blas_threads
+from mpitrain.device import blas_threads, launched
 from mpitrain.errors import ConfigError
 from mpitrain.optim import learning_rate
 from mpitrain.transport.base import Transport
@@ -80,9 +80,8 @@ def copy_weights(arrays: Mapping[str, np.ndarray], model: GPT) -> None:
 class TorchPeer:
     """Trains a copy of our model as PyTorch does. Construction and steps are collective."""
 
-    name = "torch DDP, gloo"
-
     def __init__(self, transport: Transport, settings: config.Config, vocab: int, arrays: Mapping[str, np.ndarray]):
+        self.name = "torch DDP, gloo" if transport.size > 1 else "torch"
         self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())
         store = None
@@ -146,4 +145,4 @@ def placed(kind: str) -> torch.device:
                           "Install PyTorch for your CUDA (pip install torch), or leave out --peer.")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", launched().local_rank % torch.cuda.device_count())    # the same one as ours
