@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.ops.cuda.tiles import TILES, Measured, Plan, write_tiles
 from tests.mpi.test_commands import TINY, launch, losses, mpitrain
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,20 @@ def test_the_library_multiplies_where_train_is_told_so(tmp_path):
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"]["gemm"] == "library"
     done = mpitrain("train", "--gemm", "blas", cwd=tmp_path)
     assert done.returncode == 2 and "device.gemm must be 'tiled' or 'library', but is 'blas'." in done.stderr
+
+
+def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
+    words = ["train", "--device", "cuda-sim", "--set", "device.tiles=mine.json", "--out", "run", *TINY, "--set", "run.steps=1",
+             "--set", "run.eval_every=-1"]
+    done = launch(2, *words, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("The table of tiles mine.json cannot be read") == 1, done.stderr
+    write_tiles(tmp_path / "mine.json", "simulator", [Measured("float32", "NT", 64, 64, 16, Plan(TILES[1], 1))])
+    done = launch(2, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/tiles.json").read_text() == (tmp_path / "mine.json").read_text()
+    (tmp_path / "mine.json").unlink()
+    went_on = launch(2, "train", "--out", "run", "--resume", "--set", "run.steps=2", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
 
 
 def test_auto_is_resolved_in_the_run_directory(tmp_path):

@@ -1,6 +1,7 @@
 """What the GPU engine hands to CuPy, shown by a CuPy that only remembers. With a GPU, tests/gpu shows the rest."""
 
 import ctypes
+from functools import partial
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -13,7 +14,7 @@ from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.tiles import TENSOR_TILES
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Plan, Table
 from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
 
 
@@ -108,11 +109,20 @@ def test_a_source_is_compiled_once_for_each_set_of_macros():
     assert {"--std=c++17", "-DElement=float", "-DTILE_M=32"} <= set(options)
 
 
+def test_a_measured_tile_is_the_one_that_is_launched():
+    cupy, a = RememberingCupy(), np.ones((100, 100), np.float32)
+    table = Table([Measured("float32", "NT", 128, 128, 128, Plan(TILES[1], 1))])
+    multiply = partial(product.gemm, Kernels(CudaEngine(cupy)), Arena(), a, a, np.empty_like(a), table=table)
+    for transposed_b, tile in ((True, TILES[1]), (False, TILES[2])):
+        multiply(transposed_b=transposed_b)
+        assert {f"-D{macro}={value}" for macro, value in tile._asdict().items()} <= set(cupy.modules[-1][1])
+
+
 def test_shared_memory_above_48_kib_is_asked_for_first():
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
     a = np.ones((256, 256), np.float16)
-    product.gemm(kernels, Arena(), a, a, np.empty_like(a), plan=(TENSOR_TILES[0], 1))
+    product.gemm(kernels, Arena(), a, a, np.empty_like(a), plan=Plan(TENSOR_TILES[0], 1))
     kernel = cupy.kernels["gemm_tensor"]
     assert kernel.calls[0][3] == kernel.max_dynamic_shared_size_bytes > 48 << 10
 
