@@ -19,11 +19,11 @@ if [[ $device == cuda ]]; then
     python -c "import sys; from mpitrain.device import gpus; sys.exit(not gpus())" ||
         { echo "CuPy finds no GPU here: install mpitrain[cuda13] or [cuda12] and NVIDIA's driver, or try DEVICE cuda-sim"; exit 2; }
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-    shapes=4096,8192,8192x1536x768,8192x768x1536,8192x2048x4096,8192x4096x2048 dtypes=float32,bfloat16 bytes=67108864
-    model="layers=12 width=768 heads=12 context=1024" batch=8 blocks=5 steps=10
+    shapes=() dtypes=float32,bfloat16 bytes=67108864    # the shapes of bench gemm: two cubes, and layers of sharded GPTs
+    model="layers=12 width=768 heads=12 context=1024" batch=8 blocks=5 steps=10 tests=tests/gpu
 else
-    shapes=32,33x20x41 dtypes=float32,bfloat16 bytes=65536
-    model="layers=1 width=32 heads=2 context=16" batch=2 blocks=2 steps=1
+    shapes=(--shapes 32,33x20x41) dtypes=float32,bfloat16 bytes=65536
+    model="layers=1 width=32 heads=2 context=16" batch=2 blocks=2 steps=1 tests=tests/gpu/test_kernels.py
     [[ $device == cpu ]] && dtypes=float32
 fi
 keys=(--set "batch.size=$batch")
@@ -38,8 +38,8 @@ measure() {
     echo "$name ..." >&2
     "$@" > "$folder/$name.log" 2>&1 || echo "$name ended with exit code $?" >&2
 }
-measure tests python -m pytest -q -m gpu tests/gpu
-measure gemm python -m mpitrain bench gemm --device "$device" --shapes $shapes --dtype $dtypes --json "$folder/gemm.json" \
+measure tests python -m pytest -q -m gpu $tests
+measure gemm python -m mpitrain bench gemm --device "$device" ${shapes[@]+"${shapes[@]}"} --dtype $dtypes --json "$folder/gemm.json" \
     ${tiles[@]+"${tiles[@]}"}
 measure kernels python -m mpitrain bench kernels --device "$device" --json "$folder/kernels.json" ${peer[@]+"${peer[@]}"}
 for gemm in tiled library; do

@@ -26,9 +26,9 @@ def main(kind: str, aware: str, nbytes: int) -> None:
     """Wrong elements over all ranks, and the median over runs of the slowest rank's seconds."""
     device.choose_gpu(kind)
     host, backend = connect(), backend_for(kind)
-    if kind == "cuda" and aware == "yes" and not cuda_messages(host, "auto").cuda:
+    if kind == "cuda" and aware == "yes" and not (asked := cuda_messages(host, "auto")).cuda:
         if host.rank == 0:
-            print(json.dumps({"refused": f"MPI {cuda_messages(host, 'auto').how}"}))
+            print(json.dumps({"refused": f"MPI {asked.how}"}))
         return
     transport = over_device(host, backend, aware)
     arithmetic = by_kernels(kernels_for(kind), backend.holds, backend.arena()) if kind in KINDS else HOST

@@ -20,8 +20,9 @@ Shape = tuple[int, int, int]
 SHAPES = {
     "cpu": "256,512,1024,2048x1024x256",
     "cuda-sim": "32,65x33x40",
-    # 4096 and 8192; then a layer from width 768 to 3072 and back, cut for 2 ranks, and one of width 4096, cut for 8.
-    "cuda": "4096,8192,8192x1536x768,8192x768x1536,8192x2048x4096,8192x4096x2048",
+    # Two cubes; then, of 16 sequences of 1024 tokens, layers from width 768 to 3072 and back, cut for 2 ranks, and layers
+    # from width 4096 to 16384 and back, cut for 8.
+    "cuda": "4096,8192,16384x1536x768,16384x768x1536,16384x2048x4096,16384x4096x2048",
 }
 """What is measured where no shapes are given, by kind of device."""
 

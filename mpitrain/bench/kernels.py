@@ -12,8 +12,11 @@ from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.sums import sum_rows
 
 WRONG = 1e-4    # difference, relative to the largest element of the truth, from which on an element counts as wrong
-SHAPES = {"cpu": (8, 128, 256, 4, 512), "cuda-sim": (2, 24, 32, 2, 40), "cuda": (32, 1024, 768, 12, 50304)}
-"""Sequences, tokens, channels, heads, vocabulary by kind of device: on a GPU so many that a launch costs less than the work."""
+SHAPES = {"cpu": (8, 128, 256, 4, 512), "cuda-sim": (2, 24, 32, 2, 40), "cuda": (16, 1024, 768, 12, 50304)}
+"""Sequences, tokens, channels, heads, vocabulary by kind of device."""
+
+MOVED = {"cpu": 1024, "cuda-sim": 48, "cuda": 1 << 17}
+"""Rows of what only moves bytes: on a GPU so many that no cache holds them and a launch costs less than the work."""
 
 
 class Row(NamedTuple):
@@ -66,7 +69,7 @@ Peer = Callable[[str, np.ndarray, np.ndarray, int, str], Attention]
 
 def measure(device: Target, peer: Peer | None = None) -> Iterator[Row]:
     """Rows as they are measured: copying first, the ceiling of all that move bytes; a product second, that of the rest."""
-    x = device.put(np.ones(SHAPES[device.kind][0] * SHAPES[device.kind][1] * SHAPES[device.kind][2], np.float32))
+    x = device.put(np.ones(MOVED[device.kind] * SHAPES[device.kind][2], np.float32))
     y = device.put(np.empty(x.shape, np.float32))
 
     def copy() -> None:
@@ -122,7 +125,7 @@ def works(device: Target, peer: Peer | None) -> Iterator[Work]:
     def first(name: str) -> Callable[[], Any]:
         return lambda: kept[name][0] if isinstance(kept[name], tuple) else kept[name]
 
-    size, nbytes = 2.0 * rows * width * 4 * width, 4.0 * rows * width
+    size, nbytes = 2.0 * rows * width * 4 * width, 4.0 * MOVED[device.kind] * width
     yield Work("linear", keep("linear", lambda: ops.linear(dx, dw, db, arena)), first("linear"),
                lambda: reference.linear(x, w, b, None)[0], size, "GFLOP/s")
     yield Work("linear_gelu", keep("gelu", lambda: ops.linear_gelu(dx, dw, db, arena)), first("gelu"),
@@ -132,19 +135,22 @@ def works(device: Target, peer: Peer | None) -> Iterator[Work]:
     out = put(np.empty_like(w))
     yield Work("linear weight", lambda: ops.linear_backward_weight(kept["input"][1], out, False, arena), lambda: out,
                lambda: dy.T @ x, size, "GFLOP/s")
-    g = put(gain)
-    yield Work("layer_norm", keep("norm", lambda: ops.layer_norm(dx, g, g, arena)), first("norm"),
-               lambda: reference.layer_norm(x, gain, gain, None)[0], 2 * nbytes)
-    yield Work("layer_norm input", keep("back", lambda: ops.layer_norm_backward_input(dx, g, kept["norm"][1], arena)),
-               first("back"), lambda: reference.layer_norm_backward_input(x, gain, reference.layer_norm(x, gain, gain, None)[1],
-                                                                          None)[0], 3 * nbytes)
+    kept.clear()
+    many, g = numbers(MOVED[device.kind], width), put(gain)
+    dmany = put(many)
+    yield Work("layer_norm", keep("norm", lambda: ops.layer_norm(dmany, g, g, arena)), first("norm"),
+               lambda: reference.layer_norm(many, gain, gain, None)[0], 2 * nbytes)
+    yield Work("layer_norm input", keep("back", lambda: ops.layer_norm_backward_input(dmany, g, kept["norm"][1], arena)),
+               first("back"), lambda: reference.layer_norm_backward_input(
+                   many, gain, reference.layer_norm(many, gain, gain, None)[1], None)[0], 3 * nbytes)
+    kept.clear()
     yield from attentions(device, peer)
     logits, targets = numbers(min(rows, 1024), vocab), rng.integers(vocab, size=min(rows, 1024))
     on_device, right = put(logits), put(targets)
     yield Work("cross_entropy_loss", keep("loss", lambda: ops.cross_entropy_loss(on_device, right, arena)),
                lambda: np.asarray(device.get(kept["loss"])), lambda: reference.cross_entropy_loss(logits, targets, None),
                logits.nbytes)
-    flat = [np.abs(numbers(rows * width)) for _ in range(4)]
+    flat = [np.abs(numbers(many.size)) for _ in range(4)]
     p, grad, m, v = (put(a.copy()) for a in flat)
     scalars = {"scale": 1.0, "lr": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
     yield Work("adamw", lambda: ops.adamw(p, grad, m, v, arena=arena, **scalars), lambda: p, lambda: flat[0], 7 * nbytes)
@@ -194,7 +200,7 @@ def reductions(device: Target, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
     coded, scale = put(np.empty(a.size, np.int8)), put(np.empty(scales, np.float32))
     matrix, sums = x.reshape(-1, width), put(np.empty(width, np.float32))
     yield Work("column sums", lambda: sum_rows(kernels, matrix, sums, False, device.arena), lambda: sums,
-               lambda: a.reshape(-1, width).sum(0), a.nbytes)
+               lambda: a.reshape(-1, width).sum(0, dtype=np.float64), a.nbytes)
     # Later runs add again, but what is compared is what the first one left.
     yield Work("add_into", lambda: wire.add_into(kernels, total, x), lambda: total, lambda: a + b, 3 * a.nbytes)
     yield Work("to float16", lambda: wire.convert(kernels, x, half), lambda: half, lambda: a.astype(np.float16), 1.5 * a.nbytes)

@@ -33,13 +33,19 @@ class Visiting(CudaEngine):
             kernel(grid, block, there, shared)
             for parameter, argument in zip(signature.parameters, arguments, strict=True):
                 if parameter.is_pointer and not parameter.is_readonly and argument.array is not None and argument.array.size:
-                    low, extent = visits[_key(argument.array)][:2]
-                    back = self._module.asnumpy(extent)
-                    offset = argument.array.ctypes.data - low
-                    argument.array[...] = np.ndarray(argument.array.shape, argument.array.dtype, back, offset,
-                                                     argument.array.strides)
+                    self._return(argument.array, visits)
 
         return launch
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, *how: bool) -> None:
+        visits: dict[tuple, tuple] = {}
+        super().multiply(*(self._visit(Argument(array), visits).array for array in (a, b, c)), *how)
+        self._return(c, visits)
+
+    def _return(self, array: np.ndarray, visits: dict[tuple, tuple]) -> None:
+        low, extent = visits[_key(array)][:2]
+        back = self._module.asnumpy(extent)
+        array[...] = np.ndarray(array.shape, array.dtype, back, array.ctypes.data - low, array.strides)
 
     def _visit(self, argument: Any, visits: dict[tuple, tuple]) -> Any:
         if not isinstance(argument, Argument) or argument.array is None:
