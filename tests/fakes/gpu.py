@@ -13,6 +13,12 @@ class FakeEngine:
         self._simulator = Simulator()
         self.capability = self._simulator.capability
 
+    name, empty = "a fake GPU", staticmethod(cupy.empty)
+    put, get = staticmethod(cupy.asarray), staticmethod(cupy.asnumpy)
+
+    def wait(self):
+        cupy.get_current_stream().synchronize()
+
     def load(self, source, signature, defines):
         function = self._simulator.load(source, signature, defines)
 

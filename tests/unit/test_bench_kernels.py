@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench import gemm
+from mpitrain.bench import gemm, kernels, target
 from mpitrain.cli.bench import command
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
+from tests.fakes import cupy, gpu
 
 
 def bench(*arguments: str) -> tuple[int, list[list[str]], str]:
@@ -54,6 +55,23 @@ def test_products_are_right_in_every_way(words):
     code, rows, text = bench("gemm", "--device", "cuda-sim", "--shapes", "40x33x50", *words)
     assert code == 0 and {row[-1] for row in rows} == {"0"}, text
     assert ("-" in {row[7] for row in rows}) == (words[0] == "--gemm"), "the library has no tiles of ours"
+
+
+def test_on_a_gpu_nothing_is_taken_for_numpy_s(monkeypatch, tmp_path):
+    """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
+    launched = gpu.kernels()
+    monkeypatch.setattr(target, "kernels_for", lambda kind: launched)
+    monkeypatch.setattr(target, "FEWEST", 1)
+    monkeypatch.setattr(target, "BUDGET", 0.0)
+    monkeypatch.setattr(target, "MOMENT", 0.0)
+    monkeypatch.setitem(kernels.SHAPES, "cuda", kernels.SHAPES["cuda-sim"])
+    monkeypatch.setitem(kernels.MOVED, "cuda", kernels.MOVED["cuda-sim"])
+    cupy.faults.clear()
+    for words in (("kernels",), ("kernels", "--gemm", "library"), ("gemm", "--shapes", "33x20x41", "--dtype", "float32,bfloat16"),
+                  ("gemm", "--shapes", "9x8x4", "--tune", "--out", str(tmp_path / "tiles.json"))):
+        code, _, text = bench(*words, "--device", "cuda")
+        assert code == 0 and "a fake GPU" in text, text
+    assert cupy.faults == []
 
 
 def test_a_wrong_product_is_counted_and_fails(monkeypatch):
