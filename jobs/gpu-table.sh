@@ -17,9 +17,9 @@ peer=(--peer torch)
 python -c "import torch" 2> /dev/null || { echo "PyTorch is not installed: its columns stay empty (pip install torch)"; peer=(); }
 if [[ $device == cuda ]]; then
     python -c "import sys; from mpitrain.device import gpus; sys.exit(not gpus())" ||
-        { echo "CuPy finds no GPU here: install mpitrain[cuda13] or [cuda12] and NVIDIA's driver, or try DEVICE cuda-sim"; exit 2; }
+        { echo "CuPy finds no GPU here: install mpitrain[cuda13] or [cuda12] and NVIDIA's driver, or try cuda-sim"; exit 2; }
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-    shapes=() dtypes=float32,bfloat16 bytes=67108864    # the shapes of bench gemm: two cubes, and layers of sharded GPTs
+    shapes=() dtypes=float32,bfloat16 bytes=67108864    # bench gemm's: two cubes, layers of sharded GPTs
     model="layers=12 width=768 heads=12 context=1024" batch=8 blocks=5 steps=10 tests=tests/gpu
 else
     shapes=(--shapes 32,33x20x41) dtypes=float32,bfloat16 bytes=65536
@@ -39,8 +39,8 @@ measure() {
     "$@" > "$folder/$name.log" 2>&1 || echo "$name ended with exit code $?" >&2
 }
 measure tests python -m pytest -q -m gpu $tests
-measure gemm python -m mpitrain bench gemm --device "$device" ${shapes[@]+"${shapes[@]}"} --dtype $dtypes --json "$folder/gemm.json" \
-    ${tiles[@]+"${tiles[@]}"}
+measure gemm python -m mpitrain bench gemm --device "$device" --dtype $dtypes --json "$folder/gemm.json" \
+    ${shapes[@]+"${shapes[@]}"} ${tiles[@]+"${tiles[@]}"}
 measure kernels python -m mpitrain bench kernels --device "$device" --json "$folder/kernels.json" ${peer[@]+"${peer[@]}"}
 for gemm in tiled library; do
     name=train

@@ -147,4 +147,7 @@ def _end(run: Callable[[], int]) -> None:
     except MpitrainError as error:
         click.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        click.echo(f"{error.filename} cannot be written: {error.strerror}.", err=True)
+        sys.exit(MpitrainError.exit_code)
     sys.exit(1 if wrong else 0)

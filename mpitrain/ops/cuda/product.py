@@ -52,9 +52,10 @@ def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_
     raises     KernelError if the shapes do not fit
     """
     m, n, _ = _check(a, b, c, transposed_a, transposed_b, saved, residual)
-    if c.ndim != 2 or (row_sums is not None and not transposed_a):
-        raise KernelError("The library is asked for products of two dims, with sums over rows of an `a` stored transposed, but "
-                          f"c has shape {c.shape}.", "Multiply one by one, or with gemm tiled.")
+    if c.ndim != 2:
+        raise KernelError(f"The library makes one product at a time, not {c.shape[0]}.", "Multiply one by one, or by `gemm`.")
+    if row_sums is not None and not transposed_a:
+        raise KernelError(f"Only of an operand stored transposed can the rows be summed, not of {a.shape}.", "Use `gemm`.")
     if row_sums is not None:
         sum_rows(kernels, a, row_sums, False, arena)
     is_bare = bias is None and residual is None and saved is None and activation is None and alpha == 1 and beta in (0, 1)

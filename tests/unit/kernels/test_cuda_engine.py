@@ -154,6 +154,16 @@ def test_the_library_is_asked_for_the_product_of_rows(ta, tb, dtype, result):
     assert cupy.cuda.cublas.modes == [("handle", ColumnMajor.CUBLAS_DEFAULT_MATH)] * 2, "TF32 is never on"
 
 
+def test_what_the_library_cannot_do_is_refused():
+    kernels, a = Kernels(CudaEngine(RememberingCupy())), np.ones((3, 3), np.float32)
+    with pytest.raises(KernelError, match="makes one product at a time, not 2"):
+        product.library(kernels, Arena(), *[np.ones((2, 3, 3), np.float32)] * 3)
+    with pytest.raises(KernelError, match="Only of an operand stored transposed can the rows be summed"):
+        product.library(kernels, Arena(), a, a, a.copy(), row_sums=np.empty(3, np.float32))
+    with pytest.raises(KernelError, match="does not fit into"):
+        product.library(kernels, Arena(), a, a, np.ones((3, 2), np.float32))
+
+
 def test_a_single_row_may_have_any_stride():
     a, b, c = (np.ones((8, 4), np.float32)[::9].view(OnDevice), np.ones((4, 3), np.float32).view(OnDevice),
                np.zeros((1, 3), np.float32).view(OnDevice))
