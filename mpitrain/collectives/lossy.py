@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.backend import on_device
 from mpitrain.collectives import pairwise, ring
 from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
@@ -19,7 +20,7 @@ from mpitrain.collectives.compose import Chain, Lanes, Local
 from mpitrain.collectives.execute import WINDOW, Execution, Reduction
 from mpitrain.collectives.plans import Plan, at_once
 from mpitrain.collectives.wire import BLOCK, Codec, Wire
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.base import Transport
 
 LANE = 30 << 10
@@ -42,12 +43,17 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
     array       float32, contiguous; one length on all ranks
     matrices    for powersgd: what in the array is a matrix; the whole array as one, nearly square, if none is given
     arithmetic  what codes, adds and chooses
-    raises      CommError on every rank if ranks differ or the array is not float32
+    raises      CommError on every rank if ranks differ or the array is not float32; ConfigError on every rank if the
+                array lies in a GPU's memory and the format's residuals cannot
     """
     tag = agree(transport, "lossy all-reduce", array, (wire.name,), wire.name, amount=wire.amount, matrices=len(matrices))
     if array.dtype != np.float32:
         raise everywhere(CommError(
             f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.", "Use wire none."))
+    if wire.name in ("topk", "powersgd") and on_device(array):
+        raise everywhere(ConfigError(
+            f"Wire format {wire.name} keeps its residuals in host memory, but this array lies in a GPU's.",
+            "Use wire fp16, bf16, int8 or none, or device.kind cpu."))
     flat = array.reshape(-1)
     if wire.name == "topk":
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag, arithmetic.largest)

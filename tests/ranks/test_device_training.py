@@ -9,7 +9,8 @@ from mpitrain import backend, checkpoint, trainer
 from mpitrain import build as build_module
 from mpitrain.build import build
 from mpitrain.config import parse, with_settings
-from mpitrain.ops.cuda import body
+from mpitrain.errors import ConfigError
+from mpitrain.ops.cuda import body, multiply
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
@@ -63,12 +64,20 @@ def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
     assert np.all(np.abs(simulated[:, 0] / on_cpu[:, 0] - 1) <= 1e-4)
 
 
-@pytest.mark.parametrize("cuda_aware, wire", [("yes", "none"), ("no", "none"), ("no", "fp16"), ("yes", "int8")])
-def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, tmp_path, monkeypatch):
+def test_a_library_s_products_train_as_our_own_do(tmp_path):
+    tiled, library = (curves(2, tmp_path / gemm, "device.kind=cuda-sim", f"device.gemm={gemm}")[0]
+                      for gemm in ("tiled", "library"))
+    assert np.all(np.abs(library[:, 0] / tiled[:, 0] - 1) <= 1e-4) and not np.array_equal(library, tiled)
+
+
+@pytest.mark.parametrize("cuda_aware, wire, gemm", [
+    ("yes", "none", "tiled"), ("no", "none", "library"), ("no", "fp16", "tiled"), ("yes", "int8", "tiled")])
+def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, gemm, tmp_path, monkeypatch):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
-    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", f"replication.wire={wire}")
+    travel = f"replication.wire={wire}", f"device.gemm={gemm}"
+    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", *travel)
     play_gpu(monkeypatch)
-    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", f"replication.wire={wire}")
+    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", *travel)
     assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
     assert cupy.faults == []
 
@@ -89,5 +98,15 @@ def play_gpu(monkeypatch):
     kernels = gpu.kernels()
     monkeypatch.setattr(trainer, "kernels_for", lambda kind: kernels)
     for module in (trainer, build_module):
-        monkeypatch.setattr(module, "ops_for", lambda kind: body(kernels))
+        monkeypatch.setattr(module, "ops_for", lambda kind, gemm, tiles: body(kernels, multiply(gemm, tiles)))
     cupy.faults.clear()
+
+
+@pytest.mark.parametrize("wire", ["topk:0.1", "powersgd:2"])
+def test_residuals_are_the_simulator_s_too_and_not_those_of_a_gpu_that_auto_has_found(wire, tmp_path, monkeypatch):
+    facts, _ = curves(2, tmp_path / "sim", "device.kind=cuda-sim", f"replication.wire={wire}")
+    assert np.isfinite(facts).all()
+    play_gpu(monkeypatch)
+    with pytest.raises(ConfigError, match=r"this array lies in a GPU's\.\n +Use wire fp16, bf16, int8 or none") as refused:
+        curves(2, tmp_path / "gpu", f"replication.wire={wire}")
+    assert refused.value.agreed

@@ -26,9 +26,9 @@ def halves(names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]],
 
 
 def check_linear(kernels: Kernels, m: int, k: int, n: int, activation: str = "", dtype: str = "float32",
-                 biased: bool = True) -> None:
+                 biased: bool = True, gemm: str = "tiled") -> None:
     """A linear layer, forward and the three backward halves."""
-    ops, arena, name = cuda.body(kernels), Arena(), f"linear{activation}"
+    ops, arena, name = cuda.body(kernels, cuda.multiply(gemm)), Arena(), f"linear{activation}"
     x, w, b, dy = (stored(a, dtype) for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n)))
     y, saved = getattr(ops, name)(x, w, b if biased else None, arena)
     true_y, true_saved = getattr(reference, name)(values(x), values(w), values(b) if biased else None, None)
@@ -127,6 +127,9 @@ def linears() -> Iterator[Callable]:
     yield partial(check_linear, m=5, k=3, n=7, activation="_gelu", dtype="float64", biased=False)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_linear, m=70, k=9, n=40, activation="_gelu", dtype=dtype)
+    for activation in ("", "_gelu", "_relu"):
+        yield partial(check_linear, m=33, k=31, n=37, activation=activation, gemm="library")
+    yield partial(check_linear, m=33, k=30, n=36, gemm="library", dtype="bfloat16")
     for n in (0, 1, 1023, 1024, 1025, 1031):
         yield partial(check_activation, n=n, activation="gelu")
         yield partial(check_activation, n=n, activation="relu")
