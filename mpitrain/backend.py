@@ -3,15 +3,17 @@
 A backend is the only thing that knows how arrays get there and back, and what must be waited for on the way.
 """
 
+import ctypes
 import platform
 import shutil
+import weakref
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpitrain.arena import Arena, Lease
-from mpitrain.errors import ConfigError
+from mpitrain.errors import CommError, ConfigError
 
 
 class Copy(Protocol):
@@ -50,13 +52,28 @@ class Backend(Protocol):
 
 
 class DeviceBackend(Backend, Protocol):
-    """A backend whose memory is not the host's: what messages need to get there."""
+    """A backend whose memory is not the host's: what messages need to get there, and other processes of the host."""
 
     def staging(self, nbytes: int) -> np.ndarray:
         """Page-locked host bytes, which a device copies to and from while the host does something else."""
 
     def start_copy(self, target: Any, source: Any) -> Copy:
         """Begin to copy one contiguous array onto another, one of them staging, beside the work under way."""
+
+    def gpus(self) -> tuple[str, list[str]]:
+        """PCI addresses of this process's GPU and of all that it sees."""
+
+    def export(self, array: Any) -> tuple[str, int]:
+        """What another process needs to `open` the array, which must live as long: a handle of its allocation, its place there.
+
+        raises  CommError if the driver refuses
+        """
+
+    def open(self, handle: str, offset: int, like: Any) -> Any:
+        """Another process's array, alike in shape and dtype to one of this process's; unmapped when its last view dies.
+
+        raises  CommError if the driver refuses
+        """
 
 
 class HostBackend:
@@ -140,6 +157,27 @@ class CudaBackend:
         runtime.memcpyAsync(_address(target), _address(source), source.nbytes, runtime.memcpyDefault, self._copies.ptr)
         return _CudaCopy(self._copies.record(self._cupy.cuda.Event(disable_timing=True)), target, source)
 
+    def gpus(self) -> tuple[str, list[str]]:
+        runtime = self._cupy.cuda.runtime
+        seen = [runtime.deviceGetPCIBusId(index) for index in range(runtime.getDeviceCount())]
+        return seen[runtime.getDevice()], seen
+
+    def export(self, array: Any) -> tuple[str, int]:
+        try:
+            start = _allocation_start(array.data.ptr)
+            return self._cupy.cuda.runtime.ipcGetMemHandle(start).hex(), array.data.ptr - start
+        except (OSError, self._cupy.cuda.runtime.CUDARuntimeError) as error:
+            raise CommError(f"GPU memory cannot be handed to other processes: {error}.") from None
+
+    def open(self, handle: str, offset: int, like: Any) -> Any:
+        cuda = self._cupy.cuda
+        try:
+            opened = _Opened(cuda.runtime, bytes.fromhex(handle))
+        except cuda.runtime.CUDARuntimeError as error:
+            raise CommError(f"GPU memory of another process cannot be opened: {error}.") from None
+        memory = cuda.UnownedMemory(opened.address + offset, like.nbytes, opened, like.data.device_id)
+        return self._cupy.ndarray(like.shape, like.dtype, cuda.MemoryPointer(memory, 0))
+
 
 class _CudaMemory:
     """Buffers of CuPy's default pool."""
@@ -167,6 +205,26 @@ class _CudaCopy:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+
+class _Opened:
+    """An allocation of another process, mapped into this one until nothing refers to it. The driver counts how often."""
+
+    def __init__(self, runtime: ModuleType, handle: bytes):
+        self.address = runtime.ipcOpenMemHandle(handle)
+        weakref.finalize(self, runtime.ipcCloseMemHandle, self.address)
+
+
+def _allocation_start(address: int) -> int:
+    """Where the driver's allocation begins that an array lies in: CuPy's pools cut one into many, and handles are of whole ones.
+
+    raises  OSError if the driver is not there or does not know the address
+    """
+    start = ctypes.c_uint64()
+    status = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(ctypes.byref(start), None, ctypes.c_uint64(address))
+    if status:
+        raise OSError(f"the driver does not know address {address:#x} (error {status})")
+    return start.value
 
 
 def on_device(array: Any) -> bool:

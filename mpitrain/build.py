@@ -73,7 +73,7 @@ def _check_memory(transport: Transport, units: list[Unit], config: Config) -> No
 
 def model(config: Config, source: Source | Unopened) -> list[Unit]:
     """The configured network for this source's inputs and classes."""
-    layers, m = Plain(ops_for(config.device.kind)), config.model
+    layers, m = Plain(ops_for(config.device.kind, config.device.gemm, config.device.tiles)), config.model
     if m.kind == "gpt":
         return gpt(layers, vocab=source.inputs, context=m.context, width=m.width, heads=m.heads, depth=m.layers,
                    tied=m.tied)

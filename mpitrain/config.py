@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mpitrain.errors import ConfigError
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
+KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
 
 
 class Section(BaseModel):
@@ -100,6 +101,10 @@ class Device(Section):
     cuda_aware: Literal["auto", "yes", "no"] = Field(
         "auto", description="whether GPU pointers go to MPI or are staged through the host; auto: ask MPI and try it out"
     )
+    gemm: Literal["tiled", "library"] = Field(
+        "tiled", description="of cuda and cuda-sim: matrix products by kernels of our own, or by cuBLAS (in cuda-sim NumPy)"
+    )
+    tiles: str = Field("", description="file of `mpitrain bench gemm --tune`, for gemm tiled; empty: tiles that fill a large GPU")
 
 
 class Config(Section):
@@ -123,6 +128,11 @@ class Config(Section):
                 f"Wire formats carry float32, but precision.compute is {self.precision.compute} with replication.wire "
                 f"{self.replication.wire}.",
                 "Set replication.wire to none, or precision.compute to float32.",
+            )
+        if self.device.kind == "cuda" and self.replication.wire.startswith(KEPT_ON_HOST):
+            raise ConfigError(
+                f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
+                "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
             )
         width, heads = self.model.width, self.model.heads
         if self.model.kind == "gpt" and width % heads:

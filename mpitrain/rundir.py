@@ -25,7 +25,8 @@ from mpitrain.topology import topology
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
 
-METRICS, CONFIG, TUNING, CHECKPOINTS, LOCK = "metrics.jsonl", "config.toml", "tuning.json", "checkpoints", "lock"
+METRICS, CONFIG, TUNING, TILES = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json"
+CHECKPOINTS, LOCK = "checkpoints", "lock"
 FIXED = ("model.", "optimizer.name", "data.vocabulary")  # a checkpoint of other values of these is of another model
 
 
@@ -81,7 +82,7 @@ def _look(config: Config, resume: str) -> Place:
 
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
-    ignored = ("run.out", "layout.", "replication.tuning")  # found anew at every start
+    ignored = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
     if not new["data.vocabulary"]:
         ignored += ("data.vocabulary",)
     if new["device.kind"] == "auto":
@@ -105,6 +106,8 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         write_whole(folder / CONFIG, tomli_w.dumps(_resolved(job, folder)))
         if config.replication.tuning:
             write_tuning(folder / TUNING, job.trainer.group.tuning)
+        if _has_tiles(config):
+            write_whole(folder / TILES, Path(config.device.tiles).read_text())
         if place.saved is None:
             (folder / METRICS).write_text("")
         else:
@@ -151,4 +154,11 @@ def _resolved(job: Job, folder: Path) -> dict[str, Any]:
         tables["data"]["vocabulary"] = job.source.inputs
     if config.replication.tuning:
         tables["replication"]["tuning"] = str((folder / TUNING).resolve())
+    if _has_tiles(config):
+        tables["device"]["tiles"] = str((folder / TILES).resolve())
     return tables
+
+
+def _has_tiles(config: Config) -> bool:
+    """Whether a table of tiles is in use; the CPU reads none."""
+    return bool(config.device.tiles) and config.device.kind != "cpu"

@@ -40,7 +40,7 @@ class Trainer:
         self.config, self.units = config, list(units)
         self.backend = backend_for(config.device.kind)
         self.transport = transport = over_device(transport, self.backend, config.device.cuda_aware)
-        self._ops = ops_for(self.backend.kind)
+        self._ops = ops_for(self.backend.kind, config.device.gemm, config.device.tiles)
         self.arena = self.backend.arena()
         self.plan = Plan(self.units, config.precision.compute, grid.dp)
         self.parameters = transport.allocate(self.plan.length, self.plan.dtype)

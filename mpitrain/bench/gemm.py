@@ -1,41 +1,206 @@
-"""Matrix products of our own beside the library's, size by size, in one run."""
+"""Matrix products of our own beside the library's, shape by shape, taking turns; and the search for the best tiles."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.bench.kernels import count_wrong
+from mpitrain.bench.kernels import count_wrong, stored, values
 from mpitrain.bench.target import Target
-from mpitrain.ops.cuda.product import gemm
+from mpitrain.errors import ConfigError
+from mpitrain.ops import reference
+from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.tiles import DEFAULT, Measured, Plan, worth_measuring
+from mpitrain.ops.host.product import put_product
 
-SIZES = {"cpu": (256, 512, 1024), "cuda-sim": (32, 65, 127), "cuda": (1024, 2048, 4096, 8192)}
+Shape = tuple[int, int, int]
+"""M, N, K: (M, K) times (K, N)."""
+
+SHAPES = {
+    "cpu": "256,512,1024,2048x1024x256",
+    "cuda-sim": "32,65x33x40",
+    # Two cubes; then, of 16 sequences of 1024 tokens, layers from width 768 to 3072 and back, cut for 2 ranks, and layers
+    # from width 4096 to 16384 and back, cut for 8.
+    "cuda": "4096,8192,16384x1536x768,16384x768x1536,16384x2048x4096,16384x4096x2048",
+}
+"""What is measured where no shapes are given, by kind of device."""
+
+WRONG = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
+"""Difference, relative to the largest element of the truth, from which on an element counts as wrong."""
+
+
+class Product(NamedTuple):
+    """One of the products of a linear layer: how its operands are stored, and what its epilogue does.
+
+    epilogue  "gelu": bias and GELU, the pre-activation kept; "sums": the bias gradient; or nothing
+    """
+
+    stored: str
+    epilogue: str = ""
+
+
+PRODUCTS = {"NT": Product("NT"), "NN": Product("NN"), "TN": Product("TN"),
+            "NT+gelu": Product("NT", "gelu"), "TN+sums": Product("TN", "sums")}
+"""Forward, input half, weight half; forward with bias and GELU, weight half with the bias gradient."""
 
 
 class Row(NamedTuple):
-    """One size: our time and the library's (NumPy's BLAS, or cuBLAS through CuPy)."""
+    """One measurement: our time beside that of the library and, for an epilogue, the kernels after it.
 
-    size: int
-    seconds: float
-    library_seconds: float
+    plan     tile and splits; empty where no kernel of ours multiplied
+    percent  of the library's rate
+    """
+
+    product: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    plan: str
+    time_us: float
+    library_us: float
     gflops: float
     percent: float
     wrong: int
 
 
-def measure(device: Target, sizes: Sequence[int], dtype: str) -> Iterator[Row]:
-    """Square products; on the CPU, where there are no kernels, the library against itself."""
-    for size in sizes:
-        rng = np.random.default_rng(size)
-        a, b = (rng.integers(-2, 3, (size, size)).astype(dtype) for _ in range(2))     # sums are exact in float32
-        x, y, z = device.put(a), device.put(b), device.put(np.empty((size, size), np.float32))
+class Tuned(NamedTuple):
+    """The fastest plan for a shape, beside the one taken without a table.
 
-        def ours(x=x, y=y, z=z) -> None:
-            if device.kernels is None:
-                z[...] = np.matmul(x, y)
-            else:
-                gemm(device.kernels, device.arena, x, y, z)
+    wrong  elements that are wrong, over all plans
+    """
 
-        seconds, theirs = device.seconds(ours), device.seconds(lambda x=x, y=y: np.matmul(x, y))
-        wrong = count_wrong(device.get(z).astype(np.float32), a.astype(np.float32) @ b.astype(np.float32))
-        yield Row(size, seconds, theirs, 2 * size**3 / seconds / 1e9, 100 * theirs / seconds, wrong)
+    best: Measured
+    plans: int
+    time_us: float
+    usual_us: float
+    wrong: int
+
+
+class Case(NamedTuple):
+    """A product on given operands.
+
+    by     (multiply) -> what runs it
+    wrong  how many elements of what the last run left are wrong
+    """
+
+    by: Callable[[Callable[..., None]], Callable[[], None]]
+    wrong: Callable[[], int]
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """Shapes from MxNxK,...; a number alone is a cube."""
+    found = []
+    for part in text.split(","):
+        dims = part.strip().split("x")
+        if len(dims) not in (1, 3) or not all(dim.isdecimal() and int(dim) > 0 for dim in dims):
+            raise ConfigError(f"A shape is MxNxK or N, in whole numbers above 0, but it is {part!r}.",
+                              "For example: --shapes 4096,8192x1536x768")
+        found.append(tuple(int(dim) for dim in (dims * 3)[:3]))
+    return found
+
+
+def measure(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]) -> Iterator[Row]:
+    """Rows as they are measured. On the CPU the body that trains there, beside NumPy's own product."""
+    if device.kernels is None:
+        products = [name for name in products if not PRODUCTS[name].epilogue]
+        if set(dtypes) != {"float32"}:
+            raise ConfigError(f"On the CPU float32 is multiplied, not {', '.join(dtypes)}.",
+                              "Use --dtype float32, or another --device.")
+    for shape in shapes:
+        for dtype in dtypes:
+            for name in products:
+                case = _case(device, shape, dtype, PRODUCTS[name])
+                runs = [case.by(multiply) for multiply in _sides(device)]
+                runs[0]()
+                device.wait()
+                wrong = case.wrong()
+                seconds, theirs = device.seconds(*runs)
+                m, n, k = shape
+                yield Row(name, *shape, dtype, _planned(device, PRODUCTS[name], shape, dtype), 1e6 * seconds, 1e6 * theirs,
+                          2 * m * n * k / seconds / 1e9, 100 * theirs / seconds, wrong)
+
+
+def tune(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
+    """The fastest plan for each shape, dtype and way to store the operands. ConfigError for a device without kernels."""
+    if device.kernels is None:
+        raise ConfigError("Tiles belong to kernels, but --device is cpu.", "Use --device cuda or cuda-sim.")
+    for shape in shapes:
+        for dtype in dtypes:
+            for ways in ("NT", "NN", "TN"):
+                yield _fastest(device, shape, dtype, ways)
+
+
+def _fastest(device: Target, shape: Shape, dtype: str, ways: str) -> Tuned:
+    """Every plan on its own, then the best and the usual one in turns, so that chance does not decide between those."""
+    case, like, capability = _case(device, shape, dtype, Product(ways)), _like(dtype), device.kernels.engine.capability
+    usual = DEFAULT.plan(like, ways, (*shape, 1), capability)
+    runs = {plan: case.by(partial(product.gemm, plan=plan)) for plan in [usual, *worth_measuring(like, *shape, capability)]}
+    times: dict[Plan, float] = {}
+    wrong = 0
+    for plan, run in runs.items():
+        run()
+        device.wait()
+        wrong += case.wrong()
+        times[plan], = device.seconds(run)
+    best = min(times, key=times.__getitem__)
+    seconds, usual_seconds = device.seconds(runs[best], runs[usual])
+    if usual_seconds < seconds:
+        best, seconds = usual, usual_seconds
+    return Tuned(Measured(dtype, ways, *shape, best), len(times), 1e6 * seconds, 1e6 * usual_seconds, wrong)
+
+
+def _sides(device: Target) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Ours and the library's, with the arguments of product.gemm."""
+    if device.kernels is not None:
+        return device.multiply, product.library
+
+    def operands(a: Any, b: Any, transposed_a: bool = False, transposed_b: bool = False) -> tuple[Any, Any]:
+        return a.T if transposed_a else a, b.T if transposed_b else b
+
+    return (lambda kernels, arena, a, b, c, **ways: put_product(*operands(a, b, **ways), c, False, arena),
+            lambda kernels, arena, a, b, c, **ways: np.matmul(*operands(a, b, **ways), out=c))
+
+
+def _planned(device: Target, what: Product, shape: Shape, dtype: str) -> str:
+    """The plan that our product takes, in words."""
+    if device.multiply is None or device.multiply is product.library:
+        return ""
+    table, capability = device.multiply.keywords["table"], device.kernels.engine.capability
+    tile, splits = table.plan(_like(dtype), what.stored, (*shape, 1), capability)
+    return f"{tile.TILE_M}x{tile.TILE_N}x{tile.TILE_K}" + (f"/{splits}" if splits > 1 else "")
+
+
+def _case(device: Target, shape: Shape, dtype: str, what: Product) -> Case:
+    """Operands whose product has elements near 1, so that GELU bends them, and the truth in float32."""
+    (m, n, k), rng = shape, np.random.default_rng(shape)
+    a = stored(rng.standard_normal((k, m) if what.stored[0] == "T" else (m, k), np.float32), dtype)
+    b = stored(rng.standard_normal((n, k) if what.stored[1] == "T" else (k, n), np.float32) * k**-0.5, dtype)
+    bias = stored(rng.standard_normal(n, np.float32), dtype)
+    x, y, added = device.put(a), device.put(b), device.put(bias)
+    z, kept = (device.put(np.zeros((m, n), a.dtype)) for _ in range(2))
+    sums = device.put(np.zeros(m, np.float32))
+    extras = {"gelu": {"bias": added, "activation": "gelu", "saved": kept}, "sums": {"row_sums": sums}}.get(what.epilogue, {})
+
+    def by(multiply: Callable[..., None]) -> Callable[[], None]:
+        return lambda: multiply(device.kernels, device.arena, x, y, z, transposed_a=what.stored[0] == "T",
+                                transposed_b=what.stored[1] == "T", **extras)
+
+    def wrong() -> int:
+        left = values(a).T if what.stored[0] == "T" else values(a)
+        right = values(b) if what.stored[1] == "T" else values(b).T    # (N, K), as a weight is
+        truth = (reference.linear_gelu(left, right, values(bias), None)[0] if what.epilogue == "gelu" else left @ right.T)
+        found = count_wrong(values(device.get(z)), truth, WRONG[dtype])
+        if what.epilogue == "gelu":
+            found += count_wrong(values(device.get(kept)), left @ right.T + values(bias), WRONG[dtype])
+        if what.epilogue == "sums":
+            found += count_wrong(device.get(sums), left.sum(1, dtype=np.float64), WRONG["float32"])
+        return found
+
+    return Case(by, wrong)
+
+
+def _like(dtype: str) -> np.ndarray:
+    """An empty array as operands of that dtype are."""
+    return stored(np.empty(0, np.float32), dtype)

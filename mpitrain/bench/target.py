@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.arena import Arena
+from mpitrain.bench.header import processor
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.ops import cuda, ops_for
 
-BUDGET = 0.25    # seconds for the timed runs of one row
-FEWEST, MOST = 3, 200
+BUDGET = 0.25     # seconds for the timed runs of one row
+MOMENT = 0.002    # seconds that a turn lasts
+FEWEST, MOST = 5, 200
 
 
 class Target(NamedTuple):
@@ -24,6 +26,7 @@ class Target(NamedTuple):
     put, get   arrays to it and back
     wait       for all that was started on it
     kernels    None where operations are NumPy's
+    multiply   one of ops.cuda.product; None where operations are NumPy's
     """
 
     kind: str
@@ -32,19 +35,36 @@ class Target(NamedTuple):
     put: Callable[[np.ndarray], Any]
     get: Callable[[Any], np.ndarray]
     wait: Callable[[], None]
-    kernels: Kernels | None
+    kernels: Kernels | None = None
+    multiply: Callable[..., None] | None = None
 
-    def seconds(self, run: Callable[[], Any]) -> float:
-        """Median time of a run, after one that does not count."""
-        run()
-        self.wait()
-        times: list[float] = []
-        while len(times) < FEWEST or (sum(times) < BUDGET and len(times) < MOST):
-            start = time.perf_counter()
+    @property
+    def name(self) -> str:
+        """What it is, for a header."""
+        return self.kernels.engine.name if self.kernels else processor()
+
+    def seconds(self, *runs: Callable[[], Any]) -> list[float]:
+        """Median time of each of some things to run, which take turns, after one turn each that does not count.
+
+        In a turn as much is started as takes MOMENT, and then waited for: on a GPU a launch hides behind what runs. The
+        simulator has one turn only, since its times say nothing about a GPU.
+        """
+        for run in runs:
             run()
-            self.wait()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        self.wait()
+        each = [max(1, int(MOMENT / self._turn(run, 1))) for run in runs]
+        times: list[list[float]] = []
+        fewest, most = (1, 1) if self.kind == "cuda-sim" else (FEWEST, MOST)
+        while len(times) < fewest or (sum(map(sum, times)) < BUDGET and len(times) < most):
+            times.append([self._turn(run, count) for run, count in zip(runs, each, strict=True)])
+        return [statistics.median(column) / count for column, count in zip(zip(*times, strict=True), each, strict=True)]
+
+    def _turn(self, run: Callable[[], Any], count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        self.wait()
+        return time.perf_counter() - start
 
 
 class _Fresh:
@@ -54,15 +74,19 @@ class _Fresh:
         self.take = engine.empty
 
 
-def target(kind: str, checked: bool = False) -> Target:
-    """The device of a kind; ConfigError where it is missing. `checked` is for the simulator."""
+def target(kind: str, checked: bool = False, gemm: str = "tiled", tiles: str = "") -> Target:
+    """The device of a kind; ConfigError where it is missing.
+
+    checked       for the simulator
+    gemm, tiles   as in the configuration of the device
+    """
     if checked and kind != "cuda-sim":
         raise ConfigError(f"Only the simulator can check kernels, but --device is {kind}.", "Use --device cuda-sim --checked.")
     if kind == "cpu":
-        return Target(kind, ops_for(kind), Arena(), lambda x: x, lambda x: x, lambda: None, None)
+        return Target(kind, ops_for(kind), Arena(), lambda x: x, lambda x: x, lambda: None)
+    multiply = cuda.multiply(gemm, tiles)
+    kernels = Kernels(Simulator(checked=True)) if checked else kernels_for(kind)
+    ops, engine = cuda.body(kernels, multiply), kernels.engine
     if kind == "cuda-sim":
-        kernels = Kernels(Simulator(checked=True)) if checked else kernels_for(kind)
-        return Target(kind, cuda.body(kernels), Arena(), lambda x: x, lambda x: x, lambda: None, kernels)
-    kernels = kernels_for(kind)
-    engine = kernels.engine
-    return Target(kind, cuda.body(kernels), _Fresh(engine), engine.put, engine.get, engine.wait, kernels)
+        return Target(kind, ops, Arena(), lambda x: x, lambda x: x, lambda: None, kernels, multiply)
+    return Target(kind, ops, _Fresh(engine), engine.put, engine.get, engine.wait, kernels, multiply)

@@ -1,4 +1,6 @@
-"""The peer: the same GPT in PyTorch, trained by its DistributedDataParallel over gloo. The one file that imports torch.
+"""The peer: the same GPT in PyTorch, trained by its DistributedDataParallel over gloo, and attention alone.
+
+The one file that imports torch, on the CPU or a GPU. Products of float32 are whole: TF32, which keeps 10 bits, is off.
 
 B batch, T tokens, C channels, H heads. Written with PyTorch's own layers and none of ours: a test compares the two.
 """
@@ -12,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpitrain import config
-from mpitrain.device import blas_threads
+from mpitrain.device import blas_threads, launched
+from mpitrain.errors import ConfigError
 from mpitrain.optim import learning_rate
 from mpitrain.transport.base import Transport
 
@@ -77,9 +80,9 @@ def copy_weights(arrays: Mapping[str, np.ndarray], model: GPT) -> None:
 class TorchPeer:
     """Trains a copy of our model as PyTorch does. Construction and steps are collective."""
 
-    name = "torch DDP, gloo"
-
     def __init__(self, transport: Transport, settings: config.Config, vocab: int, arrays: Mapping[str, np.ndarray]):
+        self.name = "torch DDP, gloo" if transport.size > 1 else "torch"
+        self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())
         store = None
         if transport.rank == 0:
@@ -90,6 +93,7 @@ class TorchPeer:
         m, o = settings.model, settings.optimizer
         model = GPT(vocab=vocab, context=m.context, width=m.width, heads=m.heads, depth=m.layers, tied=m.tied)
         copy_weights(arrays, model)
+        model.to(self._device)
         self._settings = settings
         self._model = nn.parallel.DistributedDataParallel(model) if transport.size > 1 else model
         matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -104,7 +108,7 @@ class TorchPeer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._settings.optimizer, index, self._settings.run.steps)
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._model(torch.from_numpy(inputs), torch.from_numpy(targets))
+        loss = self._model(*(torch.from_numpy(array).to(self._device) for array in (inputs, targets)))
         loss.backward()
         self._optimizer.step()
         return loss.item()
@@ -112,3 +116,33 @@ class TorchPeer:
     def close(self) -> None:
         """Leave gloo."""
         torch.distributed.destroy_process_group()
+
+
+class TorchAttention:
+    """F.scaled_dot_product_attention, causal, forward and backward, of qkv: (B, T, 3C) as ours takes it."""
+
+    def __init__(self, kind: str, qkv: np.ndarray, dy: np.ndarray, heads: int, dtype: str):
+        def split(array: np.ndarray, parts: int) -> torch.Tensor:
+            tensor = torch.from_numpy(array).to(placed(kind), getattr(torch, dtype))
+            return tensor.view(*array.shape[:2], parts, heads, -1).permute(2, 0, 3, 1, 4)
+
+        self._operands = [operand.detach().requires_grad_() for operand in split(qkv, 3)]
+        self._dy, self._y = split(dy, 1)[0], None
+
+    def forward(self) -> None:
+        self._y = F.scaled_dot_product_attention(*self._operands, is_causal=True)
+
+    def backward(self) -> None:
+        torch.autograd.grad(self._y, self._operands, self._dy, retain_graph=True)
+
+
+def placed(kind: str) -> torch.device:
+    """Where our kind of device puts tensors; ConfigError if this PyTorch was not built for GPUs."""
+    if kind != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"The peer cannot use the GPU: PyTorch {torch.__version__} finds none.",
+                          "Install PyTorch for your CUDA (pip install torch), or leave out --peer.")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    return torch.device("cuda", launched().local_rank % torch.cuda.device_count())    # the same one as ours

@@ -1,9 +1,12 @@
 """The speed of whole training steps: ours, and in turns with it the peer's, on the same data from the same weights."""
 
 import importlib
+import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpitrain.build import Job
@@ -12,8 +15,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.transport.base import Transport
 
 WARM_UP = 3  # steps of each side before any is timed
-PEERS = {"torch": ("mpitrain.bench.torch_peer", "TorchPeer", "pip install torch==2.13.0")}
-"""Where a peer lives, its class there, and how to install what it needs."""
+PEERS = {"torch": ("mpitrain.bench.torch_peer", "pip install torch==2.13.0")}
+"""Where a peer lives, and how to install what it needs."""
 
 
 class Ours:
@@ -25,8 +28,10 @@ class Ours:
         self._trainer = job.trainer
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
-        """One optimizer step on this rank's rows; the loss of the whole batch."""
-        return self._trainer.step(index, inputs, targets).loss
+        """One optimizer step on this rank's rows, waited for; the loss of the whole batch."""
+        loss = self._trainer.step(index, inputs, targets).loss
+        self._trainer.backend.synchronize()
+        return loss
 
     def close(self) -> None:
         """Nothing is held."""
@@ -51,16 +56,26 @@ class Result(NamedTuple):
 
 
 def peer_class(name: str, config: Config) -> Any:
-    """The class of a peer; ConfigError if it is not installed or cannot do what is configured. Local."""
-    module, cls, way_in = PEERS[name]
+    """The class of a peer; ConfigError if it is not installed or cannot do what is configured. Local.
+
+    config  with device.kind settled
+    """
     if config.model.kind != "gpt" or config.optimizer.name != "adamw" or config.batch.micro_batches > 1:
         raise ConfigError("The peer trains a GPT with AdamW in one micro-batch.",
                           "Leave out --peer, or set model.kind=gpt, optimizer.name=adamw and batch.micro_batches=1.")
     if config.precision.compute != "float32" or config.optimizer.clip:
         raise ConfigError("The peer computes in float32 and does not clip.",
                           "Leave out --peer, or set precision.compute=float32 and optimizer.clip=0.")
+    peer = imported(name)
+    peer.placed(config.device.kind)
+    return peer.TorchPeer
+
+
+def imported(name: str) -> ModuleType:
+    """The module of a peer; ConfigError if what it needs is not installed."""
+    module, way_in = PEERS[name]
     try:
-        return getattr(importlib.import_module(module), cls)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(f"The peer {name} needs the module {error.name}, which is not installed.",
                           f"Install it with `{way_in}`, or leave out --peer.") from None
@@ -107,10 +122,19 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
         spread = f"{min(result.blocks):.4f} .. {max(result.blocks):.4f}"
         rate = f"{tokens / result.step_s:10.0f}" if tokens else f"{'-':>10}"
         lines.append(f"{result.name:<18} {result.step_s:9.4f} {rate}   {spread:<18} {result.losses[-1]:10.5f}")
-    ours, *peers = results
-    for peer in peers:
-        ratios = [theirs / mine for mine, theirs in zip(ours.blocks, peer.blocks, strict=True)]
-        apart = max(abs(a - b) for a, b in zip(ours.losses, peer.losses, strict=True))
+    for peer in results[1:]:
+        ratios = against(results[0], peer)
+        apart = max(abs(a - b) for a, b in zip(results[0].losses, peer.losses, strict=True))
         lines.append(f"mpitrain is {median(ratios):.3f} times as fast as {peer.name} (neighbouring blocks "
                      f"{min(ratios):.3f} .. {max(ratios):.3f}); losses at most {apart:.1e} apart")
     return lines
+
+
+def against(ours: Result, peer: Result) -> list[float]:
+    """How many times as fast as the peer, in each pair of neighbouring blocks."""
+    return [theirs / mine for mine, theirs in zip(ours.blocks, peer.blocks, strict=True)]
+
+
+def write_json(path: Path, device: str, results: Sequence[Result]) -> None:
+    """Write every side's blocks and losses; the first result is ours."""
+    path.write_text(json.dumps({"device": device, "sides": [result._asdict() for result in results]}, indent=1) + "\n")

@@ -1,6 +1,8 @@
 """`mpitrain bench kernels` and `bench gemm`: what one device computes, without other ranks."""
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -8,12 +10,43 @@ import click
 from mpitrain import device
 
 DEVICES = ("cpu", "cuda-sim", "cuda")
+PRODUCTS = ("NT", "NN", "TN", "NT+gelu", "TN+sums")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Names(click.ParamType):
+    """Some of the given names, with commas between."""
+
+    name = "names"
+
+    def __init__(self, known: tuple[str, ...]):
+        self._known = known
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> tuple[str, ...]:
+        found = tuple(value.split(",")) if isinstance(value, str) else value
+        if wrong := [name for name in found if name not in self._known]:
+            self.fail(f"{wrong[0]!r} is none of {', '.join(self._known)}.")
+        return found
+
+
+def on_a_device(command: Callable) -> Callable:
+    """The options that both benchmarks have."""
+    for option in (
+        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured."),
+        click.option("--tiles", type=click.Path(), default="", help="Take tiles from this table, of bench gemm --tune."),
+        click.option("--gemm", type=click.Choice(["tiled", "library"]), default="tiled", show_default=True,
+                     help="Our matrix products: by our kernels, or by cuBLAS and kernels after it."),
+        click.option("--checked", is_flag=True, help="Of cuda-sim: look for races, wrong addresses and uninitialised reads."),
+        click.option("--device", "kind", type=click.Choice(DEVICES), default="cpu", show_default=True, help="Where to compute."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.command("kernels")
-@click.option("--device", "kind", type=click.Choice(DEVICES), default="cpu", show_default=True, help="Where to compute.")
-@click.option("--checked", is_flag=True, help="Of cuda-sim: look for races, wrong addresses and uninitialised reads.")
-def kernels(kind: str, checked: bool) -> None:
+@on_a_device
+@click.option("--peer", type=click.Choice(["torch"]), help="Measure attention in turns with PyTorch's fused one.")
+def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, peer: str | None) -> None:
     """Measure every operation of a training step on this device.
 
     percent: of the bandwidth that a plain copy reaches, or of the rate of the first product; #wrong: elements that differ
@@ -22,41 +55,89 @@ def kernels(kind: str, checked: bool) -> None:
     def run() -> int:
         from mpitrain.bench.kernels import measure
         from mpitrain.bench.target import target
+        from mpitrain.bench.train import imported
 
-        place, wrong = target(kind, checked), 0
-        click.echo(f"{'operation':<20} {'time us':>10} {'rate':>10} {'':<8} {'percent':>8} {'#wrong':>7}")
-        for row in measure(place):
-            click.echo(f"{row.name:<20} {1e6 * row.seconds:10.1f} {row.rate:10.2f} {row.unit:<8} {row.percent:8.1f} "
-                       f"{row.wrong:7}")
-            wrong += row.wrong
-        return wrong
+        theirs = imported(peer).TorchAttention if peer else None
+        place = target(kind, checked, gemm, tiles)
+        click.echo(f"# {place.name}")
+        click.echo(f"{'operation':<26} {'time us':>10} {'rate':>10} {'':<8} {'percent':>8} {'peer us':>10} {'#wrong':>7}")
+        return _printed(
+            measure(place, theirs), json_file, place.name,
+            lambda row: f"{row.name:<26} {row.time_us:10.1f} {row.rate:10.2f} {row.unit:<8} {row.percent:8.1f} "
+                        f"{row.peer_us:10.1f} {row.wrong:7}".replace(f"{float('nan'):10.1f}", f"{'-':>10}"))
 
     _end(run)
 
 
 @click.command("gemm")
-@click.option("--device", "kind", type=click.Choice(DEVICES), default="cpu", show_default=True, help="Where to compute.")
-@click.option("--sizes", default="", metavar="N,N", help="Rows and columns of the square matrices.")
-@click.option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True,
-              help="Of the operands.")
-def gemm(kind: str, sizes: str, dtype: str) -> None:
-    """Measure square matrix products beside the library's own: NumPy's BLAS, or cuBLAS through CuPy."""
+@on_a_device
+@click.option("--shapes", default="", metavar="MxNxK,N", help="Products (M, K) times (K, N); a number alone is a cube.")
+@click.option("--dtype", "dtypes", type=Names(DTYPES), default="float32", show_default=True, metavar="A,B",
+              help=f"Of the operands: {', '.join(DTYPES)}.")
+@click.option("--products", type=Names(PRODUCTS), default=",".join(PRODUCTS), show_default=True, metavar="A,B",
+              help="Of a linear layer: forward, input and weight half; with bias and GELU; with the bias gradient.")
+@click.option("--tune", is_flag=True, help="Measure every tile instead, and write the best ones to --out.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("tiles.json"), show_default=True,
+              help="Of --tune: the table, for --tiles and device.tiles; it keeps what it has for other shapes.")
+def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, shapes: str, dtypes: tuple[str, ...],
+         products: tuple[str, ...], tune: bool, out: Path) -> None:
+    """Measure matrix products in turns with the library's: cuBLAS through CuPy, NumPy's BLAS on cuda-sim and cpu.
+
+    T: an operand is stored transposed. Where ours does more than a product, the library's time has kernels after it.
+    percent: of the library's rate. The exit code is 1 if any element is wrong.
+    """
     def run() -> int:
-        from mpitrain.bench.gemm import SIZES, measure
+        from mpitrain.bench import gemm as bench
         from mpitrain.bench.target import target
 
-        place, wrong = target(kind), 0
-        click.echo(f"{'size':>6} {'time us':>10} {'library us':>11} {'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}")
-        for row in measure(place, [int(size) for size in sizes.split(",")] if sizes else SIZES[kind], dtype):
-            click.echo(f"{row.size:6} {1e6 * row.seconds:10.1f} {1e6 * row.library_seconds:11.1f} {row.gflops:10.2f} "
-                       f"{row.percent:8.1f} {row.wrong:7}")
-            wrong += row.wrong
-        return wrong
+        place = target(kind, checked, gemm, tiles)
+        wanted = bench.parse_shapes(shapes or bench.SHAPES[kind])
+        click.echo(f"# {place.name}")
+        if tune:
+            return _tune(bench.tune(place, wanted, dtypes), out, place.name)
+        click.echo(f"{'product':<8} {'M x N x K':>18} {'dtype':>8}  {'tile':<13} {'time us':>10} {'library us':>11} "
+                   f"{'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}")
+        return _printed(
+            bench.measure(place, wanted, dtypes, products), json_file, place.name,
+            lambda row: f"{row.product:<8} {f'{row.m} x {row.n} x {row.k}':>18} {row.dtype:>8}  {row.plan or '-':<13} "
+                        f"{row.time_us:10.1f} {row.library_us:11.1f} {row.gflops:10.2f} {row.percent:8.1f} {row.wrong:7}")
 
     _end(run)
 
 
-def _end(run: Any) -> None:
+def _printed(rows: Any, json_file: Path | None, name: str, line: Callable[[Any], str]) -> int:
+    """Print rows as they come, and write them; how many elements are wrong."""
+    from mpitrain.bench.table import write_json
+
+    seen: list[Any] = []
+    for row in rows:
+        seen.append(row)
+        click.echo(line(row))
+        if json_file:
+            write_json(json_file, {"device": name, "arguments": sys.argv[1:]}, seen)
+    return sum(row.wrong for row in seen)
+
+
+def _tune(rows: Any, out: Path, name: str) -> int:
+    """Print the best plans as they are found, and write them beside those that the file has for other shapes."""
+    from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
+
+    table = {entry[:5]: entry for entry in (read_tiles(out).measured if out.exists() else ())}
+    click.echo(f"{'stored':<6} {'M x N x K':>18} {'dtype':>8}  {'best tile':<14} {'time us':>10} {'usual us':>10} {'plans':>6} "
+               f"{'#wrong':>7}")
+    wrong = 0
+    for row in rows:
+        best, plan = row.best, "x".join(map(str, row.best.plan.tile[:3])) + f"/{row.best.plan.splits}"
+        click.echo(f"{best.stored:<6} {f'{best.m} x {best.n} x {best.k}':>18} {best.elements:>8}  {plan:<14} {row.time_us:10.1f} "
+                   f"{row.usual_us:10.1f} {row.plans:6} {row.wrong:7}")
+        table[best[:5]] = best
+        wrong += row.wrong
+        write_tiles(out, name, table.values())
+    click.echo(f"written to {out}")
+    return wrong
+
+
+def _end(run: Callable[[], int]) -> None:
     """Run without MPI; an error of ours is one message and its exit code, anything wrong is exit code 1."""
     device.limit_blas_threads()
     from mpitrain.errors import MpitrainError
@@ -66,4 +147,7 @@ def _end(run: Any) -> None:
     except MpitrainError as error:
         click.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        click.echo(f"{error.filename} cannot be written: {error.strerror}.", err=True)
+        sys.exit(MpitrainError.exit_code)
     sys.exit(1 if wrong else 0)

@@ -1,10 +1,11 @@
 """`mpitrain bench train`: seconds per training step, alone or in turns with a peer."""
 
+from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.ending import ranks, settings_of
 
 SHAPE = {"model.layers": 4, "model.width": 256, "model.heads": 4, "model.context": 128, "optimizer.clip": 0.0,
          "optimizer.lr": 1e-3}
@@ -12,35 +13,46 @@ SEQUENCES = 16  # per rank
 
 
 @click.command("train")
-@click.option("--peer", type=click.Choice(["torch"]), help="Measure this as well, in turns: PyTorch DDP over gloo.")
+@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
+@click.option("--gemm", metavar="WHO", help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).")
+@click.option("--peer", type=click.Choice(["torch"]), help="Measure this as well, in turns: PyTorch, DDP over gloo.")
 @click.option("--blocks", type=click.IntRange(min=1), default=5, show_default=True, help="Turns that each side has.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps in a turn.")
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change the configuration (repeatable).")
-def command(peer: str | None, blocks: int, steps: int, settings: tuple[str, ...]) -> None:
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write both sides' times there, at the end.")
+def command(device: str | None, gemm: str | None, peer: str | None, blocks: int, steps: int, settings: tuple[str, ...],
+            json_file: Path | None) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences per rank.
 
     Both sides start from the same weights and see the same batches, so their losses show that they do the same work.
     """
-    with ranks() as transport:
-        _measure(transport, peer, blocks, steps, settings)
+    changes = [*settings, *settings_of(("device.kind", device), ("device.gemm", gemm))]
+    with ranks(kind=lambda: _configured(1, blocks, steps, changes).device.kind) as transport:
+        _measure(transport, peer, blocks, steps, changes, json_file)
 
 
-def _measure(transport: Any, peer: str | None, blocks: int, steps: int, settings: tuple[str, ...]) -> None:
-    from mpitrain.bench.train import WARM_UP, Ours, alternate, peer_class, table
-    from mpitrain.build import build
+def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
+    """The configuration that so many ranks measure."""
+    from mpitrain.bench.train import WARM_UP
     from mpitrain.config import parse, with_settings
-    from mpitrain.ops.host.product import mkl
+
+    shape = {**SHAPE, "batch.size": SEQUENCES * size, "run.steps": WARM_UP + blocks * steps}
+    return parse(with_settings({}, [*(f"{key}={value}" for key, value in shape.items()), *changes]))
+
+
+def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes: list[str], json_file: Path | None) -> None:
+    from mpitrain.bench.train import Ours, alternate, peer_class, table, write_json
+    from mpitrain.build import build
     from mpitrain.transport.agree import agreed
 
-    shape = {**SHAPE, "batch.size": SEQUENCES * transport.size, "run.steps": WARM_UP + blocks * steps}
-    lines = [*(f"{key}={value}" for key, value in shape.items()), *settings]
-    config = agreed(transport, lambda: parse(with_settings({}, lines)))
+    job = build(transport, agreed(transport, lambda: _configured(transport.size, blocks, steps, changes)))
+    config = job.trainer.config    # which knows what device.kind auto has become
     other = agreed(transport, lambda: peer_class(peer, config)) if peer else None
-    job = build(transport, config)
     sides: list[Any] = [Ours(job)]
     if other:
         trainer = job.trainer
-        arrays = {entry.name: entry.view(trainer.parameters) for entry in trainer.plan.entries}
+        parameters = trainer.backend.to_host(trainer.parameters)
+        arrays = {entry.name: entry.view(parameters) for entry in trainer.plan.entries}
         sides.append(other(transport, config, job.source.inputs, arrays))
     try:
         results = alternate(transport, job, sides, blocks, steps)
@@ -50,6 +62,18 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, settings
     if transport.rank == 0:
         tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
         click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, {job.trainer.plan.parameter_count} parameters, "
-                   f"all-reduce {config.replication.algorithm}, products by {'MKL' if mkl() else 'NumPy'}; "
+                   f"all-reduce {config.replication.algorithm}, {config.device.kind}, products by {_multiplier(config)}; "
                    f"{blocks} blocks of {steps} steps")
         click.echo("\n".join(table(results, tokens)))
+        if json_file:
+            write_json(json_file, config.device.kind, results)
+
+
+def _multiplier(config: Any) -> str:
+    """Who multiplies matrices, in words."""
+    from mpitrain.ops.host.product import mkl
+
+    if config.device.kind == "cpu":
+        return "MKL" if mkl() else "NumPy"
+    library = {"cuda": "cuBLAS", "cuda-sim": "NumPy"}[config.device.kind]
+    return library if config.device.gemm == "library" else "our kernels"

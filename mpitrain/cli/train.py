@@ -31,9 +31,10 @@ class ResumeCommand(click.Command):
               help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.")
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
 @click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
+@click.option("--gemm", metavar="WHO", help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).")
 @click.option("--help-config", is_flag=True, help="Print every configuration key and exit.")
 def command(config_file: Path | None, settings: tuple[str, ...], out: str | None, resume: str | None, dp: int | None,
-            device: str | None, help_config: bool) -> None:
+            device: str | None, gemm: str | None, help_config: bool) -> None:
     """Train a network, on all the ranks this was started with.
 
     Without arguments: a small GPT on the text of Python's own documentation.
@@ -41,7 +42,8 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     if help_config:
         print_keys()
         return
-    overrides = [*settings, *settings_of(("layout.dp", dp), ("device.kind", device), ("run.out", out))]
+    options = settings_of(("layout.dp", dp), ("device.kind", device), ("device.gemm", gemm), ("run.out", out))
+    overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
     requested: list[int] = []
     listen(requested)

@@ -26,6 +26,7 @@ from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.native import Native
 from mpitrain.collectives.shared import bind_shared
+from mpitrain.collectives.shared_gpu import bind_shared_gpu
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Transport
@@ -41,7 +42,7 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     array       contiguous, any shape; one count and dtype on all ranks
     op          "add" or "maximum"
     algorithm   one of ALGORITHMS; "auto" takes the one that `tuning` predicts to be fastest
-    arithmetic  what combines received parts; `native` and `shared` have their own
+    arithmetic  what combines received parts; `native`, and `shared` in host memory, have their own
     raises      CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name
     """
     tag = agree(transport, "all-reduce", array, ALGORITHMS, algorithm, op=op)
@@ -52,7 +53,8 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     if algorithm == "native":
         return Native(transport, array, op)
     if algorithm == "shared":
-        found = bind_shared(transport, array, op, tag)
+        found = (bind_shared_gpu(transport, array, op, tag, arithmetic) if on_device(array)
+                 else bind_shared(transport, array, op, tag))
         if found is not None:
             return found
         algorithm = "ring"

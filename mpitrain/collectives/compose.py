@@ -1,12 +1,13 @@
 """Reductions made of reductions: one after the other, and side by side."""
 
 from collections.abc import Callable, Sequence
+from os import sched_yield
 
 from mpitrain.collectives.execute import Reduction, started_twice
 
 
 class Local:
-    """Work between messages, as a link of a chain."""
+    """Work between messages, as a link of a lane."""
 
     state = None
 
@@ -20,71 +21,63 @@ class Local:
         pass
 
 
-class Chain:
-    """Reductions that run one after the other as one; `ended` of its `length` links have."""
-
-    state = None
-
-    def __init__(self, links: Sequence[Reduction]):
-        self._links, self.length = links, len(links)
-        self.ended = self.length
-
-    def run(self) -> None:
-        if self.ended < self.length:
-            raise started_twice()
-        for link in self._links:
-            link.run()
-
-    def start(self) -> None:
-        if self.ended < self.length:
-            raise started_twice()
-        self.ended = 0
-        self._links[0].start()
-        self.poll()
-
-    def poll(self) -> bool:
-        while self.ended < self.length:
-            if not self._links[self.ended].poll():
-                return False
-            self._go_on()
-        return True
-
-    def wait(self) -> None:
-        while self.ended < self.length:
-            self.advance()
-
-    def advance(self) -> None:
-        """Wait for the link under way, and start the next."""
-        self._links[self.ended].wait()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        self.ended += 1
-        if self.ended < self.length:
-            self._links[self.ended].start()
-
-
 class Lanes:
-    """Chains that run side by side as one: while the messages of one are on their way, another one works."""
+    """Reductions that run side by side as one: while the messages of one are on their way, another one works.
+
+    lanes   the links of each, which run one after the other; as many in every lane
+    width   lanes under way at once: lane i starts when lane i - width has ended, and may use its scratch and its tags
+    """
 
     state = None
 
-    def __init__(self, chains: Sequence[Chain]):
-        self._chains = chains
+    def __init__(self, lanes: Sequence[Sequence[Reduction]], width: int):
+        self._lanes, self._width, self._length = lanes, width, len(lanes[0])
+        self._ended = [self._length] * len(lanes)  # links of each lane; -1: it has not started
+        self._first = len(lanes)  # the lanes before it have ended
 
     def run(self) -> None:
         self.start()
         self.wait()
 
     def start(self) -> None:
-        for chain in self._chains:
-            chain.start()
+        if self._first < len(self._lanes):
+            raise started_twice()
+        self._ended = [-1] * len(self._lanes)
+        self._first = 0
+        self._go_on()
 
     def poll(self) -> bool:
-        open_ones = [chain for chain in self._chains if not chain.poll()]
-        return not open_ones
+        self._go_on()
+        return self._first == len(self._lanes)
 
     def wait(self) -> None:
-        # The chain that is furthest behind first: were each rank to choose, two could wait for each other's second choice.
-        while (behind := min(self._chains, key=lambda chain: chain.ended)).ended < behind.length:
-            behind.advance()
+        while not self.poll():
+            if self._width == 1:
+                self._lanes[self._first][self._ended[self._first]].wait()
+            else:
+                sched_yield()  # to block on one lane would hold up what the others can go on with
+
+    def _go_on(self) -> None:
+        """Everything that can be done without blocking, the oldest lane first."""
+        lane, most = self._first, self._length
+        while lane < min(self._first + self._width, len(self._lanes)):
+            if self._ended[lane] < 0:
+                self._end_link(lane)
+            while self._ended[lane] < most and self._lanes[lane][self._ended[lane]].poll():
+                self._end_link(lane)
+            most = self._ended[lane]
+            self._first += most == self._length
+            lane += 1
+
+    def _end_link(self, lane: int) -> None:
+        """Start the next one."""
+        self._ended[lane] += 1
+        if self._ended[lane] < self._length:
+            self._lanes[lane][self._ended[lane]].start()
+
+
+class Chain(Lanes):
+    """Reductions that run one after the other as one."""
+
+    def __init__(self, links: Sequence[Reduction]):
+        super().__init__([links], 1)

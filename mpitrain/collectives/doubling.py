@@ -7,8 +7,9 @@ source   Thakur, Rabenseifner & Gropp 2005, Int. J. High Perform. Comput. Appl. 
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds, relabel
+from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds, relabel, segmented
 
 
 def recursive_doubling(rank: int, n: int, count: int) -> Plan:
@@ -17,8 +18,11 @@ def recursive_doubling(rank: int, n: int, count: int) -> Plan:
 
 
 def halving_doubling(rank: int, n: int, count: int) -> Plan:
-    """Reduce-scatter by halving, all-gather by doubling: as few bytes as a ring in 2 lg n' steps. Rabenseifner's."""
-    return _folded(_halve_and_double, rank, n, count)
+    """Reduce-scatter by halving, all-gather by doubling: as few bytes as a ring in 2 lg n' steps. Rabenseifner's.
+
+    In segments: while some wait for one partner, others are exchanged with the next, and no link rests between the steps.
+    """
+    return segmented(partial(_folded, _halve_and_double), rank, n, count)
 
 
 def _double(rank: int, n: int, count: int) -> Plan:

@@ -18,8 +18,8 @@ BETWEEN_HOSTS = 60 << 10
 """Bytes of one message between hosts; longer transfers are cut. Just below the 64 KiB up to which MPI's TCP transports send
 at once: a longer message waits for a reply to its announcement, and several short ones keep the link busier."""
 
-WINDOW = 16
-"""Messages per peer under way at once: enough to fill a link, few enough not to pile up in front of it."""
+WINDOW = 8
+"""Such messages under way at once, to all peers together: enough to fill a link, few enough not to pile up in front of it."""
 
 
 class Reduction(Protocol):
@@ -133,7 +133,7 @@ def bind_plan(transport: Transport, plan: Plan, source: np.ndarray, flat: np.nda
     for i, step in enumerate(plan.steps):
         before, used = ends[i - plan.depth] if i >= plan.depth else 0, 0
         for part in cut(step, transport, max(1, BETWEEN_HOSTS // flat.itemsize)):
-            after = max(before, len(bound) + 1 - WINDOW)
+            after = max(before, len(bound) + 1 - max(2, WINDOW // max(1, len(part.sends), len(part.receives))))
             bound.append(bind_step(part, after, transport.rank, source, flat, scratch[i % plan.depth][used:]))
             used += sum(t.stop - t.start for t in part.receives)
         ends.append(len(bound))

@@ -12,18 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.backend import on_device
 from mpitrain.collectives import pairwise, ring
 from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.compose import Chain, Lanes, Local
-from mpitrain.collectives.execute import Execution, Reduction
-from mpitrain.collectives.plans import Plan, at_once, pieces
+from mpitrain.collectives.execute import WINDOW, Execution, Reduction
+from mpitrain.collectives.plans import Plan, at_once
 from mpitrain.collectives.wire import BLOCK, Codec, Wire
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.base import Transport
 
-LANE = 1 << 17
-"""Elements of a rank's chunk that are coded at a time, so that coding some hides behind sending others."""
+LANE = 30 << 10
+"""Elements of a rank's chunk that are coded at a time, so that coding some hides behind sending others: two bytes of each
+are one message between hosts."""
 
 
 class Matrix(NamedTuple):
@@ -41,37 +43,60 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
     array       float32, contiguous; one length on all ranks
     matrices    for powersgd: what in the array is a matrix; the whole array as one, nearly square, if none is given
     arithmetic  what codes, adds and chooses
-    raises      CommError on every rank if ranks differ or the array is not float32
+    raises      CommError on every rank if ranks differ or the array is not float32; ConfigError on every rank if the
+                array lies in a GPU's memory and the format's residuals cannot
     """
     tag = agree(transport, "lossy all-reduce", array, (wire.name,), wire.name, amount=wire.amount, matrices=len(matrices))
     if array.dtype != np.float32:
         raise everywhere(CommError(
             f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.", "Use wire none."))
+    if wire.name in ("topk", "powersgd") and on_device(array):
+        raise everywhere(ConfigError(
+            f"Wire format {wire.name} keeps its residuals in host memory, but this array lies in a GPU's.",
+            "Use wire fp16, bf16, int8 or none, or device.kind cpu."))
     flat = array.reshape(-1)
     if wire.name == "topk":
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag, arithmetic.largest)
     if wire.name == "powersgd":
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
-    lanes = max(1, flat.size // (transport.size * LANE))
-    tags = [tag, *(transport.claim_tag() for _ in range(lanes - 1))]
-    return Lanes([coded(transport, flat[start:stop], arithmetic.codecs[wire.name], lane_tag)
-                  for (start, stop), lane_tag in zip(pieces(0, flat.size, lanes), tags, strict=True)])
+    return coded(transport, flat, arithmetic.codecs[wire.name], tag)
 
 
-def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Chain:
+def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Lanes:
     """A sum in which every element is coded on its own.
 
-    traffic  2(n-1) chunks of ceil(count / n) elements, rounded up to whole blocks, each coded
+    traffic  2(n-1) chunks, each coded: LANE elements of every whole lane, ceil(rest / n) rounded up to blocks of the last
     """
+    n, most = transport.size, transport.size * LANE
+    lanes = [array[start:start + most] for start in range(0, array.size, most)] or [array]
+    width = min(len(lanes), max(2, 2 * WINDOW // n))
+    tags = [tag, *(transport.claim_tag() for _ in range(2 * width - 1))]
+    desks = [Desk(lanes[0], n, codec, tags[2 * i:2 * i + 2]) for i in range(width)]
+    return Lanes([links(transport, part, codec, desks[i % width]) for i, part in enumerate(lanes)], width)
+
+
+class Desk:
+    """Scratch and tags to code one lane with, which the next lane may use: elements, and bytes to and from all ranks."""
+
+    def __init__(self, part: np.ndarray, n: int, codec: Codec, tags: Sequence[int]):
+        self.tags = tags
+        blocks = n * -(-part.size // (n * BLOCK))
+        self.values, self.scratch = (np.empty_like(part, shape=count * BLOCK) for count in (blocks, blocks // n))
+        self.outgoing, self.incoming = (np.empty_like(part, np.uint8, shape=blocks * codec.block_bytes) for _ in range(2))
+
+
+def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Desk) -> list[Reduction]:
+    """One lane: code, send each chunk to the rank that sums it; sum, code, send the sums to all; decode."""
     rank, n = transport.rank, transport.size
-    blocks = -(-array.size // (n * BLOCK))
-    chunk, size = blocks * BLOCK, blocks * codec.block_bytes
-    values, scratch = np.zeros_like(array, shape=(n, chunk)), np.empty_like(array, shape=chunk)
-    outgoing, incoming = (np.empty_like(array, np.uint8, shape=(n, size)) for _ in range(2))
+    blocks = -(-part.size // (n * BLOCK))
+    flat, scratch = desk.values[:n * blocks * BLOCK], desk.scratch[:blocks * BLOCK]
+    values = flat.reshape(n, -1)
+    outgoing, incoming = (buffer[:n * blocks * codec.block_bytes].reshape(n, -1) for buffer in (desk.outgoing, desk.incoming))
     others = [(rank + step) % n for step in range(1, n)]
 
     def scatter() -> None:
-        values.reshape(-1)[:array.size] = array
+        flat[:part.size] = part
+        flat[part.size:] = 0
         for peer in others:
             codec.encode(values[peer], outgoing[peer])
 
@@ -83,13 +108,13 @@ def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Ch
     def finish() -> None:
         for owner in range(n):
             codec.decode(incoming[owner], values[owner])
-        array[:] = values.reshape(-1)[:array.size]
+        part[:] = flat[:part.size]
 
     plans = without_self(pairwise.all_to_all(rank, n, incoming.size), rank), pairwise.all_gather(rank, n, incoming.size)
     # All peers at once: a rank that is late to code its chunk then holds up nobody's exchange with the others.
     to_all, from_all = (Execution(transport, incoming, "add", at_once(plan), tag, source)
-                        for plan, source in zip(plans, (outgoing, incoming), strict=True))
-    return Chain([Local(scatter), to_all, Local(gather), from_all, Local(finish)])
+                        for plan, tag, source in zip(plans, desk.tags, (outgoing, incoming), strict=True))
+    return [Local(scatter), to_all, Local(gather), from_all, Local(finish)]
 
 
 def without_self(plan: Plan, rank: int) -> Plan:

@@ -4,7 +4,8 @@ A plan is a pure function of (rank, n, count): no transport, no arrays. `execute
 moves without running anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -27,6 +28,14 @@ class Step(NamedTuple):
     combine: bool = False
 
 
+SEGMENT = 1 << 15
+"""Elements of a chunk that travel in one message. Plans of long arrays are many short ones in turn: while one segment is
+reduced and sent on, the next ones arrive."""
+
+DEPTH = 8
+"""Segments under way at once: enough to hide the reduction, few enough for their scratch to stay in cache."""
+
+
 class Plan(NamedTuple):
     """Steps, of which `depth` may be under way at once: step i begins when step i - depth has ended."""
 
@@ -43,6 +52,18 @@ def pieces(start: int, stop: int, n: int) -> list[tuple[int, int]]:
 def chunk_bounds(count: int, n: int) -> list[tuple[int, int]]:
     """(start, stop) of the n chunks of a whole array of `count` elements."""
     return pieces(0, count, n)
+
+
+def segments(n: int, count: int) -> int:
+    """Into how many segments the chunks of an array are cut: one number for all n ranks, whatever their chunks."""
+    return max(1, count // (n * SEGMENT))
+
+
+def segmented(plan: Callable[[int, int, int], Plan], rank: int, n: int, count: int) -> Plan:
+    """The plans of the segments of an array in turn: the first steps of all of them, then the second ones ..."""
+    bounds = pieces(0, count, segments(n, count))
+    plans = [relabel(plan(rank, n, stop - start), range(n), start) for start, stop in bounds]
+    return Plan(tuple(chain.from_iterable(zip(*(p.steps for p in plans), strict=True))), min(DEPTH, len(plans)))
 
 
 def reverse(plan: Plan, combine: bool) -> Plan:

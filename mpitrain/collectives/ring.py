@@ -3,14 +3,7 @@
 source   Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2): no all-reduce sends less from its busiest rank
 """
 
-from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds, pieces
-
-SEGMENT = 1 << 15
-"""Elements of a chunk that travel in one message. A ring of long chunks is many short rings in turn: while one segment is
-reduced and sent on, the next ones arrive."""
-
-DEPTH = 8
-"""Segments under way at once: enough to hide the reduction, few enough for their scratch to stay in cache."""
+from mpitrain.collectives.plans import DEPTH, Plan, Step, Transfer, chunk_bounds, pieces, segments
 
 
 def reduce_scatter(rank: int, n: int, count: int) -> Plan:
@@ -31,11 +24,6 @@ def all_reduce(rank: int, n: int, count: int) -> Plan:
     """Reduce-scatter, then all-gather: 2(n-1) rounds, 2(n-1)/n of the array sent by each rank."""
     scatter = reduce_scatter(rank, n, count)
     return Plan(scatter.steps + all_gather(rank, n, count).steps, scatter.depth)
-
-
-def segments(n: int, count: int) -> int:
-    """Messages per round: the same on every rank, whatever its chunk."""
-    return max(1, count // (n * SEGMENT))
 
 
 def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:

@@ -1,12 +1,12 @@
 """All-reduce without messages: the ranks of one host reduce each other's memory.
 
 Each rank reduces its 1/n of the array over all ranks' windows and writes the result to all of them; a barrier before
-tells that the arrays are ready, one after that they are done.
+tells that the arrays are ready, one after that they are done. Of a small array each rank reduces everything itself, from
+copies that take turns, so that one barrier is enough.
 """
 
 import numpy as np
 
-from mpitrain.backend import on_device
 from mpitrain.collectives.agree import everywhere
 from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
@@ -19,48 +19,36 @@ from mpitrain.transport.shared import Lease, Place
 BLOCK = 1 << 17
 """Bytes reduced at a time: what every rank has of a block stays in cache from its reduction to its last copy."""
 
+SMALL = 1 << 13
+"""Bytes of all ranks' arrays together up to which they are small: a barrier takes longer than reading them all."""
+
 
 class Shared:
-    """An all-reduce through shared memory: a Reduction.
-
-    windows   every rank's part of the window, by rank: the array itself, or memory that it is copied to and from
-    lease     of such memory
-    order     chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
-              ranks and in every run
-    """
+    """An all-reduce through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
 
     state = None
+    meetings = 0
+    """Barriers of one run."""
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, windows: list[np.ndarray], tag: int,
-                 lease: Lease | None):
+    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, lease: Lease | None):
         self._transport, self._combine, self._lease = transport, HOST.combining(array, op), lease
-        rank, n = transport.rank, transport.size
-        self._array, self._own = array.reshape(-1), windows[rank]
-        self._in_window = self._array.ctypes.data == self._own.ctypes.data
-        start, stop = chunk_bounds(array.size, n)[rank]
-        step = max(1, BLOCK // array.itemsize)
-        turned = windows[rank + 1:] + windows[:rank]
-        self._blocks = [
-            (self._own[low:min(low + step, stop)], [window[low:min(low + step, stop)] for window in turned])
-            for low in range(start, stop, step)
-        ]
-        self._meeting = Execution(transport, np.empty(0, np.uint8), "add", barrier(rank, n), tag)
+        self._array = array.reshape(-1)
+        self._meeting = Execution(transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag)
         self._meetings_left = 0
 
     def run(self) -> None:
         if self._meetings_left:
             raise started_twice()
         self._bring()
-        self._transport.barrier()
-        self._reduce()
-        self._transport.barrier()
-        self._fetch()
+        for left in reversed(range(self.meetings)):
+            self._transport.barrier()
+            self._met(left)
 
     def start(self) -> None:
         if self._meetings_left:
             raise started_twice()
         self._bring()
-        self._meetings_left = 2
+        self._meetings_left = self.meetings
         self._meeting.start()
 
     def poll(self) -> bool:
@@ -76,28 +64,77 @@ class Shared:
             self._go_on()
 
     def _go_on(self) -> None:
-        """All ranks have met: before the reduction, or after it."""
+        """All ranks have met."""
         self._meetings_left -= 1
+        self._met(self._meetings_left)
         if self._meetings_left:
-            self._reduce()
             self._meeting.start()
-        else:
-            self._fetch()
+
+
+class InPlace(Shared):
+    """Chunk r is reduced on rank r and written to all: bytes are read and written once.
+
+    windows   every rank's part of the window, by rank: the array itself, or memory that it is copied to and from
+    order     rank r sums its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all ranks and in every run
+    """
+
+    meetings = 2
+
+    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, windows: list[np.ndarray],
+                 lease: Lease | None):
+        super().__init__(transport, array, op, tag, lease)
+        rank, n = transport.rank, transport.size
+        self._own = windows[rank]
+        self._in_window = self._array.ctypes.data == self._own.ctypes.data
+        start, stop = chunk_bounds(array.size, n)[rank]
+        step = max(1, BLOCK // array.itemsize)
+        turned = windows[rank + 1:] + windows[:rank]
+        self._blocks = [
+            (self._own[low:min(low + step, stop)], [window[low:min(low + step, stop)] for window in turned])
+            for low in range(start, stop, step)
+        ]
 
     def _bring(self) -> None:
         if not self._in_window:
             self._own[:] = self._array
 
-    def _fetch(self) -> None:
-        if not self._in_window:
+    def _met(self, left: int) -> None:
+        """All arrays are ready: reduce. All chunks are: fetch."""
+        if left:
+            for own, others in self._blocks:
+                for other in others:
+                    self._combine(own, other)
+                for other in others:
+                    other[:] = own
+        elif not self._in_window:
             self._array[:] = self._own
 
-    def _reduce(self) -> None:
-        for own, others in self._blocks:
-            for other in others:
-                self._combine(own, other)
-            for other in others:
-                other[:] = own
+
+class Small(Shared):
+    """Every rank reduces everything: (n - 1) times the reading for one barrier less.
+
+    slots   two sets of every rank's copy, by rank. Runs use them in turn: who meets the others in one run has read what
+            the run before left, so that the next may write there
+    order   ranks 0, 1, 2 ...: the same bits on all ranks and in every run
+    """
+
+    meetings = 1
+
+    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]], lease: Lease):
+        super().__init__(transport, array, op, tag, lease)
+        self._own = [copies[transport.rank] for copies in slots]
+        self._copies = [(copies[0], copies[1:]) for copies in slots]
+        self._turn = 0
+
+    def _bring(self) -> None:
+        self._turn ^= 1
+        self._own[self._turn][:] = self._array
+
+    def _met(self, left: int) -> None:
+        array, combine, (first, others) = self._array, self._combine, self._copies[self._turn]
+        array[:] = first
+        for other in others:
+            combine(array, other)
 
 
 def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> Reduction | None:
@@ -105,18 +142,23 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> R
 
     Collective. None on every rank if the host has no room for a window; ConfigError if the ranks are on several hosts.
     """
-    if on_device(array):
-        raise everywhere(ConfigError("algorithm shared reduces host memory, but this array lies in a GPU's.",
-                                     "Use algorithm ring, or auto."))
-    if len(set(transport.hosts)) > 1:
-        error = ConfigError(f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
-                            "Use algorithm hierarchical.")
-        error.agreed = True
-        raise error
+    check_one_host(transport)
+    if array.nbytes * transport.size <= SMALL:
+        slots, lease = _borrow(transport, array, 2)
+        return None if slots is None else Small(transport, array, op, tag, slots, lease)
     windows, lease = _window_of(transport, array), None
     if windows is None:
-        windows, lease = _borrow(transport, array)
-    return None if windows is None else Shared(transport, array, op, windows, tag, lease)
+        slots, lease = _borrow(transport, array, 1)
+        windows = slots and slots[0]
+    return None if windows is None else InPlace(transport, array, op, tag, windows, lease)
+
+
+def check_one_host(transport: Transport) -> None:
+    """ConfigError on every rank if they are on several hosts."""
+    if len(set(transport.hosts)) > 1:
+        raise everywhere(ConfigError(
+            f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
+            "Use algorithm hierarchical."))
 
 
 def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:
@@ -127,13 +169,15 @@ def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | No
     return views if all(p == places[0] for p in places) else None
 
 
-def _borrow(transport: Transport, array: np.ndarray) -> tuple[list[np.ndarray], Lease] | tuple[None, None]:
-    """A window to copy the array to and from: one that is idle on every rank, or a new one. Collective."""
-    nbytes = 1 << max(12, (array.nbytes - 1).bit_length())  # few sizes, so that they are used again
+def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[list[list[np.ndarray]], Lease] | tuple[None, None]:
+    """Copies of the array in a window, each by rank: in one that is idle on every rank, or in a new one. Collective."""
+    apart = -(-array.nbytes // 64) * 64
+    nbytes = 1 << max(12, (copies * apart - 1).bit_length())  # few sizes, so that they are used again
     idle = set.intersection(*map(set, transport.gather_text(transport.windows.idle(nbytes))))
     place = Place(min(idle), 0) if idle else transport.windows.locate(
         transport.allocate(nbytes, np.uint8), transport.members[transport.rank])
-    views = None if place is None else transport.windows.views(place, transport.members, array.size, array.dtype)
-    if not all(transport.gather_text(views is not None)):
+    views = [None if place is None else transport.windows.views(
+        place._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
+    if not all(transport.gather_text(None not in views)):
         return None, None
     return views, transport.windows.lease(place.window, nbytes)

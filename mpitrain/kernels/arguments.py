@@ -1,6 +1,7 @@
 """What may be passed to a kernel: arguments are checked against its signature before anything is launched."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,12 @@ C_TYPES = {
 
 ELEMENTS = {dtype: name for name, dtype in C_TYPES.items()}
 """The C++ name of a dtype: what `Element` is defined as."""
+
+
+@cache
+def name_of(dtype: np.dtype) -> str:
+    """The dtype's name, which NumPy puts together anew each time: for all arrays that was a third of a launch."""
+    return dtype.name
 
 
 class Argument(NamedTuple):
@@ -57,7 +64,7 @@ def _array_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any
         if not hasattr(array, "flags"):
             _refuse(kernel, parameter, f"is {value!r}, not an array of {dtype}",
                     "Pass an array, or None to leave it out.")
-        if array.dtype.name not in allowed:
+        if name_of(array.dtype) not in allowed:
             _refuse(kernel, parameter, f"is an array of {array.dtype.name}, the kernel takes {dtype}",
                     "Cast it first, or launch the kernel for that element type.")
         if not array.flags.c_contiguous and not (argument.strided and array.strides[-1] == array.itemsize):
@@ -70,7 +77,7 @@ def _array_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any
 
 def _scalar_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any], np.generic]:
     kind = np.dtype(dtype)
-    limits = np.iinfo(kind) if kind.kind in "iu" else None
+    limits = (int(np.iinfo(kind).min), int(np.iinfo(kind).max)) if kind.kind in "iu" else None
 
     def check(value: Any) -> np.generic:
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -79,7 +86,7 @@ def _scalar_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[An
             return kind.type(value)
         if isinstance(value, (float, np.floating)):
             _refuse(kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass an integer.")
-        if not limits.min <= value <= limits.max:
+        if not limits[0] <= value <= limits[1]:
             _refuse(kernel, parameter, f"is {value}, beyond what {dtype} holds", "Split the arrays into smaller ones.")
         return kind.type(value)
 

@@ -14,6 +14,8 @@ from mpitrain.kernels.source import Signature, Source
 OPTIONS = ("--std=c++17",)
 WITHOUT_ASKING = 48 << 10    # bytes of dynamic shared memory that any kernel may have
 NULL = np.uintp(0)
+LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14, "uint16": 14}
+"""cudaDataType by dtype; uint16 arrays hold the bits of bfloat16 numbers."""
 
 
 class CudaEngine:
@@ -23,6 +25,12 @@ class CudaEngine:
         self._cupy = cupy
         self.capability = int(cupy.cuda.Device().compute_capability)
         self._modules: dict[tuple[Path, tuple], Any] = {}
+
+    @property
+    def name(self) -> str:
+        """The GPU's name."""
+        runtime = self._cupy.cuda.runtime
+        return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised array on the device."""
@@ -61,6 +69,22 @@ class CudaEngine:
             kernel(tuple(grid), tuple(block), [_plain(argument) for argument in arguments], shared_mem=shared)
 
         return launch
+
+    def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
+        """By cuBLAS. To it our rows are columns, so that it computes the transposed: c^T = op(b)^T op(a)^T."""
+        cublas, handle = self._cupy.cuda.cublas, self._cupy.cuda.get_cublas_handle()
+        is_double = a.dtype.name == "float64"
+        compute = cublas.CUBLAS_COMPUTE_64F if is_double else cublas.CUBLAS_COMPUTE_32F
+        alpha, beta = (np.array(factor, np.float64 if is_double else np.float32) for factor in (1, accumulate))
+        cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)    # no TF32, whatever others have asked of this handle
+        cublas.gemmEx(handle, int(transposed_b), int(transposed_a), c.shape[1], c.shape[0], a.shape[0 if transposed_a else 1],
+                      alpha.ctypes.data, *_matrix(b), *_matrix(a), beta.ctypes.data, *_matrix(c),
+                      compute, cublas.CUBLAS_GEMM_DEFAULT)
+
+
+def _matrix(array: Any) -> tuple[int, int, int]:
+    """Address, type and elements from row to row, which in a single row may be anything."""
+    return array.data.ptr, LIBRARY_TYPES[array.dtype.name], max(array.shape[1], array.strides[0] // array.itemsize)
 
 
 def _plain(argument: Any) -> Any:

@@ -1,4 +1,5 @@
-// The second half of a product whose sum over K was split: adds the parts, then does the epilogue of gemm.cu.
+// The second half of a product whose sums lie in memory, because the sum over K was split or a library did it: adds the
+// parts, then does the epilogue of gemm.cu.
 //
 // workspace: (batches, splits, M, N) sums, each (M, N) followed by M row sums if ROW_SUMS
 // One thread for four neighbours of a row of C, or for one row sum. Launch: grid (any, 1, batches), block (256).
@@ -12,6 +13,9 @@ extern "C" __global__ void __launch_bounds__(256) gemm_combine(
     const long long work = M * fours + (ROW_SUMS ? M : 0);
     workspace += blockIdx.z * splits * part;
     const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
+    const bool parts_in_fours = in_fours(workspace, N, part);
+    const bool c_in_fours =
+        in_fours(C, ldc, stride_c) && (!saved || in_fours(saved, ldc)) && (!residual || in_fours(residual, ldc));
     for (long long i = blockIdx.x * 256LL + threadIdx.x; i < work; i += gridDim.x * 256LL) {
         if (ROW_SUMS && i >= M * fours) {
             const long long m = i - M * fours;
@@ -25,10 +29,10 @@ extern "C" __global__ void __launch_bounds__(256) gemm_combine(
         Sum sums[4] = {};
         for (int split = 0; split < splits; ++split) {
             Sum more[4];
-            load_four(workspace + split * part + m * N, n, N, false, more);
+            load_four(workspace + split * part + m * N, n, N, parts_in_fours, more);
 #pragma unroll
             for (int j = 0; j < 4; ++j) sums[j] += more[j];
         }
-        epilogue.store(sums, C, blockIdx.z * stride_c + m * ldc, n, N, false);
+        epilogue.store(sums, C, blockIdx.z * stride_c + m * ldc, n, N, c_in_fours);
     }
 }

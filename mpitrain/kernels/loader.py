@@ -28,8 +28,17 @@ class Engine(Protocol):
     capability: int
     """Compute capability times ten: 80 for sm_80."""
 
+    name: str
+    """The device, in words."""
+
     def load(self, source: Source, signature: Signature, defines: dict[str, str]) -> Function:
         """Compile the source under the defines (or take it from a cache) and return one of its kernels."""
+
+    def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
+        """c = op(a) op(b), or added to it, by a library; sums in float32, of float64 in float64.
+
+        a, b, c   (rows, columns), the last dim contiguous; stored transposed where so flagged; none may be empty
+        """
 
 
 class Kernels:

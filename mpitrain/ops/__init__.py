@@ -20,12 +20,13 @@ BODIES = {
 
 
 @cache
-def ops_for(kind: str) -> Any:
+def ops_for(kind: str, gemm: str = "tiled", tiles: str = "") -> Any:
     """The body for a kind of device; raises ConfigError for a kind that has none.
 
+    gemm, tiles   as in the configuration of the device; bodies without kernels have one way to multiply and read neither
     cuda and cuda-sim are the same body, launching the same kernels on the current GPU and in the simulator.
     """
     if kind not in BODIES:
         raise ConfigError(f"there are no operations for device kind {kind!r}.", f"Choose one of {', '.join(BODIES)}.")
     body = import_module(BODIES[kind])
-    return body.on(kind) if hasattr(body, "on") else body
+    return body.on(kind, gemm, tiles) if hasattr(body, "on") else body

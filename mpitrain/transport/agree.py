@@ -31,7 +31,10 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
         law = f"On rank {where}: {law}"
     error = getattr(errors, kind)(law, way_out)
     error.agreed = True
-    raise error
+    try:
+        raise error
+    finally:
+        del error, result    # an error that is named in a frame of its own traceback keeps all that the frames hold
 
 
 def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:

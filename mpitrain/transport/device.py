@@ -61,11 +61,11 @@ class DeviceTransport:
     """A Transport whose messages may lie in device memory too, and whose `allocate` gives such memory.
 
     `hosts`, tags, traffic and windows are those of the transport below. A message that is staged counts in `traffic` as
-    the pieces it travels in.
+    the pieces it travels in. `backend` is of the device's memory.
     """
 
     def __init__(self, host: Transport, backend: DeviceBackend, carrier: Carrier):
-        self._host, self._backend, self._carrier = host, backend, carrier
+        self._host, self.backend, self._carrier = host, backend, carrier
         self.rank, self.size, self.hosts, self.members = host.rank, host.size, host.hosts, host.members
         self.traffic, self.windows, self.native_dtypes = host.traffic, host.windows, host.native_dtypes
 
@@ -97,13 +97,13 @@ class DeviceTransport:
 
     def split(self, color: int | None, key: int = 0) -> "DeviceTransport | None":
         part = self._host.split(color, key)
-        return None if part is None else DeviceTransport(part, self._backend, self._carrier.over(part))
+        return None if part is None else DeviceTransport(part, self.backend, self._carrier.over(part))
 
     def gather_text(self, value: Any) -> list[Any]:
         return self._host.gather_text(value)
 
     def allocate(self, count: int, dtype: Any) -> Any:
-        return self._backend.zeros(count, dtype)
+        return self.backend.zeros(count, dtype)
 
     def close(self) -> None:
         self._host.close()

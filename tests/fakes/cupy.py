@@ -5,6 +5,9 @@ pointer or a copy on another stream, sees 0xFF in every byte that the work write
 to what it still reads or writes is a fault. A copy fills its target with 0xFF when it starts and moves the bytes when it
 is waited for, or asked twice. Like CuPy's, these arrays refuse to become NumPy's by themselves.
 
+Threads are processes: each has its own stream, may open the memory of the others by handle but not its own, and work on
+what another's stream still uses is a fault.
+
 `log` has what happened, per thread: ("synchronize",), ("pointer", nbytes), ("copy", nbytes); `faults` what must not have.
 """
 
@@ -21,6 +24,7 @@ __version__ = "fake"
 GARBAGE = 0xFF
 faults: list[str] = []
 devices = SimpleNamespace(count=1, used=[])
+ipc = SimpleNamespace(works=lambda: True, opened=[])    # whether this thread may open memory; addresses open now, in any
 
 _local = threading.local()
 _lock = threading.RLock()
@@ -28,6 +32,7 @@ _blocks = weakref.WeakValueDictionary()
 _pinned: list[np.ndarray] = []
 _streams = {}
 _numbers = itertools.count(1)
+_handles: dict[bytes, tuple[int, int]] = {}
 
 
 def log() -> list[tuple]:
@@ -43,7 +48,7 @@ class _Block:
     def __init__(self, nbytes):
         self.memory, self.truth = (np.full(nbytes + 64, GARBAGE, np.uint8) for _ in range(2))
         self.written, self.read = (np.zeros(nbytes + 64, bool) for _ in range(2))
-        self.ptr, self.size, self.device_id = self.memory.ctypes.data, nbytes, 0
+        self.ptr, self.size, self.device_id, self.streams = self.memory.ctypes.data, nbytes, 0, set()
         with _lock:
             _blocks[self.ptr] = self
 
@@ -74,11 +79,13 @@ class Stream:
         self._finish()
 
     def _finish(self):
-        for block, mask, where in self._pending:
-            if mask is block.written:
-                block.memory[where] = block.truth[where]
-            mask[where] = False
-        self._pending = []
+        with _lock:
+            for block, mask, where in self._pending:
+                if mask is block.written:
+                    block.memory[where] = block.truth[where]
+                mask[where] = False
+                block.streams.discard(self)
+            self._pending = []
 
     def record(self, event):
         event.copies, self._copies = getattr(self, "_copies", []), []
@@ -142,6 +149,32 @@ def _get_device_count():
     return devices.count
 
 
+def see(*gpus):
+    """Give this thread GPUs by their PCI addresses; the first is the current one."""
+    _local.gpus = gpus
+
+
+def allocation_start(ptr):
+    """Where the allocation begins that an address lies in."""
+    return _block_of(ptr).ptr
+
+
+def _export(ptr):
+    if _block_of(ptr).ptr != ptr:
+        faults.append("a handle of what is no allocation")
+    handle = next(_numbers).to_bytes(64, "little")
+    _handles[handle] = ptr, threading.get_ident()
+    return handle
+
+
+def _open(handle):
+    ptr, owner = _handles[handle]
+    if owner == threading.get_ident() or not ipc.works():
+        raise CUDARuntimeError("cudaErrorInvalidContext: invalid device context")
+    ipc.opened.append(ptr)
+    return ptr
+
+
 def _alloc_pinned(nbytes):
     _pinned.append(np.full(nbytes, GARBAGE, np.uint8))
     return _pinned[-1]
@@ -160,26 +193,39 @@ cuda = SimpleNamespace(
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
     Device=lambda index: SimpleNamespace(use=lambda: devices.used.append(index)),
     runtime=SimpleNamespace(getDeviceCount=_get_device_count, memcpyAsync=_memcpy_async, memcpyDefault=4,
-                            CUDARuntimeError=CUDARuntimeError),
+                            CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0,
+                            deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
+                            ipcGetMemHandle=_export, ipcOpenMemHandle=_open, ipcCloseMemHandle=ipc.opened.remove),
 )
 
 
 def launch(writes, reads, work):
     """Do `work`, a function of nothing, on this thread's stream: its results are seen after a synchronisation."""
-    for array in (*writes, *reads):
-        settled = ~array.block.written
-        array.block.truth[settled] = array.block.memory[settled]
-    work()
     stream = get_current_stream()
-    for arrays, name in ((writes, "written"), (reads, "read")):
-        for array in arrays:
-            mask = getattr(array.block, name)
-            where = np.zeros(len(mask), bool)
-            array.of_bytes(where)[...] = True
-            mask |= where
-            stream._pending.append((array.block, mask, where))
-            if name == "written":
-                array.block.memory[where] = GARBAGE
+    with _lock:
+        for array in (*writes, *reads):
+            settled = ~array.block.written
+            array.block.truth[settled] = array.block.memory[settled]
+        work()
+        for arrays, name in ((writes, "written"), (reads, "read")):
+            for array in arrays:
+                mask = getattr(array.block, name)
+                where = np.zeros(len(mask), bool)
+                array.of_bytes(where)[...] = True
+                _check_others(stream, array.block, where, name)
+                mask |= where
+                array.block.streams.add(stream)
+                stream._pending.append((array.block, mask, where))
+                if name == "written":
+                    array.block.memory[where] = GARBAGE
+
+
+def _check_others(stream, block, where, name):
+    """A fault if another stream writes here, or reads what is written now."""
+    for other in block.streams - {stream}:
+        for pending, mask, there in other._pending:
+            if pending is block and (name == "written" or mask is block.written) and (there & where).any():
+                faults.append("work on memory that another stream uses")
 
 
 class ndarray:

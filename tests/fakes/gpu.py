@@ -13,6 +13,12 @@ class FakeEngine:
         self._simulator = Simulator()
         self.capability = self._simulator.capability
 
+    name, empty = "a fake GPU", staticmethod(cupy.empty)
+    put, get = staticmethod(cupy.asarray), staticmethod(cupy.asnumpy)
+
+    def wait(self):
+        cupy.get_current_stream().synchronize()
+
     def load(self, source, signature, defines):
         function = self._simulator.load(source, signature, defines)
 
@@ -25,6 +31,10 @@ class FakeEngine:
                         lambda: function(grid, block, plain, shared))
 
         return start
+
+    def multiply(self, a, b, c, transposed_a, transposed_b, accumulate):
+        truths = (a.truth, b.truth, c.truth)
+        cupy.launch([c], [a, b], lambda: self._simulator.multiply(*truths, transposed_a, transposed_b, accumulate))
 
 
 def kernels():

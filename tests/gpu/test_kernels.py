@@ -10,6 +10,7 @@ import pytest
 from mpitrain.kernels.arguments import Argument
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.loader import Kernels
+from tests.unit.kernels.cases.numbers import numbers, stored, values
 from tests.unit.kernels.cases.suite import SUITE
 
 pytestmark = pytest.mark.gpu
@@ -32,13 +33,19 @@ class Visiting(CudaEngine):
             kernel(grid, block, there, shared)
             for parameter, argument in zip(signature.parameters, arguments, strict=True):
                 if parameter.is_pointer and not parameter.is_readonly and argument.array is not None and argument.array.size:
-                    low, extent = visits[_key(argument.array)][:2]
-                    back = self._module.asnumpy(extent)
-                    offset = argument.array.ctypes.data - low
-                    argument.array[...] = np.ndarray(argument.array.shape, argument.array.dtype, back, offset,
-                                                     argument.array.strides)
+                    self._return(argument.array, visits)
 
         return launch
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, *how: bool) -> None:
+        visits: dict[tuple, tuple] = {}
+        super().multiply(*(self._visit(Argument(array), visits).array for array in (a, b, c)), *how)
+        self._return(c, visits)
+
+    def _return(self, array: np.ndarray, visits: dict[tuple, tuple]) -> None:
+        low, extent = visits[_key(array)][:2]
+        back = self._module.asnumpy(extent)
+        array[...] = np.ndarray(array.shape, array.dtype, back, array.ctypes.data - low, array.strides)
 
     def _visit(self, argument: Any, visits: dict[tuple, tuple]) -> Any:
         if not isinstance(argument, Argument) or argument.array is None:
@@ -78,3 +85,16 @@ def test_a_kernel_computes_on_the_gpu_what_the_reference_says(kernels, group):
         except Exception as error:
             error.add_note(f"case: {case}")
             raise
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-14), ("float16", 1e-6), ("bfloat16", 1e-6)])
+def test_the_library_multiplies_without_tf32(dtype, tolerance):
+    """TF32 keeps 10 bits of the elements, which costs 3e-4 here; the results of 16-bit elements are float32."""
+    cupy = pytest.importorskip("cupy")
+    engine = CudaEngine(cupy)
+    a, b = stored(numbers(1, 70, 130), dtype), stored(numbers(2, 50, 130), dtype)
+    c = cupy.zeros((70, 50), "float64" if dtype == "float64" else "float32")
+    for run in (1, 2):
+        engine.multiply(cupy.asarray(a), cupy.asarray(b), c, False, True, run == 2)
+        truth = run * values(a) @ values(b).T
+        assert np.abs(cupy.asnumpy(c) - truth).max() <= 10 * tolerance * np.abs(truth).max()

@@ -5,6 +5,8 @@ import numpy as np
 from mpitrain.backend import CudaBackend, on_device
 from mpitrain.collectives import algorithms
 from mpitrain.collectives.bind import bind, bind_all_to_all
+from mpitrain.collectives.lossy import bind_lossy
+from mpitrain.collectives.wire import parse_wire
 from mpitrain.errors import ConfigError
 from mpitrain.transport.device import DeviceTransport, Direct
 from mpitrain.transport.staging import Staged
@@ -94,7 +96,7 @@ class DeviceLaws:
 
     def law_all_reduces_are_exact_run_after_run(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        for algorithm in (*algorithms.ALL_REDUCE, "hierarchical", "native", "auto"):
+        for algorithm in (*algorithms.ALL_REDUCE, "hierarchical", "shared", "native", "auto"):
             for count in (0, 1, 5 * PIECE + 3):
                 array = backend.zeros(count, "float64")
                 reduction = bind(transport, array, algorithm=algorithm)
@@ -132,14 +134,16 @@ class DeviceLaws:
         assert cupy.log() == []
         assert on_device(transport.allocate(3, "float32"))
 
-    def law_shared_windows_are_refused_with_a_way_out(self, host, carrier, backend):
+    def law_formats_whose_residuals_are_the_host_s_are_refused_with_a_way_out(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        try:
-            bind(transport, backend.zeros(8, "float64"), algorithm="shared")
-        except ConfigError as error:
-            assert error.agreed and "Use algorithm ring" in str(error)
-        else:
-            raise AssertionError("a window of host memory cannot reduce device memory")
+        for name in ("topk:0.1", "powersgd:1"):
+            try:
+                bind_lossy(transport, backend.zeros(8, "float32"), parse_wire(name))
+            except ConfigError as error:
+                assert error.agreed and "this array lies in a GPU's" in str(error) and "Use wire fp16" in str(error)
+            else:
+                raise AssertionError(f"{name} has nowhere to keep what it did not send")
+        bind_lossy(transport, np.ones(8, np.float32), parse_wire("topk:0.1")).run()    # the host's arrays may travel so
 
     def law_what_cannot_be_a_message_is_refused(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)

@@ -4,8 +4,7 @@ import numpy as np
 
 from mpitrain.collectives import bind as binding
 from mpitrain.collectives.bind import bind
-from mpitrain.collectives.plans import chunk_bounds
-from mpitrain.collectives.ring import segments
+from mpitrain.collectives.plans import chunk_bounds, segments
 from tests.laws.collectives import LENGTHS, measured
 
 WIDTH = 4  # bytes of an element
@@ -43,14 +42,15 @@ class TrafficLaws:
         n, rank = transport.size, transport.rank
         lg = n.bit_length() - 1
         power, folded = 1 << lg, n - (1 << lg)
-        nbytes = WIDTH * even(n)
-        sent = measured(transport, bind(transport, np.ones(even(n), "float32"), algorithm="halving-doubling").run)
-        if rank < 2 * folded and rank % 2 == 0:
-            assert sent == (1, nbytes)
-        elif rank < 2 * folded:
-            assert sent == (2 * lg + 1, 2 * nbytes * (power - 1) // power + nbytes)
-        else:
-            assert sent == (2 * lg, 2 * nbytes * (power - 1) // power)
+        for array in (np.ones(even(n), "float32"), np.ones(even(n, 600), "float32")):
+            nbytes, each = array.nbytes, segments(n, array.size)
+            sent = measured(transport, bind(transport, array, algorithm="halving-doubling").run)
+            if rank < 2 * folded and rank % 2 == 0:
+                assert sent == (each, nbytes)
+            elif rank < 2 * folded:
+                assert sent == (each * (2 * lg + 1), 2 * nbytes * (power - 1) // power + nbytes)
+            else:
+                assert sent == (each * 2 * lg, 2 * nbytes * (power - 1) // power)
 
     def law_recursive_doubling(self, transport):
         n, rank = transport.size, transport.rank
@@ -107,10 +107,11 @@ class TrafficLaws:
             assert sent[1] <= 2 * nbytes * (n - 1) // n
 
     def law_shared_sends_no_bytes(self, transport):
-        reduction = bind(transport, np.ones(10), algorithm="shared")
-        assert measured(transport, reduction.run) == (0, 0)
-        messages = 2 * ceil_lg(transport.size)  # two barriers of empty messages
-        assert measured(transport, lambda: (reduction.start(), reduction.wait())) == (messages, 0)
+        for count, barriers in ((10, 1), (1000, 2)):
+            reduction = bind(transport, np.ones(count), algorithm="shared")
+            assert measured(transport, reduction.run) == (0, 0)
+            messages = barriers * ceil_lg(transport.size)  # empty ones
+            assert measured(transport, lambda r=reduction: (r.start(), r.wait())) == (messages, 0)
 
     def law_native_sends_nothing_by_hand(self, transport):
         assert measured(transport, bind(transport, np.ones(10), algorithm="native").run) == (0, 0)

@@ -1,5 +1,6 @@
 """`mpitrain bench train`: what it prints, and what it refuses. Never how fast."""
 
+import json
 import subprocess
 import sys
 
@@ -35,8 +36,26 @@ def test_both_sides_do_the_same_work(ranks):
     assert apart <= 1e-4, verdict
 
 
+def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "train.json"
+    done = bench(1, "--device", "cuda-sim", "--gemm", "library", "--peer", "torch", "--steps", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "cuda-sim, products by NumPy" in done.stdout
+    ours, peer = json.loads(path.read_text())["sides"]
+    assert (ours["name"], peer["name"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(peer["blocks"]) == 2
+    assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], peer["losses"], strict=True))
+
+
+def test_a_peer_that_cannot_use_the_gpu_is_one_message(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"The peer cannot use the GPU: PyTorch .* finds none"):
+        train.peer_class("torch", parse({"optimizer": {"clip": 0.0}, "device": {"kind": "cuda"}}))
+
+
 def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
-    monkeypatch.setitem(train.PEERS, "torch", ("nothing_of_this_name", "Peer", "pip install torch"))
+    monkeypatch.setitem(train.PEERS, "torch", ("nothing_of_this_name", "pip install torch"))
     config = parse({"optimizer": {"clip": 0.0}})
     with pytest.raises(ConfigError, match="needs the module nothing_of_this_name, which is not installed"):
         train.peer_class("torch", config)

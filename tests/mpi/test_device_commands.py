@@ -6,8 +6,14 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mpitrain.build import build
+from mpitrain.config import parse, with_settings
+from mpitrain.kernels.engines import kernels_for
+from mpitrain.ops.cuda.tiles import TILES, Measured, Plan, write_tiles
+from mpitrain.transport.mpi import connect
 from tests.mpi.test_commands import TINY, launch, losses, mpitrain
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +33,13 @@ def test_cuda_without_a_gpu_is_one_message_and_exit_2(cupy, complaint, tmp_path)
     assert "use --device cpu" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_wire_format_that_a_gpu_cannot_have_is_one_message_and_exit_2(tmp_path):
+    done = launch(2, "train", "--device", "cuda", "--set", "replication.wire=topk:0.1", "--out", "run", *TINY, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("ConfigError: Wire format topk:0.1 keeps its residuals in host memory") == 1
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
 def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
     (tmp_path / "bin").mkdir()
     for program in ("orted", "prted", "prterun"):
@@ -36,6 +49,7 @@ def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
     assert done.returncode == 2 and "there is no g++ here" in done.stderr, done.stderr
 
 
+@pytest.mark.timeout(480)    # four runs of four ranks; on a fresh machine g++ has the kernels to build
 def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tmp_path):
     few = [*TINY, "--set", "run.steps=5", "--set", "replication.algorithm=ring"]
     for kind in ("cpu", "cuda-sim"):
@@ -55,12 +69,53 @@ def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tm
     assert len(set(said.values())) == 1 and "validation loss" in said[()]
 
 
+@pytest.mark.mpi(ranks=[4], timeout=110)
+@pytest.mark.parametrize("wire, needed", [("none", {"add_into"}), ("fp16", {"add_into", "convert"})])
+def test_it_is_our_kernels_that_reduce_the_gradients(wire, needed, mpi_ranks, monkeypatch):
+    settings = [word for word in TINY if word != "--set"]
+    config = parse(with_settings({}, [*settings, "device.kind=cuda-sim", "replication.algorithm=ring",
+                                      f"replication.wire={wire}"]))
+    trainer = build(connect(), config).trainer
+    kernels, launched = kernels_for("cuda-sim"), []
+    launch_one = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda name, *rest, **more: launched.append(name) or launch_one(name, *rest, **more))
+    trainer.gradients[:] = 1 + trainer.group.rank
+    trainer.replication.buckets.run()
+    assert np.all(trainer.gradients == 10)
+    assert set(launched) == needed
+    assert launched.count("add_into") >= 3, "what comes in each of three steps of a ring is added"
+
+
+def test_the_library_multiplies_where_train_is_told_so(tmp_path):
+    done = mpitrain("train", "--device", "cuda-sim", "--gemm", "library", "--out", "run", *TINY, "--set", "run.steps=1",
+                    "--set", "run.eval_every=-1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"]["gemm"] == "library"
+    done = mpitrain("train", "--gemm", "blas", cwd=tmp_path)
+    assert done.returncode == 2 and "device.gemm must be 'tiled' or 'library', but is 'blas'." in done.stderr
+
+
+def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
+    words = ["train", "--device", "cuda-sim", "--set", "device.tiles=mine.json", "--out", "run", *TINY, "--set", "run.steps=1",
+             "--set", "run.eval_every=-1"]
+    done = launch(2, *words, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("The table of tiles mine.json cannot be read") == 1, done.stderr
+    write_tiles(tmp_path / "mine.json", "simulator", [Measured("float32", "NT", 64, 64, 16, Plan(TILES[1], 1))])
+    done = launch(2, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/tiles.json").read_text() == (tmp_path / "mine.json").read_text()
+    (tmp_path / "mine.json").unlink()
+    went_on = launch(2, "train", "--out", "run", "--resume", "--set", "run.steps=2", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
+
+
 def test_auto_is_resolved_in_the_run_directory(tmp_path):
     (tmp_path / "cupy.py").write_text(NO_DRIVER)
     paths = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path, env=paths)
     assert done.returncode == 0, done.stderr
-    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"] == {"kind": "cpu", "cuda_aware": "auto"}
+    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"] == {
+        "kind": "cpu", "cuda_aware": "auto", "gemm": "tiled", "tiles": ""}
 
 
 def test_doctor_says_whether_messages_may_lie_in_gpu_memory():

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from mpitrain import backend
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.fakes.pointers import PointerThreads
@@ -15,6 +16,7 @@ from tests.laws.transport import laws_of
 @pytest.mark.parametrize("name", laws_of(DeviceLaws))
 def test_threads_obey(name, carrier, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
     cupy.faults.clear()
     for n in (1, 2, 3, 5):
         run_ranks(n, lambda threads: getattr(DeviceLaws(), name)(PointerThreads(threads), carrier, cuda_backend()))

@@ -5,12 +5,13 @@ import sys
 import numpy as np
 import pytest
 
+from mpitrain import backend, checkpoint, trainer
 from mpitrain import build as build_module
-from mpitrain import checkpoint, trainer
 from mpitrain.build import build
 from mpitrain.collectives import on_kernels
 from mpitrain.config import parse, with_settings
-from mpitrain.ops.cuda import body
+from mpitrain.errors import ConfigError
+from mpitrain.ops.cuda import body, multiply
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
@@ -64,17 +65,49 @@ def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
     assert np.all(np.abs(simulated[:, 0] / on_cpu[:, 0] - 1) <= 1e-4)
 
 
-@pytest.mark.parametrize("cuda_aware, wire", [("yes", "none"), ("no", "none"), ("no", "fp16"), ("yes", "int8")])
-def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, tmp_path, monkeypatch):
+def test_a_library_s_products_train_as_our_own_do(tmp_path):
+    tiled, library = (curves(2, tmp_path / gemm, "device.kind=cuda-sim", f"device.gemm={gemm}")[0]
+                      for gemm in ("tiled", "library"))
+    assert np.all(np.abs(library[:, 0] / tiled[:, 0] - 1) <= 1e-4) and not np.array_equal(library, tiled)
+
+
+@pytest.mark.parametrize("cuda_aware, wire, gemm", [
+    ("yes", "none", "tiled"), ("no", "none", "library"), ("no", "fp16", "tiled"), ("yes", "int8", "tiled")])
+def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, gemm, tmp_path, monkeypatch):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
-    travel = f"replication.wire={wire}"
-    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", travel)
+    travel = f"replication.wire={wire}", f"device.gemm={gemm}"
+    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", *travel)
+    play_gpu(monkeypatch)
+    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", *travel)
+    assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
+    assert cupy.faults == []
+
+
+def test_gpus_that_reduce_each_other_s_memory_train_as_by_messages(tmp_path, monkeypatch):
+    """Bit by bit on two ranks, since a sum of two has one order."""
+    play_gpu(monkeypatch)
+    monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
+    by_ring, by_memory = (curves(2, tmp_path / algorithm, "device.kind=cuda", "device.cuda_aware=no",
+                                 f"replication.algorithm={algorithm}") for algorithm in ("ring", "shared"))
+    assert all(np.array_equal(a, b) for a, b in zip(by_ring, by_memory, strict=True))
+    assert cupy.faults == []
+
+
+def play_gpu(monkeypatch):
+    """A machine with a GPU: the fake one, whose kernels the simulator runs."""
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     kernels = gpu.kernels()
     monkeypatch.setattr(on_kernels, "kernels_for", lambda kind: kernels)
     for module in (trainer, build_module):
-        monkeypatch.setattr(module, "ops_for", lambda kind: body(kernels))
+        monkeypatch.setattr(module, "ops_for", lambda kind, gemm, tiles: body(kernels, multiply(gemm, tiles)))
     cupy.faults.clear()
-    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", travel)
-    assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
-    assert cupy.faults == []
+
+
+@pytest.mark.parametrize("wire", ["topk:0.1", "powersgd:2"])
+def test_residuals_are_the_simulator_s_too_and_not_those_of_a_gpu_that_auto_has_found(wire, tmp_path, monkeypatch):
+    facts, _ = curves(2, tmp_path / "sim", "device.kind=cuda-sim", f"replication.wire={wire}")
+    assert np.isfinite(facts).all()
+    play_gpu(monkeypatch)
+    with pytest.raises(ConfigError, match=r"this array lies in a GPU's\.\n +Use wire fp16, bf16, int8 or none") as refused:
+        curves(2, tmp_path / "gpu", f"replication.wire={wire}")
+    assert refused.value.agreed

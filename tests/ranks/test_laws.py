@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives import bind as binding
-from mpitrain.collectives import execute, lossy, ring
+from mpitrain.collectives import execute, lossy, plans
 from mpitrain.collectives.bind import bind
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws, measured
@@ -25,18 +25,19 @@ ALL_REDUCE_LAWS = ["law_all_reduce_is_exact_on_every_rank", "law_a_long_message_
                    "law_several_reductions_are_polled_in_any_order"]
 
 
-class RingLaws(CollectiveLaws, TrafficLaws):
-    """What a ring takes part in."""
+class SegmentLaws(CollectiveLaws, TrafficLaws):
+    """What algorithms that cut an array into segments take part in."""
 
-    algorithms = ("ring",)
+    algorithms = ("ring", "halving-doubling")
 
 
 @pytest.mark.parametrize("name", [*ALL_REDUCE_LAWS, "law_reduce_scatter_leaves_chunk_r_on_rank_r", "law_ring",
+                                  "law_halving_doubling",
                                   "law_all_gather_brings_chunk_r_from_rank_r"])
-def test_rings_of_many_segments_obey(name, monkeypatch):
-    monkeypatch.setattr(ring, "SEGMENT", 100)
+def test_many_segments_obey(name, monkeypatch):
+    monkeypatch.setattr(plans, "SEGMENT", 100)
     for n in (2, 3, 5):
-        run_ranks(n, getattr(RingLaws(), name))
+        run_ranks(n, getattr(SegmentLaws(), name))
 
 
 @pytest.mark.parametrize("name", ["law_all_ranks_hold_the_same_bits", "law_coded_sums_are_as_near_as_their_rounding",

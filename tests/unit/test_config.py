@@ -51,6 +51,15 @@ def test_wire_formats_of_float64_are_refused():
     assert "Wire formats carry float32" in refusal("replication.wire=fp16", "precision.compute=float64")
 
 
+@pytest.mark.parametrize("wire", ["topk", "topk:0.1", "powersgd:4"])
+def test_formats_with_residuals_are_refused_on_a_gpu_and_not_in_the_simulator(wire):
+    text = refusal(f"replication.wire={wire}", "device.kind=cuda")
+    assert f"Wire format {wire} keeps its residuals in host memory, but device.kind is cuda." in text
+    assert "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu." in text
+    for kind in ("cpu", "cuda-sim", "auto"):
+        parse(with_settings({}, [f"replication.wire={wire}", f"device.kind={kind}"]))
+
+
 def test_a_file_that_is_not_toml_is_refused(tmp_path):
     path = tmp_path / "bad.toml"
     path.write_text("[run\n")

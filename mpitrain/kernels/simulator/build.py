@@ -14,7 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from mpitrain.errors import KernelError
+from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.source import Source
 
 HERE = Path(__file__).parent
@@ -43,11 +43,11 @@ EXPORTED SIMULATOR_OWN int simulator_bound_{name}() {{ return {bound}; }}
 
 @cache
 def compiler() -> str:
-    """The path of g++; KernelError where the simulator cannot work."""
+    """The path of g++; ConfigError where the simulator cannot work."""
     path = shutil.which("g++")
     if platform.machine() != "x86_64" or path is None:
         missing = "g++ is not installed" if path is None else f"this machine is {platform.machine()}"
-        raise KernelError(f"The kernel simulator needs g++ 11 or later on x86-64; {missing}.",
+        raise ConfigError(f"The kernel simulator needs g++ 11 or later on x86-64; {missing}.",
                           "Install g++ (`apt install g++`), or choose --device cpu.")
     return path
 

@@ -38,6 +38,7 @@ bool is_on_a_stack(const void* address) {
 
 static void run_thread() {
     launch.call(launch.arguments);
+    commit_copies();
     wait_copies(0);
     running->state = DONE;
     suspend();

@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import ml_dtypes
+import numpy as np
+
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Dims
 from mpitrain.kernels.simulator.build import build_kernels, build_runtime, default_cache
@@ -52,6 +55,7 @@ class Simulator:
     cache        folder of compiled kernels
     """
 
+    name = "simulator"
     _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
 
     def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,
@@ -69,6 +73,14 @@ class Simulator:
             self._libraries[path].simulator_dynamic_shared.restype = c.c_void_p
         bound = self._libraries[path][f"simulator_bound_{signature.name}"]()
         return partial(self._launch, path, signature, bound)
+
+    def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
+        """By NumPy's BLAS."""
+        a, b, result = (_numbers(array) for array in (a, b, c))
+        wide = np.float64 if a.dtype == np.float64 else np.float32
+        left, right = (array.astype(wide, copy=False) for array in (a.T if transposed_a else a, b.T if transposed_b else b))
+        product = left @ right
+        result[...] = result + product if accumulate else product
 
     def _launch(self, path: Path, signature: Signature, bound: int, grid: Dims, block: Dims, arguments: list[Any],
                 shared: int) -> None:
@@ -95,6 +107,11 @@ class Simulator:
         kind = report.kind.decode()
         text = re.sub(r"shared memory \+ (\d+) bytes", lambda m: _shared_array(path, int(m[1])), report.text.decode())
         return KernelError(f"{kind} in {signature.name}{place}: {text}.", WAYS_OUT[kind])
+
+
+def _numbers(array: np.ndarray) -> np.ndarray:
+    """The array itself, or the bfloat16 numbers whose bits it holds."""
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
 def _ask(*command: str) -> str:

@@ -30,7 +30,8 @@ void meet(unsigned mask, Collective collective, void* argument, Place place) {
 
 void order_memory(void**) {}    // the scheduler advances the warp's epoch, which the race check reads
 
-// ---- Asynchronous copies: they land when waited for, as late as the hardware may let them.
+// ---- Asynchronous copies: they land when waited for, as late as the hardware may let them. A wait counts committed groups:
+// a copy that was never committed is in none of them, and lands when its thread ends.
 
 void start_copy(void* to, const void* from, size_t nbytes, size_t valid) {
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % nbytes)
@@ -44,7 +45,7 @@ void start_copy(void* to, const void* from, size_t nbytes, size_t valid) {
 void commit_copies() { ++running->group; }
 
 void wait_copies(int groups_left) {
-    auto under_way = [&](const Copy& copy) { return groups_left > 0 && copy.group >= running->group - groups_left; };
+    auto under_way = [&](const Copy& copy) { return copy.group >= running->group - groups_left; };
     for (const auto& copy : running->copies) {
         if (under_way(copy)) continue;
         touch(copy.to, copy.nbytes, WRITE);

@@ -4,15 +4,20 @@ Nothing here waits for the device. Sums that the others return as numbers are ar
 """
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, steps, sums
+from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, product, steps, sums
+from mpitrain.ops.cuda.tiles import DEFAULT, read_tiles
 
-FUNCTIONS = (
-    linear.linear, linear.linear_backward_input, linear.linear_backward_weight, linear.linear_backward_bias,
+WITH_PRODUCTS = (
+    linear.linear, linear.linear_backward_input, linear.linear_backward_weight,
     linear.linear_gelu, linear.linear_gelu_backward_input, linear.linear_relu, linear.linear_relu_backward_input,
+)
+FUNCTIONS = (
+    linear.linear_backward_bias,
     norm.layer_norm, norm.layer_norm_backward_input, norm.layer_norm_backward_gain, norm.layer_norm_backward_bias,
     embedding.embedding, embedding.embedding_backward_table, embedding.embedding_backward_positions,
     attention.attention, attention.attention_backward,
@@ -22,11 +27,19 @@ FUNCTIONS = (
 )
 
 
-def body(kernels: Kernels) -> SimpleNamespace:
-    """The operations, launched through these kernels."""
-    return SimpleNamespace(**{function.__name__: partial(function, kernels) for function in FUNCTIONS})
+def body(kernels: Kernels, multiply: linear.Multiply = product.gemm) -> SimpleNamespace:
+    """The operations, launched through these kernels; `multiply` makes the products of linear layers."""
+    bound = {function.__name__: partial(function, kernels) for function in FUNCTIONS}
+    return SimpleNamespace(**bound, **{function.__name__: partial(function, kernels, multiply) for function in WITH_PRODUCTS})
 
 
-def on(kind: str) -> SimpleNamespace:
+def multiply(gemm: str, tiles: str = "") -> linear.Multiply:
+    """Who multiplies matrices, as device.gemm and device.tiles say; ConfigError for a file that is no table of tiles."""
+    if gemm == "library":
+        return product.library
+    return partial(product.gemm, table=read_tiles(Path(tiles)) if tiles else DEFAULT)
+
+
+def on(kind: str, gemm: str, tiles: str) -> SimpleNamespace:
     """The operations on a kind of device: "cuda" or "cuda-sim"."""
-    return body(kernels_for(kind))
+    return body(kernels_for(kind), multiply(gemm, tiles))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.arguments import ELEMENTS
+from mpitrain.kernels.arguments import ELEMENTS, name_of
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INDICES = ("int32", "int64")
@@ -11,7 +11,8 @@ INDICES = ("int32", "int64")
 
 def c_type(array: Any) -> str:
     """The C++ name of a float array's elements; uint16 arrays hold the bits of bfloat16 numbers."""
-    name = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
+    name = name_of(array.dtype)
+    name = "bfloat16" if name == "uint16" else name
     if name not in FLOATS:
         raise KernelError(f"Kernels compute with {', '.join(FLOATS)}, not with {name}.", "Cast the array first.")
     return ELEMENTS[name]
@@ -19,7 +20,7 @@ def c_type(array: Any) -> str:
 
 def sum_type(array: Any) -> str:
     """The dtype that sums over this array's elements are held in: float64 for float64, else float32."""
-    return "float64" if array.dtype.name == "float64" else "float32"
+    return "float64" if name_of(array.dtype) == "float64" else "float32"
 
 
 def element(array: Any) -> dict[str, str]:
@@ -29,6 +30,6 @@ def element(array: Any) -> dict[str, str]:
 
 def index(array: Any) -> dict[str, str]:
     """Index: the type of tokens and targets."""
-    if array.dtype.name not in INDICES:
+    if name_of(array.dtype) not in INDICES:
         raise KernelError(f"Tokens and targets are {' or '.join(INDICES)}, not {array.dtype.name}.", "Cast them first.")
-    return {"Index": ELEMENTS[array.dtype.name]}
+    return {"Index": ELEMENTS[name_of(array.dtype)]}

@@ -1,16 +1,19 @@
 """Linear layers with an optional activation, as single products with everything else in their epilogues.
 
-M rows, K inputs, N outputs. `saved` is (x, what the activation needs, has a bias); the weight half's product also sums
-dy over its rows, which is the bias gradient: `_Pending` keeps it for the bias half.
+`multiply` is one of product.py. M rows, K inputs, N outputs. `saved` is (x, what the activation needs, has a bias); the
+weight half's product also sums dy over its rows, which is the bias gradient: `_Pending` keeps it for the bias half.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import element, sum_type
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
-from mpitrain.ops.cuda.product import ACTIVATIONS, gemm
+from mpitrain.ops.cuda.product import ACTIVATIONS
 from mpitrain.ops.cuda.sums import add_parts, sum_rows
+
+Multiply = Callable[..., None]
 
 
 class _Pending:
@@ -20,25 +23,25 @@ class _Pending:
         self.dy, self.x, self.has_bias, self.sums = dy, x, has_bias, None
 
 
-def linear(kernels: Kernels, x, w, b, arena):
+def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     """y = x w^T + b."""
     y = arena.take((len(x), len(w)), x.dtype)
-    gemm(kernels, arena, x, w, y, transposed_b=True, bias=b)
+    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b)
     return y, (x, None, b is not None)
 
 
-def linear_backward_input(kernels: Kernels, dy, w, saved, arena):
+def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena):
     """dx = dy w."""
     x, _, has_bias = saved
     dx = arena.take(x.shape, dy.dtype)
-    gemm(kernels, arena, dy, w, dx)
+    multiply(kernels, arena, dy, w, dx)
     return dx, _Pending(dy, x, has_bias)
 
 
-def linear_backward_weight(kernels: Kernels, pending, dw, accumulate, arena):
+def linear_backward_weight(kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena):
     """dw = dy^T x, or added to it; dy's sum over rows on the way."""
     sums = arena.take(dw.shape[:1], sum_type(pending.dy)) if pending.has_bias else None
-    gemm(kernels, arena, pending.dy, pending.x, dw, transposed_a=True, beta=float(accumulate), row_sums=sums)
+    multiply(kernels, arena, pending.dy, pending.x, dw, transposed_a=True, beta=float(accumulate), row_sums=sums)
     pending.sums = sums
 
 
@@ -50,33 +53,33 @@ def linear_backward_bias(kernels: Kernels, pending, db, accumulate, arena):
         add_parts(kernels, pending.sums[None], db, accumulate)
 
 
-def linear_gelu(kernels: Kernels, x, w, b, arena):
+def linear_gelu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     """y = gelu(x w^T + b); the product itself is kept for the way back."""
     y, z = arena.take((len(x), len(w)), x.dtype), arena.take((len(x), len(w)), x.dtype)
-    gemm(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
+    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
     return y, (x, z, b is not None)
 
 
-def linear_gelu_backward_input(kernels: Kernels, dy, w, saved, arena):
+def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena):
     """As `linear_backward_input`, through the activation; dz is written over what was kept."""
     x, z, has_bias = saved
     _through_activation(kernels, "gelu", z, dy, z)
-    return linear_backward_input(kernels, z, w, (x, None, has_bias), arena)
+    return linear_backward_input(kernels, multiply, z, w, (x, None, has_bias), arena)
 
 
-def linear_relu(kernels: Kernels, x, w, b, arena):
+def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     """y = max(0, x w^T + b); y says by its signs all that the way back needs."""
     y = arena.take((len(x), len(w)), x.dtype)
-    gemm(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="relu")
+    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="relu")
     return y, (x, y, b is not None)
 
 
-def linear_relu_backward_input(kernels: Kernels, dy, w, saved, arena):
+def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena):
     """As `linear_backward_input`, through the activation."""
     x, y, has_bias = saved
     dz = arena.take(dy.shape, dy.dtype)
     _through_activation(kernels, "relu", y, dy, dz)
-    return linear_backward_input(kernels, dz, w, (x, None, has_bias), arena)
+    return linear_backward_input(kernels, multiply, dz, w, (x, None, has_bias), arena)
 
 
 def _through_activation(kernels: Kernels, activation: str, z: Any, dy: Any, dz: Any) -> None:

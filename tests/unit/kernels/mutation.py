@@ -1,13 +1,16 @@
 """Breaks the kernels one place at a time, and asks whether their cases notice.
 
-A mutant is a copy of the sources with one barrier, one wait for asynchronous copies, or one atomic removed, or with one
-comparison against an edge weakened by one. `python -m tests.unit.kernels.mutation` runs them all (about ten minutes) and
-prints those that nobody noticed; the tests run a fixed sample.
+A mutant is a copy of the sources with one barrier, one wait for asynchronous copies, or one atomic removed, with one
+comparison against an edge weakened by one, or with one minimum against an edge dropped.
+`python -m tests.unit.kernels.mutation` runs them all (some minutes on two cores) and says how many were noticed, with
+`--equivalent` those that are listed as equivalent, of which nobody may notice any; the tests run a fixed sample.
 """
 
 import random
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,56 +25,67 @@ from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import FOLDER
 from tests.unit.kernels.cases.suite import SUITE
 
-# What a comparison with it on the right guards an edge. Loops over tiles of fixed size are none.
-EDGES = ("M|N|K|T|C|V|n|B|P|HEAD|end|rows|columns|count|used|work|warps|found|left|splits|k_end|k_left|t0|t|share\\.end")
+# What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
+EDGES = ("M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|work|warps|found|left|splits|k_end|k_left|t0|t|ties|"
+         r"share\.end|\(long long\)(?:B|rows)|int\(blockDim")
+BOUNDS = r"n - i|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|columns - column0 - column|ties"
 MUTATIONS = {
     "barrier removed": (re.compile(r"__sync(?:threads|warp)\(\);"), ";"),
-    "wait removed": (re.compile(r"copy_async_wait<[^>]*>\(\);"), ";"),
-    "atomic made plain": (re.compile(r"atomicAdd\(&(\w+\[[^,]+), 1u\)"), r"\1 += 1u"),
-    "edge moved": (re.compile(rf"(?<![<>=])(<|>=|<=) (?=(?:{EDGES})\b(?! [*/]))"), None),
-    "remainder ignored": (re.compile(r"min\(n - i, (4)LL\)|min\((32), V - v0\)"), r"\1\2"),
+    "wait removed": (re.compile(r"copy_async_(?:wait<[^>]*>|commit)\(\);"), ";"),
+    "atomic made plain": (re.compile(r"atomicAdd\(&(\w+\[[^,]+), ([^;]+)\);"), r"\1 += \2;"),
+    "edge moved": (re.compile(rf"(?<![<>=])(<|>=|<=) (?=(?:{EDGES})\b|(?:32|TILE_M);)"), None),
+    "lower edge moved": (re.compile(r"(?<=>= )0 &&"), "-1 &&"),
+    "bound dropped": (re.compile(rf"min\((?:{BOUNDS}), (?!\))"), "("),
+    "bound dropped at the end": (re.compile(rf"min\(((?:[^,()]|\(\))+), (?:{BOUNDS})\)"), r"(\1)"),
+    "lower bound dropped": (re.compile(r"max\(0, "), "("),
 }
 MOVED = {"<": "<= ", ">=": "> ", "<=": "<= 1 + "}
 
 MODULE = "tests.unit.kernels.mutation"
-PATIENCE = 120    # seconds for all the cases of one mutant
+PATIENCE = 60
+"""Seconds of processor time, however busy the machine, for the cases of one mutant; those of a whole kernel need less than 1."""
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 PADDING = "the tile is padded by a four of zeros there, which load_four, store_four and the sums leave alone"
 WHOLE_TILES = "both sides are multiples of the tile, so one more changes nothing"
-OVER_FOURS = "for (long long i = 4 * (blockIdx.x * 256LL + threadIdx.x); i < n; i += 4 * 256LL * gridDim.x) {"
+OVER_FOURS = "for (long long i = 4 * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += 4 * 256LL * gridDim.x) {"
 EMPTY_FOUR = "in a four of which no element exists nothing is loaded or stored"
+NO_KEYS = "keys that do not exist are copied as zeros, and no query that exists sees them"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("attention.cu", "if (d >= HEAD) break;"): PADDING,
-    ("attention.cu", "for (int s0 = 0; s0 <= t0; s0 += TILE) {"): WHOLE_TILES,
-    ("attention.cu", "for (int t0 = s0; t0 < T; t0 += TILE) {"): "one more tile, of queries that do not exist, adds 0",
-    ("attention_tensor.cu", "if (s0 < end) {"): "it starts a copy of rows that the loop never comes to",
-    ("attention_tensor.cu", "if (t0 < T) {"): "it starts a copy of rows that the loop never comes to",
+    ("attention.cu", "if (d > HEAD) break;"): PADDING,
+    ("attention.cu", "for (int s0 = 0; s0 <= 1 + t0; s0 += TILE) {"): WHOLE_TILES,
+    ("attention.cu", "for (int t0 = s0; t0 <= T; t0 += TILE) {"): "one more tile, of queries that do not exist, adds 0",
+    ("attention_tensor.cu", "const int end = (t0 + OWNED);"): NO_KEYS,
+    ("attention_tensor.cu", "const int t0 = blockIdx.x * OWNED, h = blockIdx.y, b = blockIdx.z, m = threadIdx.x / 32 * 16, "
+                            "end = (t0 + OWNED);"): NO_KEYS,
+    ("attention_tensor.cu", "if (s0 <= end) {"): "it starts a copy of rows that the loop never comes to",
+    ("attention_tensor.cu", "if (t0 <= T) {"): "it starts a copy of rows that the loop never comes to",
     **{(f"{name}.cu", OVER_FOURS): EMPTY_FOUR for name in ("convert", "pointwise", "steps", "totals", "wire")},
-    ("gemm_tensor.cu", "if (step < end) {"): "it starts a copy of a piece that the loop never comes to",
-    ("gemm.cu", "if (k_begin < k_end) {"): "with nothing to sum over it loads zeros",
-    ("gemm.cu", "const bool more = k0 + TILE_K < k_end;"): "behind the last piece it loads zeros that nobody reads",
-    ("layer_norm.cu", "for (int c = 4 * lane; c < C; c += 128) {"): EMPTY_FOUR,
-    ("embedding.cu", "for (int c = 4 * lane; c < C; c += 128) {"): EMPTY_FOUR,
-    ("embedding.cu", "for (int m0 = 0; m0 < M; m0 += 128) {"): "one more chunk, of rows that do not exist, finds nothing",
-    ("top_k.cu", "for (long long round = share.begin; round < share.end; round += 256) {"): "one more round finds nothing",
+    ("gemm_tensor.cu", "if (step <= end) {"): "it starts a copy of a piece that the loop never comes to",
+    ("gemm.cu", "if (k_begin <= k_end) {"): "with nothing to sum over it loads zeros",
+    ("gemm.cu", "const bool more = k0 + TILE_K <= k_end;"): "behind the last piece it loads zeros that nobody reads",
+    ("layer_norm.cu", "for (int c = 4 * lane; c <= C; c += 128) {"): EMPTY_FOUR,
+    ("embedding.cu", "for (int c = 4 * lane; c <= C; c += 128) {"): EMPTY_FOUR,
+    ("embedding.cu", "for (int m0 = 0; m0 <= M; m0 += 128) {"): "one more chunk, of rows that do not exist, finds nothing",
+    ("top_k.cu", "for (long long round = share.begin; round <= share.end; round += 256) {"): "one more round finds nothing",
 }
-"""(file, line of source) -> why the mutant behaves like the original."""
+"""(file, broken line) -> why the mutant behaves like the original."""
 
 
 class Mutant(NamedTuple):
-    """One change: where, what, and the text of the whole changed file."""
+    """One change: where, what, the line as it is then, and the text of the whole changed file."""
 
     file: str
     line: int
     kind: str
-    before: str
+    broken: str
     text: str
 
     @property
     def known(self) -> str | None:
         """Why it is equivalent, if it is."""
-        return EQUIVALENT.get((self.file, self.before))
+        return EQUIVALENT.get((self.file, self.broken))
 
 
 def mutants() -> list[Mutant]:
@@ -83,9 +97,8 @@ def mutants() -> list[Mutant]:
         for kind, (pattern, replacement) in MUTATIONS.items():
             for match in pattern.finditer(code):
                 new = MOVED[match[1]] if replacement is None else match.expand(replacement)
-                line = text.count("\n", 0, match.start()) + 1
-                found.append(Mutant(path.name, line, kind, text.splitlines()[line - 1].strip(),
-                                    text[:match.start()] + new + text[match.end():]))
+                changed, line = text[:match.start()] + new + text[match.end():], text.count("\n", 0, match.start())
+                found.append(Mutant(path.name, line + 1, kind, changed.splitlines()[line].strip(), changed))
     return found
 
 
@@ -104,31 +117,40 @@ def sources_with(file: str) -> list[str]:
 
 
 def judge(mutant: Mutant, folder: Path) -> str | None:
-    """Run the cases on a mutant, here and now; who noticed, in one line, or None."""
+    """Run the cases on a mutant, here and now; who noticed, in one line, or None.
+
+    raises  KernelError if it does not compile: that is no mutant
+    """
     sources = folder / "kernels"
     shutil.copytree(FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "simulator", "__pycache__"))
     (sources / mutant.file).write_text(mutant.text)
-    shutil.copy(build_runtime(default_cache()), folder)
+    build_runtime(default_cache())
+    for library in default_cache().glob("*.so"):    # what the change does not reach need not be compiled again
+        (folder / library.name).symlink_to(library)
     kernels = Kernels(Simulator(checked=True, cache=folder), folder=sources)
     for group in dict.fromkeys(group for source in sources_with(mutant.file) for group in SUITE[source]):
         for case in group():
             try:
                 case(kernels)
+            except (OSError, subprocess.SubprocessError):
+                raise
             except Exception as error:
-                return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+                if "cannot compile" in str(error):
+                    raise
+                return f"{type(error).__name__} {str(error).partition(chr(10))[0][:150]}"
     return None
 
 
 def notice(number: int) -> str | None:
-    """Judge a mutant in a process of its own: one that crashes or hangs is noticed too."""
+    """Judge a mutant in a process of its own: one that crashes or does not end is noticed too."""
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            done = subprocess.run([sys.executable, "-m", MODULE, "--judge", str(number), folder],
-                                  capture_output=True, text=True, timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
-            return f"no end after {PATIENCE} s"
+        done = subprocess.run([sys.executable, "-m", MODULE, "--judge", str(number), folder], capture_output=True, text=True)
+    if done.returncode == -signal.SIGXCPU:
+        return f"no end within {PATIENCE} s of processor time"
+    if -done.returncode in CRASHES:
+        return f"crash: {signal.Signals(-done.returncode).name}"
     if done.returncode:
-        return f"crash with exit code {done.returncode}: {done.stderr.strip()[-100:]}"
+        raise RuntimeError(f"mutant {number} could not be judged: exit code {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout.strip() or None
 
 
@@ -152,18 +174,26 @@ def sample(count: int, seed: int = 0) -> list[int]:
 
 def main(files: list[str]) -> None:
     """Run all mutants of the files, or of all files, and print a line for each."""
-    everything = mutants()
-    numbers = [number for number in changing() if not files or everything[number].file in files]
-    print(f"{len(everything)} mutants, {len(everything) - len(changing())} of them known to be equivalent", flush=True)
-    survivors = 0
-    for mutant, noticed in run(numbers):
-        survivors += noticed is None
-        print(f"{mutant.file}:{mutant.line}: {mutant.kind}: {mutant.before[:80]} -> {noticed or 'NOT NOTICED'}", flush=True)
-    print(f"noticed {len(numbers) - survivors} of {len(numbers)}")
+    numbers = [number for number in changing() if not files or mutants()[number].file in files]
+    seen = 0
+    for done, (mutant, noticed) in enumerate(run(numbers), 1):
+        seen += noticed is not None
+        print(f"{done}/{len(numbers)} {mutant.file}:{mutant.line}: {mutant.kind}: {mutant.broken[:80]} -> "
+              f"{noticed or 'NOT NOTICED'}", flush=True)
+    print(f"noticed {seen} of {len(numbers)}; {len(mutants()) - len(changing())} more are equivalent")
+
+
+def check_equivalent() -> None:
+    """Run the mutants said to be equivalent, and print those that are noticed: they are not."""
+    for mutant, noticed in run(sorted(set(range(len(mutants()))) - set(changing()))):
+        print(f"{mutant.file}:{mutant.line}: {mutant.broken[:80]} -> {noticed or mutant.known}", flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--judge"]:
+        resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, resource.RLIM_INFINITY))
         print(judge(mutants()[int(sys.argv[2])], Path(sys.argv[3])) or "")
+    elif sys.argv[1:] == ["--equivalent"]:
+        check_equivalent()
     else:
         main(sys.argv[1:])

@@ -140,11 +140,21 @@ extern "C" __global__ void copies_over_what_is_read(const float* x, float* y) {
     __shared__ __align__(16) float stage[256];
     for (int s = 0; s < 2; ++s) {
         copy_async_16(&stage[4 * threadIdx.x], x + 256 * s + 4 * threadIdx.x);
+        copy_async_commit();
         copy_async_wait<0>();
         __syncthreads();
         for (int j = 0; j < 4; ++j) y[256 * s + 4 * threadIdx.x + j] = stage[255 - 4 * threadIdx.x - j];
         if (RIGHT) __syncthreads();
     }
+}
+
+extern "C" __global__ void waits_for_what_is_not_committed(const float* x, float* y) {
+    __shared__ __align__(16) float stage[128];
+    copy_async_16(&stage[4 * threadIdx.x], x + 4 * threadIdx.x);
+    if (RIGHT) copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+    for (int j = 0; j < 4; ++j) y[4 * threadIdx.x + j] = stage[127 - 4 * threadIdx.x - j];
 }
 
 extern "C" __global__ void __launch_bounds__(64) bounded(float* y) { y[threadIdx.x] = 1.0f; }

@@ -1,7 +1,10 @@
 """What the GPU engine hands to CuPy, shown by a CuPy that only remembers. With a GPU, tests/gpu shows the rest."""
 
+import ctypes
+from functools import partial
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,6 +14,8 @@ from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Plan, Table
+from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
 
 
 class RememberingKernel:
@@ -28,13 +33,45 @@ class CompileError(Exception):
     """Stands in for cupy.cuda.compiler.CompileException."""
 
 
+class ColumnMajor:
+    """Stands in for cupy.cuda.cublas: NumPy behind the interface of cuBLAS, to which matrices are columns one after another."""
+
+    CUBLAS_DEFAULT_MATH, CUBLAS_GEMM_DEFAULT, CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F = 0, -1, 68, 70
+    TYPES = {0: np.float32, 1: np.float64, 2: np.float16, 14: ml_dtypes.bfloat16}
+    SUMS = {68: ctypes.c_float, 70: ctypes.c_double}
+
+    def __init__(self):
+        self.modes = []
+
+    def setMathMode(self, handle, mode):
+        self.modes.append((handle, mode))
+
+    def matrix(self, address, kind, rows, columns, pitch):
+        assert pitch >= max(1, rows), "cuBLAS refuses a leading dim shorter than a column"
+        dtype = np.dtype(self.TYPES[kind])
+        extent = ((columns - 1) * pitch + rows) * dtype.itemsize
+        memory = np.frombuffer((ctypes.c_ubyte * extent).from_address(address), np.uint8)
+        return np.ndarray((rows, columns), dtype, memory, strides=(dtype.itemsize, pitch * dtype.itemsize))
+
+    def gemmEx(self, handle, transa, transb, m, n, k, alpha, a, a_kind, lda, b, b_kind, ldb, beta, c, c_kind, ldc, compute,
+               algorithm):
+        assert (handle, algorithm) == ("handle", self.CUBLAS_GEMM_DEFAULT)
+        alpha, beta = (self.SUMS[compute].from_address(factor).value for factor in (alpha, beta))
+        left = self.matrix(a, a_kind, *((k, m) if transa else (m, k)), lda).astype(np.float64)
+        right = self.matrix(b, b_kind, *((n, k) if transb else (k, n)), ldb).astype(np.float64)
+        result = self.matrix(c, c_kind, m, n, ldc)
+        product = alpha * (left.T if transa else left) @ (right.T if transb else right)
+        result[...] = product if beta == 0 else product + beta * result.astype(np.float64)
+
+
 class RememberingCupy:
     """Stands in for the CuPy module."""
 
     def __init__(self, log: str = ""):
         self.modules, self.kernels = [], {}
         self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(compute_capability="90"),
-                                    compiler=SimpleNamespace(CompileException=CompileError))
+                                    compiler=SimpleNamespace(CompileException=CompileError),
+                                    cublas=ColumnMajor(), get_cublas_handle=lambda: "handle")
         self._log = log
 
     def RawModule(self, code, options):
@@ -72,11 +109,20 @@ def test_a_source_is_compiled_once_for_each_set_of_macros():
     assert {"--std=c++17", "-DElement=float", "-DTILE_M=32"} <= set(options)
 
 
+def test_a_measured_tile_is_the_one_that_is_launched():
+    cupy, a = RememberingCupy(), np.ones((100, 100), np.float32)
+    table = Table([Measured("float32", "NT", 128, 128, 128, Plan(TILES[1], 1))])
+    multiply = partial(product.gemm, Kernels(CudaEngine(cupy)), Arena(), a, a, np.empty_like(a), table=table)
+    for transposed_b, tile in ((True, TILES[1]), (False, TILES[2])):
+        multiply(transposed_b=transposed_b)
+        assert {f"-D{macro}={value}" for macro, value in tile._asdict().items()} <= set(cupy.modules[-1][1])
+
+
 def test_shared_memory_above_48_kib_is_asked_for_first():
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
     a = np.ones((256, 256), np.float16)
-    product.gemm(kernels, Arena(), a, a, np.empty_like(a), plan=(product.TENSOR_TILES[0], 1))
+    product.gemm(kernels, Arena(), a, a, np.empty_like(a), plan=Plan(TENSOR_TILES[0], 1))
     kernel = cupy.kernels["gemm_tensor"]
     assert kernel.calls[0][3] == kernel.max_dynamic_shared_size_bytes > 48 << 10
 
@@ -85,6 +131,45 @@ def test_a_failed_compilation_is_our_error_with_the_compilers_words():
     a = np.ones((3, 3), np.float32)
     with pytest.raises(KernelError, match=r"NVRTC cannot compile gemm\.cu for sm_90:\n.*gemm\.cu\(7\): error"):
         product.gemm(Kernels(CudaEngine(RememberingCupy("gemm.cu(7): error: x"))), Arena(), a, a, a.copy())
+
+
+class OnDevice(np.ndarray):
+    """A NumPy array whose `data.ptr` is its address, as CuPy's is."""
+
+    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
+
+
+@pytest.mark.parametrize(("ta", "tb"), [(False, True), (False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("dtype", "result"), [("float32", "float32"), ("float64", "float64"), ("float16", "float32"),
+                                               ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+def test_the_library_is_asked_for_the_product_of_rows(ta, tb, dtype, result):
+    cupy, (m, n, k) = RememberingCupy(), (3, 5, 4)
+    engine = CudaEngine(cupy)
+    for accumulate, gap in ((False, 0), (True, 3)):
+        a, b, c = (stored(numbers(seed, rows, columns + gap), kind)[:, :columns].view(OnDevice) for seed, rows, columns, kind in (
+            (1, *((k, m) if ta else (m, k)), dtype), (2, *((n, k) if tb else (k, n)), dtype), (3, m, n, result)))
+        truth = (values(a).T if ta else values(a)) @ (values(b).T if tb else values(b)) + accumulate * values(c)
+        engine.multiply(a, b, c, ta, tb, accumulate)
+        assert_close(c, truth, result)
+    assert cupy.cuda.cublas.modes == [("handle", ColumnMajor.CUBLAS_DEFAULT_MATH)] * 2, "TF32 is never on"
+
+
+def test_what_the_library_cannot_do_is_refused():
+    kernels, a = Kernels(CudaEngine(RememberingCupy())), np.ones((3, 3), np.float32)
+    with pytest.raises(KernelError, match="makes one product at a time, not 2"):
+        product.library(kernels, Arena(), *[np.ones((2, 3, 3), np.float32)] * 3)
+    with pytest.raises(KernelError, match="Only of an operand stored transposed can the rows be summed"):
+        product.library(kernels, Arena(), a, a, a.copy(), row_sums=np.empty(3, np.float32))
+    with pytest.raises(KernelError, match="does not fit into"):
+        product.library(kernels, Arena(), a, a, np.ones((3, 2), np.float32))
+
+
+def test_a_single_row_may_have_any_stride():
+    a, b, c = (np.ones((8, 4), np.float32)[::9].view(OnDevice), np.ones((4, 3), np.float32).view(OnDevice),
+               np.zeros((1, 3), np.float32).view(OnDevice))
+    a = np.lib.stride_tricks.as_strided(a, (1, 4), (0, 4), subok=True)
+    CudaEngine(RememberingCupy()).multiply(a, b, c, False, False, False)
+    assert c.tolist() == [[4, 4, 4]]
 
 
 def test_a_kind_without_kernels_is_refused_with_those_that_have_some():

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.errors import KernelError
+from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator import build
@@ -146,11 +146,11 @@ def test_ranks_as_threads_may_launch_at_the_same_time(kernels):
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch):
     build.compiler.cache_clear()
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    with pytest.raises(KernelError) as caught:
+    with pytest.raises(ConfigError) as caught:
         build.compiler()
     build.compiler.cache_clear()
     assert str(caught.value) == (
-        "KernelError: The kernel simulator needs g++ 11 or later on x86-64; g++ is not installed.\n"
+        "ConfigError: The kernel simulator needs g++ 11 or later on x86-64; g++ is not installed.\n"
         "             Install g++ (`apt install g++`), or choose --device cpu.")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import SHARED
-from mpitrain.ops.cuda.product import TENSOR_TILES, TILES
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL
 from tests.unit.kernels.nvrtc import Compiler, usages
 
 pytestmark = pytest.mark.timeout(900)    # the first of them compiles everything
@@ -34,11 +34,12 @@ def jobs():
             yield name, "sm_80", types(element)
     for architecture, (head, step) in product(ARCHITECTURES[1:], ((64, 64), (128, 16))):
         yield "attention_tensor", architecture, types("__nv_bfloat16") | {"HEAD": head, "STEP": step}
+    yield "attention_tensor", "sm_75", types("__half")    # compiles there too, but `choose` takes it from sm_80 on
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
-        for tile in TILES if architecture == "sm_80" else TILES[:1]:
+        for tile in (TILES if sums else TILES[:USUAL]) if architecture == "sm_80" else TILES[:1]:
             yield "gemm", architecture, types("float") | tile._asdict() | stored
-        for tile in TENSOR_TILES if architecture == "sm_80" else TENSOR_TILES[:1]:
+        for tile in (TENSOR_TILES if sums else TENSOR_TILES[:USUAL]) if architecture == "sm_80" else TENSOR_TILES[:1]:
             element, stages = ("__half", {"STAGES": 2}) if architecture == "sm_75" else ("__nv_bfloat16", {})
             yield "gemm_tensor", architecture, types(element) | tile._asdict() | stages | stored
 
@@ -60,8 +61,9 @@ def compiled(compiler):
 
 
 def test_every_source_compiles_for_every_architecture(compiled):
-    names = {name for _, kernels in compiled for name in kernels}
-    assert names == {name for source in SOURCES.values() for name in source.kernels}
+    names = {name for source in SOURCES.values() for name in source.kernels}
+    for architecture in ARCHITECTURES:
+        assert {name for what, kernels in compiled if f" {architecture} " in what for name in kernels} == names
 
 
 def test_no_kernel_spills_registers(compiled):
@@ -76,7 +78,7 @@ def test_static_shared_memory_fits_any_device(compiled):
 
 def test_the_large_float32_product_leaves_room_for_two_blocks(compiled):
     registers = [kernels["gemm"].registers for what, kernels in compiled
-                 if what.startswith(("gemm sm_80", "gemm sm_90")) and "'TILE_M': 128" in what]
+                 if what.startswith(("gemm sm_80", "gemm sm_90")) and "'TILE_M': 128, 'TILE_N': 128" in what]
     assert len(registers) == 6
     assert max(registers) <= 128
 

@@ -76,6 +76,7 @@ PLANTED = {
                                            "uninitialised", "wrong", STAGES),
     "copies_over_what_is_read": Planted(1, 64, lambda: (ramp(512), out(512)), "race", "wrong",
                                         np.concatenate([ramp(256)[::-1], 256 + ramp(256)[::-1]])),
+    "waits_for_what_is_not_committed": Planted(1, 32, lambda: (ramp(128), out(128)), "uninitialised", "wrong", ramp(128)[::-1]),
 }
 
 

@@ -26,9 +26,9 @@ def halves(names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]],
 
 
 def check_linear(kernels: Kernels, m: int, k: int, n: int, activation: str = "", dtype: str = "float32",
-                 biased: bool = True) -> None:
+                 biased: bool = True, gemm: str = "tiled") -> None:
     """A linear layer, forward and the three backward halves."""
-    ops, arena, name = cuda.body(kernels), Arena(), f"linear{activation}"
+    ops, arena, name = cuda.body(kernels, cuda.multiply(gemm)), Arena(), f"linear{activation}"
     x, w, b, dy = (stored(a, dtype) for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n)))
     y, saved = getattr(ops, name)(x, w, b if biased else None, arena)
     true_y, true_saved = getattr(reference, name)(values(x), values(w), values(b) if biased else None, None)
@@ -102,6 +102,13 @@ def check_attention(kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str
                  "dqkv")
 
 
+def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
+    """Attention of no sequences is none, and so is its gradient."""
+    ops, qkv = cuda.body(kernels), stored(numbers(1, 0, 5, 3 * d), dtype)
+    y, saved = ops.attention(qkv, 1, Arena())
+    assert y.shape == (0, 5, d) and ops.attention_backward(y, saved, Arena()).shape == qkv.shape
+
+
 def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
     """Later tokens, however large, change nothing."""
     ops, qkv = cuda.body(kernels), stored(numbers(1, 1, 70, 3 * d), dtype)
@@ -120,7 +127,10 @@ def linears() -> Iterator[Callable]:
     yield partial(check_linear, m=5, k=3, n=7, activation="_gelu", dtype="float64", biased=False)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_linear, m=70, k=9, n=40, activation="_gelu", dtype=dtype)
-    for n in (1, 1023, 1025, 0):
+    for activation in ("", "_gelu", "_relu"):
+        yield partial(check_linear, m=33, k=31, n=37, activation=activation, gemm="library")
+    yield partial(check_linear, m=33, k=30, n=36, gemm="library", dtype="bfloat16")
+    for n in (0, 1, 1023, 1024, 1025, 1031):
         yield partial(check_activation, n=n, activation="gelu")
         yield partial(check_activation, n=n, activation="relu")
     for m, n in ((1, 1), (0, 3), (7, 31), (65, 32), (200, 33)):
@@ -138,7 +148,8 @@ def norms() -> Iterator[Callable]:
 
 def embeddings() -> Iterator[Callable]:
     """embedding, and the positions' gradient of columns."""
-    shapes = ((1, 1, 1, 1), (3, 5, 2, 7), (2, 9, 50, 3), (0, 4, 5, 6), (3, 43, 31, 128), (2, 64, 33, 131), (1, 7, 65, 36))
+    shapes = ((1, 1, 1, 1), (3, 5, 2, 7), (2, 9, 50, 3), (0, 4, 5, 6), (3, 43, 31, 128), (2, 64, 33, 131), (1, 7, 65, 36),
+              (1, 8, 32, 127))
     for b, t, v, c in shapes:
         yield partial(check_embedding, b=b, t=t, v=v, c=c)
     yield partial(check_embedding, b=3, t=50, v=40, c=36, dtype="float64", index="int32")
@@ -154,6 +165,7 @@ def attentions() -> Iterator[Callable]:
     yield partial(check_attention, b=1, t=37, h=2, d=8, shifted=True)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_attention, b=1, t=40, h=2, d=8, dtype=dtype)
+    yield partial(check_no_sequences, dtype="float32", d=4)
     yield check_masking
 
 
@@ -164,4 +176,5 @@ def tensor_attentions() -> Iterator[Callable]:
     yield partial(check_attention, b=1, t=70, h=1, d=80, dtype="float16")      # steps of 32 rows
     yield partial(check_attention, b=1, t=37, h=2, d=16, dtype="float16", shifted=True)
     yield partial(check_attention, b=2, t=100, h=2, d=16, dtype="bfloat16")
+    yield partial(check_no_sequences, dtype="float16", d=16)
     yield partial(check_masking, dtype="float16", d=16)

@@ -9,7 +9,7 @@ import numpy as np
 from mpitrain.arena import Arena
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops import reference
-from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda import product, tiles
 from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
 
 SHAPES = [(1, 1, 1), (0, 3, 2), (3, 0, 2), (4, 5, 0), (7, 129, 31), (31, 33, 17), (64, 96, 48), (65, 33, 130)]
@@ -26,7 +26,7 @@ ACTIVATIONS = {None: lambda z: z, "gelu": gelu, "relu": lambda z: np.maximum(z, 
 
 def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", result: str = "", ta: bool = False,
           tb: bool = False, tile: Any = None, splits: int = 1, extra: bool = False, shifted: bool = False,
-          activation: str | None = None, batch: int = 0) -> None:
+          activation: str | None = None, batch: int = 0, by_library: bool = False) -> None:
     """One product against NumPy.
 
     ta, tb   the operands are stored transposed
@@ -46,10 +46,11 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
     if extra:
         alpha, beta, bias = 1.5, -0.5, stored(numbers(6, n), dtype, shifted)
         truth = alpha * truth + beta * values(c) + values(bias)
-        row_sums = None if batch else np.empty(m, "float64" if dtype == "float64" else "float32")
-    product.gemm(kernels, Arena(), a, b, c, transposed_a=ta, transposed_b=tb, alpha=alpha, beta=beta, bias=bias,
-                 residual=residual if extra else None, saved=saved if extra else None, activation=activation,
-                 row_sums=row_sums, plan=tile and (tile, splits))
+        row_sums = None if batch or by_library else np.empty(m, "float64" if dtype == "float64" else "float32")
+    multiply = product.library if by_library else partial(product.gemm, plan=tile and tiles.Plan(tile, splits))
+    multiply(kernels, Arena(), a, b, c, transposed_a=ta, transposed_b=tb, alpha=alpha, beta=beta, bias=bias,
+             residual=residual if extra else None, saved=saved if extra else None, activation=activation,
+             row_sums=row_sums)
     assert_close(c, ACTIVATIONS[activation](truth) + (values(residual) if extra else 0), result, "c")
     if extra:
         assert_close(saved, truth, result, "saved")
@@ -59,7 +60,7 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
 
 def ordinary() -> Iterator[partial]:
     """gemm and gemm_combine."""
-    large, medium, small = product.TILES
+    large, medium, small, *others = tiles.TILES
     for ta, tb in TRANSPOSITIONS:
         here = partial(check, ta=ta, tb=tb)
         for m, n, k in SHAPES:
@@ -69,6 +70,8 @@ def ordinary() -> Iterator[partial]:
         yield partial(here, m=33, n=30, k=100, tile=small, splits=3)
         for tile in (medium, large):
             yield partial(here, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile)
+    for tile in others:
+        yield partial(check, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile, extra=True, ta=True)
     yield partial(check, m=33, n=30, k=100, tile=small, splits=4, extra=True, ta=True, activation="relu")
     yield partial(check, m=3, n=5, k=20, tile=small, splits=5)     # more parts than tiles of K
     yield partial(check, m=33, n=17, k=20, tile=small, batch=3, extra=True)
@@ -79,9 +82,24 @@ def ordinary() -> Iterator[partial]:
     yield partial(check, m=33, n=35, k=18, tile=small, dtype="float16", extra=True)
 
 
+def by_library() -> Iterator[partial]:
+    """The epilogue of gemm_combine after products that a library made."""
+    for ta, tb in TRANSPOSITIONS:
+        here = partial(check, ta=ta, tb=tb, by_library=True)
+        for m, n, k in SHAPES:
+            yield partial(here, m=m, n=n, k=k)
+        yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu")
+        yield partial(here, m=32, n=48, k=20, extra=True, activation="relu")
+        yield partial(here, m=3, n=4, k=0, extra=True)
+        yield partial(here, m=33, n=36, k=20, shifted=True)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check, m=33, n=36, k=18, dtype=dtype, extra=True, ta=True, by_library=True)
+        yield partial(check, m=33, n=35, k=18, dtype=dtype, tb=True, by_library=True)
+
+
 def tensor() -> Iterator[partial]:
     """gemm_tensor."""
-    large, medium, small = product.TENSOR_TILES
+    large, medium, small, *others = tiles.TENSOR_TILES
     for ta, tb in TRANSPOSITIONS:
         here = partial(check, ta=ta, tb=tb, dtype="float16", result="float32", tile=small)
         for m, n, k in [*SHAPES, (32, 40, 200)]:
@@ -89,7 +107,7 @@ def tensor() -> Iterator[partial]:
         yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu", result="float16")
         yield partial(here, m=40, n=40, k=40, shifted=True)
         yield partial(here, m=40, n=30, k=200, splits=3)
-    for tile in (medium, large):
+    for tile in (medium, large, *others):
         yield partial(check, m=tile.TILE_M + 8, n=tile.TILE_N - 8, k=104, tile=tile, dtype="bfloat16", result="float32",
                       tb=True)
     yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)

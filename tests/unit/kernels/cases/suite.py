@@ -6,7 +6,7 @@ from tests.unit.kernels.cases import layers, products, training
 
 SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "gemm": (products.ordinary,),
-    "gemm_combine": (products.ordinary,),
+    "gemm_combine": (products.ordinary, products.by_library),
     "gemm_tensor": (products.tensor,),
     "pointwise": (layers.linears,),
     "columns": (layers.linears, layers.embeddings),

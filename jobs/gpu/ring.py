@@ -1,0 +1,56 @@
+"""A ring all-reduce between the ranks that start this, on arrays of a device: correct, and how long it takes.
+
+mpirun -n 2 python jobs/gpu/ring.py DEVICE yes|no BYTES    whether GPU pointers go to MPI or are staged; rank 0 prints JSON
+"""
+
+import json
+import sys
+import time
+from statistics import median
+
+import numpy as np
+
+from mpitrain import device
+from mpitrain.backend import backend_for
+from mpitrain.collectives.arithmetic import HOST
+from mpitrain.collectives.group import Group
+from mpitrain.collectives.on_kernels import by_kernels
+from mpitrain.kernels.engines import KINDS, kernels_for
+from mpitrain.transport.mpi import connect
+from mpitrain.transport.proof import cuda_messages, over_device
+
+RUNS = 11
+
+
+def main(kind: str, aware: str, nbytes: int) -> None:
+    """Wrong elements over all ranks, and the median over runs of the slowest rank's seconds."""
+    device.choose_gpu(kind)
+    host, backend = connect(), backend_for(kind)
+    if kind == "cuda" and aware == "yes" and not (asked := cuda_messages(host, "auto")).cuda:
+        if host.rank == 0:
+            print(json.dumps({"refused": f"MPI {asked.how}"}))
+        return
+    transport = over_device(host, backend, aware)
+    arithmetic = by_kernels(kernels_for(kind), backend.holds, backend.arena()) if kind in KINDS else HOST
+    array = transport.allocate(nbytes // 4, "float32")
+    mine = np.arange(array.size, dtype=np.float32) % 1009 + host.rank
+    truth = host.size * (mine - host.rank) + sum(range(host.size))
+    original, reduction = backend.from_host(mine), Group(transport, "ring", arithmetic=arithmetic).bind(array)
+    times, wrong = [], 0
+    for _ in range(RUNS):
+        array[...] = original
+        backend.synchronize()
+        transport.barrier()
+        start = time.perf_counter()
+        reduction.run()
+        backend.synchronize()
+        times.append(time.perf_counter() - start)
+        wrong += int((~(backend.to_host(array) == truth)).sum())
+    slowest = median(map(max, zip(*host.gather_text(times), strict=True)))
+    everywhere = sum(host.gather_text(wrong))
+    if host.rank == 0:
+        print(json.dumps({"seconds": slowest, "wrong": everywhere, "bytes": array.nbytes, "ranks": host.size}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,183 @@
+"""Tiles of matrix products: which there are, and which a product gets."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpitrain.errors import ConfigError
+from mpitrain.ops.cuda.elements import c_type
+
+
+class Tile(NamedTuple):
+    """How a block cuts its part of C: macros of gemm.cu."""
+
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    THREAD_M: int
+    THREAD_N: int
+
+    kernel = "gemm"
+    shared = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return self.TILE_M * self.TILE_N // (self.THREAD_M * self.THREAD_N)
+
+
+class TensorTile(NamedTuple):
+    """How a block cuts its part of C on tensor cores: macros of gemm_tensor.cu."""
+
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    WARP_M: int
+    WARP_N: int
+    STAGES: int
+
+    kernel = "gemm_tensor"
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return self.TILE_M * self.TILE_N // (self.WARP_M * self.WARP_N) * 32
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory, enough for operands stored either way."""
+        a = max(self.TILE_M * (self.TILE_K + 8), self.TILE_K * (self.TILE_M + 8))
+        b = max(self.TILE_N * (self.TILE_K + 8), self.TILE_K * (self.TILE_N + 8))
+        return 2 * (a + b) * self.STAGES
+
+
+TILES = (Tile(128, 128, 8, 8, 8), Tile(64, 64, 16, 4, 4), Tile(32, 32, 16, 4, 4),
+         Tile(128, 64, 16, 8, 4), Tile(64, 128, 16, 4, 8))
+TENSOR_TILES = (TensorTile(128, 128, 32, 64, 32, 4), TensorTile(64, 64, 32, 32, 32, 4), TensorTile(32, 32, 32, 16, 16, 3),
+                TensorTile(128, 128, 32, 64, 64, 4), TensorTile(128, 256, 32, 64, 64, 3), TensorTile(256, 128, 32, 64, 64, 3))
+USUAL = 3      # so many of them are taken without a measurement, large ones first
+FILL = 132     # blocks that keep a large GPU busy
+NEAR = 2.0     # what was measured speaks for shapes of which no dim is further away than by this factor
+SPLITS = (1, 2, 4, 8, 16, 32)
+
+
+class Plan(NamedTuple):
+    """A tile, and into how many parts the sum over K is split."""
+
+    tile: Tile | TensorTile
+    splits: int
+
+
+class Measured(NamedTuple):
+    """The plan that was fastest for a shape.
+
+    elements  dtype of the operands
+    stored    how: "NT" is a product with a second operand stored transposed
+    """
+
+    elements: str
+    stored: str
+    m: int
+    n: int
+    k: int
+    plan: Plan
+
+    def distance(self, m: int, n: int, k: int) -> float:
+        """The largest factor between the dims of both shapes."""
+        return max(max(mine, other) / min(mine, other) for mine, other in zip(self[2:5], (m, n, k), strict=True))
+
+
+class Table:
+    """Which plan a product gets: that of the nearest measured shape, where one is near, or one that fills the device."""
+
+    def __init__(self, measured: Iterable[Measured] = ()):
+        self.measured = tuple(measured)
+        self._chosen: dict[tuple, Plan] = {}    # a search for each of a step's products would cost as much as its launch
+
+    def plan(self, a: Any, stored: str, shape: tuple[int, int, int, int], capability: int) -> Plan:
+        """The plan for operands like `a`; shape: (M, N, K, batches)."""
+        key = (a.dtype, stored, shape, capability)
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(possible(a, capability), _elements(a), stored, shape)
+        return self._chosen[key]
+
+    def _choose(self, tiles: tuple[Tile | TensorTile, ...], elements: str, stored: str, shape: tuple[int, int, int, int]) -> Plan:
+        *dims, batches = shape
+        known = [entry for entry in self.measured if batches == 1 and min(dims) > 0 and entry.plan.tile in tiles
+                 and (entry.elements, entry.stored) == (elements, stored) and entry.distance(*dims) <= NEAR]
+        if known:
+            return min(known, key=lambda entry: entry.distance(*dims)).plan
+        return usual(tiles[:USUAL], *shape)
+
+
+DEFAULT = Table()
+
+
+def count(extent: int, size: int) -> int:
+    """How many tiles of a size cover an extent."""
+    return -(-extent // size)
+
+
+def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
+    """The tiles that can multiply operands like `a`: on tensor cores wherever there are any."""
+    kind = c_type(a)
+    if kind == "__half" and 75 <= capability < 80:
+        return two_stages()
+    return TENSOR_TILES if kind in ("__half", "__nv_bfloat16") and capability >= 80 else TILES
+
+
+def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int) -> Plan:
+    """The largest tile whose blocks fill the device; if none does, the last one, and the sum over K split."""
+    for tile in tiles:
+        blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches
+        if blocks >= FILL:
+            return Plan(tile, 1)
+    long_enough = max(1, k // 512)
+    return Plan(tile, min(long_enough, max(1, FILL // max(1, blocks)), 32))
+
+
+def worth_measuring(a: Any, m: int, n: int, k: int, capability: int) -> list[Plan]:
+    """Every tile; sums over K are split where parts of some length remain and one part's blocks do not fill the device."""
+    plans = []
+    for tile in possible(a, capability):
+        blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N)
+        plans += [Plan(tile, splits) for splits in SPLITS if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * FILL)]
+    return plans
+
+
+def read_tiles(path: Path) -> Table:
+    """The table in a file of `write_tiles`; ConfigError if it is none."""
+    try:
+        return Table(_entry(**entry) for entry in json.loads(path.read_text())["measured"])
+    except OSError as error:
+        raise ConfigError(f"The table of tiles {path} cannot be read: {error.strerror}.",
+                          "mpitrain bench gemm --tune writes one.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no table of tiles: {error!r}.", "mpitrain bench gemm --tune writes one.") from None
+
+
+def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
+    """Write the file whole. device: the name of what it was measured on, for the reader."""
+    listed = [{**entry._asdict(), "kernel": entry.plan.tile.kernel, "plan": entry.plan} for entry in measured]
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _entry(elements: str, stored: str, m: int, n: int, k: int, kernel: str, plan: list) -> Measured:
+    """A line of the file; ValueError for what no kernel takes."""
+    tile = {"gemm": Tile, "gemm_tensor": TensorTile}[kernel](*plan[0])
+    is_known = tile in TILES or (isinstance(tile, TensorTile) and tile._replace(STAGES=2) in two_stages())
+    if not is_known or not all(isinstance(number, int) and number > 0 for number in (m, n, k, plan[1])):
+        raise ValueError(f"no kernel takes {plan} for {(m, n, k)}")
+    return Measured(elements, stored, m, n, k, Plan(tile, plan[1]))
+
+
+def two_stages() -> tuple[TensorTile, ...]:
+    """The tiles as devices with little shared memory have them."""
+    return tuple(tile._replace(STAGES=2) for tile in TENSOR_TILES)
+
+
+def _elements(a: Any) -> str:
+    return "bfloat16" if a.dtype.name == "uint16" else a.dtype.name
