@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import linprog
 
 from mpitrain.bench.sweep import Row
 from mpitrain.collectives.choose import choose
@@ -69,37 +70,14 @@ def constants(rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults:
 
 def least_absolute(matrix: np.ndarray) -> np.ndarray:
     """x >= 0 that makes every element of matrix @ x nearly 1: the sum of the distances is least, so outliers count little."""
-    weights = np.ones(len(matrix))
-    for _ in range(20):
-        x = least_squares(matrix * weights[:, None], weights)
-        weights = 1 / np.sqrt(np.maximum(0.01, np.abs(matrix @ x - 1)))
-    return x
-
-
-def least_squares(matrix: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """x >= 0 that minimises the sum of (matrix @ x - goal)^2.
-
-    source  Lawson & Hanson 1974, Solving Least Squares Problems, chapter 23
-    """
+    rows, terms = matrix.shape
     scale = np.linalg.norm(matrix, axis=0)
-    matrix = matrix / np.where(scale > 0, scale, 1)
-    x, used = np.zeros(matrix.shape[1]), np.zeros(matrix.shape[1], bool)
-    for _ in range(10 * len(x)):
-        gain = np.where(used, -np.inf, matrix.T @ (goal - matrix @ x))
-        if gain.max() <= 1e-9:
-            break
-        used[gain.argmax()] = True
-        while True:
-            tried = np.zeros(len(x))
-            tried[used] = np.linalg.lstsq(matrix[:, used], goal, rcond=None)[0]
-            below = used & (tried <= 0)
-            if not below.any():
-                break
-            x += min(x[below] / (x[below] - tried[below])) * (tried - x)
-            used &= x > 1e-15
-            x[~used] = 0
-        x = tried
-    return x / np.where(scale > 0, scale, 1)
+    scale[scale == 0] = 1
+    matrix = matrix / scale
+    distances = np.eye(rows)
+    found = linprog(np.repeat((0, 1), (terms, rows)), np.block([[matrix, -distances], [-matrix, -distances]]),
+                    np.repeat((1, -1), rows))
+    return found.x[:terms] / scale
 
 
 def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str, Check]:
