@@ -47,6 +47,12 @@ def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
     assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], peer["losses"], strict=True))
 
 
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+    done = bench(2, "--json", str(tmp_path / "missing/train.json"))
+    assert done.returncode == 2 and done.stderr.count("cannot be written: No such file or directory") == 1, done.stderr
+    assert "blocks of" not in done.stdout
+
+
 def test_a_peer_that_cannot_use_the_gpu_is_one_message(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

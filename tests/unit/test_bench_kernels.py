@@ -111,7 +111,7 @@ def test_what_cannot_be_measured_is_one_message_and_exit_2(words, complaint):
 
 def test_a_file_that_cannot_be_written_is_one_message(tmp_path):
     code, _, text = bench("gemm", "--shapes", "4", "--json", str(tmp_path / "missing/rows.json"))
-    assert code == 1 and "rows.json.part cannot be written: No such file or directory." in text
+    assert code == 2 and "rows.json cannot be written: No such file or directory." in text
 
 
 def test_only_the_simulator_checks():
