@@ -1,5 +1,7 @@
 """The table of tiles: which plan a shape gets, and what a file of plans may hold."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -58,3 +60,13 @@ def test_a_file_says_what_was_written_and_nothing_else_is_read(tmp_path):
             read_tiles(path)
     with pytest.raises(ConfigError, match=r"missing\.json cannot be read: No such file"):
         read_tiles(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("plan", [[], [[128, 128, 8, 8, 8]], [[128.0, 128, 8, 8, 8], 1], [[128, 128, 8, 8, 8], True],
+                                  [[128, 128, 8, 8, 8], 33], [[128, 128, 8, 8, 8], 0], None])
+def test_a_plan_that_cannot_be_launched_is_refused_when_it_is_read(plan, tmp_path):
+    path = tmp_path / "tiles.json"
+    entry = {"elements": "float32", "stored": "NT", "m": 4, "n": 4, "k": 4, "kernel": "gemm", "plan": plan}
+    path.write_text(json.dumps({"measured": [entry]}))
+    with pytest.raises(ConfigError, match="is no table of tiles"):
+        read_tiles(path)

@@ -60,6 +60,7 @@ USUAL = 3      # so many of them are taken without a measurement, large ones fir
 FILL = 132     # blocks that keep a large GPU busy
 NEAR = 2.0     # what was measured speaks for shapes of which no dim is further away than by this factor
 SPLITS = (1, 2, 4, 8, 16, 32)
+MOST_SPLITS = 32
 
 
 class Plan(NamedTuple):
@@ -134,7 +135,7 @@ def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches:
         if blocks >= FILL:
             return Plan(tile, 1)
     long_enough = max(1, k // 512)
-    return Plan(tile, min(long_enough, max(1, FILL // max(1, blocks)), 32))
+    return Plan(tile, min(long_enough, max(1, FILL // max(1, blocks)), MOST_SPLITS))
 
 
 def worth_measuring(a: Any, m: int, n: int, k: int, capability: int) -> list[Plan]:
@@ -153,7 +154,7 @@ def read_tiles(path: Path) -> Table:
     except OSError as error:
         raise ConfigError(f"The table of tiles {path} cannot be read: {error.strerror}.",
                           "mpitrain bench gemm --tune writes one.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no table of tiles: {error!r}.", "mpitrain bench gemm --tune writes one.") from None
 
 
@@ -169,7 +170,8 @@ def _entry(elements: str, stored: str, m: int, n: int, k: int, kernel: str, plan
     """A line of the file; ValueError for what no kernel takes."""
     tile = {"gemm": Tile, "gemm_tensor": TensorTile}[kernel](*plan[0])
     is_known = tile in TILES or (isinstance(tile, TensorTile) and tile._replace(STAGES=2) in two_stages())
-    if not is_known or not all(isinstance(number, int) and number > 0 for number in (m, n, k, plan[1])):
+    numbers = (m, n, k, *plan[0], plan[1])    # of which true and 64.0 would be 1 and 64 in Python, but not in a kernel
+    if not is_known or not all(type(number) is int and number > 0 for number in numbers) or plan[1] > MOST_SPLITS:
         raise ValueError(f"no kernel takes {plan} for {(m, n, k)}")
     return Measured(elements, stored, m, n, k, Plan(tile, plan[1]))
 
