@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.errors import KernelError
+from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.arguments import Argument
 from mpitrain.kernels.loader import Dims, Function
 from mpitrain.kernels.source import Signature, Source
@@ -71,8 +71,16 @@ class CudaEngine:
         return launch
 
     def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
-        """By cuBLAS. To it our rows are columns, so that it computes the transposed: c^T = op(b)^T op(a)^T."""
-        cublas, handle = self._cupy.cuda.cublas, self._cupy.cuda.get_cublas_handle()
+        """By cuBLAS. To it our rows are columns, so that it computes the transposed: c^T = op(b)^T op(a)^T.
+
+        raises  ConfigError where CuPy finds no cuBLAS
+        """
+        try:
+            cublas, handle = self._cupy.cuda.cublas, self._cupy.cuda.get_cublas_handle()
+        except ImportError as error:    # CuPy loads it when it is first asked for, and its wheels come without
+            said = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"Products by the library need cuBLAS, but CuPy cannot load it: {said}",
+                              "Install it: pip install 'mpitrain[cuda13]', or [cuda12]; or multiply by our kernels.") from None
         is_double = a.dtype.name == "float64"
         compute = cublas.CUBLAS_COMPUTE_64F if is_double else cublas.CUBLAS_COMPUTE_32F
         alpha, beta = (np.array(factor, np.float64 if is_double else np.float32) for factor in (1, accumulate))

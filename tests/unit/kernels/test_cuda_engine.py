@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpitrain.arena import Arena
-from mpitrain.errors import KernelError
+from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
@@ -162,6 +162,19 @@ def test_what_the_library_cannot_do_is_refused():
         product.library(kernels, Arena(), a, a, a.copy(), row_sums=np.empty(3, np.float32))
     with pytest.raises(KernelError, match="does not fit into"):
         product.library(kernels, Arena(), a, a, np.ones((3, 2), np.float32))
+
+
+def test_where_cupy_finds_no_cublas_it_is_said_how_to_get_it():
+    """CuPy's wheels have none: it is looked for when the module is first asked for, which then is an ImportError."""
+    class WithoutCublas(SimpleNamespace):
+        @property
+        def cublas(self):
+            raise ImportError('Failure finding "libcublasLt.so.13": No such file\n\nmore lines')
+
+    cupy, a = RememberingCupy(), np.ones((3, 3), np.float32).view(OnDevice)
+    cupy.cuda = WithoutCublas(Device=cupy.cuda.Device)
+    with pytest.raises(ConfigError, match=r"need cuBLAS, but .* it: Failure .* No such file\n +Install it: .*cuda13"):
+        CudaEngine(cupy).multiply(a, a, a.copy(), False, False, False)
 
 
 def test_a_single_row_may_have_any_stride():
