@@ -9,7 +9,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 device=${1:-cuda} folder=$(realpath -m "${2:-runs/gpu-table}")
-mkdir -p "$folder" && rm -f "$folder"/*.json "$folder"/*.log
+mkdir -p "$folder" && rm -f "$folder"/*.json "$folder"/*.log "$folder"/*.failed
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
@@ -18,6 +18,10 @@ python -c "import torch" 2> /dev/null || { echo "PyTorch is not installed: its c
 if [[ $device == cuda ]]; then
     python -c "import sys; from mpitrain.device import gpus; sys.exit(not gpus())" ||
         { echo "CuPy finds no GPU here: install mpitrain[cuda13] or [cuda12] and NVIDIA's driver, or try cuda-sim"; exit 2; }
+    if [[ ${#peer[@]} -gt 0 ]] && ! python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+        echo "PyTorch finds no GPU: its columns stay empty (it may be built for CPUs only: pip install torch)"
+        peer=()
+    fi
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     shapes=() dtypes=float32,bfloat16 bytes=67108864    # bench gemm's: two cubes, layers of sharded GPTs
     model="layers=12 width=768 heads=12 context=1024" batch=8 blocks=5 steps=10 tests=tests/gpu
@@ -36,7 +40,7 @@ measure() {
     local name=$1
     shift
     echo "$name ..." >&2
-    "$@" > "$folder/$name.log" 2>&1 || echo "$name ended with exit code $?" >&2
+    "$@" > "$folder/$name.log" 2>&1 || echo "$name ended with exit code $?" | tee "$folder/$name.failed" >&2
 }
 measure tests python -m pytest -q -m gpu $tests
 measure gemm python -m mpitrain bench gemm --device "$device" --dtype $dtypes --json "$folder/gemm.json" \

@@ -29,11 +29,14 @@ def table(tmp_path, capsys):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def run(device="cuda", tests="31 passed, 1 skipped in 9.1s", **changed):
+    def run(device="cuda", tests="31 passed, 1 skipped in 9.1s", rule="=== {} ===", early=(), **changed):
         rows = [kernel("copy", 100.0), kernel("adamw", 90.0), kernel("attention float32", 1, 8.0)]
         good = {"gemm": {"rows": [PRODUCT]}, "kernels": {"rows": rows}, "train": {"sides": SIDES},
                 "train-library": {"sides": SIDES}, "ring-yes": RING, "ring-no": RING}
-        (tmp_path / "tests.log").write_text(f"..s\n=== {tests} ===\n")
+        (tmp_path / "tests.log").write_text(f"..s\n{rule.format(tests)}\n")
+        for name in early:
+            (tmp_path / f"{name}.failed").write_text("ended with exit code 1\n")
+            (tmp_path / f"{name}.log").write_text("a row\nCUDARuntimeError: out of memory\n")
         for name, content in (good | {name.replace("_", "-"): content for name, content in changed.items()}).items():
             (tmp_path / f"{name}.json").write_text("" if content is None else json.dumps(content))
         code = module.main(tmp_path, device)
@@ -65,11 +68,26 @@ def test_a_run_that_has_what_is_required_is_a_success(table):
     ({"train": {"sides": [SIDES[0], SIDES[1] | {"losses": [2.1]}]}}, "training step of a GPT, float32, products by o", "failed"),
     ({"ring_no": RING | {"wrong": 1}}, "ring all-reduce of 2 ranks, device.cuda_aware = no", "failed"),
     ({"tests": "1 failed, 31 passed in 9.1s"}, "tests marked gpu", "failed"),
+    ({"tests": "30 passed, 2 errors in 9.1s"}, "tests marked gpu", "failed"),
+    ({"tests": "32 skipped in 0.1s"}, "tests marked gpu", "failed"),
 ])
 def test_what_is_wrong_missing_or_slow_is_marked_and_fails(changed, start, end, table):
     code, lines = table(**changed)
     assert code == 1 and line(lines, start).endswith(end)
     assert lines[-1].startswith("8 lines, 1 of") or "kernels" in changed
+
+
+@pytest.mark.parametrize("name", ["gemm", "kernels"])
+def test_rows_of_a_benchmark_that_ended_early_are_not_taken_for_all(name, table):
+    code, lines = table(early=[name])
+    assert code == 1 and "CUDARuntimeError: out of memory" in line(lines, f"{name} ended early")
+
+
+@pytest.mark.parametrize("rule", ["{}", "=== {} ==="])    # pytest -q draws none, unless something makes it talk more
+@pytest.mark.parametrize("tests", ["31 passed, 1 warning in 9.1s", "31 passed, 3 deselected, 2 warnings in 71.12s (0:01:11)"])
+def test_warnings_are_no_failures_and_the_summary_needs_no_rule(rule, tests, table):
+    code, lines = table(tests=tests, rule=rule)
+    assert code == 0 and tests in line(lines, "tests marked gpu")
 
 
 def test_elsewhere_nothing_is_too_slow(table):
