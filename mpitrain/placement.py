@@ -4,7 +4,7 @@ import sys
 
 from mpitrain import device
 from mpitrain.backend import backend_for
-from mpitrain.config import Config
+from mpitrain.config import Config, parse
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
 
@@ -12,7 +12,7 @@ from mpitrain.transport.base import Transport
 def settled(transport: Transport, config: Config) -> Config:
     """The configuration with `auto` replaced: cuda if every rank finds a GPU, else cpu; collective.
 
-    raises  ConfigError on every rank if the kind needs what one of them lacks
+    raises  ConfigError on every rank if the kind needs what one of them lacks, or cannot do what is configured
     """
     kind = config.device.kind
     if kind == "auto":
@@ -20,7 +20,8 @@ def settled(transport: Transport, config: Config) -> Config:
     agreed(transport, lambda: backend_for(kind))
     if kind == "cuda":
         _say_who_shares(transport)
-    return config.model_copy(update={"device": config.device.model_copy(update={"kind": kind})})
+    chosen = config.model_copy(update={"device": config.device.model_copy(update={"kind": kind})})
+    return agreed(transport, lambda: parse(chosen.model_dump()))    # what `auto` has become has laws of its own
 
 
 def _say_who_shares(transport: Transport) -> None:

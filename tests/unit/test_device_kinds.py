@@ -78,6 +78,15 @@ def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypa
     assert run_ranks(3, run) == [kind] * 3
 
 
+def test_what_auto_has_become_is_held_to_its_laws(one_gpu):
+    with pytest.raises(ConfigError, match=r"keeps its residuals in host memory, but device\.kind is cuda") as raised:
+        run_ranks(2, lambda transport: settled(transport, parse({"replication": {"wire": "topk:0.01"}})))
+    assert raised.value.agreed
+    config = parse({"run": {"seed": 3}})
+    found, = run_ranks(1, lambda transport: settled(transport, config))
+    assert found == config.model_copy(update={"device": config.device.model_copy(update={"kind": "cuda"})})
+
+
 def test_what_one_rank_lacks_all_refuse(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match="needs CuPy") as raised:
