@@ -25,6 +25,9 @@ from mpitrain.transport.proof import over_device
 ROUNDING = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
 """Of one coding, relative to the largest number."""
 
+ROUNDED = {"float16": 2**-11, "bfloat16": 2**-8}
+"""Of one sum, relative to it, where it is more than 1 over this: up to there whole numbers are exact. 14 ranks get beyond."""
+
 SECONDS = 0.25
 """Time given to one row when the number of iterations is not set."""
 
@@ -128,7 +131,8 @@ def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Ro
     bench = Bench(request, tuning, over_device(transport, backend, "auto"), backend, arithmetic)
     operation = OPERATIONS[request.operation]
     subjects = [Subject(algorithm, operation, Wire("none")) for algorithm in _algorithms(bench)]
-    subjects += [Subject(f"wire {wire.name}", lossy(wire), wire) for wire in request.wires]
+    subjects += [Subject(f"wire {wire.name}" + f":{wire.amount:g}" * (wire.amount > 0), lossy(wire), wire)
+                 for wire in request.wires]
     n, itemsize = transport.size, request.dtype.itemsize
     counts = list(dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes))
     pools = dict(_pool(bench, operation, where, max(counts)) for where in request.buffers)
@@ -208,7 +212,11 @@ def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case:
 def wrong_elements(transport: Transport, found: np.ndarray, right: np.ndarray, wire: Wire) -> int:
     """Elements, over all ranks, that are not what they must be: not near it, or not on all ranks alike, for a wire format."""
     if wire.name == "none":
-        return sum(transport.gather_text(int((~(found == right)).sum())))
+        is_right = found == right
+        if rounded := ROUNDED.get(found.dtype.name):
+            found, right = found.astype(np.float64), right.astype(np.float64)
+            is_right |= (right * rounded > 1) & (np.abs(found - right) <= transport.size * rounded * right)
+        return sum(transport.gather_text(int((~is_right).sum())))
     if len(set(transport.gather_text(zlib.crc32(found)))) > 1:
         return found.size * transport.size
     bound = ROUNDING.get(wire.name, np.inf) * transport.size * (right.max() + 1)

@@ -27,7 +27,7 @@ class Reduction(Protocol):
 
     Between `start` and the `wait` that returns (or the `poll` that says True) the buffer must not be touched. Several
     may be under way at once and be polled in any order; `wait` moves only its own, so ranks that wait for several must
-    wait in one order.
+    wait in one order. All ranks `run` it or all `start` it: `shared` and `native` meet differently then.
     """
 
     state: np.ndarray | None

@@ -173,7 +173,7 @@ def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[list[
     """Copies of the array in a window, each by rank: in one that is idle on every rank, or in a new one. Collective."""
     apart = -(-array.nbytes // 64) * 64
     nbytes = 1 << max(12, (copies * apart - 1).bit_length())  # few sizes, so that they are used again
-    idle = set.intersection(*map(set, transport.gather_text(transport.windows.idle(nbytes))))
+    idle = set.intersection(*map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members))))
     place = Place(min(idle), 0) if idle else transport.windows.locate(
         transport.allocate(nbytes, np.uint8), transport.members[transport.rank])
     views = [None if place is None else transport.windows.views(

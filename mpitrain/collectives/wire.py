@@ -53,7 +53,7 @@ def parse_wire(text: str) -> Wire:
     except ValueError:
         value = -1.0
     valid = {"none": not amount, "fp16": not amount, "bf16": not amount, "int8": not amount,
-             "topk": 0 < value <= 1, "powersgd": value >= 1 and value == int(value)}
+             "topk": 0 < value <= 1, "powersgd": value >= 1 and value.is_integer()}
     if not valid.get(name, False):
         raise ConfigError(f"wire is one of {', '.join(valid)}, topk with the part of the elements it sends (topk:0.01), "
                           f"powersgd with its rank (powersgd:4), but it is {text!r}.")

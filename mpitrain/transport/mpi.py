@@ -216,8 +216,8 @@ class MpiTransport:
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         host = self._ranks_of_this_host()
         nbytes = -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096  # whole pages keep every block aligned
-        facts = host.gather_text((nbytes, room_left()))
-        needed, left = sum(nbytes for nbytes, _ in facts), min(left for _, left in facts)
+        blocks_of, rooms, numbers = zip(*host.gather_text((nbytes, room_left(), self.windows.next_number)), strict=True)
+        needed, left = sum(blocks_of), min(rooms)
         if host.size == 1 or needed > left:
             if host.size > 1 and host.rank == 0:
                 print(no_room(self.hosts[self.rank], needed, left), file=sys.stderr, flush=True)
@@ -225,7 +225,8 @@ class MpiTransport:
         window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
         blocks = {place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
                   for rank, place in enumerate(host.members)}
-        self._allocated[self.windows.add(blocks, window)] = window
+        self.windows.add(max(numbers), blocks, window)
+        self._allocated[max(numbers)] = window
         mine = blocks[self.members[self.rank]]
         mine[:] = 0
         host.barrier()

@@ -20,18 +20,22 @@ class Place(NamedTuple):
 
 
 class Windows:
-    """The shared windows of one rank, in the order of their collective allocation; a split transport has its parent's."""
+    """The shared windows of one rank; a split transport has its parent's.
+
+    next_number   free on this rank. Ranks that allocate together number a window by the largest of theirs: they may have
+                  allocated differently before, each with others
+    """
 
     def __init__(self) -> None:
-        self._blocks: list[dict[int, np.ndarray]] = []
-        self._keep: list[Any] = []
+        self._blocks: dict[int, dict[int, np.ndarray]] = {}
+        self._keep: dict[int, Any] = {}
         self._idle: dict[int, int] = {}
+        self.next_number = 0
 
-    def add(self, blocks: dict[int, np.ndarray], owner: Any = None) -> int:
-        """Remember a window: the bytes of each rank, by its rank in the whole job, and what keeps them alive. Its number."""
-        self._blocks.append(blocks)
-        self._keep.append(owner)
-        return len(self._blocks) - 1
+    def add(self, number: int, blocks: dict[int, np.ndarray], owner: Any = None) -> None:
+        """Remember a window: the bytes of each rank, by its rank in the whole job, and what keeps them alive."""
+        self._blocks[number], self._keep[number] = blocks, owner
+        self.next_number = number + 1
 
     def forget(self, window: int) -> None:
         """No array lies in this window any more, and nothing may be put there."""
@@ -45,7 +49,7 @@ class Windows:
         if on_device(array):
             return None
         address = array.ctypes.data
-        for window, blocks in enumerate(self._blocks):
+        for window, blocks in self._blocks.items():
             if me not in blocks:
                 continue
             offset = address - blocks[me].ctypes.data
@@ -61,9 +65,13 @@ class Windows:
         stop = place.offset + count * np.dtype(dtype).itemsize
         return [blocks[member][place.offset:stop].view(dtype) for member in members]
 
-    def idle(self, nbytes: int) -> list[int]:
-        """Numbers of the windows made for `nbytes` that were leased and returned."""
-        return [window for window, size in self._idle.items() if size == nbytes and self._blocks[window]]
+    def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
+        """Numbers of the windows made for `nbytes` that were leased and returned, and that these ranks have to themselves.
+
+        In one that others share, they may still read what was reduced last: only they know when they have done with it.
+        """
+        return [window for window, size in self._idle.items()
+                if size == nbytes and self._blocks[window].keys() == set(members)]
 
     def lease(self, window: int, nbytes: int) -> "Lease":
         """Take a window that was made for `nbytes`; it is idle again when the lease dies."""

@@ -91,10 +91,10 @@ class ThreadTransport:
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         array = aligned_zeros(count, dtype)
-        everyone = zip(self.members, self.hosts, self._meet("allocate", array.view(np.uint8)), strict=True)
-        blocks = {member: block for member, host, block in everyone if host == self.hosts[self.rank]}
-        if len(blocks) > 1:
-            self.windows.add(blocks)
+        brought = self._meet("allocate", (array.view(np.uint8), self.windows.next_number))
+        here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        if len(here) > 1:
+            self.windows.add(max(brought[rank][1] for rank in here), {self.members[rank]: brought[rank][0] for rank in here})
         return array
 
     def close(self) -> None:

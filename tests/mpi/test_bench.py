@@ -46,10 +46,10 @@ def test_every_dtype_is_measured(dtype, tmp_path):
 
 
 def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
-    done = bench(2, "allreduce", "--algorithm", "ring", "--wire", "fp16,bf16,int8,topk:0.1,powersgd:2", "--max-bytes", "16K",
+    done = bench(2, "allreduce", "--algorithm", "ring", "--wire", "fp16,bf16,int8,topk,topk:0.1,powersgd:2", "--max-bytes", "16K",
                  "--iterations", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in ("fp16", "bf16", "int8", "topk", "powersgd"):
+    for name in ("fp16", "bf16", "int8", "topk:0.01", "topk:0.1", "powersgd:2"):
         assert done.stdout.count(f"wire {name} ") == 2
     assert "wrong elements 0" in done.stdout
 
@@ -89,7 +89,7 @@ def test_the_simulator_s_kernels_reduce_what_is_measured_on_it(tmp_path):
     assert "device cuda-sim" in done.stdout and "wrong elements 0" in done.stdout
     written = json.loads((tmp_path / "rows.json").read_text())
     assert written["header"]["device"] == "cuda-sim"
-    assert {row["algorithm"] for row in written["rows"]} >= {"ring", "native", "auto", "wire int8", "wire topk"}
+    assert {row["algorithm"] for row in written["rows"]} >= {"ring", "native", "auto", "wire int8", "wire topk:0.1"}
     assert all(row["predicted_us"] is None for row in written["rows"]), "the model is one of the host's memory"
 
 
@@ -112,6 +112,7 @@ def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once(tmp_path):
     (["--dtype", "float8"], "dtype must be one of float32"),
     (["--buffers", "gpu"], "buffers must be one of window, plain"),
     (["--wire", "fp8"], "wire is one of none, fp16, bf16, int8"),
+    (["--wire", "powersgd:inf"], "but it is 'powersgd:inf'"),
     (["--wire", "fp16", "--dtype", "int32"], "--wire is for allreduce of float32"),
     (["--min-bytes", "many"], "is no number of bytes"),
     (["--tuning", "nothing.json"], "nothing.json cannot be read"),
@@ -122,7 +123,7 @@ def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once(tmp_path):
     (["--dtype", "bfloat16", "--algorithm", "ring,native"], "native needs a dtype that MPI reduces, which bfloat16 is not"),
     (["--json", "nowhere/rows.json"], "nowhere/rows.json cannot be written: No such file or directory"),
     (["--json", "."], "cannot be written: it is a folder"),
-    (["--plot", "rows.xyz"], NO_PLOT or "--plot draws files that end in eps"),
+    (["--plot", "rows.xyz"], NO_PLOT or "--plot draws files that end in"),
     (["--plot", "nowhere/rows.png"], NO_PLOT or "nowhere/rows.png cannot be written"),
 ])
 def test_a_wrong_option_is_one_message_and_exit_code_2(words, message, tmp_path):

@@ -1,13 +1,16 @@
 """Measuring, without a clock to trust: what ran, where, and what a fit learns from it."""
 
+import os
+
 import numpy as np
 import pytest
 
 from mpitrain.bench.fit import check, fit, median_of_sweeps
-from mpitrain.bench.sweep import Request, sizes, sweep
+from mpitrain.bench.sweep import Request, dtype_of, sizes, sweep, wrong_elements
+from mpitrain.bench.table import check_writable
 from mpitrain.collectives.choose import candidates
 from mpitrain.collectives.tuning import DEFAULT
-from mpitrain.collectives.wire import parse_wire
+from mpitrain.collectives.wire import Wire, parse_wire
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Kernels
 from mpitrain.transport.threads import run_ranks
@@ -59,3 +62,21 @@ def test_what_cannot_run_is_refused_by_name_and_left_out_of_all():
     assert "shared" not in {row.algorithm for row in rows_of(2, asked, "ab")}
     with pytest.raises(ConfigError, match="allreduce algorithm shared needs all ranks on one host"):
         rows_of(2, request("ring", "shared"), "ab")
+
+
+def test_sums_that_a_short_dtype_must_round_are_not_wrong():
+    asked = request("ring", most=256, buffers=("plain",))._replace(dtype=dtype_of("bfloat16"))
+    assert all(row.wrong == 0 for row in rows_of(16, asked))
+
+    def wrong(transport, found, right):
+        return wrong_elements(transport, *(np.array(values).astype(dtype_of("bfloat16")) for values in (found, right)),
+                              Wire("none"))
+
+    assert run_ranks(1, wrong, [256, 257, 12], [256, 300, 13]) == [2], "exact up to 256, near beyond"
+    assert run_ranks(1, wrong, [np.nan, np.inf, -300], [300, 300, 300]) == [3]
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "rows.json")
+    with pytest.raises(ConfigError, match="it is a device or a pipe"):
+        check_writable(tmp_path / "rows.json")

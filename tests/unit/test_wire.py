@@ -14,7 +14,8 @@ def test_names_have_amounts_where_they_need_them():
     assert parse_wire("powersgd") == Wire("powersgd", 4)
 
 
-@pytest.mark.parametrize("text", ["", "fp8", "fp16:2", "topk:0", "topk:1.5", "topk:x", "topk:nan", "powersgd:0", "powersgd:1.5"])
+@pytest.mark.parametrize("text", ["", "fp8", "fp16:2", "topk:0", "topk:1.5", "topk:x", "topk:nan", "topk:inf", "powersgd:0",
+                                  "powersgd:1.5", "powersgd:inf"])
 def test_other_names_are_refused(text):
     with pytest.raises(ConfigError, match="wire is one of none, fp16, bf16, int8, topk, powersgd"):
         parse_wire(text)
