@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from mpitrain.bench.sweep import Row
 from mpitrain.bench.table import check_writable
@@ -21,7 +22,7 @@ def check_drawable(path: Path) -> None:
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Time against bytes, one curve per algorithm, the model's prediction dotted beside it."""
+    """Time against bytes, the median of the sweeps, one curve per algorithm; the model's prediction dotted beside it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -30,10 +31,15 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
     curves = dict.fromkeys((row.algorithm, row.buffers) for row in rows)
     for algorithm, buffers in curves:
-        mine = [row for row in rows if (row.algorithm, row.buffers) == (algorithm, buffers)]
+        mine: dict[int, list[Row]] = {}
+        for row in rows:
+            if (row.algorithm, row.buffers) == (algorithm, buffers):
+                mine.setdefault(row.bytes, []).append(row)
         name = algorithm if len({buffers for _, buffers in curves}) == 1 else f"{algorithm}, {buffers}"
-        drawn, = axes.plot([row.bytes for row in mine], [row.time_us for row in mine], marker=".", label=name)
-        axes.plot([row.bytes for row in mine], [row.predicted_us for row in mine], ":", color=drawn.get_color())
+        times, predictions = ([median(getattr(row, field) for row in same) for same in mine.values()]
+                              for field in ("time_us", "predicted_us"))
+        drawn, = axes.plot(list(mine), times, marker=".", label=name)
+        axes.plot(list(mine), predictions, ":", color=drawn.get_color())
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds (dotted: predicted)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -134,9 +134,11 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(words, message, tmp_path)
 
 
 def test_fit_writes_what_auto_then_reads(tmp_path):
-    done = bench(2, "fit", "--max-bytes", "16K", "--sweeps", "1", cwd=tmp_path)
+    done = bench(2, "fit", "--min-bytes", "512", "--max-bytes", "4K", "--sweeps", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "sizes left out: predicted within" in done.stdout
     done = bench(2, "allreduce", "--algorithm", "auto", "--tuning", "tuning.json", "--max-bytes", "16K", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "auto (" in done.stdout
+    done = bench(1, "fit", cwd=tmp_path)
+    assert done.returncode == 2 and "one rank sends none" in done.stderr
