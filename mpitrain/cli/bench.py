@@ -174,13 +174,15 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     from mpitrain.bench.fit import check, described, fit, median_of_sweeps, merged
     from mpitrain.bench.header import machine
     from mpitrain.bench.sweep import Request, sizes
+    from mpitrain.collectives.agree import everywhere
     from mpitrain.collectives.choose import candidates
     from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.errors import ConfigError
     from mpitrain.transport.agree import agreed
 
     if transport.size == 1:
-        raise ConfigError("bench fit measures messages, and one rank sends none.", "mpitrain launch -n 2 -- bench fit")
+        raise everywhere(ConfigError("bench fit measures messages, and one rank sends none.",
+                                     "mpitrain launch -n 2 -- bench fit"))
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     agreed(transport, lambda: _check_files(transport.rank, [out, json_file]))
     request = Request("allreduce", (*candidates(transport.hosts, is_native=True), "star"), sizes(min_bytes, max_bytes, 2),
