@@ -67,7 +67,9 @@ class Replication(Section):
     wire: str = Field(
         "none", pattern=WIRE, description="how gradients travel: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     )
-    dense_steps: int = Field(0, ge=0, description="first steps whose gradients travel whole, whatever the wire format")
+    dense_steps: int = Field(
+        0, ge=0, description="first steps whose gradients travel whole, whatever the wire format; topk and powersgd want 100"
+    )
     bucket_mb: float = Field(4.0, gt=0, description="megabytes of whole units that are reduced together")
     overlap: bool = Field(True, description="reduce a bucket as soon as its gradients are ready")
 
