@@ -19,7 +19,7 @@ from mpitrain.transport.shared import Lease, Place
 BLOCK = 1 << 17
 """Bytes reduced at a time: what every rank has of a block stays in cache from its reduction to its last copy."""
 
-SMALL = 1 << 13
+SMALL = 1 << 12
 """Bytes of all ranks' arrays together up to which they are small: a barrier takes longer than reading them all."""
 
 
