@@ -131,6 +131,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     from mpitrain.bench.operations import OPERATIONS
     from mpitrain.bench.sweep import Request, dtype_of, sizes
     from mpitrain.collectives.agree import check_name
+    from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.wire import parse_wire
     from mpitrain.errors import ConfigError
 
@@ -142,7 +143,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
         check_name(f"{name} algorithm", algorithm, known)
     places = options["buffers"].split(",")
     for place in places:
-        check_name("buffers", place, ("window", "plain"))
+        check_name("buffers", place, MEMORY)
     wires = [parse_wire(text) for text in options["wire"].split(",") if text]
     if wires and (name, options["dtype"]) != ("allreduce", "float32"):
         raise ConfigError(f"--wire is for allreduce of float32, but this is {name} of {options['dtype']}.")
@@ -176,6 +177,7 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     from mpitrain.bench.sweep import Request, sizes
     from mpitrain.collectives.agree import everywhere
     from mpitrain.collectives.choose import candidates
+    from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.errors import ConfigError
     from mpitrain.transport.agree import agreed
@@ -186,7 +188,7 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     agreed(transport, lambda: _check_files(transport.rank, [out, json_file]))
     request = Request("allreduce", (*candidates(transport.hosts, is_native=True), "star"), sizes(min_bytes, max_bytes, 2),
-                      np.dtype("float32"), 0, 3, ("window", "plain"), sweeps)
+                      np.dtype("float32"), 0, 3, MEMORY, sweeps)
     rows = median_of_sweeps(_swept(transport, request, DEFAULT, json_file))
     known = sorted({row.bytes for row in rows})[::2]
     identity = machine(transport)

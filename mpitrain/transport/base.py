@@ -43,6 +43,22 @@ class Request(Protocol):
         """Block until the message is complete."""
 
 
+class Several:
+    """Requests under way together, as one: the pieces of something long that was sent."""
+
+    source = -1
+
+    def __init__(self, requests: list[Request]):
+        self._requests = requests
+
+    def test(self) -> bool:
+        return all(request.test() for request in self._requests)
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+
+
 class Transport(Protocol):
     """Moves arrays between `size` ranks. Waits have no deadline of their own; the watchdog has."""
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.transport.base import FIRST_CLAIMED_TAG, Traffic, aligned_zeros, check_message
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Several, Traffic, aligned_zeros, check_message
 from mpitrain.transport.shared import Windows, no_room, room_left
 
 BLOCK = 1 << 20
@@ -101,22 +101,6 @@ class _Send:
 
     def _fail(self, error: Exception) -> NoReturn:
         raise CommError(f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}") from error
-
-
-class _Several:
-    """Requests under way together, as one."""
-
-    source = -1
-
-    def __init__(self, requests: list[_Send]):
-        self._requests = requests
-
-    def test(self) -> bool:
-        return all(request.test() for request in self._requests)
-
-    def wait(self) -> None:
-        for request in self._requests:
-            request.wait()
 
 
 class MpiTransport:
@@ -253,9 +237,9 @@ class MpiTransport:
         for message in self._parts(array):
             self.comm.Allreduce(self.MPI.IN_PLACE, message, self._ops[op])
 
-    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> "_Several":
+    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Several:
         self._check_native(array)
-        return _Several([_Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
+        return Several([_Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
                          for message in self._parts(array)])
 
     def _parts(self, array: np.ndarray) -> list[list]:

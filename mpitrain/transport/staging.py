@@ -13,7 +13,7 @@ import numpy as np
 from mpitrain.arena import Arena, HostMemory
 from mpitrain.backend import DeviceBackend
 from mpitrain.errors import CommError
-from mpitrain.transport.base import Request, Transport, check_message
+from mpitrain.transport.base import Request, Several, Transport, check_message
 
 PIECE = 1 << 20
 """Bytes of a piece: long enough for links and copy engines to reach their rates, short enough to overlap early."""
@@ -55,7 +55,7 @@ class Staged:
                 for send in sends:
                     send.test()  # lets MPI move the earlier pieces meanwhile
             sends.append(self._host.start_send(buffer[piece], to, tag))
-        return _Send(sends)
+        return Several(sends)
 
     def start_recv(self, array: Any, source: int, tag: int) -> Request:
         check_message(array, self._host.rank, (source,), self._host.size)
@@ -91,22 +91,6 @@ class Staged:
         """Where a message is cut; an empty message is one empty piece."""
         step = max(1, self._piece // flat.dtype.itemsize)
         return [slice(start, min(start + step, flat.size)) for start in range(0, max(1, flat.size), step)]
-
-
-class _Send:
-    """The sends of a message's pieces."""
-
-    source = -1
-
-    def __init__(self, sends: list[Request]):
-        self._sends = sends
-
-    def test(self) -> bool:
-        return all(send.test() for send in self._sends)
-
-    def wait(self) -> None:
-        for send in self._sends:
-            send.wait()
 
 
 class _Receive:
