@@ -80,13 +80,13 @@ class Precision(Section):
 
 class Optimizer(Section):
     name: Literal["sgd", "momentum", "adamw"] = Field("adamw", description="the update rule")
-    lr: float = Field(4e-3, gt=0, description="learning rate at its peak")
+    lr: float = Field(2e-3, gt=0, description="learning rate at its peak")
     weight_decay: float = Field(0.1, ge=0, description="decay of matrices, decoupled in adamw; biases and gains have none")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
     warmup: int = Field(20, ge=0, description="steps over which the learning rate rises from 0")
     schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="decay to a tenth after the warm-up")
     momentum: float = Field(0.9, ge=0, lt=1, description="of the momentum rule")
-    beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the first moment")
+    beta1: float = Field(0.8, ge=0, lt=1, description="adamw: decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, description="adamw: keeps the division finite")
 
