@@ -2,7 +2,7 @@
 
     checkpoints/step-00000400/model.safetensors       parameters under their full names: any tool can read them
     checkpoints/step-00000400/optimizer.safetensors   optimizer state under <buffer>/<full name>
-    checkpoints/step-00000400/residuals-0.safetensors what the wire format of rank 0 still owes, where one is in use
+    checkpoints/step-00000400/residuals-0.safetensors what the wire format of rank 0 still owes, and what it expects
 
 Each file's metadata holds the step and a SHA-256 over everything else in it, so a truncated or altered file is refused.
 """
@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mpitrain.errors import CheckpointError, TrainingError
+from mpitrain.parallel.buckets import AGREED
 from mpitrain.trainer import Trainer
 from mpitrain.transport.agree import agreed
 
@@ -134,8 +135,8 @@ def _residuals(path: Path, rank: int, ranks: int) -> dict[str, np.ndarray]:
     total: dict[str, np.ndarray] = {}
     for file in written:
         for name, tensor in _read(file)[1].items():
-            if name.startswith("factors/"):
-                total[name] = tensor  # the same on all ranks
+            if name.startswith(AGREED):
+                total[name] = tensor
             else:
                 total[name] = total[name] + tensor / ranks if name in total else tensor / ranks
     return total

@@ -68,7 +68,7 @@ class Replication(Section):
         "none", pattern=WIRE, description="how gradients travel: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     )
     dense_steps: int = Field(
-        0, ge=0, description="first steps whose gradients travel whole, whatever the wire format; topk and powersgd want 100"
+        -1, ge=-1, description="first steps whose gradients travel whole; -1: a quarter of run.steps for powersgd, else none"
     )
     bucket_mb: float = Field(4.0, gt=0, description="megabytes of whole units that are reduced together")
     overlap: bool = Field(True, description="reduce a bucket as soon as its gradients are ready")
@@ -86,7 +86,10 @@ class Optimizer(Section):
     warmup: int = Field(20, ge=0, description="steps over which the learning rate rises from 0")
     schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="decay to a tenth after the warm-up")
     momentum: float = Field(0.9, ge=0, lt=1, description="of the momentum rule")
-    beta1: float = Field(0.8, ge=0, lt=1, description="adamw: decay of the first moment")
+    beta1: float = Field(0.8, ge=0, lt=1, description="adamw: decay of the first moment; but see beta1_delayed")
+    beta1_delayed: float = Field(
+        0.5, ge=0, lt=1, description="adamw: the same in steps of topk and powersgd, whose residuals are a momentum of their own"
+    )
     beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, description="adamw: keeps the division finite")
 
@@ -144,6 +147,12 @@ class Config(Section):
                 f"Set model.width to {' or '.join(map(str, dict.fromkeys(near)))}, or model.heads to a divisor of {width}.",
             )
 
+    @property
+    def whole_steps(self) -> int:
+        """The first steps whose gradients travel whole, whatever the wire format."""
+        if self.replication.dense_steps >= 0:
+            return self.replication.dense_steps
+        return self.run.steps // 4 if self.replication.wire.startswith("powersgd") else 0
 
     def flat(self) -> dict[str, Any]:
         """{section.key: value}."""

@@ -34,13 +34,18 @@ class Optimizer:
         self.state = {name: backend.zeros(plan.length, plan.dtype) for name in STATE[settings.name]}
 
     def update(self, parameters: Any, gradients: Any, scale: float, lr: float, step: int,
-               start: int = 0, stop: int | None = None) -> None:
-        """Update parameters[start:stop] in place from scale x gradients[start:stop]; `step` counts from 0."""
+               start: int = 0, stop: int | None = None, delayed: bool = False) -> None:
+        """Update parameters[start:stop] in place from scale x gradients[start:stop].
+
+        step     from 0
+        delayed  whether part of these gradients is of earlier steps, and part of this step's will come later
+        """
         s = self.settings
+        beta1 = s.beta1_delayed if delayed else s.beta1
         rule = {
             "sgd": self._ops.sgd,
             "momentum": partial(self._ops.momentum, beta=s.momentum),
-            "adamw": partial(self._ops.adamw, beta1=s.beta1, beta2=s.beta2, eps=s.epsilon, step=step + 1),
+            "adamw": partial(self._ops.adamw, beta1=beta1, beta2=s.beta2, eps=s.epsilon, step=step + 1),
         }[s.name]
         for run in self.plan.runs(start, self.plan.length if stop is None else stop):
             here = slice(run.start, run.stop)

@@ -30,8 +30,12 @@ class Reduction(Protocol):
     wait in one order. All ranks `run` it or all `start` it: `shared` and `native` meet differently then.
     """
 
-    state: np.ndarray | None
-    """Residuals of a lossy wire format, which belong in a checkpoint; None where nothing is lost."""
+    state: dict[str, np.ndarray] | None
+    """What a lossy wire format keeps from run to run, which belongs in a checkpoint; None where nothing is lost. `residual`
+    and `prediction` lie like the buffer; the residual is each rank's own, all else is the same on all ranks."""
+
+    def learn(self, total: np.ndarray) -> None:
+        """Where there is state: take note of a sum like the buffer's that another reduction made in its place."""
 
     def run(self) -> None:
         """`start`, then `wait`."""

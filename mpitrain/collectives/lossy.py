@@ -27,13 +27,44 @@ LANE = 30 << 10
 """Elements of a rank's chunk that are coded at a time, so that coding some hides behind sending others: two bytes of each
 are one message between hosts."""
 
+RECENT = 0.1
+"""Weight of the newest sum in the average that predicts the next: that of momentum with 0.9."""
+
+CACHED = 1 << 16
+"""Elements worked on together in several passes, so that all but the first find them in a cache."""
+
 
 class Matrix(NamedTuple):
-    """Where a matrix lies in a flat array."""
+    """Where a matrix lies in a flat array: its first element, its shape, and the elements from row to row."""
 
     start: int
     rows: int
     columns: int
+    stride: int
+
+    def fits(self, count: int) -> bool:
+        """Whether it lies in an array of `count` elements."""
+        end = self.start + (self.rows - 1) * self.stride + self.columns
+        return self.start >= 0 and 0 <= self.columns <= self.stride and self.rows >= 0 and (self.rows == 0 or end <= count)
+
+    def of(self, flat: np.ndarray) -> np.ndarray:
+        """The matrix in such an array, which must reach to its end."""
+        strides = self.stride * flat.itemsize, flat.itemsize
+        return np.lib.stride_tricks.as_strided(flat[self.start:], (self.rows, self.columns), strides)
+
+
+def tiles(start: int, rows: int, columns: int) -> list[Matrix]:
+    """A matrix cut along its longer side into tiles as nearly square as that allows.
+
+    K directions are then the same part of every matrix's elements, whatever its shape. The factors of the tiles hold at most
+    twice the elements that those of the whole would hold.
+    """
+    short, long = sorted((rows, columns))
+    parts = round(long / short) if short > 1 else 1
+    cuts = list(pairs(long * part // parts for part in range(parts + 1)))
+    if rows == long:
+        return [Matrix(start + low * columns, high - low, columns, columns) for low, high in cuts]
+    return [Matrix(start + low, rows, high - low, columns) for low, high in cuts]
 
 
 def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = (),
@@ -58,6 +89,9 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
     if wire.name == "topk":
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag, arithmetic.largest)
     if wire.name == "powersgd":
+        beyond = [matrix for matrix in matrices if not matrix.fits(flat.size)]
+        if beyond:
+            raise everywhere(CommError(f"Matrices lie within their array, but {beyond[0]} does not in {flat.size} elements."))
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
     return coded(transport, flat, arithmetic.codecs[wire.name], tag)
 
@@ -122,10 +156,53 @@ def without_self(plan: Plan, rank: int) -> Plan:
     return plan._replace(steps=tuple(step for step in plan.steps if all(t.peer != rank for t in step.sends)))
 
 
-class TopK(Chain):
-    """The largest elements only; the rest is remembered.
+class Memory:
+    """What a format that sends a part of an array remembers, so that the rest is late instead of lost.
 
-    state    what was not sent yet, (count,)
+    A rank takes what differs from a prediction, and adds what it could not send before, which fades at the rate at which
+    the prediction, an average of past sums, forgets. In every run, over all ranks,
+
+        sum + residuals = what was put in + (1 - RECENT) x the residuals before.
+
+    Without a prediction an element that is sent in one step of ten arrives as ten gradients at once and as none in between.
+    The price: one huge but finite gradient is felt, ever weaker, until it has faded from the average.
+
+    residual    what was not sent yet, (count,); of each rank
+    prediction  the average, in which the newest sum weighs RECENT, (count,); the same on all ranks
+    source      Adikari & Draper 2021, IEEE JSAIT 2(3); arXiv:2108.07827
+    """
+
+    def __init__(self, array: np.ndarray, ranks: int):
+        self.residual, self.prediction = np.zeros_like(array), np.zeros_like(array)
+        self.state = {"residual": self.residual, "prediction": self.prediction}
+        self._scratch = np.empty_like(array, shape=min(CACHED, array.size))
+        self._share = np.float32(1 / ranks)
+
+    def take(self, array: np.ndarray) -> None:
+        """Make the residual what this rank has to send."""
+        for start in range(0, array.size, CACHED):
+            part = slice(start, start + CACHED)
+            kept, prediction = self.residual[part], self.prediction[part]
+            kept *= 1 - RECENT
+            kept += array[part]
+            kept -= np.multiply(prediction, self._share, out=self._scratch[:kept.size])
+
+    def learn(self, total: np.ndarray) -> None:
+        """Put a sum that travelled whole into the prediction, unless it is not finite; what was not sent before fades."""
+        is_finite = math.isfinite(np.dot(total, total))
+        for start in range(0, total.size, CACHED):
+            part = slice(start, start + CACHED)
+            self.residual[part] *= 1 - RECENT
+            if is_finite:
+                prediction = self.prediction[part]
+                prediction *= 1 - RECENT
+                prediction += np.multiply(total[part], np.float32(RECENT), out=self._scratch[:prediction.size])
+
+
+class TopK(Chain):
+    """The largest elements only.
+
+    state    of `Memory`
     traffic  (n-1) x 8 k bytes
     source   Stich, Cordonnier & Jaggi 2018, NeurIPS; arXiv:1809.07599
     """
@@ -133,22 +210,26 @@ class TopK(Chain):
     def __init__(self, transport: Transport, array: np.ndarray, k: int, tag: int,
                  largest: Callable[[np.ndarray, int], np.ndarray]):
         rank, n = transport.rank, transport.size
-        self.state = np.zeros_like(array)
+        memory = Memory(array, n)
+        self.state, self.learn = memory.state, memory.learn
         everyone = np.empty_like(array, np.int32, shape=(n, 2, k))
 
         def choose() -> None:
-            self.state += array
-            chosen = largest(self.state, k)
+            memory.take(array)
+            chosen = largest(memory.residual, k)
             everyone[rank, 0] = chosen
-            everyone[rank, 1].view(np.float32)[:] = self.state[chosen]
-            self.state[chosen] = 0
+            everyone[rank, 1].view(np.float32)[:] = memory.residual[chosen]
+            memory.residual[chosen] = 0
 
         def add_up() -> None:
-            array[:] = 0
+            array[:] = memory.prediction
             for positions, values in everyone:
                 array[positions] += values.view(np.float32)
-            if not np.isfinite(everyone[:, 1].view(np.float32)).all():
-                self.state[:] = 0  # the step will be skipped: what it left behind must not spoil the next
+            if not np.isfinite(array[everyone[:, 0]]).all():
+                memory.residual[:] = 0  # the step will be skipped: what it left behind must not spoil the next
+                return
+            for positions, values in everyone:
+                memory.prediction[positions] += np.float32(RECENT) * values.view(np.float32)
 
         exchange = Execution(transport, everyone, "add", ring.all_gather(rank, n, everyone.size), tag)
         super().__init__([Local(choose), exchange, Local(add_up)])
@@ -157,9 +238,10 @@ class TopK(Chain):
 class PowerSgd(Chain):
     """Every matrix M as P Q', P of orthonormal columns: one step of power iteration from the Q of the run before.
 
-    Each rank keeps what its own part lost, M - P P' M, so that nothing is lost over all ranks.
+    M is what `Memory` gives a rank to send; M - P P' M is what it could not.
 
-    state    the lost parts, (count,), then the factors Q, which are the same on all ranks and matter up to a factor
+    state    of `Memory`, whose prediction is of no use outside the matrices; factors: all Q, which are the same on all ranks
+             and matter up to a factor
     traffic  two rings over 4 k (sum of rows), and over 4 k (sum of columns) + 4 (elements outside the matrices) bytes
     source   Vogels, Karimireddy & Jaggi 2019, NeurIPS; arXiv:1905.13727
     """
@@ -168,41 +250,49 @@ class PowerSgd(Chain):
         matrices = [m for m in matrices or [square(array.size)] if k * (m.rows + m.columns) < m.rows * m.columns]
         outside = np.ones(array.size, bool)
         for m in matrices:
-            outside[m.start:m.start + m.rows * m.columns] = False
+            m.of(outside)[:] = False
         outside = np.flatnonzero(outside)
         heights, widths = [m.rows for m in matrices], [m.columns for m in matrices]
-        self.state = np.zeros(array.size + k * sum(widths), np.float32)
-        self._lost, factors = self.state[:array.size], self.state[array.size:]
-        factors[:] = np.random.default_rng(0).standard_normal(factors.size)
+        memory = Memory(array, transport.size)
+        factors = np.random.default_rng(0).standard_normal(k * sum(widths)).astype(np.float32)
+        self.state, self.learn = {**memory.state, "factors": factors}, memory.learn
         left = np.empty(k * sum(heights), np.float32)
         right = np.empty(factors.size + outside.size, np.float32)
-        views = [(self._lost[m.start:m.start + m.rows * m.columns].reshape(m.rows, m.columns), p, q, old) for m, p, q, old in
-                 zip(matrices, _factors(left, heights, k), _factors(right, widths, k), _factors(factors, widths, k), strict=True)]
-        sums = [(array[m.start:m.start + m.rows * m.columns].reshape(m.rows, m.columns), p, q, old)
-                for m, (_, p, q, old) in zip(matrices, views, strict=True)]
+        views = list(zip(matrices, _factors(left, heights, k), _factors(right, widths, k), _factors(factors, widths, k),
+                         strict=True))
+        scratch = np.empty(max((m.rows * m.columns for m in matrices), default=0), np.float32)
+
+        def product(m: Matrix, p: np.ndarray, q: np.ndarray) -> np.ndarray:
+            return np.matmul(p, q.T, out=scratch[:m.rows * m.columns].reshape(m.rows, m.columns))
 
         def project() -> None:
-            self._lost += array
-            for matrix, p, _, old in views:
-                np.matmul(matrix, old, out=p)
+            memory.take(array)
+            memory.residual[outside] = array[outside]
+            for m, p, _, old in views:
+                np.matmul(m.of(memory.residual), old, out=p)
 
         def reproject() -> None:
-            for matrix, p, q, _ in views:
+            for m, p, q, _ in views:
                 orthonormalise(p)
-                np.matmul(matrix.T, p, out=q)
-                matrix -= p @ q.T
-            right[factors.size:] = self._lost[outside]
-            self._lost[outside] = 0
+                lost = m.of(memory.residual)
+                np.matmul(lost.T, p, out=q)
+                lost -= product(m, p, q)
+            right[factors.size:] = memory.residual[outside]
+            memory.residual[outside] = 0
 
         def rebuild() -> None:
             is_finite = np.isfinite(left).all() and np.isfinite(right).all()
-            for matrix, p, q, old in sums:
-                np.matmul(p, q.T, out=matrix)
-                is_live = p.any(axis=0) & is_finite
-                old[:, is_live] = q[:, is_live]  # a direction that vanished is tried again
-            if not is_finite:  # the step will be skipped: what it left behind must not spoil the next
-                self._lost[:] = 0
+            for m, p, q, old in views:
+                sent, prediction = product(m, p, q), m.of(memory.prediction)
+                np.add(prediction, sent, out=m.of(array))
+                if is_finite:
+                    sent *= np.float32(RECENT)
+                    prediction += sent
+                    is_live = p.any(axis=0)
+                    old[:, is_live] = q[:, is_live]  # a direction that vanished is tried again
             array[outside] = right[factors.size:]
+            if not is_finite:  # as for topk
+                memory.residual[:] = 0
 
         rings = [Execution(transport, buffer, "add", ring.all_reduce(transport.rank, transport.size, buffer.size), tag)
                  for buffer in (left, right)]
@@ -212,7 +302,7 @@ class PowerSgd(Chain):
 def square(count: int) -> Matrix:
     """The most nearly square matrix that fits into `count` elements, from the first one on."""
     rows = max(1, math.isqrt(count))
-    return Matrix(0, rows, count // rows)
+    return Matrix(0, rows, count // rows, count // rows)
 
 
 def orthonormalise(columns: np.ndarray) -> None:

@@ -3,9 +3,10 @@
     fp16, bf16     half of every number: 2 bytes per element
     int8           a byte per element and a float32 scale per block of 256
     topk:R         the R-th part of the elements that is largest, 8 bytes each (index and value)
-    powersgd:K     for each matrix (m, n) of the array two factors of rank K, 4 K (m + n) bytes; the rest as it is
+    powersgd:K     for each matrix (m, n) two factors of rank K, 4 K (m + n) bytes; the rest as it is
 
-What is lost by the last two is remembered and added to the next array (error feedback). lossy.py reduces with them.
+The last two send only what past sums do not predict, and what they leave out is remembered and added to the next array (error
+feedback). lossy.py reduces with them, and cuts long matrices into tiles.
 """
 
 from collections.abc import Callable

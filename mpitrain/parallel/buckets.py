@@ -7,9 +7,12 @@ import numpy as np
 from mpitrain import config
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.lossy import Matrix
+from mpitrain.collectives.lossy import Matrix, tiles
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.units import Bucket, Plan
+
+AGREED = ("factors/", "prediction/")
+"""How the names of state that is the same on all ranks begin."""
 
 
 class Buckets:
@@ -18,10 +21,11 @@ class Buckets:
     bytes sent  as the bound reductions say; in a wire format, as its formula does
     """
 
-    def __init__(self, group: Group, plan: Plan, gradients: np.ndarray, settings: config.Replication):
-        self._plan, self._dense_steps = plan, settings.dense_steps
+    def __init__(self, group: Group, plan: Plan, gradients: np.ndarray, settings: config.Replication,
+                 dense_steps: int):
+        self._plan, self._dense_steps = plan, dense_steps
         self._buckets = plan.buckets(settings.bucket_mb * 1e6)
-        views = [gradients[b.start:b.stop] for b in self._buckets]
+        self._views = views = [gradients[b.start:b.stop] for b in self._buckets]
         wire = parse_wire(settings.wire)
         is_lossy = wire.name != "none"
         needs_dense = not is_lossy or self._dense_steps > 0
@@ -34,9 +38,10 @@ class Buckets:
 
     def _matrices(self, bucket: Bucket) -> list[Matrix]:
         return [
-            Matrix(entry.start - bucket.start, *entry.parameter.local_shape)
+            tile
             for entry in self._plan.entries
             if bucket.start <= entry.start < bucket.stop and len(entry.parameter.local_shape) == 2
+            for tile in tiles(entry.start - bucket.start, *entry.parameter.local_shape)
         ]
 
     def begin(self, step: int) -> None:
@@ -44,6 +49,11 @@ class Buckets:
         is_lossy = self._lossy and step >= self._dense_steps
         self._active = self._lossy if is_lossy else self._dense
         self._by_unit = {b.first_unit: r for b, r in zip(self._buckets, self._active, strict=True)}
+
+    @property
+    def delay(self) -> bool:
+        """Whether this step's reductions keep something for later ones."""
+        return any(reduction.state for reduction in self._active)
 
     def start(self, unit: int) -> None:
         """Start the bucket that was waiting for this unit, if any was."""
@@ -59,24 +69,34 @@ class Buckets:
         """Block until all that was started is reduced."""
         for reduction in self._active:
             reduction.wait()
+        self._learn()
 
     def run(self) -> None:
         """Reduce everything now."""
         for reduction in self._active:
             reduction.run()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Whole sums teach the wire format that will follow what to expect."""
+        if self._active is not self._lossy:
+            for reduction, view in zip(self._lossy, self._views, strict=False):
+                if reduction.state:
+                    reduction.learn(view)
 
     def residuals(self) -> dict[str, np.ndarray]:
-        """What this rank's wire format still owes, by full parameter name, and its other state under factors/<bucket>."""
+        """What this rank's wire format still owes, by full parameter name; the rest of its state under AGREED and the name."""
         found = {}
         for number, (bucket, reduction) in enumerate(zip(self._buckets, self._lossy, strict=False)):
-            if reduction.state is None:
-                continue
-            lost, rest = np.split(reduction.state, [bucket.stop - bucket.start])
-            for entry in self._plan.entries:
-                if bucket.start <= entry.start < bucket.stop:
-                    found[entry.name] = lost[entry.start - bucket.start:entry.stop - bucket.start]
-            if rest.size:
-                found[f"factors/{number}"] = rest
+            for kind, kept in (reduction.state or {}).items():
+                if kind == "factors":
+                    if kept.size:
+                        found[f"factors/{number}"] = kept
+                    continue
+                prefix = "" if kind == "residual" else f"{kind}/"
+                for entry in self._plan.entries:
+                    if bucket.start <= entry.start < bucket.stop:
+                        found[prefix + entry.name] = kept[entry.start - bucket.start:entry.stop - bucket.start]
         return found
 
     def load_residuals(self, saved: Mapping[str, np.ndarray]) -> None:

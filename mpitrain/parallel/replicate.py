@@ -94,12 +94,12 @@ class AllReduce(Replication):
     """
 
     def __init__(self, group: Group, plan: Plan, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
-                 ops: Any, arena: Arena, settings: config.Replication, clip: float):
+                 ops: Any, arena: Arena, settings: config.Replication, dense_steps: int, clip: float):
         super().__init__(ops, arena)
         self._group, self._optimizer = group, optimizer
         self._parameters, self._gradients = parameters, gradients
         self._overlap, self._clip = settings.overlap, clip
-        self.buckets = Buckets(group, plan, gradients, settings)
+        self.buckets = Buckets(group, plan, gradients, settings, dense_steps)
         self._control = np.zeros(4)  # on the host: loss, sum of squares, non-finite elements, stop requests
         self._agree = group.bind(self._control)
         # The norm is computed once: each rank squares its share of the reduced gradient.
@@ -133,5 +133,5 @@ class AllReduce(Replication):
         updated = math.isfinite(loss) and math.isfinite(norm)
         if updated:
             scale = self._clip / norm if 0 < self._clip < norm else 1.0
-            self._optimizer.update(self._parameters, self._gradients, scale, step.lr, step.index)
+            self._optimizer.update(self._parameters, self._gradients, scale, step.lr, step.index, delayed=self.buckets.delay)
         return Outcome(loss, norm, int(nonfinite), step.lr, updated, stop > 0)

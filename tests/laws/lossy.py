@@ -2,10 +2,11 @@
 
 import hashlib
 import math
+from functools import partial
 
 import numpy as np
 
-from mpitrain.collectives.lossy import Matrix, bind_lossy
+from mpitrain.collectives.lossy import RECENT, Matrix, bind_lossy, tiles
 from mpitrain.collectives.wire import BLOCK, CODECS, parse_wire
 from tests.laws.collectives import measured
 from tests.laws.transport import raises_comm_error
@@ -50,15 +51,28 @@ class LossyLaws:
             for count in COUNTS:
                 array = np.empty(count, np.float32)
                 reduction = bind_lossy(transport, array, parse_wire(name))
-                received, put_in = np.zeros(count), np.zeros(count)
+                before = np.zeros(count)
                 for step in range(4):
                     array[:] = brought(transport.rank, step, count)
-                    put_in += sum(brought(rank, step, count).astype(np.float64) for rank in range(transport.size))
+                    put_in = sum(brought(rank, step, count).astype(np.float64) for rank in range(transport.size))
                     reduction.run()
-                    received += array
-                kept = reduction.state[:count].astype(np.float64)
-                transport.native_all_reduce(kept)
-                assert np.abs(received + kept - put_in).max() <= 1e-4, (name, count)
+                    kept = reduction.state["residual"].astype(np.float64)
+                    transport.native_all_reduce(kept)
+                    assert np.abs(array + kept - put_in - (1 - RECENT) * before).max() <= 1e-4, (name, count)
+                    before = kept
+
+    def law_the_average_of_past_sums_is_the_prediction(self, transport):
+        n, count = transport.size, 900
+        for name in ("topk:0.1", "powersgd:4"):
+            array, average = np.empty(count, np.float32), np.zeros(count)
+            reduction = bind_lossy(transport, array, parse_wire(name))
+            right = n * brought(0, 0, count).astype(np.float64)
+            for _ in range(80):
+                array[:] = brought(0, 0, count)  # the same in every step and on all ranks: in the end it is predicted
+                reduction.run()
+                average += RECENT * (array - average)
+                assert np.abs(reduction.state["prediction"] - average).max() <= 1e-5 * (1 + np.abs(average).max()), name
+            assert np.linalg.norm(average - right) <= 0.1 * np.linalg.norm(right), name
 
     def law_topk_of_everything_is_the_sum(self, transport):
         array = np.arange(1001, dtype=np.float32) + transport.rank
@@ -66,7 +80,7 @@ class LossyLaws:
         reduction.run()
         n = transport.size
         assert np.array_equal(array, n * np.arange(1001) + n * (n - 1) // 2)
-        assert not reduction.state.any()
+        assert not reduction.state["residual"].any()
 
     def law_topk_sends_the_largest(self, transport):
         array = np.zeros(1000, np.float32)
@@ -80,11 +94,12 @@ class LossyLaws:
             right[7 * rank + 3] += 5
             right[999 - rank] -= 7
         assert np.array_equal(array, right)
-        assert reduction.state[500] == 1 and np.count_nonzero(reduction.state) == 1
+        residual = reduction.state["residual"]
+        assert residual[500] == 1 and np.count_nonzero(residual) == 1
 
     def law_powersgd_keeps_matrices_of_low_rank_and_all_that_is_no_matrix(self, transport):
         rows, columns, before, after = 30, 20, 7, 5
-        matrix = Matrix(before, rows, columns)
+        matrix = Matrix(before, rows, columns, columns)
         array = np.empty(before + rows * columns + after, np.float32)
         reduction = bind_lossy(transport, array, parse_wire("powersgd:4"), [matrix])
         u, v = np.random.default_rng(1).standard_normal((2, 40, 2))
@@ -98,7 +113,45 @@ class LossyLaws:
         assert np.array_equal(array[-after:], np.full(after, total))
         assert np.abs(array[before:-after] / total - low.reshape(-1)).max() <= 1e-3
 
-    def law_what_is_not_finite_stays_so_on_every_rank(self, transport):
+    def law_powersgd_loses_nothing_in_tiles_across_rows_and_columns(self, transport):
+        matrices = [*tiles(7, 20, 61), *tiles(1300, 61, 20)]
+        array, before = np.empty(3007, np.float32), np.zeros(3007)
+        reduction = bind_lossy(transport, array, parse_wire("powersgd:2"), matrices)
+        outside = np.ones(3007, bool)
+        for matrix in matrices:
+            matrix.of(outside)[:] = False
+        for step in range(4):
+            array[:] = brought(transport.rank, step, 3007)
+            put_in = sum(brought(rank, step, 3007).astype(np.float64) for rank in range(transport.size))
+            reduction.run()
+            kept = reduction.state["residual"].astype(np.float64)
+            transport.native_all_reduce(kept)
+            assert np.abs(array + kept - put_in - (1 - RECENT) * before).max() <= 1e-4
+            assert np.abs(array - put_in)[outside].max() <= 1e-5 and not kept[outside].any()
+            before = kept
+        assert all(np.linalg.matrix_rank(matrix.of(kept)) > 2 for matrix in matrices)
+
+    def law_matrices_beyond_their_array_are_refused(self, transport):
+        for matrix in (Matrix(5, 3, 4, 4), Matrix(-1, 2, 2, 2), Matrix(0, 2, 4, 3)):
+            bound = partial(bind_lossy, transport, np.ones(10, np.float32), parse_wire("powersgd:1"), [matrix])
+            text = raises_comm_error(bound)
+            assert "Matrices lie within their array" in text
+
+    def law_what_is_not_finite_teaches_nothing(self, transport):
+        for name in ("topk:0.1", "powersgd:4"):
+            array = np.empty(1001, np.float32)
+            reduction = bind_lossy(transport, array, parse_wire(name))
+            for step, bad in enumerate((0, np.nan, 0, np.inf, 0)):
+                array[:] = brought(transport.rank, step, 1001)
+                array[17] += bad if transport.rank == transport.size - 1 else 0
+                before = reduction.state["prediction"].copy()
+                with np.errstate(all="ignore"):
+                    reduction.run()
+                after = reduction.state["prediction"]
+                assert np.isfinite(array).all() == np.isfinite(bad) != np.array_equal(before, after), (name, step)
+                assert len(set(transport.gather_text(hashlib.sha1(after).hexdigest()))) == 1, (name, step)
+
+    def law_what_is_not_finite_stays_stays_so_on_every_rank(self, transport):
         for name in FORMATS:
             for bad in (np.nan, np.inf):
                 array = np.ones(1001, np.float32)
@@ -111,7 +164,7 @@ class LossyLaws:
                 array[:] = 1
                 reduction.run()
                 assert np.isfinite(array).all(), (name, bad, "the step after")
-                assert reduction.state is None or np.isfinite(reduction.state).all()
+                assert all(np.isfinite(kept).all() for kept in (reduction.state or {}).values())
 
     def law_bytes_on_the_wire_are_the_formula(self, transport):
         n = transport.size
@@ -125,7 +178,7 @@ class LossyLaws:
             for part in (0.01, 0.1, 1):
                 sent = measured(transport, bind_lossy(transport, array, parse_wire(f"topk:{part}")).run)
                 assert sent[1] == (n - 1) * 8 * math.ceil(part * count), part
-        for k, matrices, count in ((2, [Matrix(0, 48, 64)], 3088), (1, [Matrix(3, 31, 17), Matrix(600, 5, 77)], 1001)):
+        for k, matrices, count in ((2, [Matrix(0, 48, 64, 64)], 3088), (1, [*tiles(3, 31, 17), *tiles(600, 5, 77)], 1001)):
             factors = k * sum(m.rows + m.columns for m in matrices)
             outside = count - sum(m.rows * m.columns for m in matrices)
             array = np.ones(count, np.float32)

@@ -8,6 +8,8 @@ import pytest
 
 from mpitrain import checkpoint
 from mpitrain.build import build
+from mpitrain.collectives.lossy import RECENT
+from mpitrain.parallel.buckets import AGREED
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.test_training import TINY, configured, curves
@@ -26,7 +28,8 @@ def test_a_format_that_sends_every_element_trains_like_whole_gradients(wire, tol
 @pytest.mark.parametrize("wire", RESIDUAL)
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
 def test_a_format_that_sends_a_part_still_learns_most_of_it_in_the_first_steps(wire, ranks):
-    whole, losses = curves(3, *TINY)[0], curves(ranks, *TINY, f"replication.wire={wire}")[0]
+    whole = curves(3, *TINY)[0]
+    losses = curves(ranks, *TINY, f"replication.wire={wire}", "replication.dense_steps=0")[0]
     assert losses[0] - losses[-1] >= 0.6 * (whole[0] - whole[-1])
 
 
@@ -37,9 +40,39 @@ def test_dense_steps_are_bitwise_those_of_whole_gradients(wire):
     assert np.array_equal(whole[:8], mixed[:8]) and not np.array_equal(whole[8:], mixed[8:])
 
 
+def test_adamw_forgets_faster_in_steps_whose_gradients_are_delayed():
+    def losses(*settings):
+        return curves(2, *TINY, "replication.algorithm=ring", *settings)[0]
+    everything = ("replication.wire=topk:1", "optimizer.beta1=0.9", "optimizer.beta1_delayed=0.4")  # which delays nothing
+    slow, fast = losses("optimizer.beta1=0.9"), losses("optimizer.beta1=0.4")
+    assert np.abs(slow - fast).max() > 0.01
+    assert np.abs(losses(*everything) - fast).max() <= 1e-3
+    assert np.abs(losses(*everything, "replication.dense_steps=20") - slow).max() <= 1e-3
+
+
+def dense_then_lossy(transport, wire):
+    """After three whole steps: the last gradient, and what the wire format expects of the next."""
+    config = configured(*TINY, f"replication.wire={wire}", "replication.dense_steps=3")
+    trainer, source, _ = build(transport, config)
+    expected = 0.0
+    for index in range(3):
+        trainer.step(index, *source.batch(0, index, 12, trainer.share()))
+        expected = expected + RECENT * (trainer.gradients.astype(np.float64) - expected)
+    found = trainer.replication.buckets.residuals()
+    for entry in trainer.plan.entries:
+        wanted = expected[entry.start:entry.stop]
+        assert np.abs(found[f"prediction/{entry.name}"] - wanted).max() <= 1e-5 * (1e-3 + np.abs(wanted).max()), entry.name
+        assert not found[entry.name].any()
+
+
+@pytest.mark.parametrize("wire", RESIDUAL)
+def test_dense_steps_teach_what_to_expect(wire):
+    run_ranks(2, dense_then_lossy, wire)
+
+
 def train_and_save(transport, folder, wire, first, last, load):
     """Steps first..last of a run, from a checkpoint or from the start; saved at the end. Losses and residuals."""
-    config = configured(*TINY, f"replication.wire={wire}")
+    config = configured(*TINY, f"replication.wire={wire}", "replication.dense_steps=0")
     trainer, source, done = build(transport, config, checkpoint.newest(folder) if load else None)
     assert done == first
     losses = []
@@ -60,7 +93,7 @@ def test_a_resumed_run_goes_on_bitwise_with_its_residuals(wire, tmp_path):
         assert first[rank][0] + second[rank][0] == whole[rank][0]
         for name, residual in whole[rank][1].items():
             assert np.array_equal(residual, second[rank][1][name]), name
-    assert any(r.any() for r in whole[1][1].values()) == (wire in RESIDUAL)
+    assert any(kept.any() for name, kept in whole[1][1].items() if not name.startswith(AGREED)) == (wire in RESIDUAL)
 
 
 @pytest.mark.parametrize("wire", RESIDUAL)
@@ -68,9 +101,9 @@ def test_a_resumed_run_goes_on_bitwise_with_its_residuals(wire, tmp_path):
 def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(wire, ranks, tmp_path):
     saved = [before for _, before in run_ranks(3, train_and_save, tmp_path, wire, 0, 3, False)]
     loaded = [before for _, before in run_ranks(ranks, train_and_save, tmp_path, wire, 3, 3, True)]
-    assert any(rank[name].any() for rank in saved for name in rank)
+    assert any(rank[name].any() for rank in saved for name in rank if not name.startswith(AGREED))
     for name in saved[0]:
-        if name.startswith("factors/"):
+        if name.startswith(AGREED):
             assert np.array_equal(saved[0][name], loaded[0][name])
             continue
         total = np.sum([rank[name] for rank in saved], axis=0, dtype=np.float64)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mpitrain.collectives.lossy import tiles
 from mpitrain.collectives.wire import CODECS, Wire, largest, parse_wire
 from mpitrain.errors import ConfigError
 
@@ -45,3 +46,18 @@ def test_int8_of_zeros_is_zero():
     codec.encode(values, coded)
     codec.decode(coded, values)
     assert not values.any()
+
+
+@pytest.mark.parametrize("rows, columns, count", [(128, 128, 1), (384, 128, 3), (128, 512, 4), (31, 17, 2), (5, 77, 15),
+                                                  (1, 9, 1), (7, 1, 1), (0, 5, 1), (3, 0, 1)])
+def test_tiles_are_nearly_square_and_cover_a_matrix_once(rows, columns, count):
+    before, k = 3, 4
+    flat = np.zeros(before + rows * columns + 2)
+    cut = tiles(before, rows, columns)
+    assert len(cut) == count
+    for tile in cut:
+        tile.of(flat)[:] += 1
+    assert np.array_equal(flat[before:-2], np.ones(rows * columns)) and not flat[:before].any() and not flat[-2:].any()
+    if min(rows, columns) > 1:
+        assert max(max(t.rows, t.columns) / min(t.rows, t.columns) for t in cut) <= 2
+        assert sum(k * (t.rows + t.columns) for t in cut) <= 2 * k * (rows + columns)
