@@ -95,7 +95,7 @@ def test_a_tuning_file_is_used_and_kept_with_the_run(tmp_path):
 def test_classifier_runs_on_digits(tmp_path):
     pytest.importorskip("sklearn")
     done = launch(2, "train", "--out", "run", "--set", "data.source=digits", "--set", "model.kind=mlp", "--set", "model.layers=1",
-                  "--set", "model.width=64", "--set", "run.steps=200", cwd=tmp_path)
+                  "--set", "model.width=64", "--set", "run.steps=200", "--set", "optimizer.lr=4e-3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert next(r for r in records(tmp_path / "run") if "val_loss" in r)["val_accuracy"] > 0.9
 
