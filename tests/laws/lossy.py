@@ -151,7 +151,7 @@ class LossyLaws:
                 assert np.isfinite(array).all() == np.isfinite(bad) != np.array_equal(before, after), (name, step)
                 assert len(set(transport.gather_text(hashlib.sha1(after).hexdigest()))) == 1, (name, step)
 
-    def law_what_is_not_finite_stays_stays_so_on_every_rank(self, transport):
+    def law_what_is_not_finite_stays_so_on_every_rank(self, transport):
         for name in FORMATS:
             for bad in (np.nan, np.inf):
                 array = np.ones(1001, np.float32)

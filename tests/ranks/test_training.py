@@ -155,9 +155,9 @@ def by_hand(name, entry, gradient, value, state, lr, step):
     if name == "momentum":
         state["m"] = 0.9 * state.get("m", 0) + gradient + decay * value
         return value - lr * state["m"]
-    state["m"] = 0.9 * state.get("m", 0) + 0.1 * gradient
+    state["m"] = 0.8 * state.get("m", 0) + 0.2 * gradient
     state["v"] = 0.95 * state.get("v", 0) + 0.05 * gradient**2
-    mean, square = state["m"] / (1 - 0.9**step), state["v"] / (1 - 0.95**step)
+    mean, square = state["m"] / (1 - 0.8**step), state["v"] / (1 - 0.95**step)
     return value - lr * decay * value - lr * mean / (np.sqrt(square) + 1e-8)
 
 
