@@ -137,6 +137,21 @@ class LossyLaws:
             text = raises_comm_error(bound)
             assert "Matrices lie within their array" in text
 
+    def law_a_sum_that_travelled_whole_is_learnt_while_residuals_fade(self, transport):
+        for name in ("topk:0.1", "powersgd:4"):
+            array = brought(transport.rank, 0, 1001)
+            reduction = bind_lossy(transport, array, parse_wire(name))
+            reduction.run()
+            residual, prediction = (reduction.state[kind].copy() for kind in ("residual", "prediction"))
+            whole = brought(0, 1, 1001)
+            reduction.learn(whole)
+            assert residual.any() and np.allclose(reduction.state["residual"], (1 - RECENT) * residual, 1e-5, 1e-7), name
+            learnt = prediction + RECENT * (whole - prediction)
+            assert np.abs(reduction.state["prediction"] - learnt).max() <= 1e-5, name
+            whole[17] = np.nan
+            reduction.learn(whole)
+            assert np.abs(reduction.state["prediction"] - learnt).max() <= 1e-5, (name, "not finite")
+
     def law_what_is_not_finite_teaches_nothing(self, transport):
         for name in ("topk:0.1", "powersgd:4"):
             array = np.empty(1001, np.float32)
