@@ -11,8 +11,9 @@ from tests.laws.collectives import CollectiveLaws, measured
 from tests.laws.lossy import LossyLaws
 from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
+from tests.laws.windows import WindowLaws
 
-LAWS = [(cls, name) for cls in (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws) for name in laws_of(cls)]
+LAWS = [(cls, name) for cls in (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, WindowLaws) for name in laws_of(cls)]
 
 
 @pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])
