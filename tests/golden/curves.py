@@ -14,7 +14,8 @@ LOSSES = Path(__file__).with_name("losses.json")
 STEPS = 20
 TEXT = Path(__file__).parents[2] / "LICENSE"  # pydocs differs from one Python to the next
 GPT = [f"data.source=text:{TEXT}", "model.layers=2", "model.width=32", "model.heads=2", "model.context=32", "batch.size=4",
-       f"run.steps={STEPS}", "run.seed=1", "optimizer.weight_decay=0.1", "optimizer.clip=1.0", "optimizer.warmup=3", "replication.algorithm=ring"]
+       f"run.steps={STEPS}", "run.seed=1", "optimizer.weight_decay=0.1", "optimizer.clip=1.0", "optimizer.warmup=3",
+       "replication.algorithm=ring"]
 CASES = {
     "cpu": (2, [*GPT, "device.kind=cpu", "precision.compute=float64", "optimizer.name=adamw", "optimizer.lr=0.01"]),
     "cuda-sim": (1, [*GPT, "device.kind=cuda-sim", "optimizer.name=momentum", "optimizer.lr=0.1", "model.layers=1"]),
