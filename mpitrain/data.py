@@ -75,6 +75,7 @@ class SampleSource:
 
     def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
         self._train, self._test = train, test
+        self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None  # the (seed, epoch) drawn last, and its order
         self.inputs = train[0].shape[1]
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
@@ -85,9 +86,16 @@ class SampleSource:
         chosen = np.empty(len(position), np.int64)
         for epoch in np.unique(position // len(labels)):
             here = position // len(labels) == epoch
-            order = np.random.default_rng([seed, int(epoch)]).permutation(len(labels))
-            chosen[here] = order[position[here] % len(labels)]
+            chosen[here] = self._order(seed, int(epoch))[position[here] % len(labels)]
         return samples[chosen], labels[chosen]
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        """The samples' numbers in the order of an epoch. Drawing costs all samples, so the newest order is kept: steps that
+        follow one another draw each epoch once, in the memory of one."""
+        if self._shuffled is None or self._shuffled[0] != (seed, epoch):
+            order = np.random.default_rng([seed, epoch]).permutation(len(self._train[1]))
+            self._shuffled = (seed, epoch), order
+        return self._shuffled[1]
 
     def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
         samples, labels = self._test
