@@ -17,10 +17,11 @@ import tomli_w
 from mpitrain import checkpoint
 from mpitrain.build import Job
 from mpitrain.collectives.tuning import write_tuning
-from mpitrain.config import Config, parse, read_toml
+from mpitrain.config import Config, keys, parse, read_toml
 from mpitrain.data import absolute
 from mpitrain.errors import ConfigError
-from mpitrain.metrics import cut_after, write_whole
+from mpitrain.files import write_whole
+from mpitrain.metrics import cut_after
 from mpitrain.topology import topology
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
@@ -73,11 +74,23 @@ def _look(config: Config, resume: str) -> Place:
         raise ConfigError(f"There is no run in {folder} to resume.", "Name its directory with --out, or leave out --resume.")
     if not has_run or (resume == "auto" and not checkpoint.steps(folder / CHECKPOINTS)):
         return Place(folder, None, has_run)
-    changed = _changes(parse(read_toml(folder / CONFIG)), config)
+    changed = _changes(configuration(folder), config)
     if fixed := [f"{key} {then!r} -> {now!r}" for key, (then, now) in changed.items() if key.startswith(FIXED)]:
         raise ConfigError(f"{folder} was trained with another model: {', '.join(fixed)}.",
                           "Resume with the configuration of the run, or start another one with its own --out.")
     return Place(folder, checkpoint.newest(folder / CHECKPOINTS), has_run, changed)
+
+
+def configuration(folder: Path) -> Config:
+    """What a run was last trained with; ConfigError unless its file says all of it, for a default may be another value."""
+    tables = read_toml(folder / CONFIG)
+    then = parse(tables)
+    missing = [key.name for key in keys() if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})]
+    if missing:
+        named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise ConfigError(f"{folder / CONFIG} is not the whole configuration of its run: it lacks {named}.",
+                          "Write into it what the run was trained with, or start another run with its own --out.")
+    return then
 
 
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
