@@ -128,6 +128,9 @@ class Config(Section):
 
     def model_post_init(self, context: Any) -> None:
         """Refuse what cannot work whatever the ranks and the data are."""
+        for name, value in self.flat().items():
+            if isinstance(value, str) and not _is_utf8(value):
+                raise ConfigError(f"{name} must be UTF-8, but is {value!r}.", "Give the file or folder another name.")
         if self.replication.wire != "none" and self.precision.compute != "float32":
             raise ConfigError(
                 f"Wire formats carry float32, but precision.compute is {self.precision.compute} with replication.wire "
@@ -157,6 +160,11 @@ class Config(Section):
     def flat(self) -> dict[str, Any]:
         """{section.key: value}."""
         return {f"{section}.{key}": value for section, table in self.model_dump().items() for key, value in table.items()}
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether it can be written: bytes of a path that are not UTF-8 are lone surrogates in Python's text."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class Key(NamedTuple):

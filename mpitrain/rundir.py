@@ -169,7 +169,7 @@ def _resolved(job: Job, folder: Path) -> dict[str, Any]:
         tables["replication"]["tuning"] = str((folder / TUNING).resolve())
     if _has_tiles(config):
         tables["device"]["tiles"] = str((folder / TILES).resolve())
-    return tables
+    return parse(tables).model_dump()  # a path has become longer, and has to be UTF-8 still
 
 
 def _has_tiles(config: Config) -> bool:

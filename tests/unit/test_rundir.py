@@ -43,6 +43,14 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
+def test_data_below_a_folder_whose_name_is_not_utf_8_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "\udcff").mkdir()
+    (tmp_path / "\udcff/book").write_bytes(bytes(1000))
+    monkeypatch.chdir(tmp_path / "\udcff")
+    with pytest.raises(ConfigError, match=r"data.source must be UTF-8, but is 'text:.*\\udcff/book'"):
+        trained(tmp_path / "run", "data.source=text:book")
+
+
 @pytest.mark.parametrize("damage, complaint", [
     (lambda text: "", "lacks run.seed, run.steps, .* and [0-9]+ more"),
     (lambda text: text[:text.index("[model]")], r"lacks model.kind, model.layers"),
