@@ -183,7 +183,8 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
         raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
     then = configuration(folder)
     anew = ["layout.dp=0", "batch.micro_batches=1", f"batch.size={max(then.batch.size, ranks)}"]
-    return parse(with_settings(then.model_dump(), [*anew, *settings]))
+    alone = {**then.model_dump(), "replication": {}}  # how gradients were summed concerns nobody any more
+    return parse(with_settings(alone, [*anew, *settings]))
 
 
 def open_run(transport: Transport, folder: Path, settings: list[str], needs_data: bool = True) -> Job:
