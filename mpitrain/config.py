@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mpitrain.errors import ConfigError
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
+BESIDE = (("replication", "tuning"), ("device", "tiles"))  # files that may lie with a configuration, and move with it
 KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
 
 
@@ -63,7 +64,9 @@ class Replication(Section):
     algorithm: Literal[
         "auto", "ring", "halving-doubling", "recursive-doubling", "tree", "star", "hierarchical", "shared", "native"
     ] = Field("auto", description="the all-reduce of the gradients; auto: what the tuning predicts to be fastest")
-    tuning: str = Field("", description="tuning file of `mpitrain bench fit`, for auto; empty: plain assumptions")
+    tuning: str = Field(
+        "", description="for auto: file of `mpitrain bench fit`, in a configuration file from its folder; empty: assumptions"
+    )
     wire: str = Field(
         "none", pattern=WIRE, description="how gradients travel: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     )
@@ -109,7 +112,8 @@ class Device(Section):
     gemm: Literal["tiled", "library"] = Field(
         "tiled", description="of cuda and cuda-sim: matrix products by kernels of our own, or by cuBLAS (in cuda-sim NumPy)"
     )
-    tiles: str = Field("", description="file of `mpitrain bench gemm --tune`, for gemm tiled; empty: tiles that fill a large GPU")
+    tiles: str = Field("", description="for gemm tiled: file of `mpitrain bench gemm --tune`, in a configuration file from its "
+                       "folder; empty: tiles that fill a large GPU")
 
 
 class Config(Section):
@@ -128,6 +132,9 @@ class Config(Section):
 
     def model_post_init(self, context: Any) -> None:
         """Refuse what cannot work whatever the ranks and the data are."""
+        for name, value in self.flat().items():
+            if isinstance(value, str) and not _is_utf8(value):
+                raise ConfigError(f"{name} must be UTF-8, but is {value!r}.", "Give the file or folder another name.")
         if self.replication.wire != "none" and self.precision.compute != "float32":
             raise ConfigError(
                 f"Wire formats carry float32, but precision.compute is {self.precision.compute} with replication.wire "
@@ -159,6 +166,11 @@ class Config(Section):
         return {f"{section}.{key}": value for section, table in self.model_dump().items() for key, value in table.items()}
 
 
+def _is_utf8(text: str) -> bool:
+    """Whether it can be written: bytes of a path that are not UTF-8 are lone surrogates in Python's text."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 class Key(NamedTuple):
     """One line of `--help-config`."""
 
@@ -186,13 +198,18 @@ def keys() -> Iterator[Key]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a configuration file."""
+    """The tables of a configuration file; a tuning or tiles file that it names is looked for from its own folder."""
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error}.", "Name a readable TOML file.") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys.") from None
+    for section, key in BESIDE:
+        table = tables.get(section)
+        if isinstance(table, dict) and isinstance(name := table.get(key), str) and name:
+            table[key] = str(path.parent / name)
+    return tables
 
 
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:

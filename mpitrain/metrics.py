@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from mpitrain.files import write_whole
+
 CLOSING = ("end", "stopped", "failed")  # events of a last line
 
 
@@ -51,13 +53,6 @@ def cut_after(path: Path, step: int, steps: int) -> None:
         return record.get("step", 0) <= step and record.get("event") not in CLOSING and not is_last_evaluation
 
     write_whole(path, "".join(json.dumps(record) + "\n" for record in filter(stays, read_metrics(path))))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, finds either what was there before or all of the new."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 class Watchdog:

@@ -20,5 +20,5 @@ def command(run: Path, data: str | None, device: str | None) -> None:
         job = open_run(transport, run, settings)
         loss, accuracy = job.trainer.evaluate(job.source)
         if transport.rank == 0:
-            click.echo(f"{run} at step {job.step} on {job.trainer.config.data.source}: validation loss {loss:.4f} nats, "
-                       f"{accuracy:.1%} of predictions right ({job.source.held_out} rows)")
+            click.echo(f"{click.format_filename(run)} at step {job.step} on {job.trainer.config.data.source}: validation loss "
+                       f"{loss:.4f} nats, {accuracy:.1%} of predictions right ({job.source.held_out} rows)")

@@ -80,14 +80,14 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop_requ
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """The configuration file, or else that of the run that is resumed, under the settings of the command line."""
     from mpitrain.config import parse, read_toml, with_settings
-    from mpitrain.rundir import CONFIG
+    from mpitrain.rundir import CONFIG, configuration
 
     if config_file:
         return parse(with_settings(read_toml(config_file), settings))
     out = with_settings({}, settings).get("run", {}).get("out")
     if resume == "no" or not isinstance(out, str) or not (Path(out) / CONFIG).exists():
         return parse(with_settings({}, settings))
-    stored = {**read_toml(Path(out) / CONFIG), "layout": {}}  # a resumed run may have other ranks
+    stored = {**configuration(Path(out)).model_dump(), "layout": {}}  # a resumed run may have other ranks
     return parse(with_settings(stored, settings))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning
 from mpitrain.errors import ConfigError
+from mpitrain.files import write_whole
 
 
 def read_tuning(path: Path) -> Tuning:
@@ -45,9 +46,7 @@ def _is_complete(tuning: Tuning) -> bool:
 def write_tuning(path: Path, tuning: Tuning) -> None:
     """Write the file whole, a line for the constants of a knot."""
     text = json.dumps(tuning._asdict(), indent=1, allow_nan=False)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
-    partial.replace(path)
+    write_whole(path, re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
 
 
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))

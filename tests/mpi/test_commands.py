@@ -314,6 +314,20 @@ def test_a_run_can_be_moved_evaluated_on_other_tokens_and_asked_without_its_data
         assert refused.returncode == 2 and refused.stderr.count(complaint) == 1, refused.stderr
 
 
+def test_a_directory_with_an_odd_name_is_the_one_that_was_named_or_refused(tmp_path):
+    odd, unwritable = 'runs/"q" \U0001f600', os.fsdecode(b"runs/\xff")
+    assert mpitrain("train", "--out", odd, *TINY, cwd=tmp_path).returncode == 0
+    again = mpitrain("train", "--out", odd, "--resume", "--set", "run.steps=14", cwd=tmp_path)
+    assert again.returncode == 0 and max(losses(tmp_path / odd)) == 14, again.stderr
+    refused = mpitrain("train", "--out", unwritable, *TINY, cwd=tmp_path)
+    assert refused.returncode == 2 and "run.out must be UTF-8" in refused.stderr, refused.stderr
+    assert [path.name for path in tmp_path.glob("runs*")] == ["runs"]
+    assert [path.name for path in tmp_path.glob("runs/*")] == [Path(odd).name]
+    (tmp_path / odd).rename(tmp_path / unwritable)
+    evaluated = mpitrain("eval", unwritable, cwd=tmp_path)
+    assert evaluated.returncode == 0 and "at step 14" in evaluated.stdout, evaluated.stderr
+
+
 def test_another_model_cannot_go_on_with_a_checkpoint(tmp_path):
     assert mpitrain("train", "--out", "run", *TINY, cwd=tmp_path).returncode == 0
     for setting in ("model.heads=4", "optimizer.name=sgd"):

@@ -51,7 +51,7 @@ def test_only_the_newest_are_kept_and_one_can_be_written_again(tmp_path):
 
 @pytest.mark.parametrize("moment, error", [
     ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
-    ("_sync", OSError(28, "No space left on device")),
+    ("sync", OSError(28, "No space left on device")),
 ])
 def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, moment, error):
     trainer = trained()
@@ -71,7 +71,7 @@ def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypat
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     events = []
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: events.append(path.name))
+    monkeypatch.setattr(checkpoint, "sync", lambda path: events.append(path.name))
     rename = type(tmp_path).rename
     monkeypatch.setattr(type(tmp_path), "rename", lambda path, to: (events.append(to.name), rename(path, to))[1])
     checkpoint.save(tmp_path / "c", trained(), 5, keep=1)

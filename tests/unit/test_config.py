@@ -39,6 +39,11 @@ def test_a_bad_value_is_refused_with_law_and_value(setting, complaint):
     assert refusal(setting).splitlines()[0] == f"ConfigError: {complaint}"
 
 
+@pytest.mark.parametrize("key", ["run.out", "data.source", "replication.tuning", "device.tiles"])
+def test_a_path_that_is_not_utf_8_is_refused(key):
+    assert refusal(f"{key}=a\udcffb").splitlines()[0] == f"ConfigError: {key} must be UTF-8, but is 'a\\udcffb'."
+
+
 def test_all_that_is_wrong_is_said_at_once():
     assert "optimizer.lr" in (text := refusal("optimizer.lr=nan", "run.steps=-1")) and "run.steps" in text
 
