@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,15 @@ from mpitrain.errors import ConfigError
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 BESIDE = (("replication", "tuning"), ("device", "tiles"))  # files that may lie with a configuration, and move with it
 KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
+
+NOT_YET = {  # values that are meant to work one day
+    "layout.tp": r"[2-9]|\d\d+", "layout.pp": r"[2-9]|\d\d+", "precision.compute": "b?float16", "model.kind": "cnn",
+    "replication.mode": "master|server|local|gossip",
+}
+SYNONYMS = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "f16": "float16", "fp32": "float32", "f32": "float32",
+    "single": "float32", "fp64": "float64", "f64": "float64", "double": "float64", "gpu": "cuda", "allreduce": "all-reduce",
+}
 
 
 class Section(BaseModel):
@@ -28,9 +38,12 @@ class Run(Section):
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and on the screen")
     eval_every: int = Field(0, ge=-1, description="steps between evaluations; 0: only at the end, -1: never")
+    eval_rows: int = Field(10_000, ge=0, description="most held-out rows that an evaluation takes, spread evenly; 0: all")
+    sample: int = Field(400, ge=0, description="tokens that a gpt writes when training is done, for at most 10 s; 0: none")
     stall_seconds: float = Field(600.0, gt=0, description="a rank that makes no progress for so long ends the job")
     on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="what a loss or gradient that is not finite does: end the run, or skip that update"
+        "stop", description="what a loss or gradient that is not finite does: end the run, or skip that update; 10 skipped "
+                            "steps in a row, or at the end more than half, end the run too"
     )
 
 
@@ -197,6 +210,17 @@ def keys() -> Iterator[Key]:
             yield Key(f"{section}.{name}", kind, key.default, allowed, key.description)
 
 
+def nearest(word: str) -> list[str]:
+    """Keys that somebody may mean by a word such as lr, optimizer.lr, batch-size or leraning_rate."""
+    names = [key.name for key in keys()]
+    word = word.replace("-", "_")
+    for spelled in (lambda name: name.partition(".")[2], lambda name: name, lambda name: name.replace(".", "_")):
+        if found := [name for name in names if spelled(name) == word]:
+            return found
+    spellings = {spelling: name for name in names for spelling in (name, name.replace(".", "_"), name.partition(".")[2])}
+    return list(dict.fromkeys(spellings[close] for close in difflib.get_close_matches(word, spellings, 2, 0.75)))
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a configuration file; a tuning or tiles file that it names is looked for from its own folder."""
     try:
@@ -255,6 +279,13 @@ def _complaint(item: Mapping[str, Any]) -> str:
         close = difflib.get_close_matches(name, known, 1, 0.6)
         return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
     law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
+    if item["type"] == "literal_error":
+        word = SYNONYMS.get(str(item["input"]).lower(), str(item["input"]))
+        if re.fullmatch(NOT_YET.get(name, ""), word):
+            return f"{name} {law}, but is {item['input']!r}: {word} is not there yet."
+        choices = [str(choice) for key in keys() if key.name == name for choice in key.range.split(" | ")]
+        if close := difflib.get_close_matches(word, choices, 1, 0.6):
+            return f"{name} {law}, but is {item['input']!r}; did you mean {close[0]}?"
     if item["type"] == "string_pattern_mismatch":
         law = "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     if item["type"] == "finite_number" or (isinstance(item["input"], float) and math.isnan(item["input"])):

@@ -6,6 +6,7 @@ Token sources hold out their last tenth; sample sources have a test set. B batch
 import gzip
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -34,8 +35,8 @@ class Source(Protocol):
     def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
         """Rows `rows` of the global batch of `size` rows of a step: inputs, and int64 targets."""
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        """Held-out rows, in the same form."""
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Held-out rows by number, in the same form."""
 
 
 class TokenSource:
@@ -60,8 +61,8 @@ class TokenSource:
         starts = np.random.default_rng([seed, step]).integers(len(self._train) - self._context, size=size)
         return self._windows(self._train, starts[rows.start:rows.stop])
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        return self._windows(self._test, np.arange(rows.start, rows.stop) * self._context)
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self._windows(self._test, np.asarray(rows, np.int64) * self._context)
 
     def _windows(self, tokens: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         windows = tokens[starts[:, None] + np.arange(self._context + 1)].astype(np.int64)
@@ -97,9 +98,10 @@ class SampleSource:
             self._shuffled = (seed, epoch), order
         return self._shuffled[1]
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         samples, labels = self._test
-        return samples[rows.start:rows.stop], labels[rows.start:rows.stop]
+        chosen = np.asarray(rows, np.int64)
+        return samples[chosen], labels[chosen]
 
 
 class Unopened(NamedTuple):

@@ -126,7 +126,7 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         if place.saved is None:
             (folder / METRICS).write_text("")
         else:
-            cut_after(folder / METRICS, job.step, config.run.steps)
+            cut_after(folder / METRICS, job.step)
     except OSError as error:
         raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error}.",
                           "Choose another --out, or make room.") from None

@@ -266,8 +266,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped_as_configured(tmp
     assert "run.on_nonfinite=skip" in stopped.stderr and "Traceback" not in stopped.stderr
     assert any(r.get("nonfinite") and r["loss"] is None for r in records(tmp_path / "stop"))
     skipped = launch(2, "train", "--out", "skip", *wild, "--set", "run.on_nonfinite=skip", cwd=tmp_path)
-    assert skipped.returncode == 0, skipped.stderr
-    assert records(tmp_path / "skip")[-1]["event"] == "end"
+    assert skipped.returncode == 1 and skipped.stderr.count("may not skip 10 steps in a row") == 1, skipped.stderr
+    assert sum(r.get("skipped", False) for r in records(tmp_path / "skip")) == 10
 
 
 def test_ranks_that_read_different_configurations_are_refused(tmp_path):

@@ -44,6 +44,21 @@ def test_a_path_that_is_not_utf_8_is_refused(key):
     assert refusal(f"{key}=a\udcffb").splitlines()[0] == f"ConfigError: {key} must be UTF-8, but is 'a\\udcffb'."
 
 
+@pytest.mark.parametrize("setting, hint", [
+    ("layout.tp=2", "2 is not there yet"), ("layout.pp=4", "4 is not there yet"),
+    ("precision.compute=bf16", "bfloat16 is not there yet"), ("precision.compute=float16", "float16 is not there yet"),
+    ("precision.compute=fp32", "did you mean float32?"), ("precision.compute=double", "did you mean float64?"),
+    ("model.kind=cnn", "cnn is not there yet"), ("replication.mode=local", "local is not there yet"),
+    ("device.kind=gpu", "did you mean cuda?"), ("replication.algorithm=rign", "did you mean ring?"),
+])
+def test_a_value_that_is_not_there_yet_or_has_another_name_is_told_so(setting, hint):
+    assert hint in refusal(setting)
+
+
+def test_zero_is_no_layout_that_will_come():
+    assert "not there yet" not in refusal("layout.tp=0")
+
+
 def test_all_that_is_wrong_is_said_at_once():
     assert "optimizer.lr" in (text := refusal("optimizer.lr=nan", "run.steps=-1")) and "run.steps" in text
 
