@@ -86,8 +86,15 @@ class Replication(Section):
     dense_steps: int = Field(
         -1, ge=-1, description="first steps whose gradients travel whole; -1: a quarter of run.steps for powersgd, else none"
     )
-    bucket_mb: float = Field(4.0, gt=0, description="megabytes of whole units that are reduced together")
+    bucket_mb: float = Field(
+        0.0, ge=0, description="megabytes of whole units that are reduced together; 0: 4 within a host, between hosts what "
+                               "suits the latency and bandwidth in the tuning"
+    )
     overlap: bool = Field(True, description="reduce a bucket as soon as its gradients are ready")
+    progress_thread: Literal["auto", "no"] = Field(
+        "auto", description="what moves begun reductions between hosts; auto: a thread, if they are messages of host memory and "
+                            "MPI grants more than one; no: the main thread, between layers"
+    )
 
 
 class Precision(Section):
