@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning
@@ -50,6 +51,14 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
     partial.replace(path)
 
 
+def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
+    """One line of advice if what is known is one host, and the ranks are on several; else nothing."""
+    if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
+        return ""
+    return (f"predictions, and so algorithm auto, know one machine and no links, but these ranks are on {len(set(hosts))} hosts: "
+            "measure with `bench fit --out tuning.json` on all of them, and name that file")
+
+
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))
 """For machines that have not been measured: 2 ranks on 2 cores of a server of 2023, 4 ranks on the same 2 cores, and for
-links between hosts 30 us and 1 GB/s."""
+links between hosts 30 us, twice that for a long message, and 1 GB/s."""
