@@ -25,12 +25,11 @@ from mpitrain.collectives.plans import Plan, Transfer
 KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
 """Bytes of the array at which the constants are known; the first hold below, the last above."""
 
-EAGER, NET_EAGER = 4000, 1 << 16
-"""Bytes of a message within a host, and between hosts, up to which MPI sends it at once; a longer one waits for its receiver."""
+EAGER = 4000
+"""Bytes of a message within a host up to which MPI sends it at once; a longer one waits for its receiver first."""
 
-TERMS = ("host_alpha", "host_long", "host_beta", "net_alpha", "net_long", "net_beta", "gamma")
-"""Constants of the plans, within a host and between hosts: seconds per message, per long message beside that, and per byte;
-and per byte reduced."""
+TERMS = ("host_alpha", "host_long", "host_beta", "net_alpha", "net_beta", "gamma")
+"""Constants of the plans: seconds per message, per long message beside that, per byte, per message, per byte, per byte."""
 
 WHOLE = ("native", "shared")
 """All-reduces that are no plan."""
@@ -47,7 +46,7 @@ PLANS = {
 
 
 class Work(NamedTuple):
-    """What the busiest rank does, in the order of TERMS: counts and bytes. Long messages are those beyond EAGER and NET_EAGER.
+    """What the busiest rank does, in the order of TERMS: counts and bytes. host_long are those longer than EAGER.
 
     Of messages to other hosts under way at once (a plan's depth) one counts: the others' latency hides behind it.
     net_bytes is what its whole host sends to others: the ranks of a host share its link.
@@ -57,7 +56,6 @@ class Work(NamedTuple):
     host_long: float = 0
     host_bytes: float = 0
     net_messages: float = 0
-    net_long: float = 0
     net_bytes: float = 0
     reduced_bytes: float = 0
 
@@ -120,19 +118,17 @@ def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], co
 def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], itemsize: int) -> Work:
     """Sum over steps. A step costs as much as the larger of what it sends and receives, since both go on at once; but within
     a host a message is mostly work for its two ranks: each counts that is sent or received, and hides behind no other."""
-    net_messages = net_long = 0.0
+    net_messages = 0.0
     host_messages = host_long = host_elements = reduced = 0
     for step, depth in ((step, plan.depth) for plan in plans for step in plan.steps):
         ways = [[t for t in way if t.peer != rank] for way in (step.sends, step.receives)]
         near = [[t for t in way if hosts[t.peer] == hosts[rank]] for way in ways]
-        far = [[t for t in way if hosts[t.peer] != hosts[rank]] for way in ways]
         host_messages += sum(map(len, near))
         host_long += sum(itemsize * (t.stop - t.start) > EAGER for way in near for t in way)
         host_elements += max(sum(t.stop - t.start for t in way) for way in near)
-        net_messages += max(map(len, far)) / depth
-        net_long += max(sum(itemsize * (t.stop - t.start) > NET_EAGER for t in way) for way in far) / depth
+        net_messages += max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True)) / depth
         reduced += step.combine * sum(t.stop - t.start for t in step.receives)
-    return Work(host_messages, host_long, itemsize * host_elements, net_messages, net_long, 0, itemsize * reduced)
+    return Work(host_messages, host_long, itemsize * host_elements, net_messages, 0, itemsize * reduced)
 
 
 def _moved(transfers: Sequence[Transfer], hosts: Sequence[str], host: str) -> int:

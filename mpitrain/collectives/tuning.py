@@ -61,4 +61,4 @@ def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
 
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))
 """For machines that have not been measured: 2 ranks on 2 cores of a server of 2023, 4 ranks on the same 2 cores, and for
-links between hosts 30 us, twice that for a long message, and 1 GB/s."""
+links between hosts 30 us and 1 GB/s."""
