@@ -44,7 +44,8 @@ figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
 for name, style in styles.items():
     axes.plot(list(times[name]), [times[name][n] / bounds[n] for n in times[name]], marker="o", label=name, **style)
 axes.plot(list(bounds), [1] * len(bounds), "k:", label="bound: 2(n-1)/n of the array through one link")
-axes.set(ylabel="time over the bound", ylim=(0, None), xlabel=results["header"]["mpi"] + ", " + results["header"]["processor"],
+axes.set(ylabel="time over the bound", ylim=(0, None),
+         xlabel=f"{results['header']['mpi']}; hosts are namespaces of one machine of {results['header']['cores']} cores",
          title="All-reduce of 8 MiB: a star's root is the bottleneck, a ring has none")
 axes.set_xticks(list(bounds), labels=[f"{n} hosts\n{mbit[n]:.0f} Mbit/s" for n in bounds])
 axes.grid(alpha=0.3)
