@@ -35,7 +35,8 @@ class Bytes(click.ParamType):
 def command() -> None:
     """Measure collectives, with all the ranks this was started with: mpitrain launch -n 4 -- bench allreduce
 
-    Every row is checked: #wrong counts elements that are not what they must be, and the exit code is 1 if any is.
+    Every row is checked: #wrong counts elements that are not what they must be, or replicas of a lossy sum that differ, and
+    the exit code is 1 if there are any.
     """
 
 
@@ -91,7 +92,7 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     tuning = agreed(transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT)
     facts = header(transport, request, sys.argv[1:])
     if transport.rank == 0 and (advice := foreign(tuning, transport.hosts)):
-        click.echo(advice)
+        click.echo(f"{advice} with --tuning")
     rows = list(_swept(transport, request, tuning, facts, options["json_file"]))
     if transport.rank == 0:
         click.echo("\n" + "\n".join(footer(rows)))

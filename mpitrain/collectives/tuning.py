@@ -56,7 +56,7 @@ def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
     if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
         return ""
     return (f"predictions, and so algorithm auto, know one machine and no links, but these ranks are on {len(set(hosts))} hosts: "
-            "measure with `bench fit --out tuning.json` on all of them, and name that file")
+            "measure with `mpitrain bench fit` on all of them, and name its file")
 
 
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpitrain import session
 from mpitrain.bench import sweep as sweeping
 from mpitrain.bench import together
 from mpitrain.bench.fit import check, fit, median_of_sweeps
@@ -19,9 +20,11 @@ from mpitrain.bench.table import check_writable
 from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
 from mpitrain.cli.bench import command as bench
+from mpitrain.cli.train import _train as train
 from mpitrain.collectives.choose import candidates
-from mpitrain.collectives.tuning import DEFAULT
+from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.collectives.wire import parse_wire
+from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Kernels
 from mpitrain.transport.threads import run_ranks
@@ -176,16 +179,22 @@ def test_replicas_that_differ_are_counted_and_not_their_elements():
 
 @pytest.mark.parametrize(("hosts", "tuned", "said"), [("ab", False, 1), ("aa", False, 0), ("ab", True, 0)])
 def test_predictions_made_without_having_measured_the_links_are_said_to_be(hosts, tuned, said, tmp_path, capsys):
-    from mpitrain.collectives.tuning import write_tuning
-
     write_tuning(tmp_path / "tuning.json", DEFAULT._replace(machine={**DEFAULT.machine, "hosts": 2}))
     words = ["--algorithm", "ring", "--max-bytes", "4K", "--iterations", "1"]
     words += ["--tuning", str(tmp_path / "tuning.json")] * tuned
     options = bench.commands["allreduce"].make_context("allreduce", words).params
     assert run_ranks(2, measure, "allreduce", options, hosts=hosts) == [0, 0]
-    assert capsys.readouterr().out.count("know one machine and no links, but these ranks are on 2 hosts: measure with") == said
+    assert capsys.readouterr().out.count("are on 2 hosts: measure with `mpitrain bench fit`") == said
 
 
 def test_an_option_is_there_only_where_it_applies():
     having = {name for name in OPERATIONS if any(option.name == "wire" for option in bench.commands[name].params)}
     assert having == {"allreduce"}
+
+
+@pytest.mark.parametrize(("hosts", "settings", "said"), [("ab", {}, 1), ("aa", {}, 0), ("ab", {"algorithm": "ring"}, 0)])
+def test_a_run_over_links_that_were_not_measured_says_so_before_it_starts(hosts, settings, said, monkeypatch, capsys):
+    monkeypatch.setattr(session, "train", lambda *words: SimpleNamespace(stopped=True))
+    config = parse({"replication": settings})
+    run_ranks(2, train, lambda: config, "no", lambda: False, hosts=hosts)
+    assert capsys.readouterr().out.count("are on 2 hosts: measure with `mpitrain bench fit`") == said
