@@ -122,8 +122,8 @@ def dtype_of(name: str) -> np.dtype:
 
 def sizes(least: int, most: int, factor: float) -> list[int]:
     """Bytes from least to most, each `factor` times the one before; ConfigError if there are none, or no end of them."""
-    if not 1 < factor < math.inf:
-        raise ConfigError(f"Sizes grow by a factor above 1, but this is {factor:g}.", "Set --factor to 2 or 4.")
+    if not 1.01 <= factor < math.inf:
+        raise ConfigError(f"Sizes grow by a factor of 1.01 or more, but this is {factor:g}.", "Set --factor to 2 or 4.")
     if not 1 <= least <= most:
         raise ConfigError(f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
                           "Set --min-bytes and --max-bytes.")
@@ -213,8 +213,7 @@ def _case(bench: Bench, operation: Operation, count: int) -> Case:
     return Case(bench.backend.from_host(operation.fill(bench.transport.rank, count).astype(dtype)), part, right.astype(dtype))
 
 
-def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case: Case,
-             sweep_number: int) -> Row:
+def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case: Case, sweep_number: int) -> Row:
     request, tuning, transport, backend, arithmetic = bench
     algorithm, operation, wire = subject
     count, dtype, n = buffers.array.size, request.dtype, transport.size

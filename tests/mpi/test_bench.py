@@ -121,7 +121,7 @@ def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once(tmp_path):
     (["--min-bytes", "0"], "Sizes go from the smallest array (at least 1 byte) to the largest, but these are 0 and"),
     (["--min-bytes", "8K", "--max-bytes", "4K"], "but these are 8192 and 4096"),
     (["--min-bytes", "-4"], "is no number of bytes"),
-    (["--factor", "nan"], "Sizes grow by a factor above 1, but this is nan"),
+    (["--factor", "nan"], "Sizes grow by a factor of 1.01 or more, but this is nan"),
     (["--dtype", "bfloat16", "--algorithm", "ring,native"], "native needs a dtype that MPI reduces, which bfloat16 is not"),
     (["--json", "nowhere/rows.json"], "nowhere/rows.json cannot be written: No such file or directory"),
     (["--json", "."], "cannot be written: it is a folder"),
