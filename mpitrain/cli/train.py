@@ -95,11 +95,15 @@ def listen(requested: list[int]) -> None:
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop_requested: Callable[[], bool]) -> Any:
     from mpitrain.cli.progress import Progress, Silent
+    from mpitrain.collectives.tuning import DEFAULT, foreign
     from mpitrain.session import train
     from mpitrain.transport.agree import agreed, check_same, on_root
 
     config = agreed(transport, configured)
     check_same(transport, "configuration", config.flat())
+    is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
+    if transport.rank == 0 and is_guessed and (advice := foreign(DEFAULT, transport.hosts)):
+        print(f"{advice} in replication.tuning", flush=True)
     finished = train(transport, config, resume, stop_requested, Progress() if transport.rank == 0 else Silent())
     if finished.job.step < config.run.steps and config.run.sample and finished.job.source.model == "gpt" and not finished.stopped:
         on_root(transport, lambda: _print_sample(finished, stop_requested))
