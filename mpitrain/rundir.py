@@ -109,7 +109,7 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         if _has_tiles(config):
             write_whole(folder / TILES, Path(config.device.tiles).read_text())
         if place.saved is None:
-            (folder / METRICS).write_text("")
+            write_whole(folder / METRICS, "")
         else:
             cut_after(folder / METRICS, job.step, config.run.steps)
     except OSError as error:
