@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mpitrain.errors import CheckpointError, TrainingError
-from mpitrain.files import sync
+from mpitrain.files import check_regular, sync
 from mpitrain.parallel.buckets import AGREED
 from mpitrain.trainer import Trainer
 from mpitrain.transport.agree import agreed
@@ -104,9 +104,11 @@ def steps(folder: Path) -> list[Path]:
 
     One that was being replaced when its process died counts until the new one has its name.
     """
-    found = {path.name: path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)}
-    for path in folder.glob(".step-*.replaced"):
-        found.setdefault(path.name.removeprefix(".").removesuffix(".replaced"), path)
+    found: dict[str, Path] = {}
+    for form in (r"(step-\d{8,18})", r"\.(step-\d{8,18})\.replaced"):
+        for path in folder.glob("*"):
+            if path.is_dir() and (name := re.fullmatch(form, path.name, re.ASCII)):
+                found.setdefault(name[1], path)
     return [found[name] for name in sorted(found, key=lambda name: int(name.removeprefix("step-")))]
 
 
@@ -172,6 +174,7 @@ def _write(path: Path, tensors: dict[str, np.ndarray], step: int) -> None:
 
 def _read(path: Path) -> tuple[int, dict[str, np.ndarray]]:
     try:
+        check_regular(path)
         with safe_open(path, "numpy") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

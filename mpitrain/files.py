@@ -1,6 +1,8 @@
-"""Files that are whole and durable: a reader, or a crash of the machine, finds what was there before or all of the new."""
+"""Files: read where they are regular, written so that a reader, or a crash, finds what was there before or all of the new."""
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 
@@ -22,3 +24,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def contents(path: Path) -> bytes:
+    """The bytes of a regular file; OSError for anything else."""
+    check_regular(path)
+    return path.read_bytes()
+
+
+def check_regular(path: Path) -> None:
+    """OSError unless it is a regular file: a pipe would be waited for, and a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpitrain.files import write_whole
+from mpitrain.files import contents, write_whole
 
 CLOSING = ("end", "stopped", "failed")  # events of a last line
 
@@ -38,7 +38,7 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file; a line cut short by a killed run is left out."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in contents(path).decode().splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

@@ -124,7 +124,7 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         if config.device.tiles:
             write_whole(folder / TILES, tiles)
         if place.saved is None:
-            (folder / METRICS).write_text("")
+            write_whole(folder / METRICS, "")
         else:
             cut_after(folder / METRICS, job.step)
     except OSError as error:

@@ -79,12 +79,12 @@ def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float
 
 def check_writable(path: Path) -> None:
     """ConfigError unless a file can be written there: better before a measurement than after it."""
-    if path.is_dir():
-        raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
-    if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
-        raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
-    partial = path.with_name(path.name + ".partial")
     try:
+        if path.is_dir():
+            raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
+        if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
+            raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
+        partial = path.with_name(path.name + ".partial")
         partial.touch()
         partial.unlink()
     except OSError as error:

@@ -17,6 +17,8 @@ from mpitrain.errors import ConfigError, MpitrainError
 if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its threads
     from mpitrain.transport.base import Transport
 
+MOST = 10**6  # of anything that an option counts
+
 
 @contextmanager
 def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") -> "Iterator[Transport]":
@@ -26,11 +28,11 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") ->
     the whole job at once, with this rank's traceback.
 
     allow_alone  do not refuse N processes that are each alone
-    kind         the device.kind that will be asked for, since a GPU is chosen before MPI starts; an error of ours it may
-                 raise is dropped: the body will meet it again, with all ranks there to agree on it
+    kind         the device.kind that will be asked for, since a GPU is chosen before MPI starts; an error it may raise
+                 is dropped: the body will meet it again, with all ranks there to agree on it
     """
     device.limit_blas_threads()
-    with suppress(MpitrainError):
+    with suppress(MpitrainError, OSError):
         device.choose_gpu(kind())
     from mpitrain.transport.mpi import connect
 

@@ -358,7 +358,7 @@ def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
 def test_a_pipe_as_data_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path, timeout=20)
-    assert done.returncode == 2 and "pipe is not a regular file" in done.stderr, done.stderr
+    assert done.returncode == 2 and "The data file pipe cannot be read: it is not a regular file." in done.stderr, done.stderr
 
 
 def test_processes_that_are_each_alone_are_refused(tmp_path):
