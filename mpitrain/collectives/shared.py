@@ -27,6 +27,7 @@ class Shared:
     """An all-reduce through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
 
     state = None
+    is_messages = False
     meetings = 0
     """Barriers of one run."""
 
