@@ -137,7 +137,7 @@ def _decode_fp16(coded: np.ndarray, values: np.ndarray) -> None:
 
 
 def _cast(dtype: np.dtype) -> Codec:
-    """Every element as another float type."""
+    """Every element as another float type; what would be rounded up to infinity becomes it, and the step is skipped."""
     def encode(values: np.ndarray, coded: np.ndarray) -> None:
         coded.view(dtype)[:] = values
 
