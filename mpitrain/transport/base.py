@@ -131,13 +131,15 @@ class Transport(Protocol):
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         """A zeroed, 64-byte aligned 1-D buffer, in a window that the ranks of this host share if there are several.
 
-        If the host has no room for the window it is plain memory, and one line says so. Collective; lives until `close`.
+        If the host has no room for the window it is plain memory, and one line says so. Collective; see `close`.
         """
 
     def close(self) -> None:
         """Give back the communicators and windows this transport has taken, of which MPI has a limited number. Collective.
 
-        What was split from it is closed by itself, and before. The arrays it allocated are gone: touching one is a crash.
+        Of windows that other parts of the job have borrowed, or in which arrays still lie, on any rank, the transport that
+        all were split from takes possession; it is closed last, and with it goes every window: touching an array that it
+        or a part of it allocated is then a crash. CommError on every rank, and nothing is closed, if a part of it is open.
         """
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:

@@ -36,7 +36,7 @@ def connect() -> "MpiTransport":
 
 def from_communicator(comm: Any) -> "MpiTransport":
     """A transport over the ranks of an mpi4py intracommunicator, in a copy of it with tags of its own. Collective."""
-    return MpiTransport(comm.Dup(), Traffic(), Windows(), comm.rank, _Turns())
+    return MpiTransport(comm.Dup(), comm.rank)
 
 
 class _Turns:
@@ -134,10 +134,12 @@ class MpiTransport:
     native_dtypes = frozenset(
         ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
 
-    def __init__(self, comm: Any, traffic: Traffic, windows: Windows, place: int, turns: _Turns):
+    def __init__(self, comm: Any, place: int, root: "MpiTransport | None" = None):
         from mpi4py import MPI
 
-        self.MPI, self.comm, self.traffic, self.windows, self.turns = MPI, comm, traffic, windows, turns
+        self.MPI, self.comm, self._root = MPI, comm, root or self
+        self.traffic, self.windows, self.turns = (
+            (root.traffic, root.windows, root.turns) if root else (Traffic(), Windows(), _Turns()))
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
         self._types = {np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in self.native_dtypes}
@@ -148,7 +150,8 @@ class MpiTransport:
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # split communicators do not tell
         self.hosts, self.members = zip(*self.gather_text((MPI.Get_processor_name(), place)), strict=True)
         self._host: MpiTransport | None = None
-        self._allocated: dict[int, Any] = {}
+        self._made: list[int] = []
+        self._inherited: list[Any] = []
 
     def claim_tag(self) -> int:
         tag = self._next_tag
@@ -233,7 +236,10 @@ class MpiTransport:
     def split(self, color: int | None, key: int = 0) -> "MpiTransport | None":
         with self.turns.lock:
             part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else MpiTransport(part, self.traffic, self.windows, self.members[self.rank], self.turns)
+        if color is None:
+            return None
+        self.windows.parts += 1
+        return MpiTransport(part, self.members[self.rank], self._root)
 
     def gather_text(self, value: Any) -> list[Any]:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -257,9 +263,9 @@ class MpiTransport:
             window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
             blocks = {place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
                       for rank, place in enumerate(host.members)}
-        self.windows.add(max(numbers), blocks, window)
-        self._allocated[max(numbers)] = window
-        mine = blocks[self.members[self.rank]]
+        self.windows.add(max(numbers), blocks, window.Free)
+        self._made.append(max(numbers))
+        mine = self.windows.lend(max(numbers), self.members[self.rank])
         mine[:] = 0
         host.barrier()
         return mine[:count * np.dtype(dtype).itemsize].view(dtype)
@@ -269,19 +275,20 @@ class MpiTransport:
         if self._host is None:
             with self.turns.lock:
                 comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)
-            self._host = MpiTransport(comm, self.traffic, self.windows, self.members[self.rank], self.turns)
+            self._host = MpiTransport(comm, self.members[self.rank], self._root)
         return self._host
 
     def close(self) -> None:
-        for number, window in self._allocated.items():
-            self.windows.forget(number)
-            with self.turns.lock:
-                window.Free()
-        self._allocated.clear()
-        if self._host is not None:
-            self._host.close()
+        host = [] if self._host is None else [self._host.comm]
+        if self._root is self:
+            self.windows.close(self)
+            host += self._inherited
+        elif not self.windows.leave(self, self._made):
+            self._root._inherited += host  # windows need the communicator they were made with
+            host = []
         with self.turns.lock:
-            self.comm.Free()
+            for comm in (*host, self.comm):
+                comm.Free()
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self._check_native(array)

@@ -12,8 +12,10 @@ from tests.laws.lossy import LossyLaws
 from tests.laws.moving import MovingLaws
 from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
+from tests.laws.windows import WindowLaws
 
-LAWS = [(cls, name) for cls in (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws) for name in laws_of(cls)]
+LAW_CLASSES = (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws, WindowLaws)
+LAWS = [(cls, name) for cls in LAW_CLASSES for name in laws_of(cls)]
 
 
 @pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])
