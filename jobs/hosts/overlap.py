@@ -54,8 +54,8 @@ def measure(transport, rows, blocks, steps, changes):
         return
     compute, bare = results["each rank alone"].blocks, results["reductions alone"].blocks
     megabytes = 1e-6 * trainer.plan.length * trainer.plan.dtype.itemsize
-    print(f"{transport.size} hosts, {rows} rows per rank, {megabytes:.1f} MB of gradients in "
-          f"{len(jobs[-1].trainer.replication.buckets)} buckets if chosen; {blocks} blocks of {steps} steps: median, least, most")
+    print(f"{transport.size} hosts, {rows} rows per rank, {megabytes:.1f} MB of gradients, "
+          f"{len(jobs[-1].trainer.replication.buckets)} buckets chosen; median of {blocks} blocks of {steps} steps, least, most")
     for name, result in results.items():
         exposed = [(s - c) / b for s, c, b in zip(result.blocks, compute, bare, strict=True)]
         share = f"   exposed {median(exposed):4.0%}" if name in WAYS else ""
