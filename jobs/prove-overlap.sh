@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 rows=${1:-16 32} blocks=${2:-5} steps=${3:-5}
 trap 'jobs/hosts/hosts.sh down' EXIT
 RATE=${RATE:-200} jobs/hosts/hosts.sh up 2
-for n in $rows; do # one BLAS thread: every network namespace believes that it owns all cores
-    jobs/hosts/hosts.sh mpi 2 env OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python "$PWD/jobs/hosts/overlap.py" "$n" "$blocks" "$steps" "${@:4}"
+one="env OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1" # every network namespace believes that it owns all cores
+for n in $rows; do
+    jobs/hosts/hosts.sh mpi 2 $one python "$PWD/jobs/hosts/overlap.py" "$n" "$blocks" "$steps" "${@:4}"
 done
