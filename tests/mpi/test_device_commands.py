@@ -70,7 +70,7 @@ def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tm
 
 
 @pytest.mark.mpi(ranks=[4], timeout=110)
-@pytest.mark.parametrize("wire, needed", [("none", {"add_into"}), ("fp16", {"add_into", "convert"})])
+@pytest.mark.parametrize("wire, needed", [("none", {"add_into"}), ("fp16", {"encode_fp16", "decode_fp16"})])
 def test_it_is_our_kernels_that_reduce_the_gradients(wire, needed, mpi_ranks, monkeypatch):
     settings = [word for word in TINY if word != "--set"]
     config = parse(with_settings({}, [*settings, "device.kind=cuda-sim", "replication.algorithm=ring",
