@@ -38,6 +38,7 @@ class Trainer:
     def __init__(self, transport: Transport, units: Sequence[Unit], config: Config, tuning: Tuning = DEFAULT):
         grid = topology(config, transport.size)
         self.config, self.units = config, list(units)
+        assert self.units[-1].layer.output_is_free, "the loss writes its gradient over the logits"
         self.backend = backend_for(config.device.kind)
         self.transport = transport = over_device(transport, self.backend, config.device.cuda_aware)
         self._ops = ops_for(self.backend.kind, config.device.gemm, config.device.tiles)
