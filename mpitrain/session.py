@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 from mpitrain import __version__, checkpoint
 from mpitrain.build import Job, build
-from mpitrain.config import Config, parse, read_toml, with_settings
+from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import CheckpointError, ConfigError, TrainingError
 from mpitrain.metrics import MetricsFile, Watchdog, read_metrics
 from mpitrain.parallel.replicate import Outcome
-from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, find
+from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
@@ -234,10 +234,11 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
     """The configuration of a run directory, to be opened by so many ranks, with `section.key=value` put in."""
     if not (folder / CONFIG).exists():
         raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
-    then = parse(read_toml(folder / CONFIG))
+    then = configuration(folder)
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))  # at once on a rank, in training
     anew = ["layout.dp=0", "batch.micro_batches=1", f"batch.size={rows * ranks}"]
-    return parse(with_settings(then.model_dump(), [*anew, *settings]))
+    alone = {**then.model_dump(), "replication": {}}  # how gradients were summed concerns nobody any more
+    return parse(with_settings(alone, [*anew, *settings]))
 
 
 def open_run(transport: Transport, folder: Path, settings: list[str], needs_data: bool = True) -> Job:

@@ -11,7 +11,7 @@ import click
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
 from mpitrain.device import launched
-from mpitrain.errors import MpitrainError
+from mpitrain.errors import MpitrainError, brief
 
 STOPPED = 85  # exit code of a run that stopped on request after a checkpoint: run it again to go on
 REPORT = "MPITRAIN_REPORT"  # set by `launch`: a file in which rank 0 of `train` leaves the path of its metrics.jsonl
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.exit(commands.main(arguments, prog_name="mpitrain", standalone_mode=False) or 0)
     except click.ClickException as error:
+        error.message = brief(error.message)
         leave_usage(error.show, error.exit_code)
     except MpitrainError as error:
         leave_usage(partial(print, error, file=sys.stderr), error.exit_code)

@@ -23,6 +23,6 @@ def command(run: Path, data: str | None, rows: int | None, device: str | None) -
         job = open_run(transport, run, settings)
         loss, accuracy = job.trainer.evaluate(job.source)
         if transport.rank == 0:
-            click.echo(f"{run} at step {job.step} on {job.trainer.config.data.source}: validation loss {loss:.4f} nats, "
-                       f"{accuracy:.1%} of predictions right "
+            click.echo(f"{click.format_filename(run)} at step {job.step} on {job.trainer.config.data.source}: "
+                       f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
                        f"({evaluated_rows(job.trainer.config, job.source)} of {job.source.held_out} held-out rows)")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.ending import kind_of, ranks, settings_of
+from mpitrain.cli.ending import MOST, kind_of, ranks, settings_of
 
 
 def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
@@ -23,10 +23,10 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
 @click.command()
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--prompt", default="\n", help="Text to go on from (default: a line break); token numbers for tokens: sources.")
-@click.option("--tokens", "count", type=click.IntRange(min=1), default=400, show_default=True, help="How many to draw.")
+@click.option("--tokens", "count", type=click.IntRange(1, MOST), default=400, show_default=True, help="How many to draw.")
 @click.option("--temperature", type=click.FloatRange(min=0), callback=_finite, default=0.8, show_default=True,
               help="0 takes the likeliest.")
-@click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Draw among so many; 0: all.")
+@click.option("--top-k", type=click.IntRange(0, MOST), default=40, show_default=True, help="Draw among so many; 0: all.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws.")
 @click.option("--raw", is_flag=True, help="Write the bytes as they are drawn, also where they are not text.")
 @click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")

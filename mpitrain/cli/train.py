@@ -99,11 +99,15 @@ def listen(requested: list[int]) -> None:
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop_requested: Callable[[], bool]) -> Any:
     from mpitrain.cli.progress import Progress, Silent
+    from mpitrain.collectives.tuning import DEFAULT, foreign
     from mpitrain.session import train
     from mpitrain.transport.agree import agreed, check_same, on_root
 
     config = agreed(transport, configured)
     check_same(transport, "configuration", config.flat())
+    is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
+    if transport.rank == 0 and is_guessed and (advice := foreign(DEFAULT, transport.hosts)):
+        print(f"{advice} in replication.tuning", flush=True)
     finished = train(transport, config, resume, stop_requested, Progress() if transport.rank == 0 else Silent())
     if finished.job.step < config.run.steps and config.run.sample and finished.job.source.model == "gpt" and not finished.stopped:
         on_root(transport, lambda: _print_sample(finished, stop_requested))
@@ -113,14 +117,14 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop_requ
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """The configuration file, or else that of the run that is resumed, under the settings of the command line."""
     from mpitrain.config import parse, read_toml, with_settings
-    from mpitrain.rundir import CONFIG
+    from mpitrain.rundir import CONFIG, configuration
 
     if config_file:
         return parse(with_settings(read_toml(config_file), settings))
     out = with_settings({}, settings).get("run", {}).get("out")
     if resume == "no" or not isinstance(out, str) or not (Path(out) / CONFIG).exists():
         return parse(with_settings({}, settings))
-    stored = {**read_toml(Path(out) / CONFIG), "layout": {}}  # a resumed run may have other ranks
+    stored = {**configuration(Path(out)).model_dump(), "layout": {}}  # a resumed run may have other ranks
     return parse(with_settings(stored, settings))
 
 

@@ -16,13 +16,17 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
     """Call `function` on every rank; if it raises an MpitrainError anywhere, raise the first one everywhere.
 
     Collective. The function must not communicate. The error raised has `agreed` set: every rank has it, so one may print
-    it and all may leave together. An error that not every rank has names the ranks that do.
+    it and all may leave together. An error that not every rank has names the ranks that do. An OSError that the function
+    has no words for becomes a ConfigError: it is a path that the system does not take.
     """
     result, failure = None, None
     try:
         result = function()
     except errors.MpitrainError as error:
         failure = [type(error).__name__, error.law, error.way_out]
+    except OSError as error:
+        failure = ["ConfigError", f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
+                   "Name another path, or look at what is there."]
     failures = transport.gather_text(failure)
     first = next((f for f in failures if f), None)
     if first is None:

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from mpitrain import device
 from mpitrain.build import Job
 from mpitrain.cli import commands, launch, train
+from mpitrain.cli.ending import settings_of
 from mpitrain.cli.generate import readable
-from mpitrain.config import keys
+from mpitrain.config import keys, with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.generate import _draw
 from mpitrain.optim import learning_rate
@@ -22,6 +23,12 @@ from mpitrain.optim import learning_rate
 def test_every_command_explains_itself(name):
     shown = CliRunner().invoke(commands, [name, "--help"])
     assert shown.exit_code == 0 and "Usage:" in shown.output
+
+
+@pytest.mark.parametrize("name", ['"q"', "'", "\U0001f600", "a\nb\r", "back\\slash", "end ", '"""', "x = 1\ny = 2", "\udcff", ""])
+def test_a_path_of_an_option_reaches_the_configuration_as_it_was_named(name):
+    assert with_settings({}, settings_of(("run.out", name), ("layout.dp", 3), ("data.source", None))) == {
+        "run": {"out": name}, "layout": {"dp": 3}}
 
 
 def test_help_config_lists_every_key():
