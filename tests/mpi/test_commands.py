@@ -357,6 +357,15 @@ def test_rank_0_alone_speaks(tmp_path):
         assert said.count("Usage:") + said.count("version 0") + said.count("[layout]") == 1, said
 
 
+def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    drawn = launch(3, "plot", ".", cwd=tmp_path, timeout=30)
+    assert drawn.returncode == 0 and drawn.stdout.count("drawn in curves.png") == 1, drawn.stderr
+    refused = launch(2, "plot", "nowhere", cwd=tmp_path, timeout=30)
+    assert refused.returncode == 2 and refused.stderr.count("There is no run in nowhere") == 1, refused.stderr
+
+
 def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
     tail = subprocess.run(f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", shell=True, cwd=tmp_path,
                           capture_output=True, text=True, timeout=60)
