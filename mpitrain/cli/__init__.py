@@ -4,7 +4,6 @@ import difflib
 import importlib
 import os
 import sys
-from functools import partial
 
 import click
 
@@ -51,8 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.message = brief(error.message)
         leave_usage(error.show, error.exit_code)
-    except MpitrainError as error:
-        leave_usage(partial(print, error, file=sys.stderr), error.exit_code)
+    except MpitrainError as error:  # of a command that is rank 0's alone: no other rank would meet it at a barrier
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ class TrainCommand(click.Command):
     """Lets `--resume` stand alone, and knows that an option it lacks may be a configuration key."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        given = list(args)
-        for i, word in enumerate(given):
-            if word == "--resume":  # only `auto` is a value of it; whatever else follows is an argument of its own
-                given[i] = "--resume=auto" if given[i + 1:i + 2] == ["auto"] and given.pop(i + 1) else "--resume=yes"
+        given: list[str] = []
+        for word in args:
+            if word == "auto" and given[-1:] == ["--resume=yes"]:  # what else follows it is an argument of its own
+                given[-1] = "--resume=auto"
+            else:
+                given.append("--resume=yes" if word == "--resume" else word)
         try:
             return super().parse_args(context, list(given))
         except click.NoSuchOption as error:
@@ -40,9 +43,10 @@ def _meant(option: str, args: list[str]) -> str:
     from mpitrain.errors import ConfigError
 
     keys = nearest(option.lstrip("-"))
-    place = next(i for i, word in enumerate(args) if word.partition("=")[0] == option)
-    following = next((word for word in args[place + 1:place + 2] if not word.startswith("--")), "VALUE")
-    value = args[place].partition("=")[2] or following
+    value = "VALUE"
+    for word, following in pairwise([*args, "--"]):
+        if word.partition("=")[0] == option:
+            value = word.partition("=")[2] or (value if following.startswith("--") else following)
     if len(keys) == 1 and value != "VALUE":
         try:
             parse(with_settings({}, [f"{keys[0]}={value}"]))

@@ -142,6 +142,18 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
         assert np.all(np.abs(np.subtract(one[step], other[step])) <= 1e-9), step
 
 
+def test_a_job_killed_between_checkpoint_and_evaluation_loses_no_validation_record(tmp_path):
+    settings = [*TINY, "--set", "run.eval_every=4", "--set", "run.eval_rows=30", "--set", "checkpoint.every=4"]
+    code = ("import os, signal; import mpitrain.trainer as t\n"
+            "t.Trainer.evaluate = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)\n"
+            f"from mpitrain.cli import main; main(['train', '--out', 'run', *{settings!r}])")
+    assert python_ranks(2, code, tmp_path).returncode not in (0, 2, 85)
+    assert (tmp_path / "run/checkpoints/step-00000004").exists()
+    went_on = launch(2, "train", "--out", "run", "--resume", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
+    assert [r["step"] for r in records(tmp_path / "run") if "val_loss" in r] == [4, 8, 12]
+
+
 MISTAKES = [
     (["--set", "model.widht=3"], "There is no key model.widht; did you mean model.width?"),
     (["--set", "run.steps=soon"], "run.steps must be a valid integer, but is 'soon'."),
@@ -343,6 +355,15 @@ def test_rank_0_alone_speaks(tmp_path):
         done = subprocess.run(["mpirun", "-n", "3", *PROGRAM, *words], capture_output=True, text=True, timeout=30)
         said = done.stdout + done.stderr
         assert said.count("Usage:") + said.count("version 0") + said.count("[layout]") == 1, said
+
+
+def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    drawn = launch(3, "plot", ".", cwd=tmp_path, timeout=30)
+    assert drawn.returncode == 0 and drawn.stdout.count("drawn in curves.png") == 1, drawn.stderr
+    refused = launch(2, "plot", "nowhere", cwd=tmp_path, timeout=30)
+    assert refused.returncode == 2 and refused.stderr.count("There is no run in nowhere") == 1, refused.stderr
 
 
 def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
