@@ -136,8 +136,8 @@ def test_within_a_host_a_barrier_will_do():
 
 def test_sizes_stop_where_time_grows_with_them_or_runs_are_too_long():
     assert not is_long_enough(0.01, 0.005, 2), "short yet"
-    assert not is_long_enough(0.15, 0.12, 2), "latency still counts"
-    assert is_long_enough(0.15, 0.08, 2) and is_long_enough(0.6, 0.15, 4)
+    assert not is_long_enough(0.08, 0.06, 2), "latency still counts"
+    assert is_long_enough(0.08, 0.042, 2) and is_long_enough(0.6, 0.15, 4)
     assert is_long_enough(3.0, float("inf"), 1)
 
 
