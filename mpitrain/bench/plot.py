@@ -13,15 +13,17 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 """Told apart by colour-blind readers as far as so many can be; `auto` is a broad grey line behind the one it follows."""
 
 
-def check_drawable(path: Path) -> None:
+
+def check_drawable(path: Path, option: str = "--plot") -> None:
     """ConfigError unless a picture can be drawn there: without matplotlib, or in a format it does not know."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ConfigError("--plot needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
+        raise ConfigError(f"{option} needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
-        raise ConfigError(f"--plot draws files that end in {', '.join(sorted(known))}, but this is {path}.", "Name it rows.png.")
+        raise ConfigError(f"{option} draws files that end in {', '.join(sorted(known))}, but this is {path}.",
+                          "Name it rows.png.")
     check_writable(path)
 
 

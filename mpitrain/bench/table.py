@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -10,6 +9,7 @@ from typing import Any
 
 from mpitrain.bench.sweep import Row
 from mpitrain.errors import ConfigError
+from mpitrain.files import write_whole
 
 COLUMNS = (f"{'bytes':>12} {'count':>11} {'dtype':>8}  {'algorithm':<26} {'time':>10} {'min':>10} {'p99':>11} {'algbw':>8} "
            f"{'busbw':>8} {'predicted':>10} {'error':>8} {'#wrong':>7}")
@@ -79,12 +79,12 @@ def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float
 
 def check_writable(path: Path) -> None:
     """ConfigError unless a file can be written there: better before a measurement than after it."""
-    if path.is_dir():
-        raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
-    if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
-        raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
-    partial = path.with_name(path.name + ".part")
     try:
+        if path.is_dir():
+            raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
+        if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
+            raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
+        partial = path.with_name(path.name + ".partial")
         partial.touch()
         partial.unlink()
     except OSError as error:
@@ -95,6 +95,4 @@ def write_json(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
     """Everything so far, as one whole file, a row per line: a reader never sees half a row. What is not finite is null."""
     listed = [json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
                           for key, value in row._asdict().items()}, allow_nan=False) for row in rows]
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n")
-    os.replace(partial, path)
+    write_whole(path, f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n")

@@ -11,14 +11,15 @@ import click
 
 from mpitrain.cli.bench_kernels import DEVICES, gemm, kernels
 from mpitrain.cli.bench_train import command as train
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.ending import MOST, ranks
 
 OPERATIONS = ("allreduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "sendrecv")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MOST_BYTES = 1 << 40
 
 
 class Bytes(click.ParamType):
-    """A number of bytes: 4096, 64K, 1.5M, 2G."""
+    """A number of bytes: 4096, 64K, 1.5M, 2G; at most a tebibyte."""
 
     name = "bytes"
 
@@ -28,7 +29,10 @@ class Bytes(click.ParamType):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", value.strip(), re.IGNORECASE)
         if not found:
             self.fail(f"{value!r} is no number of bytes; write 4096, 64K, 1.5M or 2G.")
-        return int(float(found[1]) * UNITS[found[2].upper()])
+        size = float(found[1]) * UNITS[found[2].upper()]
+        if size > MOST_BYTES:
+            self.fail(f"{value!r} is more than 1024G.")
+        return int(size)
 
 
 @click.group()
@@ -61,11 +65,11 @@ def collective(name: str) -> Callable:
                   help="Whose memory holds the arrays, and whose kernels reduce them.")
     @click.option("--buffers", default="window", show_default=True, metavar="window|plain|window,plain",
                   help="Where arrays lie: in memory shared by the ranks of a host, as in training, or anywhere.")
-    @click.option("--iterations", type=click.IntRange(min=0), default=0, show_default=True,
+    @click.option("--iterations", type=click.IntRange(0, MOST), default=0, show_default=True,
                   help="Timed runs per row; 0: what fits in a quarter of a second, from 5 to 500.")
-    @click.option("--warmup", type=click.IntRange(min=1), default=3, show_default=True, help="Runs before those.")
-    @click.option("--sweeps", type=click.IntRange(min=1), default=1, show_default=True, help="Times to go through it all.")
-    @click.option("--tuning", type=click.Path(path_type=Path), help="Constants for predictions and `auto`, of bench fit.")
+    @click.option("--warmup", type=click.IntRange(1, MOST), default=3, show_default=True, help="Runs before those.")
+    @click.option("--sweeps", type=click.IntRange(1, MOST), default=1, show_default=True, help="Times to go through it all.")
+    @click.option("--tuning", type=click.Path(path_type=Path), help="Constants for `auto` and the predictions, from bench fit.")
     @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured.")
     @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time and bandwidth, at the end.")
     def measure(**options: Any) -> None:
@@ -164,7 +168,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("tuning.json"), show_default=True, help="The tuning file.")
 @click.option("--min-bytes", type=Bytes(), default="64", show_default=True, help="Smallest array.")
 @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
-@click.option("--sweeps", type=click.IntRange(min=1), default=3, show_default=True, help="Times to go through it all.")
+@click.option("--sweeps", type=click.IntRange(1, MOST), default=3, show_default=True, help="Times to go through it all.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured.")
 def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, json_file: Path | None) -> None:
     """Measure every all-reduce and fit the cost model to it, for this number of ranks.

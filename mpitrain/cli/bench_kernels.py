@@ -154,6 +154,9 @@ def _end(run: Callable[[], int]) -> None:
     except MpitrainError as error:
         click.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    except MemoryError as error:
+        click.echo(f"out of memory: {error}. Name smaller shapes.", err=True)
+        sys.exit(MpitrainError.exit_code)
     except OSError as error:
         click.echo(f"{error.filename} cannot be written: {error.strerror}.", err=True)
         sys.exit(MpitrainError.exit_code)

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.bench.fit import check, fit
 from mpitrain.bench.sweep import Row, sizes
-from mpitrain.collectives.choose import candidates, choose
+from mpitrain.collectives.choose import candidates, choose, part_bytes
 from mpitrain.collectives.cost import EAGER, KNOTS, MEMORY, WHOLE, Tuning, predict, shares, work
 from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
@@ -155,6 +155,27 @@ def test_the_choice_follows_hosts_and_sizes():
     assert choose(DEFAULT, FOUR_HOSTS, 4, 4, is_native=False) == "recursive-doubling"
     assert choose(DEFAULT, FOUR_HOSTS, 1 << 24, 2, is_native=False) in ("ring", "halving-doubling")
     assert choose(DEFAULT, ("a",), 100, 4) in candidates(("a",), True)
+
+
+def linked(seconds_per_message, seconds_per_byte):
+    """The default tuning with other links."""
+    plans = {n: {memory: {knot: (*c[:3], seconds_per_message, seconds_per_byte, *c[5:]) for knot, c in by_knot.items()}
+                 for memory, by_knot in by_memory.items()} for n, by_memory in DEFAULT.plans.items()}
+    return DEFAULT._replace(plans=plans)
+
+
+def test_parts_are_longer_where_latency_is_and_shorter_where_bytes_are_slow():
+    count, hosts = 1 << 22, ("a", "b")
+    nbytes = 4 * count
+    assert part_bytes(linked(1e-3, 4e-8), "ring", hosts, count, 4) == nbytes / 16
+    for late, slow in ((1e-3, 4e-8), (3e-5, 1e-9)):
+        part = part_bytes(linked(late, slow), "ring", hosts, count, 4)
+        best = (nbytes * late / slow) ** 0.5  # of k parts: (k + 1) x (latency + share of the bytes) is least
+        assert best / 2 <= part <= 3 * best
+        assert part_bytes(linked(100 * late, slow), "ring", hosts, count, 4) > part
+        assert part_bytes(linked(late, 100 * slow), "ring", hosts, count, 4) < part
+    for algorithm in ("auto", "native", "shared", "hierarchical"):
+        assert 0 < part_bytes(DEFAULT, algorithm, ("a", "a", "b"), count, 4) <= nbytes
 
 
 def test_a_tuning_file_comes_back_as_it_went(tmp_path):
