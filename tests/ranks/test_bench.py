@@ -194,7 +194,16 @@ def test_an_option_is_there_only_where_it_applies():
 
 @pytest.mark.parametrize(("hosts", "settings", "said"), [("ab", {}, 1), ("aa", {}, 0), ("ab", {"algorithm": "ring"}, 0)])
 def test_a_run_over_links_that_were_not_measured_says_so_before_it_starts(hosts, settings, said, monkeypatch, capsys):
-    monkeypatch.setattr(session, "train", lambda *words: SimpleNamespace(stopped=True))
-    config = parse({"replication": settings})
-    run_ranks(2, train, lambda: config, "no", lambda: False, hosts=hosts)
+    class StartedError(Exception):
+        pass
+
+    def start(*words):
+        raise StartedError
+
+    def begin(transport):
+        with pytest.raises(StartedError):
+            train(transport, lambda: parse({"replication": settings}), "no", lambda: False)
+
+    monkeypatch.setattr(session, "train", start)
+    run_ranks(2, begin, hosts=hosts)
     assert capsys.readouterr().out.count("are on 2 hosts: measure with `mpitrain bench fit`") == said
