@@ -1,13 +1,16 @@
 """The one function that makes everything of a run that is bound to a transport. Recovery is calling it again."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 from mpitrain import checkpoint
+from mpitrain.checkpoint import Checkpoint, Done
 from mpitrain.collectives.tuning import DEFAULT, read_tuning
 from mpitrain.collectives.wire import parse_wire
-from mpitrain.config import Config
+from mpitrain.config import KEPT_ON_HOST, Config
 from mpitrain.data import Source, Unopened, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
@@ -25,11 +28,16 @@ from mpitrain.units import Plan
 
 
 class Job(NamedTuple):
-    """A model ready to train or to be asked, its data, and the optimizer steps it has behind it."""
+    """A model ready to train or to be asked, its data, and what it has behind it."""
 
     trainer: Trainer
     source: Source | Unopened
-    step: int
+    done: Done
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps behind it."""
+        return self.done.step
 
 
 def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None) -> Job:
@@ -46,15 +54,21 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
     tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
     units = agreed(transport, lambda: model(config, source))
     agreed(transport, lambda: _check_memory(transport, units, config))
-    found = agreed(transport, lambda: checkpoint.read(saved, transport.rank, transport.size)) if saved else None
-    step = found.step if found else 0
+    found = _read(transport, saved, config) if saved else None
+    done = found.done if found else Done(0, 0, transport.gather_text(uuid4().hex)[0])
     check_same(transport, "data source and checkpoint", {
-        "inputs": source.inputs, "classes": source.classes, "held_out": source.held_out, "step": step,
+        "inputs": source.inputs, "classes": source.classes, "held_out": source.held_out, **done._asdict(),
     })
     trainer = Trainer(transport, units, config, tuning)
     if found:
         agreed(transport, lambda: checkpoint.load(found, trainer))
-    return Job(trainer, source, step)
+    return Job(trainer, source, done)
+
+
+def _read(transport: Transport, saved: Path, config: Config) -> Checkpoint:
+    """The checkpoint, with residuals if the wire format keeps any; collective."""
+    read = partial(checkpoint.with_residuals, rank=transport.rank, ranks=transport.size)
+    return checkpoint.read_beside(transport, saved, read if config.replication.wire.startswith(KEPT_ON_HOST) else checkpoint.read)
 
 
 def _check_memory(transport: Transport, units: list[Unit], config: Config) -> None:

@@ -76,10 +76,10 @@ def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
     settings = [*book, "run.eval_every=2", "checkpoint.every=2"]
     real = checkpoint.save
 
-    def save(folder, trainer, step, keep):
-        if step == 6:
+    def save(folder, trainer, done, keep):
+        if done.step == 6:
             raise Killed
-        return real(folder, trainer, step, keep)
+        return real(folder, trainer, done, keep)
 
     monkeypatch.setattr(checkpoint, "save", save)
     with pytest.raises(Killed):
