@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -39,19 +40,32 @@ class Finished(NamedTuple):
     job: Job
 
 
-def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher) -> Finished:
+def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher,
+          begins: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None) -> Finished:
     """Train as configured, in its run directory; collective.
 
     resume          see `rundir.find`
     stop_requested  asked once per step; a True on any rank ends the run after a checkpoint
+    begins          called on every rank before any of them has something to save: a stop must be asked for from then on
+    watchdog        one that has watched what came before; closed at the end
     raises          MpitrainError with `agreed` set where all ranks stop together
     """
+    with closing(watchdog or Watchdog(transport.rank, config.run.stall_seconds)) as watchdog:
+        return _train(transport, config, resume, stop_requested, watcher, begins, watchdog)
+
+
+def _train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher,
+           begins: Callable[[], None], watchdog: Watchdog) -> Finished:
+    watchdog.alive("looking for the run directory")
     place = find(transport, config, resume)
+    watchdog.alive("building the model")
     job = build(transport, config, place.saved)
+    watchdog.alive("claiming the run directory")
+    begins()
     agreed(transport, lambda: _check_steps(job.step, config))
     claimed = agreed(transport, lambda: claim(place, job) if transport.rank == 0 else None)
     folder = Path(transport.gather_text(str(claimed[0]) if claimed else None)[0])
-    run = _Run(job, place, folder, watcher)
+    run = _Run(job, place, folder, watchdog, watcher)
     try:
         return Finished(run.loop(stop_requested), job)
     finally:
@@ -69,13 +83,12 @@ def _check_steps(done: int, config: Config) -> None:
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
-    def __init__(self, job: Job, place: Place, folder: Path, watcher: Watcher):
+    def __init__(self, job: Job, place: Place, folder: Path, watchdog: Watchdog, watcher: Watcher):
         self._trainer, self._source, self._first = job
         self._config, transport = self._trainer.config, self._trainer.transport
-        self._folder, self._watcher = folder, watcher
+        self._folder, self._watchdog, self._watcher = folder, watchdog, watcher
         self._is_root = transport.rank == 0
         self._saved_at: int | None = self._first if place.saved else None
-        self._watchdog = Watchdog(transport.rank, self._config.run.stall_seconds)
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
         record = {
             "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
