@@ -15,6 +15,7 @@ from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.generate import _draw
 from mpitrain.optim import learning_rate
 
+
 @pytest.mark.parametrize("name", commands.list_commands(None))
 def test_every_command_explains_itself(name):
     shown = CliRunner().invoke(commands, [name, "--help"])
