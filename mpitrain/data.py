@@ -4,14 +4,17 @@ Token sources hold out their last tenth; sample sources have a test set. B batch
 """
 
 import gzip
+import math
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.files import check_regular, contents
 
 SOURCES = "pydocs, digits, text:FILE, tokens:FILE or idx:DIR"
 LLM_C_MAGIC = 20240520  # first int32 of a token file of llm.c, whose header of 256 int32 precedes the tokens
@@ -34,8 +37,8 @@ class Source(Protocol):
     def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
         """Rows `rows` of the global batch of `size` rows of a step: inputs, and int64 targets."""
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        """Held-out rows, in the same form."""
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Held-out rows by number, in the same form."""
 
 
 class TokenSource:
@@ -60,8 +63,8 @@ class TokenSource:
         starts = np.random.default_rng([seed, step]).integers(len(self._train) - self._context, size=size)
         return self._windows(self._train, starts[rows.start:rows.stop])
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        return self._windows(self._test, np.arange(rows.start, rows.stop) * self._context)
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self._windows(self._test, np.asarray(rows, np.int64) * self._context)
 
     def _windows(self, tokens: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         windows = tokens[starts[:, None] + np.arange(self._context + 1)].astype(np.int64)
@@ -75,6 +78,7 @@ class SampleSource:
 
     def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
         self._train, self._test = train, test
+        self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None  # the (seed, epoch) drawn last, and its order
         self.inputs = train[0].shape[1]
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
@@ -85,13 +89,21 @@ class SampleSource:
         chosen = np.empty(len(position), np.int64)
         for epoch in np.unique(position // len(labels)):
             here = position // len(labels) == epoch
-            order = np.random.default_rng([seed, int(epoch)]).permutation(len(labels))
-            chosen[here] = order[position[here] % len(labels)]
+            chosen[here] = self._order(seed, int(epoch))[position[here] % len(labels)]
         return samples[chosen], labels[chosen]
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        """The samples' numbers in the order of an epoch. Drawing costs all samples, so the newest order is kept: steps that
+        follow one another draw each epoch once, in the memory of one."""
+        if self._shuffled is None or self._shuffled[0] != (seed, epoch):
+            order = np.random.default_rng([seed, epoch]).permutation(len(self._train[1]))
+            self._shuffled = (seed, epoch), order
+        return self._shuffled[1]
+
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         samples, labels = self._test
-        return samples[rows.start:rows.stop], labels[rows.start:rows.stop]
+        chosen = np.asarray(rows, np.int64)
+        return samples[chosen], labels[chosen]
 
 
 class Unopened(NamedTuple):
@@ -164,8 +176,7 @@ def _largest(tokens: np.ndarray) -> int:
 def _size(path: Path) -> int:
     """Bytes of a regular file that can be read: opening a pipe or a terminal would wait for ever."""
     try:
-        if path.exists() and not path.is_file():
-            raise DataError(f"{path} is not a regular file.", "Check data.source.")
+        check_regular(path)
         with path.open("rb"):
             return path.stat().st_size
     except OSError as error:
@@ -206,14 +217,14 @@ def _idx_array(folder: Path, name: str, dims: int) -> np.ndarray:
     if path is None:
         raise DataError(f"{folder} holds neither {name} nor {name}.gz.", "Name a folder with the four MNIST-format files.")
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        raw = gzip.decompress(contents(path)) if path.suffix == ".gz" else contents(path)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}.", "Copy the file again.") from None
     head = 4 + 4 * dims
     if len(raw) < head or raw[:4] != bytes((0, 0, 8, dims)):
         raise DataError(f"{path} is not an idx file of {dims} dims of bytes.", "Use files in the MNIST format.")
     shape = struct.unpack(f">{dims}I", raw[4:head])
-    if len(raw) - head != int(np.prod(shape)):
-        raise DataError(f"{path} should hold {int(np.prod(shape))} bytes after its header, but holds {len(raw) - head}.",
+    if len(raw) - head != math.prod(shape):    # NumPy's product would wrap at 64 bits
+        raise DataError(f"{path} should hold {math.prod(shape)} bytes after its header, but holds {len(raw) - head}.",
                         "Copy the file again.")
     return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)

@@ -1,5 +1,12 @@
 """Errors a user can meet: the law that was broken, the values that broke it, and the way out."""
 
+import re
+
+
+def brief(message: str) -> str:
+    """The message without the middle of overlong words: what was typed, or read, by mistake may be a whole file."""
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:120]}[...]{word[0][-60:]}", message)
+
 
 class MpitrainError(Exception):
     """Base of every error that mpitrain raises on purpose.
@@ -23,7 +30,7 @@ class MpitrainError(Exception):
         name = f"{type(self).__name__}: "
         indent = "\n" + " " * len(name)
         lines = [*self.law.splitlines(), *self.way_out.splitlines()]
-        return name + indent.join(lines)
+        return name + indent.join(map(brief, lines))
 
 
 class ConfigError(MpitrainError):

@@ -1,5 +1,6 @@
 """Matrix products of our own beside the library's, shape by shape, taking turns; and the search for the best tiles."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,8 +95,8 @@ def parse_shapes(text: str) -> list[Shape]:
     found = []
     for part in text.split(","):
         dims = part.strip().split("x")
-        if len(dims) not in (1, 3) or not all(dim.isdecimal() and int(dim) > 0 for dim in dims):
-            raise ConfigError(f"A shape is MxNxK or N, in whole numbers above 0, but it is {part!r}.",
+        if len(dims) not in (1, 3) or not all(re.fullmatch("[0-9]{1,6}", dim) and int(dim) > 0 for dim in dims):
+            raise ConfigError(f"A shape is MxNxK or N, in whole numbers from 1 to 999999, but it is {part!r}.",
                               "For example: --shapes 4096,8192x1536x768")
         found.append(tuple(int(dim) for dim in (dims * 3)[:3]))
     return found

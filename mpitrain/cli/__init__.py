@@ -1,14 +1,17 @@
 """The command line. Each command lives in a file of its own, loaded only when it is called or described."""
 
+import difflib
 import importlib
 import os
 import sys
+from functools import partial
 
 import click
 
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
 from mpitrain.device import launched
+from mpitrain.errors import MpitrainError, brief
 
 USAGE = 2  # exit code of wrong usage or configuration
 STOPPED = 85  # exit code of a run that stopped on request: run it again to go on
@@ -17,7 +20,7 @@ TERMINAL = "MPITRAIN_TERMINAL"  # set by `launch` to the columns of the terminal
 BEGAN, ENDED, STOPPED_AT = "; run directory ", "done: parameters bitwise equal", "stopped at step "
 NOT_BEGUN = "stopped before the run began: there is nothing to save"
 
-COMMANDS = ("train", "launch", "eval", "generate", "doctor", "bench")
+COMMANDS = ("train", "launch", "eval", "generate", "doctor", "bench", "plot")
 
 
 class LazyGroup(click.Group):
@@ -29,6 +32,18 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         return importlib.import_module(f"mpitrain.cli.{name}").command if name in COMMANDS else None
 
+    def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in COMMANDS or name.startswith("-"):
+            return super().resolve_command(context, args)
+        close = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
+        raise click.UsageError(f"No such command {name!r}" + (f"; did you mean {close[0]!r}?" if close else "."), context)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each command with its whole first sentence, on as many lines as it takes."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.get_command(context, name).get_short_help_str(1000)) for name in COMMANDS])
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, and let all ranks leave together if its usage is wrong."""
@@ -37,7 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.exit(commands.main(arguments, prog_name="mpitrain", standalone_mode=False) or 0)
     except click.ClickException as error:
+        error.message = brief(error.message)
         leave_usage(error.show, error.exit_code)
+    except MpitrainError as error:
+        leave_usage(partial(print, error, file=sys.stderr), error.exit_code)
     except click.Abort:
         sys.exit(130)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.ending import ranks, settings_of
+from mpitrain.cli.ending import MOST, ranks, settings_of
 
 SHAPE = {"model.layers": 4, "model.width": 256, "model.heads": 4, "model.context": 128, "optimizer.clip": 0.0,
          "optimizer.lr": 1e-3}
@@ -16,8 +16,8 @@ SEQUENCES = 16  # per rank
 @click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
 @click.option("--gemm", metavar="WHO", help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).")
 @click.option("--peer", type=click.Choice(["torch"]), help="Measure this as well, in turns: PyTorch, DDP over gloo.")
-@click.option("--blocks", type=click.IntRange(min=1), default=5, show_default=True, help="Turns that each side has.")
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps in a turn.")
+@click.option("--blocks", type=click.IntRange(1, MOST), default=5, show_default=True, help="Turns that each side has.")
+@click.option("--steps", type=click.IntRange(1, MOST), default=10, show_default=True, help="Training steps in a turn.")
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change the configuration (repeatable).")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write both sides' times there, at the end.")
 def command(device: str | None, gemm: str | None, peer: str | None, blocks: int, steps: int, settings: tuple[str, ...],
@@ -44,6 +44,7 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes:
     from mpitrain.bench.table import check_writable
     from mpitrain.bench.train import Ours, alternate, peer_class, table, write_json
     from mpitrain.build import build
+    from mpitrain.collectives.tuning import foreign
     from mpitrain.transport.agree import agreed
 
     if json_file:
@@ -63,6 +64,8 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes:
         for side in sides:
             side.close()
     if transport.rank == 0:
+        if config.replication.algorithm == "auto" and (advice := foreign(job.trainer.group.tuning, transport.hosts)):
+            click.echo(f"{advice} in replication.tuning")
         tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
         click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, {job.trainer.plan.parameter_count} parameters, "
                    f"all-reduce {config.replication.algorithm}, {config.device.kind}, products by {_multiplier(config)}; "

@@ -1,7 +1,6 @@
 """How a rank begins and ends: connected, and leaving together with the others or taking them along."""
 
 import faulthandler
-import json
 import os
 import sys
 import time
@@ -11,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomli_w
+
 from mpitrain import device
 from mpitrain.errors import ConfigError, MpitrainError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its thr
     from mpitrain.transport.base import Transport
 
 STALL_SECONDS = 600.0  # for ranks to find each other, and until a configuration says run.stall_seconds
+MOST = 10**6  # of anything that an option counts
 
 
 @contextmanager
@@ -29,15 +31,15 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
     the whole job at once, with this rank's traceback.
 
     allow_alone  do not refuse N processes that are each alone
-    kind         the device.kind that will be asked for, since a GPU is chosen before MPI starts; an error of ours it may
-                 raise is dropped: the body will meet it again, with all ranks there to agree on it
+    kind         the device.kind that will be asked for, since a GPU is chosen before MPI starts; an error it may raise
+                 is dropped: the body will meet it again, with all ranks there to agree on it
     patience     the seconds after which this process ends if the ranks have not found each other; as for `kind`
     """
     device.limit_blas_threads()
     seconds = STALL_SECONDS
-    with suppress(MpitrainError):
+    with suppress(MpitrainError, OSError):
         seconds = patience()
-    with suppress(MpitrainError):
+    with suppress(MpitrainError, OSError):
         device.choose_gpu(kind())
     from mpitrain.transport.mpi import connect
 
@@ -71,7 +73,11 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
 
 def settings_of(*options: tuple[str, Any]) -> list[str]:
     """`section.key=value` for each option that was given."""
-    return [f"{key}={json.dumps(value)}" for key, value in options if value is not None]
+    return [f"{key}={_toml(value)}" for key, value in options if value is not None]
+
+
+def _toml(value: Any) -> str:
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 
 def kind_of(folder: Path, settings: list[str]) -> str:

@@ -2,16 +2,18 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning
 from mpitrain.errors import ConfigError
+from mpitrain.files import contents, write_whole
 
 
 def read_tuning(path: Path) -> Tuning:
     """The constants in a file; ConfigError if it is none of ours."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(contents(path))
         tuning = Tuning(
             dict(found["machine"]),
             {int(n): {memory: _constants(at) for memory, at in memories.items()} for n, memories in found["plans"].items()},
@@ -19,8 +21,8 @@ def read_tuning(path: Path) -> Tuning:
              for n, memories in found["whole"].items()})
     except OSError as error:
         raise ConfigError(f"The tuning file {path} cannot be read: {error.strerror}.", "mpitrain bench fit writes one.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no tuning file: {error!r}.", "mpitrain bench fit writes one.") from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{path} is no tuning file: {error!r:.100}.", "mpitrain bench fit writes one.") from None
     if not _is_complete(tuning):
         raise ConfigError(f"{path} is a tuning file of another version of mpitrain.",
                           "Delete it and measure again: mpitrain bench fit.")
@@ -45,9 +47,15 @@ def _is_complete(tuning: Tuning) -> bool:
 def write_tuning(path: Path, tuning: Tuning) -> None:
     """Write the file whole, a line for the constants of a knot."""
     text = json.dumps(tuning._asdict(), indent=1, allow_nan=False)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
-    partial.replace(path)
+    write_whole(path, re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
+
+
+def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
+    """One line of advice if what is known is one host, and the ranks are on several; else nothing."""
+    if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
+        return ""
+    return (f"predictions, and so algorithm auto, know one machine and no links, but these ranks are on {len(set(hosts))} hosts: "
+            "measure with `mpitrain bench fit` on all of them, and name its file")
 
 
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))

@@ -1,7 +1,10 @@
 """Errors that only some ranks can see become errors on all of them, so that nobody waits for a rank that gave up."""
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import numpy as np
 
 from mpitrain import errors
 from mpitrain.transport.base import Transport
@@ -13,13 +16,17 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
     """Call `function` on every rank; if it raises an MpitrainError anywhere, raise the first one everywhere.
 
     Collective. The function must not communicate. The error raised has `agreed` set: every rank has it, so one may print
-    it and all may leave together. An error that not every rank has names the ranks that do.
+    it and all may leave together. An error that not every rank has names the ranks that do. An OSError that the function
+    has no words for becomes a ConfigError: it is a path that the system does not take.
     """
     result, failure = None, None
     try:
         result = function()
     except errors.MpitrainError as error:
         failure = [type(error).__name__, error.law, error.way_out]
+    except OSError as error:
+        failure = ["ConfigError", f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
+                   "Name another path, or look at what is there."]
     failures = transport.gather_text(failure)
     first = next((f for f in failures if f), None)
     if first is None:
@@ -54,3 +61,16 @@ def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
                 )
                 error.agreed = True
                 raise error
+
+
+def on_root(transport: Transport, function: Callable[[], None]) -> None:
+    """Call `function` on rank 0 while the others sleep, which in a barrier would keep their cores busy; collective."""
+    told, tag = np.zeros(1, np.uint8), transport.claim_tag()
+    if transport.rank == 0:
+        function()
+        for peer in range(1, transport.size):
+            transport.send(told, peer, tag)
+        return
+    done = transport.start_recv(told, 0, tag)
+    while not done.test():
+        time.sleep(0.01)

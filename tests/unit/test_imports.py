@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "mpitrain"
 
 # Ground floor first: a room imports only from itself and from rooms above it in this list.
 FLOORS = [
-    "errors", "arena", "backend", "device", "config", "kernels", "ops", "transport", "trace", "collectives", "layers",
+    "errors", "files", "arena", "backend", "device", "config", "kernels", "ops", "transport", "trace", "collectives", "layers",
     "units", "optim", "precision", "topology", "placement", "parallel", "models", "lora", "pipeline", "data", "metrics",
     "trainer", "checkpoint", "build", "rundir", "session", "generate", "plan", "bench", "cli", "__main__",
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
+from mpitrain.files import contents, write_whole
 from mpitrain.ops.cuda.elements import c_type
 
 
@@ -150,20 +151,18 @@ def worth_measuring(a: Any, m: int, n: int, k: int, capability: int) -> list[Pla
 def read_tiles(path: Path) -> Table:
     """The table in a file of `write_tiles`; ConfigError if it is none."""
     try:
-        return Table(_entry(**entry) for entry in json.loads(path.read_text())["measured"])
+        return Table(_entry(**entry) for entry in json.loads(contents(path))["measured"])
     except OSError as error:
         raise ConfigError(f"The table of tiles {path} cannot be read: {error.strerror}.",
                           "mpitrain bench gemm --tune writes one.") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no table of tiles: {error!r}.", "mpitrain bench gemm --tune writes one.") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no table of tiles: {error!r:.100}.", "mpitrain bench gemm --tune writes one.") from None
 
 
 def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
     """Write the file whole. device: the name of what it was measured on, for the reader."""
     listed = [{**entry._asdict(), "kernel": entry.plan.tile.kernel, "plan": entry.plan} for entry in measured]
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
 
 
 def _entry(elements: str, stored: str, m: int, n: int, k: int, kernel: str, plan: list) -> Measured:
