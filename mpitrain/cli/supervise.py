@@ -112,7 +112,8 @@ def training_code(words: Words, code: int, asked: int) -> int:
     if words.closing == ENDED and code == 0:
         return 0
     if asked == 1 and not words.began and code not in (0, USAGE):
-        say(NOT_BEGUN)
+        if words.closing is None:
+            say(NOT_BEGUN)
         return STOPPED
     if code == 0:
         say("the launcher returned 0, but rank 0 did not say that the run ended: a host may be lost")

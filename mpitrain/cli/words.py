@@ -26,6 +26,7 @@ KILLED = (
     re.compile(rb"PID (?P<process>\d+) RUNNING AT (?P<host>\S+)\n.*TERMINATED WITH THE EXIT STRING: .*\((?P<how>signal \d+)\)",
                re.DOTALL),
 )
+LEFT = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE)  # after which srun itself kills the others
 ENDINGS = re.compile(rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank")
 
 
@@ -57,6 +58,7 @@ class Words:
         self.began = self.spoken = False
         self.closing: str | None = None
         self.killed: Killed | None = None
+        self._has_left = False
 
     def hear(self, text: bytes) -> None:
         """Understand whole lines of either stream."""
@@ -64,10 +66,13 @@ class Words:
         for sentence in (ENDED, STOPPED_AT, NOT_BEGUN):
             if self.closing is None and sentence.encode() in text:
                 self.closing = sentence
+        left = LEFT.search(text)
         for pattern in KILLED:
-            if self.killed is None and (found := pattern.search(text)):
+            found = pattern.search(text, 0, left.start() if left else len(text))
+            if found and self.killed is None and not self._has_left:
                 self.killed = Killed(**{name: " ".join(value.decode(errors="replace").split())
                                         for name, value in found.groupdict().items()})
+        self._has_left = self._has_left or bool(left)
 
 
 class Output:

@@ -89,6 +89,15 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
     assert process.returncode == 85 and NOT_BEGUN.encode() in errors
 
 
+def test_what_rank_0_said_of_that_is_not_said_again():
+    process = started(f"import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: (print({NOT_BEGUN!r}), sys.exit(14)));\n"
+                      "print('ready'); time.sleep(60)")
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 85 and (out + errors).count(NOT_BEGUN.encode()) == 1
+
+
 def test_a_request_that_the_launcher_had_no_ranks_for_is_repeated_when_the_run_has_begun():
     code = ("import signal, sys, time\n"
             "got = []\n"
@@ -202,7 +211,13 @@ def test_a_box_that_alone_tells_what_happened_stays():
 ])
 def test_a_killed_rank_is_named_with_its_host(text, said):
     assert str(sifted(text)[1].killed) == str(sifted(text[:30], text[30:])[1].killed) == said
-    assert sifted(b"srun: error: node1: task 0: Exited with exit code 85\n")[1].killed is None
+
+
+def test_a_rank_that_srun_kills_because_another_left_is_not_the_one_that_was_killed():
+    left = b"srun: error: node1: task 0: Exited with exit code 1\n"
+    assert sifted(left + SRUN)[1].killed is None
+    assert sifted(left, SRUN)[1].killed is None
+    assert sifted(SRUN, left)[1].killed.rank == sifted(SRUN + left)[1].killed.rank == "1"
 
 
 def test_launch_says_in_its_own_words_which_rank_was_killed():
