@@ -90,8 +90,7 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
 
 
 def test_what_rank_0_said_of_that_is_not_said_again():
-    process = started(f"import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: (print({NOT_BEGUN!r}), sys.exit(14)));\n"
-                      "print('ready'); time.sleep(60)")
+    process = started(LISTENS.format(first="ready", last=NOT_BEGUN, code=14))
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=PATIENCE)
