@@ -12,9 +12,12 @@ from mpitrain.cli.ending import leave_usage
 from mpitrain.device import launched
 from mpitrain.errors import MpitrainError, brief
 
-STOPPED = 85  # exit code of a run that stopped on request after a checkpoint: run it again to go on
-REPORT = "MPITRAIN_REPORT"  # set by `launch`: a file in which rank 0 of `train` leaves the path of its metrics.jsonl
-TERMINAL = "MPITRAIN_TERMINAL"  # set to 1 by `launch` when a terminal is behind the pipe that the ranks are given
+USAGE = 2  # exit code of wrong usage or configuration
+STOPPED = 85  # exit code of a run that stopped on request: run it again to go on
+TERMINAL = "MPITRAIN_TERMINAL"  # set by `launch` to the columns of the terminal behind the pipe that the ranks are given
+# What rank 0 of `train` says on its standard output, and `launch` hears: the run has its directory, ended, or was stopped.
+BEGAN, ENDED, STOPPED_AT = "; run directory ", "done: parameters bitwise equal", "stopped at step "
+NOT_BEGUN = "stopped before the run began: there is nothing to save"
 
 COMMANDS = ("train", "launch", "eval", "generate", "doctor", "bench", "plot")
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +14,11 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import STOPPED
-from mpitrain.cli.ending import ranks, settings_of
+from mpitrain.cli import NOT_BEGUN, STOPPED
+from mpitrain.cli.ending import STALL_SECONDS, ranks, settings_of
 
 SAMPLE_SECONDS = 10  # of drawing the sample after training, which keeps all the ranks
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class TrainCommand(click.Command):
@@ -78,39 +80,71 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     options = settings_of(("layout.dp", dp), ("device.kind", device), ("device.gemm", gemm), ("run.out", out))
     overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
-    requested: list[int] = []
-    listen(requested)
-    with ranks(kind=lambda: configured().device.kind) as transport:
-        finished = _train(transport, configured, resume or "no", lambda: bool(requested))
+    stop = Stop()
+    with ranks(kind=lambda: configured().device.kind, patience=lambda: configured().run.stall_seconds) as transport:
+        finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
 
 
-def listen(requested: list[int]) -> None:
-    """Note requests to stop, from the first moment on. A second Ctrl-C ends the process; schedulers repeat TERM."""
-    def note(number: int, frame: object) -> None:
-        if number == signal.SIGINT and number in requested:
+class Stop:
+    """What INT, TERM and USR1 do to this rank: they end the process until `note`, and ask for a stop from then on.
+
+    Before the ranks are connected the kernel ends the process, for mpi4py starts MPI with the interpreter's lock held, and
+    no Python runs meanwhile. After `connected` a thread does, which works while the main thread waits for a message.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._is_noted = False
+        for number in REQUESTS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def connected(self, rank: int) -> None:
+        """The ranks have found each other; from now on a request that ends the process says so."""
+        heard, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes)
+        threading.Thread(target=self._listen, args=(heard, rank), name="stop", daemon=True).start()
+        for number in REQUESTS:
+            signal.signal(number, self._note)
+
+    def note(self) -> None:
+        """The run is about to have something to save."""
+        self._is_noted = True
+
+    def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.requested and self._is_noted:  # schedulers repeat TERM, a person means it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        requested.append(number)
+        self.requested = True
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, note)
+    def _listen(self, heard: int, rank: int) -> None:
+        while os.read(heard, 1):
+            time.sleep(1 if rank > 0 else 0)  # the first to leave may end the one that prints
+            if not self._is_noted:
+                print(NOT_BEGUN, flush=True)
+                os._exit(STOPPED)
 
 
-def _train(transport: Any, configured: Callable[[], Any], resume: str, stop_requested: Callable[[], bool]) -> Any:
+def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.progress import Progress, Silent
     from mpitrain.collectives.tuning import DEFAULT, foreign
+    from mpitrain.metrics import Watchdog
     from mpitrain.session import train
     from mpitrain.transport.agree import agreed, check_same, on_root
 
+    stop.connected(transport.rank)
+    watchdog = Watchdog(transport.rank, STALL_SECONDS)
     config = agreed(transport, configured)
+    watchdog.patience(config.run.stall_seconds)
     check_same(transport, "configuration", config.flat())
     is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
     if transport.rank == 0 and is_guessed and (advice := foreign(DEFAULT, transport.hosts)):
         print(f"{advice} in replication.tuning", flush=True)
-    finished = train(transport, config, resume, stop_requested, Progress() if transport.rank == 0 else Silent())
+    watcher = Progress() if transport.rank == 0 else Silent()
+    finished = train(transport, config, resume, lambda: stop.requested, watcher, stop.note, watchdog)
     if finished.job.step < config.run.steps and config.run.sample and finished.job.source.model == "gpt" and not finished.stopped:
-        on_root(transport, lambda: _print_sample(finished, stop_requested))
+        on_root(transport, lambda: _print_sample(finished, lambda: stop.requested))
     return finished
 
 
