@@ -8,8 +8,9 @@ import click
 
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
+from mpitrain.cli.output import open_output
 from mpitrain.device import launched
-from mpitrain.errors import brief
+from mpitrain.errors import MpitrainError, brief
 
 STOPPED = 85  # exit code of a run that stopped on request after a checkpoint: run it again to go on
 REPORT = "MPITRAIN_REPORT"  # set by `launch`: a file in which rank 0 of `train` leaves the path of its metrics.jsonl
@@ -30,6 +31,7 @@ class LazyGroup(click.Group):
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, and let all ranks leave together if its usage is wrong."""
+    open_output()
     if launched().rank > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives): rank 0 speaks for all
     try:
@@ -37,6 +39,10 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.message = brief(error.message)
         leave_usage(error.show, error.exit_code)
+    except (MpitrainError, BrokenPipeError) as error:    # of standard output: whatever else is raised, a command knows
+        if isinstance(error, MpitrainError):
+            print(error, file=sys.stderr)
+        sys.exit(1)
     except click.Abort:
         sys.exit(130)
 

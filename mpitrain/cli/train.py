@@ -12,6 +12,7 @@ import click
 
 from mpitrain.cli import STOPPED
 from mpitrain.cli.ending import ranks, settings_of
+from mpitrain.cli.output import be_courtesy
 
 SAMPLE = 400  # bytes of text printed after training
 
@@ -42,6 +43,7 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     if help_config:
         print_keys()
         return
+    be_courtesy()
     options = settings_of(("layout.dp", dp), ("device.kind", device), ("device.gemm", gemm), ("run.out", out))
     overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
