@@ -9,7 +9,6 @@ Each file's metadata holds the step and a SHA-256 over everything else in it, so
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mpitrain.errors import CheckpointError, TrainingError
-from mpitrain.files import check_regular
+from mpitrain.files import check_regular, sync
 from mpitrain.parallel.buckets import AGREED
 from mpitrain.trainer import Trainer
 from mpitrain.transport.agree import agreed
@@ -88,14 +87,14 @@ def _write_own(partial: Path, trainer: Trainer, step: int) -> None:
 
 def _put_in_place(partial: Path, target: Path, keep: int) -> None:
     folder = target.parent
-    _sync(partial)
+    sync(partial)
     replaced = folder / f".{target.name}.replaced"
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     partial.rename(target)
     shutil.rmtree(replaced, ignore_errors=True)
-    _sync(folder)
+    sync(folder)
     for old in steps(folder)[:-keep]:
         shutil.rmtree(old)
 
@@ -170,7 +169,7 @@ def _write(path: Path, tensors: dict[str, np.ndarray], step: int) -> None:
         save_file(tensors, path, {**metadata, "sha256": _digest(tensors, metadata)})
     except SafetensorError as error:  # what a full disk becomes there
         raise OSError(str(error)) from None
-    _sync(path)
+    sync(path)
 
 
 def _read(path: Path) -> tuple[int, dict[str, np.ndarray]]:
@@ -200,12 +199,3 @@ def _digest(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> s
         digest.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode())
         digest.update(np.ascontiguousarray(tensor).data if tensor.size else b"")
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Make a file or folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +16,19 @@ from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
+BESIDE = (("replication", "tuning"), ("device", "tiles"))  # files that may lie with a configuration, and move with it
 KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
 WHOLE = 2**63 - 1  # the largest whole number: of 64 bits
 SMALL, LARGE = 1e-30, 1e30  # sizes of the other numbers but 0: float32 has all of these
+
+NOT_YET = {  # values that are meant to work one day
+    "layout.tp": r"[2-9]|\d\d+", "layout.pp": r"[2-9]|\d\d+", "precision.compute": "b?float16", "model.kind": "cnn",
+    "replication.mode": "master|server|local|gossip",
+}
+SYNONYMS = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "f16": "float16", "fp32": "float32", "f32": "float32",
+    "single": "float32", "fp64": "float64", "f64": "float64", "double": "float64", "gpu": "cuda", "allreduce": "all-reduce",
+}
 
 
 class Section(BaseModel):
@@ -33,8 +44,8 @@ class Section(BaseModel):
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
             raise PydanticCustomError("range", f"must be 0 or of a size between {SMALL:g} and {LARGE:g}")
-        if isinstance(value, str) and not _is_speakable(value):
-            raise PydanticCustomError("text", "must be text without NUL that file names can have in this locale")
+        if isinstance(value, str):
+            _check_text(value)
         return value
 
 
@@ -44,9 +55,12 @@ class Run(Section):
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and on the screen")
     eval_every: int = Field(0, ge=-1, description="steps between evaluations; 0: only at the end, -1: never")
+    eval_rows: int = Field(10_000, ge=0, description="most held-out rows that an evaluation takes, spread evenly; 0: all")
+    sample: int = Field(400, ge=0, description="tokens that a gpt writes when training is done, for at most 10 s; 0: none")
     stall_seconds: float = Field(600.0, ge=1, description="a rank that makes no progress for so long ends the job")
     on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="what a loss or gradient that is not finite does: end the run, or skip that update"
+        "stop", description="what a loss or gradient that is not finite does: end the run, or skip that update; 10 skipped "
+                            "steps in a row, or at the end more than half, end the run too"
     )
 
 
@@ -80,15 +94,24 @@ class Replication(Section):
     algorithm: Literal[
         "auto", "ring", "halving-doubling", "recursive-doubling", "tree", "star", "hierarchical", "shared", "native"
     ] = Field("auto", description="the all-reduce of the gradients; auto: what the tuning predicts to be fastest")
-    tuning: str = Field("", description="tuning file of `mpitrain bench fit`, for auto; empty: plain assumptions")
+    tuning: str = Field(
+        "", description="for auto: file of `mpitrain bench fit`, in a configuration file from its folder; empty: assumptions"
+    )
     wire: str = Field(
         "none", pattern=WIRE, description="how gradients travel: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     )
     dense_steps: int = Field(
         -1, ge=-1, description="first steps whose gradients travel whole; -1: a quarter of run.steps for powersgd, else none"
     )
-    bucket_mb: float = Field(4.0, gt=0, description="megabytes of whole units that are reduced together")
+    bucket_mb: float = Field(
+        0.0, ge=0, description="megabytes of whole units that are reduced together; 0: 4 within a host, between hosts what "
+                               "suits the latency and bandwidth in the tuning"
+    )
     overlap: bool = Field(True, description="reduce a bucket as soon as its gradients are ready")
+    progress_thread: Literal["auto", "no"] = Field(
+        "auto", description="what moves begun reductions between hosts; auto: a thread, if they are messages of host memory and "
+                            "MPI grants more than one; no: the main thread, between layers"
+    )
 
 
 class Precision(Section):
@@ -126,7 +149,8 @@ class Device(Section):
     gemm: Literal["tiled", "library"] = Field(
         "tiled", description="of cuda and cuda-sim: matrix products by kernels of our own, or by cuBLAS (in cuda-sim NumPy)"
     )
-    tiles: str = Field("", description="file of `mpitrain bench gemm --tune`, for gemm tiled; empty: tiles that fill a large GPU")
+    tiles: str = Field("", description="for gemm tiled: file of `mpitrain bench gemm --tune`, in a configuration file from its "
+                       "folder; empty: tiles that fill a large GPU")
 
 
 class Config(Section):
@@ -202,22 +226,42 @@ def keys() -> Iterator[Key]:
             yield Key(f"{section}.{name}", kind, key.default, allowed, key.description)
 
 
-def _is_speakable(text: str) -> bool:
-    """Whether the system would take the text as a path."""
+def nearest(word: str) -> list[str]:
+    """Keys that somebody may mean by a word such as lr, optimizer.lr, batch-size or leraning_rate."""
+    names = [key.name for key in keys()]
+    word = word.replace("-", "_")
+    for spelled in (lambda name: name.partition(".")[2], lambda name: name, lambda name: name.replace(".", "_")):
+        if found := [name for name in names if spelled(name) == word]:
+            return found
+    spellings = {spelling: name for name in names for spelling in (name, name.replace(".", "_"), name.partition(".")[2])}
+    return list(dict.fromkeys(spellings[close] for close in difflib.get_close_matches(word, spellings, 2, 0.75)))
+
+
+def _check_text(text: str) -> None:
+    """Refuse what no file can be named here, or what config.toml cannot hold."""
+    if any("\ud800" <= character <= "\udfff" for character in text):  # Python's form of bytes of a path that are not UTF-8
+        raise PydanticCustomError("text", "must be UTF-8")
     try:
-        return b"\0" not in os.fsencode(text)
+        is_name = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
-        return False
+        is_name = False
+    if not is_name:
+        raise PydanticCustomError("text", "must be without NUL, in characters that this locale has")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a configuration file."""
+    """The tables of a configuration file; a tuning or tiles file that it names is looked for from its own folder."""
     try:
-        return tomllib.loads(contents(path).decode("utf-8-sig"))
+        tables = tomllib.loads(contents(path).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error}.", "Name a readable TOML file.") from None
     except (ValueError, RecursionError) as error:  # a number of 5000 digits, 1000 brackets
         raise ConfigError(f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys.") from None
+    for section, key in BESIDE:
+        table = tables.get(section)
+        if isinstance(table, dict) and isinstance(name := table.get(key), str) and name:
+            table[key] = str(path.parent / name)
+    return tables
 
 
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:
@@ -262,12 +306,19 @@ def _complaint(item: Mapping[str, Any]) -> str:
         known = [key.name for key in keys()]
         close = difflib.get_close_matches(name, known, 1, 0.6)
         return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
-    law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
+    shown, law = _shown(item["input"]), item["msg"].replace("Input should be", "must be").replace("Input", "it")
+    if item["type"] == "literal_error":
+        word = SYNONYMS.get(shown.strip("'").lower(), shown.strip("'"))
+        if re.fullmatch(NOT_YET.get(name, ""), word):
+            return f"{name} {law}, but is {shown}: {word} is not there yet."
+        choices = [str(choice) for key in keys() if key.name == name for choice in key.range.split(" | ")]
+        if close := difflib.get_close_matches(word, choices, 1, 0.6):
+            return f"{name} {law}, but is {shown}; did you mean {close[0]}?"
     if item["type"] == "string_pattern_mismatch":
         law = "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     if item["type"] == "finite_number" or (isinstance(item["input"], float) and math.isnan(item["input"])):
         law = "must be a finite number"
-    return f"{name} {law}, but is {_shown(item['input'])}."
+    return f"{name} {law}, but is {shown}."
 
 
 def _shown(value: Any) -> str:

@@ -7,6 +7,7 @@ import gzip
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -36,8 +37,8 @@ class Source(Protocol):
     def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
         """Rows `rows` of the global batch of `size` rows of a step: inputs, and int64 targets."""
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        """Held-out rows, in the same form."""
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Held-out rows by number, in the same form."""
 
 
 class TokenSource:
@@ -62,8 +63,8 @@ class TokenSource:
         starts = np.random.default_rng([seed, step]).integers(len(self._train) - self._context, size=size)
         return self._windows(self._train, starts[rows.start:rows.stop])
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        return self._windows(self._test, np.arange(rows.start, rows.stop) * self._context)
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self._windows(self._test, np.asarray(rows, np.int64) * self._context)
 
     def _windows(self, tokens: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         windows = tokens[starts[:, None] + np.arange(self._context + 1)].astype(np.int64)
@@ -77,6 +78,7 @@ class SampleSource:
 
     def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
         self._train, self._test = train, test
+        self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None  # the (seed, epoch) drawn last, and its order
         self.inputs = train[0].shape[1]
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
@@ -87,13 +89,21 @@ class SampleSource:
         chosen = np.empty(len(position), np.int64)
         for epoch in np.unique(position // len(labels)):
             here = position // len(labels) == epoch
-            order = np.random.default_rng([seed, int(epoch)]).permutation(len(labels))
-            chosen[here] = order[position[here] % len(labels)]
+            chosen[here] = self._order(seed, int(epoch))[position[here] % len(labels)]
         return samples[chosen], labels[chosen]
 
-    def held_out_rows(self, rows: range) -> tuple[np.ndarray, np.ndarray]:
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        """The samples' numbers in the order of an epoch. Drawing costs all samples, so the newest order is kept: steps that
+        follow one another draw each epoch once, in the memory of one."""
+        if self._shuffled is None or self._shuffled[0] != (seed, epoch):
+            order = np.random.default_rng([seed, epoch]).permutation(len(self._train[1]))
+            self._shuffled = (seed, epoch), order
+        return self._shuffled[1]
+
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         samples, labels = self._test
-        return samples[rows.start:rows.stop], labels[rows.start:rows.stop]
+        chosen = np.asarray(rows, np.int64)
+        return samples[chosen], labels[chosen]
 
 
 class Unopened(NamedTuple):

@@ -16,12 +16,13 @@ def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: i
     raises       TrainingError if the model's output is not finite
     """
     context = trainer.config.model.context
-    window = np.zeros((1, context), np.int64)  # tokens to the right of the prompt are masked: any value will do
     recent = list(prompt)[-context:]
     if not recent:
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
     generator = np.random.default_rng(seed)
     while True:
+        # Tokens to the right are masked: any value will do. Few widths, so that the arena holds few buffers.
+        window = np.zeros((1, min(context, max(16, 1 << (len(recent) - 1).bit_length()))), np.int64)
         window[0, :len(recent)] = recent
         logits = trainer.backend.to_host(trainer.logits(window))[0, len(recent) - 1].astype(np.float64)
         if not np.isfinite(logits).all():

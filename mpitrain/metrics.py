@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpitrain.files import contents
+from mpitrain.files import contents, write_whole
 
 CLOSING = ("end", "stopped", "failed")  # events of a last line
 
@@ -46,20 +46,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def cut_after(path: Path, step: int, steps: int) -> None:
-    """Drop the lines that a run of `steps` steps will write again when it resumes after `step`, and its closing line."""
+def cut_after(path: Path, step: int) -> None:
+    """Drop the lines that a run will write again when it resumes after `step`, and its closing line."""
     def stays(record: dict[str, Any]) -> bool:
-        is_last_evaluation = "val_loss" in record and record["step"] == steps
-        return record.get("step", 0) <= step and record.get("event") not in CLOSING and not is_last_evaluation
+        return record.get("step", 0) <= step and record.get("event") not in CLOSING
 
     write_whole(path, "".join(json.dumps(record) + "\n" for record in filter(stays, read_metrics(path))))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, finds either what was there before or all of the new."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 class Watchdog:

@@ -2,6 +2,7 @@
 
     config.toml      everything resolved            metrics.jsonl   one JSON object per line
     checkpoints/     see checkpoint.py              tuning.json     the tuning in use, if one was named
+    tiles.json       the tiles, likewise
     lock             held by rank 0 while the run goes on
 """
 
@@ -17,10 +18,11 @@ import tomli_w
 from mpitrain import checkpoint
 from mpitrain.build import Job
 from mpitrain.collectives.tuning import write_tuning
-from mpitrain.config import Config, parse, read_toml
+from mpitrain.config import Config, keys, parse, read_toml
 from mpitrain.data import absolute
 from mpitrain.errors import ConfigError
-from mpitrain.metrics import cut_after, write_whole
+from mpitrain.files import write_whole
+from mpitrain.metrics import cut_after
 from mpitrain.topology import topology
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
@@ -73,11 +75,23 @@ def _look(config: Config, resume: str) -> Place:
         raise ConfigError(f"There is no run in {folder} to resume.", "Name its directory with --out, or leave out --resume.")
     if not has_run or (resume == "auto" and not checkpoint.steps(folder / CHECKPOINTS)):
         return Place(folder, None, has_run)
-    changed = _changes(parse(read_toml(folder / CONFIG)), config)
+    changed = _changes(configuration(folder), config)
     if fixed := [f"{key} {then!r} -> {now!r}" for key, (then, now) in changed.items() if key.startswith(FIXED)]:
         raise ConfigError(f"{folder} was trained with another model: {', '.join(fixed)}.",
                           "Resume with the configuration of the run, or start another one with its own --out.")
     return Place(folder, checkpoint.newest(folder / CHECKPOINTS), has_run, changed)
+
+
+def configuration(folder: Path) -> Config:
+    """What a run was last trained with; ConfigError unless its file says all of it, for a default may be another value."""
+    tables = read_toml(folder / CONFIG)
+    then = parse(tables)
+    missing = [key.name for key in keys() if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})]
+    if missing:
+        named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise ConfigError(f"{folder / CONFIG} is not the whole configuration of its run: it lacks {named}.",
+                          "Write into it what the run was trained with, or start another run with its own --out.")
+    return then
 
 
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
@@ -97,6 +111,7 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
     raises  ConfigError if the directory cannot be written, or if another run is going on in it
     """
     config = job.trainer.config
+    tiles = _text(config.device.tiles) if config.device.tiles else ""
     try:
         folder = place.folder or _fresh()
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -106,12 +121,12 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         write_whole(folder / CONFIG, tomli_w.dumps(_resolved(job, folder)))
         if config.replication.tuning:
             write_tuning(folder / TUNING, job.trainer.group.tuning)
-        if _has_tiles(config):
-            write_whole(folder / TILES, Path(config.device.tiles).read_text())
+        if config.device.tiles:
+            write_whole(folder / TILES, tiles)
         if place.saved is None:
             write_whole(folder / METRICS, "")
         else:
-            cut_after(folder / METRICS, job.step, config.run.steps)
+            cut_after(folder / METRICS, job.step)
     except OSError as error:
         raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error}.",
                           "Choose another --out, or make room.") from None
@@ -145,7 +160,7 @@ def _lock(folder: Path) -> int:
 
 
 def _resolved(job: Job, folder: Path) -> dict[str, Any]:
-    """The configuration as tables, with what was left to be chosen filled in, valid from any working directory."""
+    """The configuration as tables, with what was left to be chosen filled in, valid from anywhere and after a move."""
     config, ranks = job.trainer.config, job.trainer.transport.size
     tables = config.model_dump()
     tables["run"]["out"], tables["layout"]["dp"] = str(folder), topology(config, ranks).dp
@@ -153,12 +168,16 @@ def _resolved(job: Job, folder: Path) -> dict[str, Any]:
     if config.data.source.startswith("tokens:"):
         tables["data"]["vocabulary"] = job.source.inputs
     if config.replication.tuning:
-        tables["replication"]["tuning"] = str((folder / TUNING).resolve())
-    if _has_tiles(config):
-        tables["device"]["tiles"] = str((folder / TILES).resolve())
-    return tables
+        tables["replication"]["tuning"] = TUNING
+    if config.device.tiles:
+        tables["device"]["tiles"] = TILES
+    return parse(tables).model_dump()  # a path has become longer, and has to be UTF-8 still
 
 
-def _has_tiles(config: Config) -> bool:
-    """Whether a table of tiles is in use; the CPU reads none."""
-    return bool(config.device.tiles) and config.device.kind != "cpu"
+def _text(tiles: str) -> str:
+    """The table of tiles, whether or not this device reads it: the run may go on on another."""
+    try:
+        return Path(tiles).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The table of tiles {tiles} cannot be read: {error}.",
+                          "mpitrain bench gemm --tune writes one.") from None

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple, Protocol
 
 from mpitrain import __version__, checkpoint
 from mpitrain.build import Job, build
-from mpitrain.config import Config, parse, read_toml, with_settings
+from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import CheckpointError, ConfigError, TrainingError
-from mpitrain.metrics import MetricsFile, Watchdog
+from mpitrain.metrics import MetricsFile, Watchdog, read_metrics
 from mpitrain.parallel.replicate import Outcome
-from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, find
+from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
+
+SKIPS = 10  # so many skipped steps in a row end a run
 
 
 class Watcher(Protocol):
@@ -33,27 +35,35 @@ class Watcher(Protocol):
 
 
 class Finished(NamedTuple):
-    """How a run ended: whether it was stopped on request, and the job as it stands."""
+    """How a run ended: whether it was stopped on request, and the job; `job.step` steps were done before."""
 
     stopped: bool
     job: Job
+
+
+class Past(NamedTuple):
+    """What the metrics of a run say of its time before: seconds it took, and whether its checkpoint was evaluated."""
+
+    wall_s: float = 0.0
+    is_evaluated: bool = False
 
 
 def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher) -> Finished:
     """Train as configured, in its run directory; collective.
 
     resume          see `rundir.find`
-    stop_requested  asked once per step; a True on any rank ends the run after a checkpoint
+    stop_requested  asked once per step, and per batch of an evaluation; a True on any rank ends the run after a checkpoint,
+                    and an evaluation that is due then is left to the run that resumes
     raises          MpitrainError with `agreed` set where all ranks stop together
     """
     place = find(transport, config, resume)
     job = build(transport, config, place.saved)
     agreed(transport, lambda: _check_steps(job.step, config))
     claimed = agreed(transport, lambda: claim(place, job) if transport.rank == 0 else None)
-    folder = Path(transport.gather_text(str(claimed[0]) if claimed else None)[0])
-    run = _Run(job, place, folder, watcher)
+    folder, past = transport.gather_text((str(claimed[0]), _past(claimed[0], job.step)) if claimed else None)[0]
+    run = _Run(job, place, Path(folder), Past(*past), stop_requested, watcher)
     try:
-        return Finished(run.loop(stop_requested), job)
+        return Finished(run.loop(), job)
     finally:
         run.close()
         if claimed:
@@ -66,14 +76,24 @@ def _check_steps(done: int, config: Config) -> None:
                               f"Set run.steps to at least {done}.")
 
 
+def _past(folder: Path, step: int) -> Past:
+    records = read_metrics(folder / METRICS)
+    walls = [wall for record in records if isinstance(wall := record.get("wall_s"), float)]
+    return Past(max(walls, default=0.0), any("val_loss" in record and record.get("step") == step for record in records))
+
+
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
-    def __init__(self, job: Job, place: Place, folder: Path, watcher: Watcher):
+    def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool], watcher: Watcher):
         self._trainer, self._source, self._first = job
         self._config, transport = self._trainer.config, self._trainer.transport
-        self._folder, self._watcher = folder, watcher
+        self._folder, self._stop_requested, self._watcher = folder, stop_requested, watcher
         self._is_root = transport.rank == 0
+        self._evaluated_at: int | None = self._first if past.is_evaluated else None
+        self._began = time.perf_counter() - past.wall_s
+        self._since, self._logged_at, self._comm_s = time.perf_counter(), self._first, 0.0  # of what the next line sums up
+        self._skipped = self._in_a_row = 0  # steps whose update was skipped: of this session, and up to now
         self._saved_at: int | None = self._first if place.saved else None
         self._watchdog = Watchdog(transport.rank, self._config.run.stall_seconds)
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
@@ -92,39 +112,64 @@ class _Run:
         if self._metrics:
             self._metrics.close()
 
-    def loop(self, stop_requested: Callable[[], bool]) -> bool:
+    def loop(self) -> bool:
         """The steps that are left; returns whether the run was stopped on request."""
-        run, checkpoints = self._config.run, self._config.checkpoint.every
-        since, logged_at = time.perf_counter(), self._first
-        for index in range(self._first, run.steps):
-            step = index + 1
-            self._watchdog.alive(f"step {step}")
-            rows = self._trainer.share()
-            inputs, targets = self._source.batch(run.seed, index, self._config.batch.size, rows)
-            outcome = self._trainer.step(index, inputs, targets, stop_requested())
-            if self._is_root:
-                self._watcher.stepped(step, outcome.loss)
-            if step == 1 or step % run.log_every == 0 or step == run.steps or outcome.stop or not outcome.updated:
-                now = time.perf_counter()
-                self._log_step(step, outcome, (now - since) / (step - logged_at), targets[0].size)
-                since, logged_at = now, step
-            if not outcome.updated and run.on_nonfinite == "stop":
-                raise self._nonfinite(step, outcome)
-            if step == run.steps:
+        is_stopped = self._pause(self._first, stop=False)  # what was due when a run that is resumed ended
+        for index in range(self._first, self._config.run.steps):
+            if is_stopped:
                 break
-            if outcome.stop or (checkpoints and step % checkpoints == 0):
+            is_stopped = self._pause(index + 1, self._step(index))
+        if is_stopped:
+            self._record({"event": "stopped", "step": self._saved_at})
+        else:
+            self._end()
+        return is_stopped
+
+    def _step(self, index: int) -> bool:
+        """One optimizer step, its line, and what follows from a skipped update; returns whether a rank was asked to stop."""
+        run, step = self._config.run, index + 1
+        self._watchdog.alive(f"step {step}")
+        inputs, targets = self._source.batch(run.seed, index, self._config.batch.size, self._trainer.share())
+        outcome = self._trainer.step(index, inputs, targets, self._stop_requested())
+        self._comm_s += outcome.comm_s
+        self._skipped += not outcome.updated
+        self._in_a_row = 0 if outcome.updated else self._in_a_row + 1
+        if self._is_root:
+            self._watcher.stepped(step, outcome.loss)
+        if step == 1 or step % run.log_every == 0 or step == run.steps or outcome.stop or not outcome.updated:
+            self._log_step(step, outcome, targets[0].size)
+        if not outcome.updated and run.on_nonfinite == "stop":
+            raise self._failed(step, f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
+                                     "not finite.", "Lower optimizer.lr, or go on past such steps with "
+                                                    "--set run.on_nonfinite=skip.")
+        if self._in_a_row == SKIPS or (step == run.steps and self._skipped > (step - self._first) / 2):
+            raise self._failed(step, f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
+                                     f"{self._skipped} of {step - self._first} had a loss or gradient that is not finite, "
+                                     f"among them the last {self._in_a_row} up to step {step}.",
+                               "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again.")
+        return outcome.stop
+
+    def _pause(self, step: int, stop: bool) -> bool:
+        """What is due after this step, none of which counts as training time; returns whether the run stops here.
+
+        A request to stop does not wait for an evaluation. After the last step it matters only if one is due.
+        """
+        began = time.perf_counter()
+        every, is_last = self._config.checkpoint.every, step == self._config.run.steps
+        if stop or is_last or (every and step and step % every == 0):
+            self._save(step)
+        is_left = self._is_evaluation_due(step)
+        if is_left and not stop:
+            is_left = stop = not self._evaluate(step)
+            if stop:
                 self._save(step)
-            if run.eval_every > 0 and step % run.eval_every == 0:
-                self._evaluate(step)
-                since, logged_at = time.perf_counter(), step
-            if outcome.stop:
-                self._record({"event": "stopped", "step": step})
-                return True
-        self._save(run.steps)
-        if run.eval_every >= 0:
-            self._evaluate(run.steps)
-        self._end()
-        return False
+        self._since += time.perf_counter() - began
+        return stop and (is_left or not is_last)
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        run = self._config.run
+        is_due = (run.eval_every >= 0 and step == run.steps) or (run.eval_every > 0 and step > 0 and step % run.eval_every == 0)
+        return is_due and self._evaluated_at != step
 
     def _end(self) -> None:
         equal = replicas_equal(self._trainer)
@@ -136,19 +181,28 @@ class _Run:
             error.agreed = True
             raise error
 
-    def _log_step(self, step: int, outcome: Outcome, step_s: float, predictions: int) -> None:
-        size = self._config.batch.size
-        rates = {"samples_per_s": size / step_s}
+    def _log_step(self, step: int, outcome: Outcome, predictions: int) -> None:
+        """A line on the steps since the last one. predictions: how many a row has."""
+        now, size, steps = time.perf_counter(), self._config.batch.size, step - self._logged_at
+        step_s, comm_s = (now - self._since) / steps, self._comm_s / steps
+        self._since, self._logged_at, self._comm_s = now, step, 0.0
+        rates = {"samples_per_s": size / step_s, "samples_seen": size * step}
         if self._source.model == "gpt":
-            rates["tokens_per_s"] = size * predictions / step_s
+            rates |= {"tokens_per_s": size * predictions / step_s, "tokens_seen": size * predictions * step}
         skipped = {} if outcome.updated else {"skipped": True, "nonfinite_elements": outcome.nonfinite}
         self._record({"step": step, "loss": outcome.loss, "lr": outcome.lr, "grad_norm": outcome.grad_norm, "step_s": step_s,
-                      **rates, "peak_activation_bytes": self._trainer.arena.peak, **skipped})
+                      "comm_s": comm_s, **rates, "peak_activation_bytes": self._trainer.arena.peak, **skipped})
 
-    def _evaluate(self, step: int) -> None:
-        loss, accuracy = self._trainer.evaluate(
-            self._source, lambda: self._watchdog.alive(f"the evaluation after step {step}"))
-        self._record({"step": step, "val_loss": loss, "val_accuracy": accuracy})
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate and record; returns False if a request to stop came between."""
+        def stop_requested() -> bool:
+            self._watchdog.alive(f"the evaluation after step {step}")
+            return self._stop_requested()
+
+        found = self._trainer.evaluate(self._source, stop_requested)
+        if found:
+            self._record({"step": step, "val_loss": found[0], "val_accuracy": found[1]})
+        return found is not None
 
     def _save(self, step: int) -> None:
         if self._saved_at == step:
@@ -160,6 +214,7 @@ class _Run:
     def _record(self, record: dict[str, Any]) -> None:
         if not self._metrics:
             return
+        record = {**record, "wall_s": time.perf_counter() - self._began}
         try:
             self._metrics.write(record)
         except OSError as error:
@@ -167,12 +222,10 @@ class _Run:
                                 "Make room, then go on with --resume.") from None
         self._watcher.recorded(record)
 
-    def _nonfinite(self, step: int, outcome: Outcome) -> TrainingError:
+    def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
+        """The run's last line, and the error to raise on every rank."""
         self._record({"event": "failed", "step": step})
-        error = TrainingError(
-            f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are not finite.",
-            "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
-        )
+        error = TrainingError(law, way_out)
         error.agreed = True
         return error
 
@@ -181,9 +234,11 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
     """The configuration of a run directory, to be opened by so many ranks, with `section.key=value` put in."""
     if not (folder / CONFIG).exists():
         raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
-    then = parse(read_toml(folder / CONFIG))
-    anew = ["layout.dp=0", "batch.micro_batches=1", f"batch.size={max(then.batch.size, ranks)}"]
-    return parse(with_settings(then.model_dump(), [*anew, *settings]))
+    then = configuration(folder)
+    rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))  # at once on a rank, in training
+    anew = ["layout.dp=0", "batch.micro_batches=1", f"batch.size={rows * ranks}"]
+    alone = {**then.model_dump(), "replication": {}}  # how gradients were summed concerns nobody any more
+    return parse(with_settings(alone, [*anew, *settings]))
 
 
 def open_run(transport: Transport, folder: Path, settings: list[str], needs_data: bool = True) -> Job:

@@ -116,24 +116,38 @@ class Trainer:
             x, _ = unit.layer.forward(weights, x, self.arena)
         return x
 
-    def evaluate(self, source: Source, alive: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Mean loss (nats per prediction) and share of right predictions over all held-out rows; collective.
+    def evaluate(self, source: Source, stop_requested: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:
+        """Mean loss (nats per prediction) and share of right predictions over held-out rows; collective.
 
-        alive  called before every batch
+        The rows are `evaluated_rows` of them, spread evenly; a batch has no more on a rank than a micro-batch of training.
+
+        stop_requested  asked before every batch; a True on any rank ends the evaluation on all, which then return None
         """
-        mine = share(source.held_out, self.group.rank, self.group.size)
-        rows = max(1, self.config.batch.size // (self.group.size * self.config.batch.micro_batches))
+        rows, ranks = evaluated_rows(self.config, source), self.group.size
+        together = ranks * max(1, self.config.batch.size // (ranks * self.config.batch.micro_batches))
         totals = np.zeros(3)
-        for start in range(mine.start, mine.stop, rows):
-            alive()
-            inputs, targets = source.held_out_rows(range(start, min(start + rows, mine.stop)))
-            flat = self.backend.from_host(targets).reshape(-1)
-            logits = self.logits(inputs).reshape(len(flat), -1)
-            right = self._ops.count_correct(logits, flat, self.arena)
-            totals += float(self._ops.cross_entropy_loss(logits, flat, self.arena)), int(right), len(flat)
-        self.group.all_reduce(totals)
+        for start in range(0, rows, together):
+            mine = share(min(together, rows - start), self.group.rank, ranks)
+            found = self._losses(source, [(start + i) * source.held_out // rows for i in mine]) if mine else (0.0, 0, 0)
+            *found, stop = self.replication.total(*found, stop_requested())
+            if stop:
+                return None
+            totals += found
         loss, right, count = totals.tolist()
         return loss / count, right / count
+
+    def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
+        """Summed loss, right predictions and number of predictions over these held-out rows. Local."""
+        inputs, targets = source.held_out_rows(rows)
+        flat = self.backend.from_host(targets).reshape(-1)
+        logits = self.logits(inputs).reshape(len(flat), -1)
+        right = self._ops.count_correct(logits, flat, self.arena)
+        return float(self._ops.cross_entropy_loss(logits, flat, self.arena)), int(right), len(flat)
+
+
+def evaluated_rows(config: Config, source: Source) -> int:
+    """How many of the held-out rows an evaluation takes."""
+    return min(source.held_out, config.run.eval_rows or source.held_out)
 
 
 def replicas_equal(trainer: Trainer) -> bool:

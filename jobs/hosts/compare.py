@@ -1,4 +1,5 @@
-"""What bench-hosts.sh measured, against what the links allow: `compare.py FOLDER` prints a table and draws hosts.png.
+"""What bench-hosts.sh measured, against what the links allow: `compare.py FOLDER HOSTS ...` prints a table and
+draws hosts.png.
 
 S bytes, n hosts, B bytes per second of a one-way stream: no all-reduce takes less than 2(n-1)/n S/B. A star takes
 2(n-1) S/B, since its root's link carries every array in and every result out.
@@ -9,10 +10,11 @@ import sys
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-times, bounds, stars = {}, {}, {}
+times, bounds, stars, mbit = {}, {}, {}, {}
 print(f"{'hosts':>5} {'B MB/s':>7} {'algorithm':<17} {'ms':>9} {'bound ms':>9} {'ratio':>6} {'ring is':>9}")
-for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem)):
-    n, rate = int(path.stem), float(path.with_suffix(".rate").read_text())
+for n in sorted(set(map(int, sys.argv[2:]))):
+    path = folder / f"{n}.json"
+    rate = float(path.with_suffix(".rate").read_text())
     results = json.loads(path.read_text())
     rows = {row["algorithm"]: row for row in results["rows"]}
     nbytes = rows["ring"]["bytes"]
@@ -24,6 +26,7 @@ for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem)):
         against_ring = rows["ring"]["time_us"] / 1e3 / ms
         print(f"{n:5} {rate / 1e6:7.2f} {name:<17} {ms:9.1f} {bound:9.1f} {ms / bound:6.2f} {against_ring:8.2f}x"
               + (f"  {row['wrong']} WRONG" if row["wrong"] else ""))
+    mbit[n] = rate * 8 / 1e6
 print(f"{results['header']['mpi']}; star's bound is 2(n-1) S/B, that of fp16 half of a ring's")
 
 try:
@@ -33,12 +36,18 @@ except ImportError:
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
-figure, axes = pyplot.subplots(figsize=(7, 4.5), constrained_layout=True)
-for name in ("star", "native", "ring", "halving-doubling", "wire fp16"):
-    axes.plot(list(times[name]), [times[name][n] / bounds[n] for n in times[name]], marker="o", label=name)
+styles = {  # ring and halving-doubling nearly coincide: one is broad, the other lies on it
+    "star": {"color": "#d55e00"}, "native": {"color": "#7f7f7f"}, "halving-doubling": {"color": "#9ecae1", "linewidth": 7},
+    "ring": {"color": "#08306b"}, "wire fp16": {"color": "#009e73"},
+}
+figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+for name, style in styles.items():
+    axes.plot(list(times[name]), [times[name][n] / bounds[n] for n in times[name]], marker="o", label=name, **style)
 axes.plot(list(bounds), [1] * len(bounds), "k:", label="bound: 2(n-1)/n of the array through one link")
-axes.set(xlabel="hosts", ylabel="time over the bound", xticks=list(bounds), ylim=(0, None),
+axes.set(ylabel="time over the bound", ylim=(0, None),
+         xlabel=f"{results['header']['mpi']}; hosts are namespaces of one machine of {results['header']['cores']} cores",
          title="All-reduce of 8 MiB: a star's root is the bottleneck, a ring has none")
+axes.set_xticks(list(bounds), labels=[f"{n} hosts\n{mbit[n]:.0f} Mbit/s" for n in bounds])
 axes.grid(alpha=0.3)
 axes.legend()
 figure.savefig(folder / "hosts.png", dpi=120)

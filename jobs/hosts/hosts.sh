@@ -4,7 +4,8 @@
 #   hosts.sh up N         make N hosts, 10.77.0.1 to 10.77.0.N; RATE=200 (Mbit/s), DELAY_US=1000 (one way), MTU=9000, QUEUE_KB=512
 #   hosts.sh down         remove them
 #   hosts.sh on I CMD...  run a command on host I
-#   hosts.sh mpi N CMD... run a command on N ranks, one per host, with the mpirun or mpiexec found first on PATH
+#   hosts.sh mpi N CMD... run a command on N ranks, one per host, with the mpirun or mpiexec found first on PATH;
+#                         for N also 2,1,1: so many ranks on each host
 #
 # mpi starts ranks through agent.sh in place of ssh.
 set -euo pipefail
@@ -50,17 +51,22 @@ on() {
 }
 
 mpi() {
-    local n=$1
+    local ranks=0 slots listed="" i
+    [[ $1 == *,* ]] && IFS=, read -ra slots <<< "$1" || mapfile -t slots < <(yes 1 | head -n "$1")
     shift
+    for i in "${!slots[@]}"; do
+        listed+="$net.$((i + 1)):${slots[i]},"
+        ranks=$((ranks + slots[i]))
+    done
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
-        for ((i = 1; i <= n; i++)); do echo "$net.$i slots=1"; done > "$state/hostfile"
+        tr , '\n' <<< "${listed%,}" | sed 's/:/ slots=/' > "$state/hostfile"
         mpirun --prtemca plm_ssh_agent "$here/agent.sh" --prtemca oob_tcp_if_include $net.0/24 --hostfile "$state/hostfile" \
-            -n "$n" --map-by node --bind-to none --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include $net.0/24 \
+            -n "$ranks" --map-by slot --bind-to none --mca pml ob1 --mca btl sm,tcp,self --mca btl_tcp_if_include $net.0/24 \
             --mca osc ^ucx "$@"
     else
         MPIR_CVAR_CH4_NETMOD=ofi FI_PROVIDER=tcp FI_TCP_IFACE=eth0 mpiexec -launcher ssh -launcher-exec "$here/agent.sh" \
-            -hosts "$(seq -s, -f $net.%g "$n")" -ppn 1 -n "$n" -iface $manager "$@"
+            -hosts "${listed%,}" -n "$ranks" -iface $manager "$@"
     fi
 }
 

@@ -1,5 +1,6 @@
 """Fitting the cost model to measurements, and telling how well it does on sizes it has not seen."""
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,15 +13,20 @@ from mpitrain.collectives.choose import choose
 from mpitrain.collectives.cost import KNOTS, TERMS, WHOLE, Constants, Tuning, predict, shares, work
 from mpitrain.collectives.tuning import DEFAULT
 
+SHORT = 1 << 14
+"""Bytes up to which an array is called short: what counts is how many messages there are."""
+
 
 class Check(NamedTuple):
     """How a fit does on sizes that were left out of it.
 
     error      median over rows of |predicted - measured| / measured
+    short      the same of arrays up to SHORT
     choices    {bytes: (chosen, its time over the fastest one's)}
     """
 
     error: float
+    short: float
     choices: dict[int, tuple[str, float]]
 
 
@@ -51,10 +57,15 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> T
 def constants(rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults: Constants | None = None) -> Constants:
     """The constants of every amount at every knot, by least absolute relative error, none below zero.
 
-    What no row says anything about is as at the nearest knot of which one does, or else the default.
+    What no row says anything about is as at the nearest knot of which one does, or else the default; so is a knot that no
+    size comes near, such as the last where the links are too slow to measure long arrays.
     """
     seconds = np.array([row.time_us * 1e-6 for row in rows])
     near = np.array([shares(row.bytes) for row in rows])
+    held = np.flatnonzero(near.max(axis=0) >= 0.5)
+    for knot in set(range(len(KNOTS))).difference(held):
+        near[:, held[np.abs(held - knot).argmin()]] += near[:, knot]
+        near[:, knot] = 0
     amounts = np.array(amounts, float)
     columns = near[:, :, None] * amounts[:, None, :]
     found = least_absolute(columns.reshape(len(rows), -1) / seconds[:, None]).reshape(columns.shape[1:])
@@ -87,16 +98,31 @@ def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str
 
 
 def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: str) -> Check:
-    errors, times = [], {}
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    times: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
         predicted = predict(tuning, "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, memory) * 1e6
-        errors.append(abs(predicted - row.time_us) / row.time_us)
+        errors[row.bytes <= SHORT].append(abs(predicted - row.time_us) / row.time_us)
         times.setdefault((row.bytes, row.count), {})[row.chosen] = row.time_us
     choices = {}
     for (nbytes, count), measured in times.items():
         chosen = choose(tuning, hosts, count, nbytes // count, memory=memory)
         choices[nbytes] = chosen, measured[chosen] / min(measured.values())
-    return Check(median(errors), choices)
+    return Check(median(errors[True] + errors[False]), median(errors[True] or [math.nan]), choices)
+
+
+def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Fit to every second size, and say how well that does on the others, in a line for each class of memory."""
+    rows = median_of_sweeps(rows)
+    known = sorted({row.bytes for row in rows})[::2]
+    found = fit(machine, hosts, [row for row in rows if row.bytes in known])
+    lines = []
+    for memory, (error, short, choices) in check(found, hosts, [row for row in rows if row.bytes not in known]).items():
+        good = sum(ratio <= 1.15 for _, ratio in choices.values())
+        lines.append(f"{memory} arrays of sizes left out: predicted within {error:.0%} (median; {short:.0%} up to "
+                     f"{SHORT >> 10} KiB); auto is the fastest or within 15% of it at {good} of {len(choices)}: "
+                     + ", ".join(f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in choices.items()))
+    return lines
 
 
 def merged(old: Tuning | None, new: Tuning) -> Tuning:

@@ -16,12 +16,20 @@ from mpitrain.transport.base import Transport
 PERIOD = 13
 """Positions after which the data repeat: whole numbers small enough for the sum over 8 ranks to be exact in bfloat16."""
 
+DRAWN = 100_003
+"""Numbers drawn for a gradient before they repeat."""
+
 
 class Buffers(NamedTuple):
     """What an operation works on, in the memory of a device. `other` is what an all-to-all sends, empty for the rest."""
 
     array: Any
     other: Any
+
+
+def filled(rank: int, count: int) -> np.ndarray:
+    """What a rank brings: whole numbers that tell rank and position."""
+    return rank + 1 + np.arange(count) % PERIOD
 
 
 class Operation(NamedTuple):
@@ -32,6 +40,7 @@ class Operation(NamedTuple):
     right       (transport, count) -> (slice, expected values there) after one run
     bus         (n) -> bus bandwidth over algorithm bandwidth
     ways        runs of the network in one run: 2 for a ping-pong, whose time is that of one way
+    fill        (rank, count) -> what a rank brings
     """
 
     algorithms: tuple[str, ...]
@@ -39,11 +48,7 @@ class Operation(NamedTuple):
     right: Callable[[Transport, int], tuple[slice, np.ndarray]]
     bus: Callable[[int], float]
     ways: int = 1
-
-
-def filled(rank: int, count: int) -> np.ndarray:
-    """What a rank brings: whole numbers that tell rank and position."""
-    return rank + 1 + np.arange(count) % PERIOD
+    fill: Callable[[int, int], np.ndarray] = filled
 
 
 def summed(transport: Transport, count: int) -> np.ndarray:
@@ -72,10 +77,17 @@ def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
     return slice(None), np.concatenate([filled(rank, count)[mine] for rank in range(transport.size)])
 
 
+def gradient(rank: int, count: int) -> np.ndarray:
+    """What a rank brings to a lossy sum: numbers as small and as various as those of a gradient, drawn once and repeated."""
+    return np.resize(np.random.default_rng(rank).normal(0, 1e-6, DRAWN), count)
+
+
 def lossy(wire: Wire) -> Operation:
     """An all-reduce in a wire format, by whatever algorithm that takes."""
     return OPERATIONS["allreduce"]._replace(
-        algorithms=(wire.name,),
+        algorithms=(wire.name,), fill=gradient,
+        right=lambda transport, count: (slice(None), np.resize(
+            sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size)), count)),
         bind=lambda transport, buffers, algorithm, arithmetic: bind_lossy(transport, buffers.array, wire, arithmetic=arithmetic))
 
 

@@ -3,44 +3,112 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from mpitrain.bench.sweep import Row
 from mpitrain.bench.table import check_writable
 from mpitrain.errors import ConfigError
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf")
+"""Told apart by colour-blind readers as far as so many can be; `auto` is a broad grey line behind the one it follows."""
 
-def check_drawable(path: Path) -> None:
+
+
+def check_drawable(path: Path, option: str = "--plot") -> None:
     """ConfigError unless a picture can be drawn there: without matplotlib, or in a format it does not know."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ConfigError("--plot needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
+        raise ConfigError(f"{option} needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
-        raise ConfigError(f"--plot draws files that end in {', '.join(sorted(known))}, but this is {path}.", "Name it rows.png.")
+        raise ConfigError(f"{option} draws files that end in {', '.join(sorted(known))}, but this is {path}.",
+                          "Name it rows.png.")
     check_writable(path)
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Time against bytes, the median of the sweeps, one curve per algorithm; the model's prediction dotted beside it."""
+def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
+    """Time and bus bandwidth against bytes: the median of the sweeps, a band from the fastest run to p99, predictions dotted.
+
+    What `auto` has chosen stands over its curve, where it changes; which machine it was, below.
+
+    facts  of header.header
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
-    curves = dict.fromkeys((row.algorithm, row.buffers) for row in rows)
-    for algorithm, buffers in curves:
-        mine: dict[int, list[Row]] = {}
-        for row in rows:
-            if (row.algorithm, row.buffers) == (algorithm, buffers):
-                mine.setdefault(row.bytes, []).append(row)
-        name = algorithm if len({buffers for _, buffers in curves}) == 1 else f"{algorithm}, {buffers}"
-        times, predictions = ([median(getattr(row, field) for row in same) for same in mine.values()]
-                              for field in ("time_us", "predicted_us"))
-        drawn, = axes.plot(list(mine), times, marker=".", label=name)
-        axes.plot(list(mine), predictions, ":", color=drawn.get_color())
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds (dotted: predicted)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    curves: dict[tuple[str, str], dict[int, list[Row]]] = {}
+    for row in rows:
+        curves.setdefault((row.algorithm, row.buffers), {}).setdefault(row.bytes, []).append(row)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
+    colours = iter(COLOURS * len(curves))
+    for (algorithm, buffers), by_bytes in curves.items():
+        name = algorithm if len({where for _, where in curves}) == 1 else f"{algorithm}, {buffers}"
+        if algorithm == "auto":
+            _draw((left, right), name, by_bytes, color="#bbbbbb", linewidth=6, zorder=1)
+            _choices(right, by_bytes)
+            continue
+        colour = next(colours)
+        _draw((left, right), name, by_bytes, color=colour, linewidth=1.5, marker=".", zorder=3)
+        _surround((left, right), by_bytes, colour)
+    sizes = sorted({row.bytes for row in rows})
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes[::-(-len(sizes) // 9)], labels=[readable(size) for size in sizes[::-(-len(sizes) // 9)]])
+        axes.minorticks_off()
+        axes.set_xlabel("array")
+        axes.grid(alpha=0.3)
+    left.set(yscale="log", ylabel="microseconds", title="time")
+    right.set(ylim=(0, None), ylabel="GB/s", title="bus bandwidth")
+    left.legend(fontsize="small")
+    figure.suptitle(f"{rows[0].op} of {rows[0].dtype}, {facts['ranks']} ranks on {facts['hosts']} host(s)", weight="bold")
+    figure.supxlabel(f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; device {facts['device']}; mpitrain "
+                     f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted", fontsize="small")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw(views: Sequence[Any], name: str, by_bytes: dict[int, list[Row]], **style: Any) -> None:
+    """The median in both views."""
+    for axes, of in zip(views, (_time, _bandwidth), strict=True):
+        axes.plot(list(by_bytes), [of(rows, "time_us") for rows in by_bytes.values()], label=name, **style)
+
+
+def _surround(views: Sequence[Any], by_bytes: dict[int, list[Row]], colour: str) -> None:
+    """The spread and the prediction."""
+    for axes, of in zip(views, (_time, _bandwidth), strict=True):
+        fastest, p99, predicted = ([of(rows, field) for rows in by_bytes.values()]
+                                   for field in ("min_us", "p99_us", "predicted_us"))
+        axes.fill_between(list(by_bytes), fastest, p99, color=colour, alpha=0.12, linewidth=0)
+        axes.plot(list(by_bytes), predicted, ":", color=colour, zorder=2)
+
+
+def _time(rows: Sequence[Row], field: str) -> float:
+    return median(getattr(row, field) for row in rows)
+
+
+def _bandwidth(rows: Sequence[Row], field: str) -> float:
+    """What the bus bandwidth would be at that time."""
+    return median(row.busbw_GBs * row.time_us / getattr(row, field) for row in rows)
+
+
+def _choices(axes: Any, by_bytes: dict[int, list[Row]]) -> None:
+    """What `auto` is, at the top, from each size where that changes."""
+    before = ""
+    for size in sorted(by_bytes):
+        chosen = by_bytes[size][0].chosen
+        if chosen != before:
+            axes.axvline(size, color="black", alpha=0.3, linewidth=1, linestyle="--")
+            axes.text(size, 0.99, f" auto: {chosen}", rotation=90, transform=axes.get_xaxis_transform(), verticalalignment="top",
+                      fontsize="small")
+        before = chosen
+
+
+def readable(nbytes: int) -> str:
+    """Bytes as 64 B, 4 KiB or 1.5 MiB."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= 0.99 * size:  # arrays are cut to whole elements for every rank
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} B"

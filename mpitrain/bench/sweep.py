@@ -1,14 +1,17 @@
 """One benchmark run: sizes x algorithms, each timed, checked and compared with the model."""
 
+import math
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.backend import Backend, backend_for, on_device
-from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, filled, lossy
+from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, lossy
+from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
+from mpitrain.bench.together import starting_line
 from mpitrain.collectives.agree import check_name, everywhere
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import chosen_by_model, memory_of
@@ -22,14 +25,11 @@ from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.proof import over_device
 
-ROUNDING = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
-"""Of one coding, relative to the largest number."""
-
-ROUNDED = {"float16": 2**-11, "bfloat16": 2**-8}
-"""Of one sum, relative to it, where it is more than 1 over this: up to there whole numbers are exact. 14 ranks get beyond."""
-
 SECONDS = 0.25
 """Time given to one row when the number of iterations is not set."""
+
+LONG, LONGEST = 0.1, 1.0
+"""Seconds of the fastest run after which no longer array is needed: if time grows as fast as the array, and in any case."""
 
 
 class Request(NamedTuple):
@@ -40,6 +40,7 @@ class Request(NamedTuple):
     warmup      runs before those, at least 1
     buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"
     wires       lossy formats to measure beside the algorithms of an all-reduce
+    stops       leave out arrays so long that what they take follows from shorter ones
     sweeps      times that the whole list is gone through, so that rows to compare alternate
     device      kind of the device whose memory holds the arrays and whose kernels reduce them
     """
@@ -54,6 +55,7 @@ class Request(NamedTuple):
     sweeps: int
     wires: Sequence[Wire] = ()
     device: str = "cpu"
+    stops: bool = False
 
 
 class Bench(NamedTuple):
@@ -83,7 +85,13 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One measurement. Times are those of the slowest rank, per run; of one way for a ping-pong."""
+    """One measurement. Times are those of the slowest rank, per run; of one way for a ping-pong.
+
+    wrong   elements; for a wire format replicas
+    chosen  what `auto` is here; the algorithm itself for others
+    sweep   which one, from 1
+    error   of a wire format: norm of what the first run loses, over that of the sum; NaN for exact operations
+    """
 
     op: str
     algorithm: str
@@ -100,6 +108,8 @@ class Row(NamedTuple):
     predicted_us: float
     wrong: int
     chosen: str
+    error: float
+    sweep: int
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -111,7 +121,9 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def sizes(least: int, most: int, factor: float) -> list[int]:
-    """Bytes from least to most, each `factor` times the one before; ConfigError if there are none."""
+    """Bytes from least to most, each `factor` times the one before; ConfigError if there are none, or no end of them."""
+    if not 1.01 <= factor < math.inf:
+        raise ConfigError(f"Sizes grow by a factor of 1.01 or more, but this is {factor:g}.", "Set --factor to 2 or 4.")
     if not 1 <= least <= most:
         raise ConfigError(f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
                           "Set --min-bytes and --max-bytes.")
@@ -173,18 +185,35 @@ def _pool(bench: Bench, operation: Operation, where: str, count: int) -> tuple[s
 
 
 def _rows(bench: Bench, subjects: Sequence[Subject], counts: Sequence[int], pools: dict[str, Buffers]) -> Iterator[Row]:
-    request, transport = bench.request, bench.transport
-    for _ in range(request.sweeps):
-        for count in counts:
-            part, right = subjects[0].operation.right(transport, count)
-            original = bench.backend.from_host(filled(transport.rank, count).astype(request.dtype))
-            case = Case(original, part, right.astype(request.dtype))
+    operations = {subject.operation.fill: subject.operation for subject in subjects}
+    for sweep_number in range(1, bench.request.sweeps + 1):
+        before = fastest = math.inf
+        for index, count in enumerate(counts):
+            before, fastest = fastest, math.inf
+            cases = {fill: _case(bench, operation, count) for fill, operation in operations.items()}
             for subject in subjects:
                 for where, pool in pools.items():
-                    yield _measure(bench, subject, where, Buffers(pool.array[:count], pool.other[:count]), case)
+                    buffers = Buffers(pool.array[:count], pool.other[:count])
+                    row = _measure(bench, subject, where, buffers, cases[subject.operation.fill], sweep_number)
+                    fastest = min(fastest, row.time_us * 1e-6)
+                    yield row
+            if bench.request.stops and is_long_enough(fastest, before, count / counts[index - 1]):
+                counts = counts[:index + 1]
+                break
 
 
-def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case: Case) -> Row:
+def is_long_enough(fastest: float, before: float, growth: float) -> bool:
+    """Whether longer arrays would tell nothing new: seconds at this size and at the one before, and that of the sizes."""
+    return fastest > LONGEST or (fastest > LONG and fastest > 0.9 * growth * before)
+
+
+def _case(bench: Bench, operation: Operation, count: int) -> Case:
+    part, right = operation.right(bench.transport, count)
+    dtype = bench.request.dtype
+    return Case(bench.backend.from_host(operation.fill(bench.transport.rank, count).astype(dtype)), part, right.astype(dtype))
+
+
+def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case: Case, sweep_number: int) -> Row:
     request, tuning, transport, backend, arithmetic = bench
     algorithm, operation, wire = subject
     count, dtype, n = buffers.array.size, request.dtype, transport.size
@@ -193,44 +222,36 @@ def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case:
     reduction = operation.bind(transport, buffers, chosen, arithmetic)
     if chosen == "shared" and isinstance(reduction, Execution):
         chosen = "ring"  # there is no room for a window
-    cycles, _ = _timed(bench, reduction, buffers.array, case.original, request.warmup)
+    timed = partial(_timed, bench, starting_line(transport), reduction, buffers.array, case.original)
+    cycles, _ = timed(1)
+    error = math.nan if wire.name == "none" else error_norm(backend.to_host(buffers.array), case.right)
+    if request.warmup > 1:
+        cycles, _ = timed(request.warmup - 1)
     spent = max(transport.gather_text(cycles.min()))
     iterations = request.iterations or int(min(500, max(5, SECONDS / spent)))
-    _, times = _timed(bench, reduction, buffers.array, case.original, iterations)
+    _, times = timed(iterations)
     transport.native_all_reduce(times, "maximum")
     slowest = times / operation.ways * 1e6
-    wrong = wrong_elements(transport, backend.to_host(buffers.array[case.part]), case.right, wire)
+    found = backend.to_host(buffers.array[case.part])
+    wrong = wrong_elements(transport, found, case.right) if wire.name == "none" else wrong_replicas(transport, found)
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     predicted = np.nan
     if wire.name == "none" and request.device == "cpu":
         predicted = predict(tuning, request.operation, chosen, transport.hosts, count, dtype.itemsize, where) * 1e6
     return Row(request.operation, algorithm, where, nbytes, count, dtype.name, n, median, float(slowest.min()),
                float(np.percentile(slowest, 99)), nbytes / median / 1e3, nbytes / median / 1e3 * operation.bus(n),
-               predicted, wrong, chosen)
+               predicted, wrong, chosen, error, sweep_number)
 
 
-def wrong_elements(transport: Transport, found: np.ndarray, right: np.ndarray, wire: Wire) -> int:
-    """Elements, over all ranks, that are not what they must be: not near it, or not on all ranks alike, for a wire format."""
-    if wire.name == "none":
-        is_right = found == right
-        if rounded := ROUNDED.get(found.dtype.name):
-            found, right = found.astype(np.float64), right.astype(np.float64)
-            is_right |= (right * rounded > 1) & (np.abs(found - right) <= transport.size * rounded * right)
-        return sum(transport.gather_text(int((~is_right).sum())))
-    if len(set(transport.gather_text(zlib.crc32(found)))) > 1:
-        return found.size * transport.size
-    bound = ROUNDING.get(wire.name, np.inf) * transport.size * (right.max() + 1)
-    return sum(transport.gather_text(int((~(np.abs(found - right) <= bound)).sum())))
-
-
-def _timed(bench: Bench, reduction: Reduction, array: Any, original: Any, runs: int) -> tuple[np.ndarray, np.ndarray]:
+def _timed(bench: Bench, meet: Callable[[], None], reduction: Reduction, array: Any, original: Any,
+           runs: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each run on this rank, with and without what comes before it: the same data, and all ranks ready."""
     ends, times, wait = np.empty(runs + 1), np.empty(runs), bench.backend.synchronize
     ends[0] = time.perf_counter()
     for run in range(runs):
         array[:] = original
         wait()
-        bench.transport.barrier()
+        meet()
         start = time.perf_counter()
         reduction.run()
         wait()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -10,33 +9,59 @@ from typing import Any
 
 from mpitrain.bench.sweep import Row
 from mpitrain.errors import ConfigError
+from mpitrain.files import write_whole
 
-COLUMNS = (f"{'bytes':>12} {'count':>11} {'dtype':>8}  {'algorithm':<27} {'time':>10} {'min':>10} {'p99':>10} {'algbw':>8} "
-           f"{'busbw':>8} {'predicted':>10} {'#wrong':>7}")
-UNITS = f"{'':>12} {'':>11} {'':>8}  {'':<27} {'us':>10} {'us':>10} {'us':>10} {'GB/s':>8} {'GB/s':>8} {'us':>10} {'':>7}"
+COLUMNS = (f"{'bytes':>12} {'count':>11} {'dtype':>8}  {'algorithm':<26} {'time':>10} {'min':>10} {'p99':>11} {'algbw':>8} "
+           f"{'busbw':>8} {'predicted':>10} {'error':>8} {'#wrong':>7}")
+UNITS = f"{'':>12} {'':>11} {'':>8}  {'':<26} {'us':>10} {'us':>10} {'us':>11} {'GB/s':>8} {'GB/s':>8} {'us':>10} {'':>8} {'':>7}"
+
+FAR = 2.0
+"""Times the median beyond which a p99 is marked: other work ran beside the measurement, or the network was not quiet."""
 
 
 def line(row: Row, places: Sequence[str]) -> str:
     """One printed row; says where the buffers lie unless it is the one place asked for, and what auto has chosen."""
-    name = row.algorithm if row.chosen == row.algorithm else f"{row.algorithm} ({row.chosen})"
+    name = row.algorithm if row.chosen == row.algorithm else f"{row.algorithm}: {row.chosen}"
     if list(places) != [row.buffers]:
-        name += f" {row.buffers}"
+        name += f", {row.buffers}"
     predicted = f"{row.predicted_us:10.1f}" if math.isfinite(row.predicted_us) else f"{'-':>10}"
-    return (f"{row.bytes:12d} {row.count:11d} {row.dtype:>8}  {name:<27} {row.time_us:10.1f} {row.min_us:10.1f} "
-            f"{row.p99_us:10.1f} {row.algbw_GBs:8.3f} {row.busbw_GBs:8.3f} {predicted} {row.wrong:7d}")
+    error = f"{row.error:8.1e}" if math.isfinite(row.error) else f"{'-':>8}"
+    return (f"{row.bytes:12d} {row.count:11d} {row.dtype:>8}  {name:<26} {row.time_us:10.1f} {row.min_us:10.1f} "
+            f"{row.p99_us:10.1f}{'~' if is_spread(row) else ' '} {row.algbw_GBs:8.3f} {row.busbw_GBs:8.3f} {predicted} {error} "
+            f"{row.wrong:7d}")
+
+
+def is_spread(row: Row) -> bool:
+    """Whether some runs took far longer than most."""
+    return row.p99_us > FAR * row.time_us
 
 
 def footer(rows: Sequence[Row]) -> list[str]:
-    """Average bus bandwidth, wrong elements, and every algorithm against MPI's own where that was measured."""
+    """Every algorithm's average bandwidth, and how it does against MPI's own where that was measured; what is wrong or odd."""
     if not rows:
         return ["nothing was measured"]
-    lines = [f"average bus bandwidth {sum(row.busbw_GBs for row in rows) / len(rows):.3f} GB/s",
-             f"wrong elements {sum(row.wrong for row in rows)}"]
-    for (algorithm, buffers), ratios in against_native(rows).items():
-        least = min(ratios, key=ratios.__getitem__)
-        lines.append(f"{algorithm} ({buffers}) against native: {geometric_mean(ratios.values()):.2f} times as fast in the "
-                     f"geometric mean of {len(ratios)} sizes, least {ratios[least]:.2f} at {least} bytes")
-    return lines
+    bandwidths: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        bandwidths.setdefault((row.algorithm, row.buffers), []).append(row.busbw_GBs)
+    against = against_native(rows)
+    heading = "   against native, geometric mean and least" if against else ""
+    lines = [f"{'algorithm':<18} {'buffers':<8} {'average busbw':>14}{heading}"]
+    for (algorithm, buffers), found in bandwidths.items():
+        lines.append(f"{algorithm:<18} {buffers:<8} {sum(found) / len(found):9.3f} GB/s")
+        if ratios := against.get((algorithm, buffers)):
+            least = min(ratios, key=ratios.__getitem__)
+            lines[-1] += f"   {geometric_mean(ratios.values()):.2f} times as fast, {ratios[least]:.2f} at {least} bytes"
+    if spread := sum(map(is_spread, rows)):
+        lines.append(f"~ {spread} of {len(rows)} rows: p99 above {FAR:g} times the median, so other work ran meanwhile; "
+                     "measure again, or with more --sweeps")
+    return [*lines, *_wrong(rows)]
+
+
+def _wrong(rows: Sequence[Row]) -> list[str]:
+    """Wrong elements of exact operations, and of lossy ones the replicas that differ or are not finite."""
+    exact, lossy = ([row for row in rows if row.algorithm.startswith("wire ") == is_lossy] for is_lossy in (False, True))
+    lines = [f"wrong elements {sum(row.wrong for row in exact)}"] if exact else []
+    return [*lines, f"replicas that differ {sum(row.wrong for row in lossy)}"] if lossy else lines
 
 
 def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float]]:
@@ -59,7 +84,7 @@ def check_writable(path: Path) -> None:
             raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
         if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
             raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
-        partial = path.with_name(path.name + ".part")
+        partial = path.with_name(path.name + ".partial")
         partial.touch()
         partial.unlink()
     except OSError as error:
@@ -70,6 +95,4 @@ def write_json(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
     """Everything so far, as one whole file, a row per line: a reader never sees half a row. What is not finite is null."""
     listed = [json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
                           for key, value in row._asdict().items()}, allow_nan=False) for row in rows]
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n")
-    os.replace(partial, path)
+    write_whole(path, f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n")

@@ -82,6 +82,8 @@ def target(kind: str, checked: bool = False, gemm: str = "tiled", tiles: str = "
     """
     if checked and kind != "cuda-sim":
         raise ConfigError(f"Only the simulator can check kernels, but --device is {kind}.", "Use --device cuda-sim --checked.")
+    if kind == "cpu" and (gemm != "tiled" or tiles):
+        raise ConfigError("--gemm and --tiles are about products on a GPU, but --device is cpu.", "Leave them out.")
     if kind == "cpu":
         return Target(kind, ops_for(kind), Arena(), lambda x: x, lambda x: x, lambda: None)
     multiply = cuda.multiply(gemm, tiles)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mpitrain.build import Job
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
+from mpitrain.files import write_whole
 from mpitrain.transport.base import Transport
 
 WARM_UP = 3  # steps of each side before any is timed
@@ -137,4 +138,4 @@ def against(ours: Result, peer: Result) -> list[float]:
 
 def write_json(path: Path, device: str, results: Sequence[Result]) -> None:
     """Write every side's blocks and losses; the first result is ours."""
-    path.write_text(json.dumps({"device": device, "sides": [result._asdict() for result in results]}, indent=1) + "\n")
+    write_whole(path, json.dumps({"device": device, "sides": [result._asdict() for result in results]}, indent=1) + "\n")

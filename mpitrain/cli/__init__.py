@@ -1,14 +1,16 @@
 """The command line. Each command lives in a file of its own, loaded only when it is called or described."""
 
+import difflib
 import importlib
 import os
 import sys
+from functools import partial
 
 import click
 
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
-from mpitrain.cli.output import open_output
+from mpitrain.cli.output import OutputError, open_output
 from mpitrain.device import launched
 from mpitrain.errors import MpitrainError, brief
 
@@ -16,7 +18,7 @@ STOPPED = 85  # exit code of a run that stopped on request after a checkpoint: r
 REPORT = "MPITRAIN_REPORT"  # set by `launch`: a file in which rank 0 of `train` leaves the path of its metrics.jsonl
 TERMINAL = "MPITRAIN_TERMINAL"  # set to 1 by `launch` when a terminal is behind the pipe that the ranks are given
 
-COMMANDS = ("train", "launch", "eval", "generate", "doctor", "bench")
+COMMANDS = ("train", "launch", "eval", "generate", "doctor", "bench", "plot")
 
 
 class LazyGroup(click.Group):
@@ -27,6 +29,18 @@ class LazyGroup(click.Group):
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         return importlib.import_module(f"mpitrain.cli.{name}").command if name in COMMANDS else None
+
+    def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in COMMANDS or name.startswith("-"):
+            return super().resolve_command(context, args)
+        close = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
+        raise click.UsageError(f"No such command {name!r}" + (f"; did you mean {close[0]!r}?" if close else "."), context)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each command with its whole first sentence, on as many lines as it takes."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.get_command(context, name).get_short_help_str(1000)) for name in COMMANDS])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,10 +53,13 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.message = brief(error.message)
         leave_usage(error.show, error.exit_code)
-    except (MpitrainError, BrokenPipeError) as error:    # of standard output: whatever else is raised, a command knows
-        if isinstance(error, MpitrainError):
-            print(error, file=sys.stderr)
+    except BrokenPipeError:
         sys.exit(1)
+    except OutputError as error:    # of this rank alone
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except MpitrainError as error:
+        leave_usage(partial(print, error, file=sys.stderr), error.exit_code)
     except click.Abort:
         sys.exit(130)
 

@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ class Bytes(click.ParamType):
 def command() -> None:
     """Measure collectives, with all the ranks this was started with: mpitrain launch -n 4 -- bench allreduce
 
-    Every row is checked: #wrong counts elements that are not what they must be, and the exit code is 1 if any is.
+    Every row is checked: #wrong counts elements that are not what they must be, or replicas of a lossy sum that differ, and
+    the exit code is 1 if there are any.
     """
 
 
@@ -47,16 +49,18 @@ command.add_command(kernels)
 command.add_command(gemm)
 
 
+WIRE = click.option("--wire", default="", metavar="A,B",
+                    help="Formats to measure beside the algorithms, float32: fp16, bf16, int8, topk:0.01, powersgd:4.")
+
+
 def collective(name: str) -> Callable:
     """The subcommand that measures one collective."""
     @click.command(name, help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.")
     @click.option("--algorithm", default="all", metavar="A,B|all", help="Algorithms to measure; all: every one there is.")
     @click.option("--min-bytes", type=Bytes(), default="4K", show_default=True, help="Smallest array.")
     @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
-    @click.option("--factor", type=click.FloatRange(min=1.01), default=4, show_default=True, help="From one size to the next.")
+    @click.option("--factor", type=float, default=4, show_default=True, help="From one size to the next.")
     @click.option("--dtype", default="float32", show_default=True, help="float32, float64, float16, bfloat16, int32.")
-    @click.option("--wire", default="", metavar="A,B",
-                  help="Of allreduce, float32: formats to measure too: fp16, bf16, int8, topk:0.01, powersgd:4.")
     @click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True,
                   help="Whose memory holds the arrays, and whose kernels reduce them.")
     @click.option("--buffers", default="window", show_default=True, metavar="window|plain|window,plain",
@@ -67,13 +71,13 @@ def collective(name: str) -> Callable:
     @click.option("--sweeps", type=click.IntRange(1, MOST), default=1, show_default=True, help="Times to go through it all.")
     @click.option("--tuning", type=click.Path(path_type=Path), help="Constants for `auto` and the predictions, from bench fit.")
     @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured.")
-    @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time against bytes, at the end.")
+    @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time and bandwidth, at the end.")
     def measure(**options: Any) -> None:
         with ranks(kind=lambda: options["device"]) as transport:
             wrong = _measure(transport, name, options)
         sys.exit(1 if wrong else 0)
 
-    return measure
+    return WIRE(measure) if name == "allreduce" else measure
 
 
 for _name in OPERATIONS:
@@ -81,41 +85,45 @@ for _name in OPERATIONS:
 
 
 def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
-    """Run one benchmark; rank 0 prints. The number of wrong elements."""
+    """Run one benchmark; rank 0 prints. The number of wrong elements and replicas."""
+    from mpitrain.bench.header import header
     from mpitrain.bench.table import footer
-    from mpitrain.collectives.tuning import DEFAULT, read_tuning
+    from mpitrain.collectives.tuning import DEFAULT, foreign, read_tuning
     from mpitrain.transport.agree import agreed
 
     request = agreed(transport, lambda: _request(name, options))
     agreed(transport, lambda: _check_files(transport.rank, [options["json_file"]], options["plot_file"]))
     tuning = agreed(transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT)
-    rows = _swept(transport, request, tuning, options["json_file"])
+    facts = header(transport, request, sys.argv[1:])
+    if transport.rank == 0 and (advice := foreign(tuning, transport.hosts)):
+        click.echo(f"{advice} with --tuning")
+    rows = list(_swept(transport, request, tuning, facts, options["json_file"]))
     if transport.rank == 0:
         click.echo("\n" + "\n".join(footer(rows)))
         if options["plot_file"]:
             from mpitrain.bench.plot import plot
 
-            plot(rows, f"{name}, {transport.size} ranks", options["plot_file"])
+            plot(rows, facts, options["plot_file"])
     return sum(row.wrong for row in rows)
 
 
-def _swept(transport: Any, request: Any, tuning: Any, json_file: Path | None) -> list[Any]:
-    """All rows of a request; rank 0 prints them, and writes them if asked, as they are measured."""
-    from mpitrain.bench.header import header, printed
+def _swept(transport: Any, request: Any, tuning: Any, facts: dict[str, Any], json_file: Path | None) -> Iterator[Any]:
+    """The rows of a request, as they are measured; rank 0 prints each, and writes them all if asked."""
+    from mpitrain.bench.header import printed
     from mpitrain.bench.sweep import sweep
     from mpitrain.bench.table import COLUMNS, UNITS, line, write_json
 
-    facts, rows = header(transport, request, sys.argv[1:]), []
     measured = sweep(transport, request, tuning)
     if transport.rank == 0:
         click.echo("\n".join([*printed(facts), "", COLUMNS, UNITS]))
+    rows = []
     for row in measured:
         rows.append(row)
         if transport.rank == 0:
             click.echo(line(row, request.buffers))
             if json_file:
                 write_json(json_file, facts, rows)
-    return rows
+        yield row
 
 
 def _check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
@@ -148,9 +156,9 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     places = options["buffers"].split(",")
     for place in places:
         check_name("buffers", place, MEMORY)
-    wires = [parse_wire(text) for text in options["wire"].split(",") if text]
-    if wires and (name, options["dtype"]) != ("allreduce", "float32"):
-        raise ConfigError(f"--wire is for allreduce of float32, but this is {name} of {options['dtype']}.")
+    wires = [parse_wire(text) for text in options.get("wire", "").split(",") if text]
+    if wires and options["dtype"] != "float32":
+        raise ConfigError(f"--wire is for arrays of float32, but these are of {options['dtype']}.", "Leave out one of the two.")
     return Request(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
                    dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"],
                    [wire for wire in wires if wire.name != "none"], options["device"])
@@ -165,19 +173,20 @@ def _request(name: str, options: dict[str, Any]) -> Any:
 def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, json_file: Path | None) -> None:
     """Measure every all-reduce and fit the cost model to it, for this number of ranks.
 
-    Every second size is left out at first, to tell how well the model does on sizes it has not seen. Run it once for every
-    number of ranks you use: the file keeps what it has of the same machine.
+    Every second size is left out at first, to tell how well the model does on sizes it has not seen. Over slow links sizes
+    stop growing where time has begun to grow with them. The file is written after every sweep, so that an interruption
+    keeps those before. Run it once for every number of ranks you use: the file keeps what it has of the same machine.
     """
     with ranks() as transport:
         _fit(transport, out, min_bytes, max_bytes, sweeps, json_file)
 
 
 def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int, json_file: Path | None) -> None:
-    """Measure, check on the sizes left out, fit to all, write."""
+    """Measure, fit and write after every sweep; at the end check on sizes left out."""
     import numpy as np
 
-    from mpitrain.bench.fit import check, described, fit, median_of_sweeps, merged
-    from mpitrain.bench.header import machine
+    from mpitrain.bench.fit import checked, described, fit, median_of_sweeps, merged
+    from mpitrain.bench.header import header, machine
     from mpitrain.bench.sweep import Request, sizes
     from mpitrain.collectives.agree import everywhere
     from mpitrain.collectives.choose import candidates
@@ -191,20 +200,17 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
                                      "mpitrain launch -n 2 -- bench fit"))
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     agreed(transport, lambda: _check_files(transport.rank, [out, json_file]))
-    request = Request("allreduce", (*candidates(transport.hosts, is_native=True), "star"), sizes(min_bytes, max_bytes, 2),
-                      np.dtype("float32"), 0, 3, MEMORY, sweeps)
-    rows = median_of_sweeps(_swept(transport, request, DEFAULT, json_file))
-    known = sorted({row.bytes for row in rows})[::2]
-    identity = machine(transport)
+    request = Request("allreduce", candidates(transport.hosts, is_native=True), sizes(min_bytes, max_bytes, 2),
+                      np.dtype("float32"), 0, 3, MEMORY, sweeps, stops=True)
+    identity, rows, tuning = machine(transport), [], DEFAULT
+    measured = _swept(transport, request, DEFAULT, header(transport, request, sys.argv[1:]), json_file)
+    for number, swept in groupby(measured, key=lambda row: row.sweep):
+        rows += swept
+        if transport.rank == 0:
+            tuning = fit(identity, transport.hosts, median_of_sweeps(rows))
+            write_tuning(out, merged(before, tuning))
+            click.echo(f"sweep {number} of {sweeps}: written to {out}")
     if transport.rank == 0:
-        checked = check(fit(identity, transport.hosts, [row for row in rows if row.bytes in known]), transport.hosts,
-                        [row for row in rows if row.bytes not in known])
-        tuning = fit(identity, transport.hosts, rows)
-        write_tuning(out, merged(before, tuning))
-        click.echo("\n" + "\n".join(described(tuning, transport.size)))
-        for memory, (error, choices) in checked.items():
-            good = sum(ratio <= 1.15 for _, ratio in choices.values())
-            click.echo(f"{memory} arrays of sizes left out: predicted within {error:.0%} (median); auto is the fastest or within "
-                       f"15% of it at {good} of {len(choices)}: "
-                       + ", ".join(f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in choices.items()))
-        click.echo(f"written to {out}")
+        click.echo("\n" + "\n".join([*described(tuning, transport.size), *checked(identity, transport.hosts, rows)]))
+        if before and before.machine != identity:
+            click.echo(f"{out} held constants of another machine; these have taken their place")

@@ -77,10 +77,10 @@ def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | N
 @click.option("--products", type=Names(PRODUCTS), default=",".join(PRODUCTS), show_default=True, metavar="A,B",
               help="Of a linear layer: forward, input and weight half; with bias and GELU; with the bias gradient.")
 @click.option("--tune", is_flag=True, help="Measure every tile instead, and write the best ones to --out.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("tiles.json"), show_default=True,
-              help="Of --tune: the table, for --tiles and device.tiles; it keeps what it has for other shapes.")
+@click.option("--out", type=click.Path(path_type=Path),
+              help="Of --tune: the table, for --tiles and device.tiles [tiles.json]; it keeps what it has for other shapes.")
 def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, shapes: str, dtypes: tuple[str, ...],
-         products: tuple[str, ...], tune: bool, out: Path) -> None:
+         products: tuple[str, ...], tune: bool, out: Path | None) -> None:
     """Measure matrix products in turns with the library's: cuBLAS through CuPy, NumPy's BLAS on cuda-sim and cpu.
 
     T: an operand is stored transposed. Where ours does more than a product, the library's time has kernels after it.
@@ -89,12 +89,15 @@ def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None
     def run() -> int:
         from mpitrain.bench import gemm as bench
         from mpitrain.bench.target import target
+        from mpitrain.errors import ConfigError
 
+        if out and not tune:
+            raise ConfigError("--out is where --tune writes its table, but --tune is not given.", "Add --tune, or use --json.")
         place = target(kind, checked, gemm, tiles)
         wanted = bench.parse_shapes(shapes or bench.SHAPES[kind])
         click.echo(f"# {place.name}")
         if tune:
-            return _tune(bench.tune(place, wanted, dtypes), out, place.name)
+            return _tune(bench.tune(place, wanted, dtypes), out or Path("tiles.json"), place.name)
         click.echo(f"{'product':<8} {'M x N x K':>18} {'dtype':>8}  {'tile':<13} {'time us':>10} {'library us':>11} "
                    f"{'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}")
         return _printed(

@@ -44,6 +44,7 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes:
     from mpitrain.bench.table import check_writable
     from mpitrain.bench.train import Ours, alternate, peer_class, table, write_json
     from mpitrain.build import build
+    from mpitrain.collectives.tuning import foreign
     from mpitrain.transport.agree import agreed
 
     if json_file:
@@ -63,6 +64,8 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes:
         for side in sides:
             side.close()
     if transport.rank == 0:
+        if config.replication.algorithm == "auto" and (advice := foreign(job.trainer.group.tuning, transport.hosts)):
+            click.echo(f"{advice} in replication.tuning")
         tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
         click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, {job.trainer.plan.parameter_count} parameters, "
                    f"all-reduce {config.replication.algorithm}, {config.device.kind}, products by {_multiplier(config)}; "

@@ -1,6 +1,5 @@
 """How a rank begins and ends: connected, and leaving together with the others or taking them along."""
 
-import json
 import sys
 import time
 import traceback
@@ -8,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import tomli_w
 
 from mpitrain import device
 from mpitrain.errors import ConfigError, MpitrainError
@@ -60,7 +61,11 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") ->
 
 def settings_of(*options: tuple[str, Any]) -> list[str]:
     """`section.key=value` for each option that was given."""
-    return [f"{key}={json.dumps(value)}" for key, value in options if value is not None]
+    return [f"{key}={_toml(value)}" for key, value in options if value is not None]
+
+
+def _toml(value: Any) -> str:
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 
 def kind_of(folder: Path, settings: list[str]) -> str:

@@ -10,15 +10,19 @@ from mpitrain.cli.ending import kind_of, ranks, settings_of
 @click.command()
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--data", metavar="SOURCE", help="Evaluate on this source instead of the run's own.")
+@click.option("--rows", type=click.IntRange(min=0), metavar="N",
+              help="Held-out rows to take, spread evenly; 0: all (default: as in training).")
 @click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
-def command(run: Path, data: str | None, device: str | None) -> None:
+def command(run: Path, data: str | None, rows: int | None, device: str | None) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
-    settings = settings_of(("data.source", data), ("device.kind", device))
+    settings = settings_of(("data.source", data), ("run.eval_rows", rows), ("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.session import open_run
+        from mpitrain.trainer import evaluated_rows
 
         job = open_run(transport, run, settings)
         loss, accuracy = job.trainer.evaluate(job.source)
         if transport.rank == 0:
-            click.echo(f"{run} at step {job.step} on {job.trainer.config.data.source}: validation loss {loss:.4f} nats, "
-                       f"{accuracy:.1%} of predictions right ({job.source.held_out} rows)")
+            click.echo(f"{click.format_filename(run)} at step {job.step} on {job.trainer.config.data.source}: "
+                       f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
+                       f"({evaluated_rows(job.trainer.config, job.source)} of {job.source.held_out} held-out rows)")

@@ -1,9 +1,12 @@
 """`mpitrain generate`: text from a checkpoint."""
 
+import codecs
 import math
 import os
 import sys
-from itertools import islice
+import unicodedata
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import click
@@ -25,26 +28,43 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
               help="0 takes the likeliest.")
 @click.option("--top-k", type=click.IntRange(0, MOST), default=40, show_default=True, help="Draw among so many; 0: all.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws.")
+@click.option("--raw", is_flag=True, help="Write the bytes as they are drawn, also where they are not text.")
 @click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
-def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int, device: str | None) -> None:
-    """Write text with the newest checkpoint of RUN_DIR."""
+def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int, raw: bool,
+            device: str | None) -> None:
+    """Write text with the newest checkpoint of RUN_DIR.
+
+    Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
+    """
     settings = settings_of(("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.generate import tokens
         from mpitrain.session import open_run
-        from mpitrain.transport.agree import agreed
+        from mpitrain.transport.agree import agreed, on_root
 
         trainer, source, _ = open_run(transport, run, settings, needs_data=False)
         is_text = not trainer.config.data.source.startswith("tokens:")
         start = agreed(transport, lambda: _prompt(prompt, is_text, source))
-        if transport.rank == 0:
-            out = sys.stdout.buffer  # bytes: what a model writes need not be text in anybody's encoding
-            out.write(os.fsencode(prompt))
-            for token in islice(tokens(trainer, start, temperature, top_k, seed), count):
-                out.write(bytes([token]) if is_text else f" {token}".encode())
-                out.flush()
-            out.write(b"\n")
-            out.flush()
+
+        def write() -> None:
+            drawn = islice(tokens(trainer, start, temperature, top_k, seed), count)
+            written = (bytes([token]) if is_text else f" {token}".encode() for token in drawn)
+            parts = chain([os.fsencode(prompt)], written, [b"\n"])
+            for part in parts if raw else readable(parts):
+                sys.stdout.buffer.write(part)
+                sys.stdout.buffer.flush()
+
+        on_root(transport, write)
+
+
+def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Bytes as text for a terminal or a log: what is not UTF-8, what standard output cannot show and what controls a terminal
+    become \\x.. and the like."""
+    decoder, encoding = codecs.getincrementaldecoder("utf-8")("backslashreplace"), sys.stdout.encoding or "utf-8"
+    for part in chain(parts, [None]):
+        text = decoder.decode(part or b"", final=part is None)
+        safe = (c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode() for c in text)
+        yield "".join(safe).encode(encoding, "backslashreplace")
 
 
 def _prompt(prompt: str, is_text: bool, source: object) -> list[int]:

@@ -44,6 +44,8 @@ class Progress:
               f"{c.replication.algorithm} all-reduce; run directory {folder}", flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
+        if record["step"] == c.run.steps and record["event"] == "resume":
+            print(f"all {c.run.steps} steps were done before; to train on, set run.steps to more", flush=True)
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
         self._bar = tqdm(total=c.run.steps, initial=self._first, unit="step", disable=not self._is_terminal,
                          file=sys.stderr, dynamic_ncols=sys.stderr.isatty(), ncols=None if sys.stderr.isatty() else 100)

@@ -60,7 +60,7 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
         algorithm = "ring"
     if algorithm == "hierarchical":
         plans = hierarchical.all_reduce(rank, transport.hosts, count)
-        return Chain([Execution(transport, array, op, plan, tag, arithmetic=arithmetic) for plan in plans])
+        return Chain(transport, [Execution(transport, array, op, plan, tag, arithmetic=arithmetic) for plan in plans])
     return Execution(transport, array, op, ALL_REDUCE[algorithm](rank, n, count), tag, arithmetic=arithmetic)
 
 

@@ -1,15 +1,16 @@
 """Reductions made of reductions: one after the other, and side by side."""
 
 from collections.abc import Callable, Sequence
-from os import sched_yield
 
 from mpitrain.collectives.execute import Reduction, started_twice
+from mpitrain.transport.base import Transport
 
 
 class Local:
     """Work between messages, as a link of a lane."""
 
     state = None
+    is_messages = True
 
     def __init__(self, work: Callable[[], None]):
         self.run = self.start = work
@@ -29,8 +30,10 @@ class Lanes:
     """
 
     state = None
+    is_messages = True
 
-    def __init__(self, lanes: Sequence[Sequence[Reduction]], width: int):
+    def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int):
+        self._transport = transport
         self._lanes, self._width, self._length = lanes, width, len(lanes[0])
         self._ended = [self._length] * len(lanes)  # links of each lane; -1: it has not started
         self._first = len(lanes)  # the lanes before it have ended
@@ -51,11 +54,7 @@ class Lanes:
         return self._first == len(self._lanes)
 
     def wait(self) -> None:
-        while not self.poll():
-            if self._width == 1:
-                self._lanes[self._first][self._ended[self._first]].wait()
-            else:
-                sched_yield()  # to block on one lane would hold up what the others can go on with
+        self._transport.wait_until(self.poll)  # to block on one lane would hold up what the others can go on with
 
     def _go_on(self) -> None:
         """Everything that can be done without blocking, the oldest lane first."""
@@ -79,5 +78,9 @@ class Lanes:
 class Chain(Lanes):
     """Reductions that run one after the other as one."""
 
-    def __init__(self, links: Sequence[Reduction]):
-        super().__init__([links], 1)
+    def __init__(self, transport: Transport, links: Sequence[Reduction]):
+        super().__init__(transport, [links], 1)
+
+    def wait(self) -> None:
+        while not self.poll():
+            self._lanes[0][self._ended[0]].wait()

@@ -34,6 +34,9 @@ class Reduction(Protocol):
     """What a lossy wire format keeps from run to run, which belongs in a checkpoint; None where nothing is lost. `residual`
     and `prediction` lie like the buffer; the residual is each rank's own, all else is the same on all ranks."""
 
+    is_messages: bool
+    """Whether it is made of messages, and of work between them, alone: any thread may then poll it, one at a time."""
+
     def learn(self, total: np.ndarray) -> None:
         """Where there is state: take note of a sum like the buffer's that another reduction made in its place."""
 
@@ -76,6 +79,7 @@ class Execution:
     """A plan bound to an array and a tag: a Reduction. With `outgoing`, sends come out of that array instead."""
 
     state = None
+    is_messages = True
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int,
                  outgoing: np.ndarray | None = None, arithmetic: Arithmetic = HOST):

@@ -106,7 +106,7 @@ def coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> La
     width = min(len(lanes), max(2, 2 * WINDOW // n))
     tags = [tag, *(transport.claim_tag() for _ in range(2 * width - 1))]
     desks = [Desk(lanes[0], n, codec, tags[2 * i:2 * i + 2]) for i in range(width)]
-    return Lanes([links(transport, part, codec, desks[i % width]) for i, part in enumerate(lanes)], width)
+    return Lanes(transport, [links(transport, part, codec, desks[i % width]) for i, part in enumerate(lanes)], width)
 
 
 class Desk:
@@ -232,7 +232,7 @@ class TopK(Chain):
                 memory.prediction[positions] += np.float32(RECENT) * values.view(np.float32)
 
         exchange = Execution(transport, everyone, "add", ring.all_gather(rank, n, everyone.size), tag)
-        super().__init__([Local(choose), exchange, Local(add_up)])
+        super().__init__(transport, [Local(choose), exchange, Local(add_up)])
 
 
 class PowerSgd(Chain):
@@ -296,7 +296,7 @@ class PowerSgd(Chain):
 
         rings = [Execution(transport, buffer, "add", ring.all_reduce(transport.rank, transport.size, buffer.size), tag)
                  for buffer in (left, right)]
-        super().__init__([Local(project), rings[0], Local(reproject), rings[1], Local(rebuild)])
+        super().__init__(transport, [Local(project), rings[0], Local(reproject), rings[1], Local(rebuild)])
 
 
 def square(count: int) -> Matrix:

@@ -11,6 +11,7 @@ class Native:
     """The library's all-reduce bound to an array: a Reduction."""
 
     state = None
+    is_messages = False
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str):
         if array.dtype.name not in transport.native_dtypes:

@@ -12,9 +12,9 @@ from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
-from mpitrain.errors import ConfigError
+from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.base import Transport
-from mpitrain.transport.shared import Lease, Place
+from mpitrain.transport.shared import Place
 
 BLOCK = 1 << 17
 """Bytes reduced at a time: what every rank has of a block stays in cache from its reduction to its last copy."""
@@ -27,26 +27,27 @@ class Shared:
     """An all-reduce through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
 
     state = None
+    is_messages = False
     meetings = 0
     """Barriers of one run."""
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, lease: Lease | None):
-        self._transport, self._combine, self._lease = transport, HOST.combining(array, op), lease
+    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int):
+        self._transport, self._combine = transport, HOST.combining(array, op)
         self._array = array.reshape(-1)
         self._meeting = Execution(transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag)
         self._meetings_left = 0
 
     def run(self) -> None:
-        if self._meetings_left:
-            raise started_twice()
+        if self._meetings_left or self._transport.windows.closed:
+            raise self._refusal()
         self._bring()
         for left in reversed(range(self.meetings)):
             self._transport.barrier()
             self._met(left)
 
     def start(self) -> None:
-        if self._meetings_left:
-            raise started_twice()
+        if self._meetings_left or self._transport.windows.closed:
+            raise self._refusal()
         self._bring()
         self._meetings_left = self.meetings
         self._meeting.start()
@@ -62,6 +63,13 @@ class Shared:
         while self._meetings_left:
             self._meeting.wait()
             self._go_on()
+
+    def _refusal(self) -> CommError:
+        """Why no run may begin: without this, what is written would not be memory any more."""
+        if self._meetings_left:
+            return started_twice()
+        return CommError(f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
+                         "it was split from is closed.", "Close it when all reductions have ended.")
 
     def _go_on(self) -> None:
         """All ranks have met."""
@@ -80,9 +88,8 @@ class InPlace(Shared):
 
     meetings = 2
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, windows: list[np.ndarray],
-                 lease: Lease | None):
-        super().__init__(transport, array, op, tag, lease)
+    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, windows: list[np.ndarray]):
+        super().__init__(transport, array, op, tag)
         rank, n = transport.rank, transport.size
         self._own = windows[rank]
         self._in_window = self._array.ctypes.data == self._own.ctypes.data
@@ -120,8 +127,8 @@ class Small(Shared):
 
     meetings = 1
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]], lease: Lease):
-        super().__init__(transport, array, op, tag, lease)
+    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]):
+        super().__init__(transport, array, op, tag)
         self._own = [copies[transport.rank] for copies in slots]
         self._copies = [(copies[0], copies[1:]) for copies in slots]
         self._turn = 0
@@ -143,14 +150,16 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> R
     Collective. None on every rank if the host has no room for a window; ConfigError if the ranks are on several hosts.
     """
     check_one_host(transport)
-    if array.nbytes * transport.size <= SMALL:
-        slots, lease = _borrow(transport, array, 2)
-        return None if slots is None else Small(transport, array, op, tag, slots, lease)
-    windows, lease = _window_of(transport, array), None
-    if windows is None:
-        slots, lease = _borrow(transport, array, 1)
-        windows = slots and slots[0]
-    return None if windows is None else InPlace(transport, array, op, tag, windows, lease)
+    is_small = array.nbytes * transport.size <= SMALL
+    windows = None if is_small else _window_of(transport, array)
+    if windows is not None:
+        return InPlace(transport, array, op, tag, windows)
+    window, slots = _borrow(transport, array, 2 if is_small else 1)
+    if window is None:
+        return None
+    reduction = Small(transport, array, op, tag, slots) if is_small else InPlace(transport, array, op, tag, slots[0])
+    transport.windows.use(window, reduction)
+    return reduction
 
 
 def check_one_host(transport: Transport) -> None:
@@ -169,8 +178,8 @@ def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | No
     return views if all(p == places[0] for p in places) else None
 
 
-def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[list[list[np.ndarray]], Lease] | tuple[None, None]:
-    """Copies of the array in a window, each by rank: in one that is idle on every rank, or in a new one. Collective."""
+def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]]] | tuple[None, None]:
+    """A window that is idle on every rank, or a new one, and copies of the array in it, each by rank. Collective."""
     apart = -(-array.nbytes // 64) * 64
     nbytes = 1 << max(12, (copies * apart - 1).bit_length())  # few sizes, so that they are used again
     idle = set.intersection(*map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members))))
@@ -180,4 +189,4 @@ def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[list[
         place._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
     if not all(transport.gather_text(None not in views)):
         return None, None
-    return views, transport.windows.lease(place.window, nbytes)
+    return place.window, views

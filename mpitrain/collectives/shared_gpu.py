@@ -52,7 +52,7 @@ def bind_shared_gpu(transport: DeviceTransport, array: Any, op: str, tag: int, a
         gpu.synchronize()
 
     meeting = Execution(transport, np.empty(0, np.uint8), "add", barrier(rank, n), tag)
-    return Chain([Local(gpu.synchronize), meeting, Local(reduce), meeting])
+    return Chain(transport, [Local(gpu.synchronize), meeting, Local(reduce), meeting])
 
 
 def _check_gpus_are_seen(transport: DeviceTransport) -> None:

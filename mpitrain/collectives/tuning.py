@@ -2,11 +2,12 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents
+from mpitrain.files import contents, write_whole
 
 
 def read_tuning(path: Path) -> Tuning:
@@ -46,9 +47,15 @@ def _is_complete(tuning: Tuning) -> bool:
 def write_tuning(path: Path, tuning: Tuning) -> None:
     """Write the file whole, a line for the constants of a knot."""
     text = json.dumps(tuning._asdict(), indent=1, allow_nan=False)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
-    partial.replace(path)
+    write_whole(path, re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
+
+
+def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
+    """One line of advice if what is known is one host, and the ranks are on several; else nothing."""
+    if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
+        return ""
+    return (f"predictions, and so algorithm auto, know one machine and no links, but these ranks are on {len(set(hosts))} hosts: "
+            "measure with `mpitrain bench fit` on all of them, and name its file")
 
 
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))

@@ -5,11 +5,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from mpitrain import config
+from mpitrain.collectives.choose import part_bytes
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.lossy import Matrix, tiles
+from mpitrain.collectives.moving import ByCaller, mover
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.units import Bucket, Plan
+
+WITHIN_A_HOST = 4e6
+"""Bytes of a bucket between ranks of one host, where a reduction is short beside the layers of its units."""
 
 AGREED = ("factors/", "prediction/")
 """How the names of state that is the same on all ranks begin."""
@@ -24,7 +29,7 @@ class Buckets:
     def __init__(self, group: Group, plan: Plan, gradients: np.ndarray, settings: config.Replication,
                  dense_steps: int):
         self._plan, self._dense_steps = plan, dense_steps
-        self._buckets = plan.buckets(settings.bucket_mb * 1e6)
+        self._buckets = plan.buckets(1e6 * settings.bucket_mb or self._chosen_bytes(group, plan))
         self._views = views = [gradients[b.start:b.stop] for b in self._buckets]
         wire = parse_wire(settings.wire)
         is_lossy = wire.name != "none"
@@ -34,7 +39,16 @@ class Buckets:
             group.bind_lossy(view, wire, self._matrices(bucket))
             for bucket, view in zip(self._buckets, views, strict=True)
         ] if is_lossy else []
+        self._mover = ByCaller() if settings.progress_thread == "no" else mover(group.transport, [*self._dense, *self._lossy])
         self.begin(0)
+
+    @staticmethod
+    def _chosen_bytes(group: Group, plan: Plan) -> float:
+        """Bytes of a bucket where none are given."""
+        hosts = group.transport.hosts
+        if len(set(hosts)) == 1:
+            return WITHIN_A_HOST
+        return part_bytes(group.tuning, group.algorithm, hosts, plan.length, plan.dtype.itemsize)
 
     def _matrices(self, bucket: Bucket) -> list[Matrix]:
         return [
@@ -43,6 +57,9 @@ class Buckets:
             if bucket.start <= entry.start < bucket.stop and len(entry.parameter.local_shape) == 2
             for tile in tiles(entry.start - bucket.start, *entry.parameter.local_shape)
         ]
+
+    def __len__(self) -> int:
+        return len(self._buckets)
 
     def begin(self, step: int) -> None:
         """Choose the reductions of step `step`, from 0."""
@@ -58,17 +75,15 @@ class Buckets:
     def start(self, unit: int) -> None:
         """Start the bucket that was waiting for this unit, if any was."""
         if unit in self._by_unit:
-            self._by_unit[unit].start()
+            self._mover.start(self._by_unit[unit])
 
     def poll(self) -> None:
         """Move what is under way."""
-        for reduction in self._active:
-            reduction.poll()
+        self._mover.poll()
 
     def wait(self) -> None:
         """Block until all that was started is reduced."""
-        for reduction in self._active:
-            reduction.wait()
+        self._mover.wait()
         self._learn()
 
     def run(self) -> None:

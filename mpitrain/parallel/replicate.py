@@ -1,6 +1,7 @@
 """How replicas of one model stay equal: the Replication protocol, and data parallelism by all-reduce."""
 
 import math
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What every rank knows after a step: the same values on all of them.
+    """What every rank knows after a step: the same values on all of them, but for the last.
 
     loss       mean over the global batch
     grad_norm  global 2-norm of the gradient, before clipping
@@ -38,6 +39,7 @@ class Outcome(NamedTuple):
     lr         learning rate of the step
     updated    whether the parameters were updated
     stop       whether any rank was asked to stop
+    comm_s     seconds this rank stood still for messages at the end of the step: communication that nothing hid
     """
 
     loss: float
@@ -46,6 +48,7 @@ class Outcome(NamedTuple):
     lr: float
     updated: bool
     stop: bool
+    comm_s: float = 0.0
 
 
 class Replication:
@@ -77,6 +80,10 @@ class Replication:
     def poll(self) -> None:
         """Move communication along; called between layers."""
 
+    def total(self, a: float, b: float, c: float, d: float) -> list[float]:
+        """Four numbers summed over the replicas, in one small message; collective."""
+        return [a, b, c, d]
+
     def finish(self, step: Step) -> Outcome:
         """Wait for the gradients, agree on the outcome, update the parameters."""
         return Outcome(step.loss, 0.0, 0, step.lr, False, step.stop)
@@ -100,7 +107,7 @@ class AllReduce(Replication):
         self._parameters, self._gradients = parameters, gradients
         self._overlap, self._clip = settings.overlap, clip
         self.buckets = Buckets(group, plan, gradients, settings, dense_steps)
-        self._control = np.zeros(4)  # on the host: loss, sum of squares, non-finite elements, stop requests
+        self._control = np.zeros(4)  # on the host
         self._agree = group.bind(self._control)
         # The norm is computed once: each rank squares its share of the reduced gradient.
         own = share(plan.length, group.rank, group.size)
@@ -119,19 +126,26 @@ class AllReduce(Replication):
     def poll(self) -> None:
         self.buckets.poll()
 
+    def total(self, a: float, b: float, c: float, d: float) -> list[float]:
+        self._control[:] = a, b, c, d
+        self._agree.run()
+        return self._control.tolist()
+
     def finish(self, step: Step) -> Outcome:
+        began = time.perf_counter()
         if self._overlap:
             self.buckets.wait()
         else:
             self.buckets.run()
+        comm_s = time.perf_counter() - began
         squares = float(self._ops.square_sum(self._own, self._arena))  # waits for the device
         nonfinite = 0 if math.isfinite(squares) else int(self._ops.count_nonfinite(self._own, self._arena))
-        self._control[:] = step.loss, squares, nonfinite, step.stop
-        self._agree.run()
-        loss, squares, nonfinite, stop = self._control.tolist()
+        began = time.perf_counter()
+        loss, squares, nonfinite, stop = self.total(step.loss, squares, nonfinite, step.stop)
+        comm_s += time.perf_counter() - began
         norm = math.sqrt(squares) if squares >= 0 else math.nan
         updated = math.isfinite(loss) and math.isfinite(norm)
         if updated:
             scale = self._clip / norm if 0 < self._clip < norm else 1.0
             self._optimizer.update(self._parameters, self._gradients, scale, step.lr, step.index, delayed=self.buckets.delay)
-        return Outcome(loss, norm, int(nonfinite), step.lr, updated, stop > 0)
+        return Outcome(loss, norm, int(nonfinite), step.lr, updated, stop > 0, comm_s)

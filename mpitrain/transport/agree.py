@@ -1,7 +1,10 @@
 """Errors that only some ranks can see become errors on all of them, so that nobody waits for a rank that gave up."""
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import numpy as np
 
 from mpitrain import errors
 from mpitrain.transport.base import Transport
@@ -58,3 +61,16 @@ def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
                 )
                 error.agreed = True
                 raise error
+
+
+def on_root(transport: Transport, function: Callable[[], None]) -> None:
+    """Call `function` on rank 0 while the others sleep, which in a barrier would keep their cores busy; collective."""
+    told, tag = np.zeros(1, np.uint8), transport.claim_tag()
+    if transport.rank == 0:
+        function()
+        for peer in range(1, transport.size):
+            transport.send(told, peer, tag)
+        return
+    done = transport.start_recv(told, 0, tag)
+    while not done.test():
+        time.sleep(0.01)

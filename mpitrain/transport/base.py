@@ -5,8 +5,10 @@ point-to-point call carries a `tag`; messages of one (source, tag) arrive in the
 are relative to this transport: `split` makes smaller ones.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from os import sched_yield
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +18,10 @@ from mpitrain.transport.shared import Windows
 
 FIRST_CLAIMED_TAG = 1 << 14
 """Tags below it are for whoever calls `send` and `recv` by hand; `claim_tag` gives out those from it upwards."""
+
+
+SPIN, LONGEST_PAUSE = 5e-5, 1e-3
+"""Seconds: a wait gives way to others up to the first, then sleeps, at most for the second at a time."""
 
 
 @dataclass
@@ -73,6 +79,8 @@ class Transport(Protocol):
     """The shared memory allocated so far; `windows.locate` tells whether an array lies in it."""
     native_dtypes: frozenset[str]
     """Names of the dtypes that `native_all_reduce` takes."""
+    admits_threads: bool
+    """Whether a second thread may send and receive beside the main one."""
 
     def claim_tag(self) -> int:
         """A tag that nobody else on this transport uses, the same on all ranks if they claim in the same order."""
@@ -95,6 +103,22 @@ class Transport(Protocol):
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
         """Begin a receive from whoever sends first under `tag`; `request.source` names the sender afterwards."""
 
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6) -> None:
+        """Call `done`, which polls what is under way, until it says True.
+
+        The pauses between calls rise from `pause` seconds to LONGEST_PAUSE, and start again when something was sent.
+        """
+
+    def admit_thread(self) -> None:
+        """Let one more thread of this rank call what is point-to-point, until it calls `dismiss_thread`.
+
+        Meanwhile no wait of the main thread keeps it out, but the collective calls of start-up and end do: `split`,
+        `allocate`, `close`, `native_all_reduce`.
+        """
+
+    def dismiss_thread(self) -> None:
+        """The thread that was admitted calls no more."""
+
     def barrier(self) -> None:
         """Return once every rank has entered."""
 
@@ -107,13 +131,15 @@ class Transport(Protocol):
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         """A zeroed, 64-byte aligned 1-D buffer, in a window that the ranks of this host share if there are several.
 
-        If the host has no room for the window it is plain memory, and one line says so. Collective; lives until `close`.
+        If the host has no room for the window it is plain memory, and one line says so. Collective; see `close`.
         """
 
     def close(self) -> None:
         """Give back the communicators and windows this transport has taken, of which MPI has a limited number. Collective.
 
-        What was split from it is closed by itself, and before. The arrays it allocated are gone: touching one is a crash.
+        Of windows that other parts of the job have borrowed, or in which arrays still lie, on any rank, the transport that
+        all were split from takes possession; it is closed last, and with it goes every window: touching an array that it
+        or a part of it allocated is then a crash. CommError on every rank, and nothing is closed, if a part of it is open.
         """
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
@@ -124,6 +150,19 @@ class Transport(Protocol):
 
     def abort(self, message: str) -> None:
         """Print the message and end every rank of the job at once, non-zero. Does not return."""
+
+
+def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float) -> None:
+    """`Transport.wait_until` where nobody tells that a message has come."""
+    now, sent = pause, traffic.messages
+    while not done():
+        if traffic.messages != sent:
+            now, sent = pause, traffic.messages
+        if now < SPIN:
+            sched_yield()
+        else:
+            time.sleep(now)
+        now = min(1.1 * now, LONGEST_PAUSE)
 
 
 def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int) -> None:

@@ -6,10 +6,11 @@ that a receive will overwrite, must have ended before MPI or a copy beside the s
 for the current stream, once, as the first thing that a start does, and nobody else has to.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mpitrain.backend import DeviceBackend, on_device
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Request, Transport, poll_until
 
 
 class Carrier(Protocol):
@@ -61,8 +62,11 @@ class DeviceTransport:
     """A Transport whose messages may lie in device memory too, and whose `allocate` gives such memory.
 
     `hosts`, tags, traffic and windows are those of the transport below. A message that is staged counts in `traffic` as
-    the pieces it travels in. `backend` is of the device's memory.
+    the pieces it travels in. `backend` is of the device's memory. No other thread should call: streams and staging memory
+    are the main thread's.
     """
+
+    admits_threads = False
 
     def __init__(self, host: Transport, backend: DeviceBackend, carrier: Carrier):
         self._host, self.backend, self._carrier = host, backend, carrier
@@ -91,6 +95,15 @@ class DeviceTransport:
         receive = self.start_recv(incoming, source, tag)
         self.start_send(outgoing, to, tag).wait()
         receive.wait()
+
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6) -> None:
+        poll_until(done, self.traffic, pause)  # the host's may be told of messages, but not of copies
+
+    def admit_thread(self) -> None:
+        self._host.admit_thread()
+
+    def dismiss_thread(self) -> None:
+        self._host.dismiss_thread()
 
     def barrier(self) -> None:
         self._host.barrier()

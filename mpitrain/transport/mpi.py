@@ -6,12 +6,14 @@ BLAS threads comes first.
 
 import json
 import sys
+from collections.abc import Callable
+from threading import RLock
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.transport.base import FIRST_CLAIMED_TAG, Several, Traffic, aligned_zeros, check_message
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Several, Traffic, aligned_zeros, check_message, poll_until
 from mpitrain.transport.shared import Windows, no_room, room_left
 
 BLOCK = 1 << 20
@@ -34,7 +36,18 @@ def connect() -> "MpiTransport":
 
 def from_communicator(comm: Any) -> "MpiTransport":
     """A transport over the ranks of an mpi4py intracommunicator, in a copy of it with tags of its own. Collective."""
-    return MpiTransport(comm.Dup(), Traffic(), Windows(), comm.rank)
+    return MpiTransport(comm.Dup(), comm.rank)
+
+
+class _Turns:
+    """Which thread may call MPI. Started as "serialized", it takes calls of several threads, but one at a time.
+
+    lock    held during every call
+    guests  threads beside the main one that call now; as long as there are any, nobody waits for a message with the lock held
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.guests = RLock(), 0
 
 
 class _Receive:
@@ -42,7 +55,7 @@ class _Receive:
 
     def __init__(self, transport: "MpiTransport", request: Any, array: np.ndarray, unit: Any, what: str):
         self._transport, self._request, self._unit, self._what = transport, request, unit, what
-        self._count = array.size
+        self._turns, self._count = transport.turns, array.size
         self._status = transport.MPI.Status()
         self.source = -1
         self._done = False
@@ -51,14 +64,19 @@ class _Receive:
         if self._done:
             return True
         try:
-            if self._request.Test(self._status):
-                self._finish()
+            with self._turns.lock:
+                arrived = self._request.Test(self._status)
         except self._transport.MPI.Exception as error:
             self._fail(error)
+        if arrived:
+            self._finish()
         return self._done
 
     def wait(self) -> None:
         if self._done:
+            return
+        if self._turns.guests:
+            self._transport.wait_until(self.test)
             return
         try:
             self._request.Wait(self._status)
@@ -85,15 +103,19 @@ class _Send:
     source = -1
 
     def __init__(self, transport: "MpiTransport", request: Any, what: str):
-        self._transport, self._request, self._what = transport, request, what
+        self._transport, self._turns, self._request, self._what = transport, transport.turns, request, what
 
     def test(self) -> bool:
         try:
-            return self._request.Test()
+            with self._turns.lock:
+                return self._request.Test()
         except self._transport.MPI.Exception as error:
             self._fail(error)
 
     def wait(self) -> None:
+        if self._turns.guests:
+            self._transport.wait_until(self.test)
+            return
         try:
             self._request.Wait()
         except self._transport.MPI.Exception as error:
@@ -112,10 +134,13 @@ class MpiTransport:
     native_dtypes = frozenset(
         ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
 
-    def __init__(self, comm: Any, traffic: Traffic, windows: Windows, place: int):
+    def __init__(self, comm: Any, place: int, root: "MpiTransport | None" = None):
         from mpi4py import MPI
 
-        self.MPI, self.comm, self.traffic, self.windows = MPI, comm, traffic, windows
+        self.MPI, self.comm, self._root = MPI, comm, root or self
+        self.traffic, self.windows, self.turns = (
+            (root.traffic, root.windows, root.turns) if root else (Traffic(), Windows(), _Turns()))
+        self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
         self._types = {np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in self.native_dtypes}
         self._by_width = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
@@ -125,7 +150,8 @@ class MpiTransport:
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # split communicators do not tell
         self.hosts, self.members = zip(*self.gather_text((MPI.Get_processor_name(), place)), strict=True)
         self._host: MpiTransport | None = None
-        self._allocated: dict[int, Any] = {}
+        self._made: list[int] = []
+        self._inherited: list[Any] = []
 
     def claim_tag(self) -> int:
         tag = self._next_tag
@@ -154,21 +180,24 @@ class MpiTransport:
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> _Send:
         check_message(array, self.rank, (to,), self.size)
-        self.traffic.messages += 1
-        self.traffic.nbytes += array.nbytes
-        message, _ = self._message(array)
-        return _Send(self, self.comm.Isend(message, to, tag), f"send to rank {to}, tag {tag}")
+        with self.turns.lock:
+            self.traffic.messages += 1
+            self.traffic.nbytes += array.nbytes
+            message, _ = self._message(array)
+            return _Send(self, self.comm.Isend(message, to, tag), f"send to rank {to}, tag {tag}")
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> _Receive:
         check_message(array, self.rank, (source,), self.size)
-        message, unit = self._message(array)
-        return _Receive(self, self.comm.Irecv(message, source, tag), array, unit, f"recv from rank {source}, tag {tag}")
+        with self.turns.lock:
+            message, unit = self._message(array)
+            return _Receive(self, self.comm.Irecv(message, source, tag), array, unit, f"recv from rank {source}, tag {tag}")
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> _Receive:
         check_message(array, self.rank, (), self.size)
-        message, unit = self._message(array)
-        request = self.comm.Irecv(message, self.MPI.ANY_SOURCE, tag)
-        return _Receive(self, request, array, unit, f"recv from any rank, tag {tag}")
+        with self.turns.lock:
+            message, unit = self._message(array)
+            request = self.comm.Irecv(message, self.MPI.ANY_SOURCE, tag)
+            return _Receive(self, request, array, unit, f"recv from any rank, tag {tag}")
 
     def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
         self.start_send(array, to, tag).wait()
@@ -181,19 +210,43 @@ class MpiTransport:
         self.start_send(outgoing, to, tag).wait()
         receive.wait()
 
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6) -> None:
+        poll_until(done, self.traffic, pause)
+
+    def admit_thread(self) -> None:
+        with self.turns.lock:
+            self.turns.guests += 1
+
+    def dismiss_thread(self) -> None:
+        with self.turns.lock:
+            self.turns.guests -= 1
+
     def barrier(self) -> None:
-        self.comm.Barrier()
+        if self.turns.guests:
+            self._wait("Ibarrier")
+        else:
+            self.comm.Barrier()
+
+    def _wait(self, name: str, *arguments: Any) -> None:
+        """One of the library's collectives, begun and waited for."""
+        with self.turns.lock:
+            request = getattr(self.comm, name)(*arguments)
+        _Send(self, request, name).wait()
 
     def split(self, color: int | None, key: int = 0) -> "MpiTransport | None":
-        part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else MpiTransport(part, self.traffic, self.windows, self.members[self.rank])
+        with self.turns.lock:
+            part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
+        if color is None:
+            return None
+        self.windows.parts += 1
+        return MpiTransport(part, self.members[self.rank], self._root)
 
     def gather_text(self, value: Any) -> list[Any]:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.empty(self.size, np.int32)
-        self.comm.Allgather(np.int32(mine.size).reshape(1), lengths)
+        self._wait("Iallgather", np.int32(mine.size).reshape(1), lengths)
         texts = np.empty(int(lengths.sum()), np.uint8)
-        self.comm.Allgatherv(mine, [texts, lengths])
+        self._wait("Iallgatherv", mine, [texts, lengths])
         ends = np.cumsum(lengths)
         return [json.loads(texts[end - length:end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
 
@@ -206,12 +259,13 @@ class MpiTransport:
             if host.size > 1 and host.rank == 0:
                 print(no_room(self.hosts[self.rank], needed, left), file=sys.stderr, flush=True)
             return aligned_zeros(count, dtype)
-        window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
-        blocks = {place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
-                  for rank, place in enumerate(host.members)}
-        self.windows.add(max(numbers), blocks, window)
-        self._allocated[max(numbers)] = window
-        mine = blocks[self.members[self.rank]]
+        with self.turns.lock:
+            window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
+            blocks = {place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
+                      for rank, place in enumerate(host.members)}
+        self.windows.add(max(numbers), blocks, window.Free)
+        self._made.append(max(numbers))
+        mine = self.windows.lend(max(numbers), self.members[self.rank])
         mine[:] = 0
         host.barrier()
         return mine[:count * np.dtype(dtype).itemsize].view(dtype)
@@ -219,28 +273,34 @@ class MpiTransport:
     def _ranks_of_this_host(self) -> "MpiTransport":
         """The part of this transport whose ranks can share memory. Collective at the first call."""
         if self._host is None:
-            comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)
-            self._host = MpiTransport(comm, self.traffic, self.windows, self.members[self.rank])
+            with self.turns.lock:
+                comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)
+            self._host = MpiTransport(comm, self.members[self.rank], self._root)
         return self._host
 
     def close(self) -> None:
-        for number, window in self._allocated.items():
-            self.windows.forget(number)
-            window.Free()
-        self._allocated.clear()
-        if self._host is not None:
-            self._host.close()
-        self.comm.Free()
+        host = [] if self._host is None else [self._host.comm]
+        if self._root is self:
+            self.windows.close(self)
+            host += self._inherited
+        elif not self.windows.leave(self, self._made):
+            self._root._inherited += host  # windows need the communicator they were made with
+            host = []
+        with self.turns.lock:
+            for comm in (*host, self.comm):
+                comm.Free()
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self._check_native(array)
-        for message in self._parts(array):
-            self.comm.Allreduce(self.MPI.IN_PLACE, message, self._ops[op])
+        with self.turns.lock:
+            for message in self._parts(array):
+                self.comm.Allreduce(self.MPI.IN_PLACE, message, self._ops[op])
 
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Several:
         self._check_native(array)
-        return Several([_Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
-                         for message in self._parts(array)])
+        with self.turns.lock:
+            return Several([_Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
+                            for message in self._parts(array)])
 
     def _parts(self, array: np.ndarray) -> list[list]:
         """mpi4py's descriptions of the parts of an array that the library reduces one by one."""
@@ -256,5 +316,6 @@ class MpiTransport:
 
     def abort(self, message: str) -> NoReturn:
         print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        self.turns.lock.acquire(timeout=1)  # another thread's call may never end
         self.comm.Abort(1)
         raise SystemExit(1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError
+from mpitrain.transport.base import LONGEST_PAUSE
 
 
 class World:
@@ -18,33 +19,56 @@ class World:
         self.changed = threading.Condition()
         self.unmet: dict[tuple, list[Message]] = defaultdict(list)
         self.meetings: dict[tuple, Meeting] = {}
-        self.live = set(range(size))
-        self.waits: dict[int, tuple[Callable[[], bool], str]] = {}
+        self.live = size
+        """Threads that have not ended: one for each rank, and those that `admit_thread` let in."""
+        self.waits: dict[int, tuple[int, Callable[[], bool], Any]] = {}
+        """By thread: its rank, whether it may go on, and what it waits for."""
+        self.posts = 0
         self.end: str | None = None
         self.first_error: BaseException | None = None
 
-    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Block this thread until `ready`; CommError when that can no longer happen. Call with the lock held."""
-        self.waits[rank] = ready, what
+    def post(self) -> None:
+        """Tell all that something has been posted, for which one of them may wait. Call with the lock held."""
+        self.posts += 1
+        self.changed.notify_all()
+
+    def wait(self, rank: int, ready: Callable[[], bool], what: Any, seconds: float | None = None) -> None:
+        """Block this thread until `ready`; CommError when that can no longer happen. Call with the lock held.
+
+        what     str() of it names the wait
+        seconds  return then if nothing has changed
+        """
+        me = threading.get_ident()
+        self.waits[me] = rank, ready, what
         try:
             while not ready():
                 self.find_deadlock()
                 self.check(rank, what)
-                self.changed.wait()
+                if not self.changed.wait(seconds):
+                    return
         finally:
-            del self.waits[rank]
+            del self.waits[me]
 
-    def check(self, rank: int, what: str) -> None:
+    def wait_until(self, rank: int, done: Callable[[], bool]) -> None:
+        """Call `done`, which polls, after every post and now and then; CommError when no post can come any more."""
+        while True:
+            seen = self.posts
+            if done():
+                return
+            with self.changed:
+                self.wait(rank, lambda seen=seen: self.posts != seen, Unmet(self, rank), LONGEST_PAUSE)
+
+    def check(self, rank: int, what: Any) -> None:
         """CommError if the world has ended."""
         if self.end is not None:
             raise CommError(f"rank {rank}: {what} cannot complete: {self.end}")
 
     def find_deadlock(self) -> None:
-        """End the world if every live rank waits and nothing is ready. Call with the lock held."""
-        if self.end is not None or not self.live or self.live != self.waits.keys():
+        """End the world if every live thread waits and nothing is ready. Call with the lock held."""
+        if self.end is not None or not self.live or self.live != len(self.waits):
             return
-        if not any(ready() for ready, _ in self.waits.values()):
-            rows = [f"rank {rank} waits in {self.waits[rank][1]}" for rank in sorted(self.waits)]
+        if not any(ready() for _, ready, _ in self.waits.values()):
+            rows = sorted(f"rank {rank} waits in {what}" for rank, _, what in self.waits.values())
             self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
 
     def finish(self, reason: str) -> None:
@@ -52,14 +76,30 @@ class World:
         self.end = self.end or reason
         self.changed.notify_all()
 
-    def leave(self, rank: int, error: BaseException | None) -> None:
-        """A rank's function has returned or raised."""
+    def admit(self) -> None:
+        """One more thread of a rank may wait."""
         with self.changed:
-            self.live.discard(rank)
+            self.live += 1
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """A rank's function has returned or raised, or a thread has ended that was admitted."""
+        with self.changed:
+            self.live -= 1
             if error is not None:
                 self.first_error = self.first_error or error
                 self.finish(f"rank {rank} ended with {type(error).__name__}: {error}")
             self.find_deadlock()
+
+
+class Unmet:
+    """The wait for any of a rank's messages under way, in words."""
+
+    def __init__(self, world: World, rank: int):
+        self._world, self._rank = world, rank
+
+    def __str__(self) -> str:
+        mine = [m for messages in self._world.unmet.values() for m in messages if m.transport.me == self._rank]
+        return (str(mine[0]) if mine else "no message") + (f" and {len(mine) - 1} more" if len(mine) > 1 else "")
 
 
 class Message:
@@ -94,7 +134,7 @@ class Message:
             else:
                 unmet.remove(self.other)
                 self.other.other = self
-                world.changed.notify_all()
+                world.post()
         return self
 
     def complete(self) -> None:
@@ -161,7 +201,7 @@ class Arrival:
             self.meeting.brought[transport.rank] = bring
             if self.all_here():
                 del world.meetings[key]
-                world.changed.notify_all()
+                world.post()
 
     def all_here(self) -> bool:
         return len(self.meeting.brought) == self.meeting.size

@@ -1,12 +1,17 @@
 """Memory that all ranks of one host can read and write: which array lies in it, and where its neighbours' parts are."""
 
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.backend import on_device
+from mpitrain.errors import CommError
+
+if TYPE_CHECKING:
+    from mpitrain.transport.base import Transport
 
 MOUNT = "/dev/shm"
 """Where MPI libraries keep shared windows on Linux. Docker gives it 64 MiB unless told otherwise (--shm-size)."""
@@ -22,27 +27,44 @@ class Place(NamedTuple):
 class Windows:
     """The shared windows of one rank; a split transport has its parent's.
 
+    A window is in use while an array that lies in it or a reduction through it lives. That ends on each rank at its own
+    time, so that windows are freed only where their ranks meet: those of a part that no rank uses any more when the part
+    is closed, all others when the root is. What the part was closed with may hence be used on by what borrowed it.
+
     next_number   free on this rank. Ranks that allocate together number a window by the largest of theirs: they may have
                   allocated differently before, each with others
+    parts         transports of this rank that were split off and are open
+    closed        the root is closed, and no window is left
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, dict[int, np.ndarray]] = {}
-        self._keep: dict[int, Any] = {}
-        self._idle: dict[int, int] = {}
+        self._free: dict[int, Callable[[], None]] = {}
+        self._users: dict[int, list[weakref.ref]] = {}
         self.next_number = 0
+        self.parts = 0
+        self.closed = False
 
-    def add(self, number: int, blocks: dict[int, np.ndarray], owner: Any = None) -> None:
-        """Remember a window: the bytes of each rank, by its rank in the whole job, and what keeps them alive."""
-        self._blocks[number], self._keep[number] = blocks, owner
+    def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
+        """Remember a window: the bytes of each rank, by its rank in the whole job, and what gives them back."""
+        self._blocks[number], self._free[number], self._users[number] = blocks, free, []
         self.next_number = number + 1
-
-    def forget(self, window: int) -> None:
-        """No array lies in this window any more, and nothing may be put there."""
-        self._blocks[window], self._keep[window] = {}, None
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def lend(self, window: int, member: int) -> np.ndarray:
+        """The bytes of a member's block as an array: while that or a view of it lives, the window is in use."""
+        array = np.asarray(memoryview(self._blocks[window][member]))  # no view of the block: its own views end here
+        self.use(window, array)
+        return array
+
+    def use(self, window: int, user: Any) -> None:
+        """The window is in use while `user` lives."""
+        self._users[window] = [one for one in self._users[window] if one() is not None] + [weakref.ref(user)]
+
+    def _is_idle(self, window: int) -> bool:
+        return all(user() is None for user in self._users[window])
 
     def locate(self, array: np.ndarray, me: int) -> Place | None:
         """The place of a contiguous array in this rank's own blocks; None if it lies elsewhere, or in a GPU's memory."""
@@ -66,27 +88,38 @@ class Windows:
         return [blocks[member][place.offset:stop].view(dtype) for member in members]
 
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
-        """Numbers of the windows made for `nbytes` that were leased and returned, and that these ranks have to themselves.
+        """Numbers of the windows of `nbytes` a rank that this rank does not use, and that these ranks have to themselves.
 
         In one that others share, they may still read what was reduced last: only they know when they have done with it.
         """
-        return [window for window, size in self._idle.items()
-                if size == nbytes and self._blocks[window].keys() == set(members)]
+        return [window for window, blocks in self._blocks.items() if self._is_idle(window) and blocks.keys() == set(members)
+                and all(block.nbytes == nbytes for block in blocks.values())]
 
-    def lease(self, window: int, nbytes: int) -> "Lease":
-        """Take a window that was made for `nbytes`; it is idle again when the lease dies."""
-        self._idle.pop(window, None)
-        return Lease(self._idle, window, nbytes)
+    def leave(self, part: "Transport", made: Sequence[int]) -> bool:
+        """Free what a part that is being closed has made and no rank uses; False if some of it is left. Collective."""
+        reported = part.gather_text([window for window in made if self._is_idle(window)])
+        told = dict(zip(part.members, reported, strict=True))
+        idle = [window for window in made if all(window in told[member] for member in self._blocks[window])]
+        self._release(idle)
+        self.parts -= 1
+        return len(idle) == len(made)
 
+    def close(self, root: "Transport") -> None:
+        """Free everything that is left. Collective; CommError on every rank if one of them has an open part."""
+        parts = root.gather_text(self.parts)
+        if any(parts):
+            rank = next(rank for rank, count in enumerate(parts) if count)
+            error = CommError(f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} "
+                              "open part(s).", "Close the parts on all their ranks, then the transport they were split from.")
+            error.agreed = True
+            raise error
+        self._release(sorted(self._blocks))  # two ranks number the windows they share alike, and so free them in one order
+        self.closed = True
 
-class Lease:
-    """Possession of a window by one bound reduction. It ends on each rank at its own time, so nothing is freed then."""
-
-    def __init__(self, idle: dict[int, int], window: int, nbytes: int):
-        self._idle, self.window, self._nbytes = idle, window, nbytes
-
-    def __del__(self) -> None:
-        self._idle[self.window] = self._nbytes
+    def _release(self, windows: Sequence[int]) -> None:
+        for window in windows:
+            self._free.pop(window)()
+            del self._blocks[window], self._users[window]
 
 
 def room_left() -> int:

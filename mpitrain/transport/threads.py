@@ -25,12 +25,14 @@ class ThreadTransport:
     """One rank's transport; `run_ranks` makes them."""
 
     native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
+    admits_threads = True
 
     def __init__(self, world: World, context: tuple, members: Sequence[int], rank: int, hosts: Sequence[str],
                  traffic: Traffic, windows: Windows):
         self.world, self.context, self.members = world, context, tuple(members)
         self.rank, self.size, self.me = rank, len(members), members[rank]
         self.hosts, self.traffic, self.windows = tuple(hosts), traffic, windows
+        self._made: list[int] = []
         self.next_meeting = 0
         self._next_tag = FIRST_CLAIMED_TAG
 
@@ -40,8 +42,9 @@ class ThreadTransport:
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Message:
         check_message(array, self.me, [to], self.size)
-        self.traffic.messages += 1
-        self.traffic.nbytes += array.nbytes
+        with self.world.changed:  # a thread that was admitted counts as well
+            self.traffic.messages += 1
+            self.traffic.nbytes += array.nbytes
         return Message(self, array, to, tag, sends=True).post()
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Message:
@@ -67,6 +70,15 @@ class ThreadTransport:
         self.start_send(outgoing, to, tag).wait()
         receive.wait()
 
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6) -> None:
+        self.world.wait_until(self.me, done)
+
+    def admit_thread(self) -> None:
+        self.world.admit()
+
+    def dismiss_thread(self) -> None:
+        self.world.leave(self.me, None)
+
     def _meet(self, what: str, bring: Any) -> list[Any]:
         """What every rank brought, by rank."""
         everyone = []
@@ -86,6 +98,7 @@ class ThreadTransport:
             return None
         chosen = sorted((k, rank) for rank, (c, k) in enumerate(everyone) if c == color)
         ranks = [rank for _, rank in chosen]
+        self.windows.parts += 1
         return ThreadTransport(self.world, context, [self.members[rank] for rank in ranks], ranks.index(self.rank),
                                [self.hosts[rank] for rank in ranks], self.traffic, self.windows)
 
@@ -93,12 +106,19 @@ class ThreadTransport:
         array = aligned_zeros(count, dtype)
         brought = self._meet("allocate", (array.view(np.uint8), self.windows.next_number))
         here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
-        if len(here) > 1:
-            self.windows.add(max(brought[rank][1] for rank in here), {self.members[rank]: brought[rank][0] for rank in here})
-        return array
+        if len(here) == 1:
+            return array
+        number = max(brought[rank][1] for rank in here)
+        block = brought[self.rank][0]
+        self.windows.add(number, {self.members[rank]: brought[rank][0] for rank in here}, lambda: block.fill(0xFF))
+        self._made.append(number)
+        return self.windows.lend(number, self.me).view(dtype)
 
     def close(self) -> None:
-        pass
+        if self.context:
+            self.windows.leave(self, self._made)
+        else:
+            self.windows.close(self)
 
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Arrival:
         check_message(array, self.me, [], self.size)

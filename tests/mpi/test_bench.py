@@ -9,9 +9,11 @@ from importlib.util import find_spec
 
 import pytest
 
+from mpitrain.collectives.tuning import read_tuning
+
 PROGRAM = [sys.executable, "-m", "mpitrain"]
 KEYS = {"op", "algorithm", "bytes", "dtype", "ranks", "time_us", "min_us", "p99_us", "algbw_GBs", "busbw_GBs", "predicted_us",
-        "wrong"}
+        "wrong", "error", "sweep"}
 NO_PLOT = "--plot needs matplotlib" if find_spec("matplotlib") is None else ""
 
 
@@ -50,8 +52,8 @@ def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
                  "--iterations", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("fp16", "bf16", "int8", "topk:0.01", "topk:0.1", "powersgd:2"):
-        assert done.stdout.count(f"wire {name} ") == 2
-    assert "wrong elements 0" in done.stdout
+        assert done.stdout.count(f"wire {name} ") == 3, "two rows and an average"
+    assert "wrong elements 0\nreplicas that differ 0" in done.stdout
 
 
 def test_a_wrong_element_is_counted_and_is_a_failure(tmp_path):
@@ -113,13 +115,13 @@ def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once(tmp_path):
     (["--buffers", "gpu"], "buffers must be one of window, plain"),
     (["--wire", "fp8"], "wire is one of none, fp16, bf16, int8"),
     (["--wire", "powersgd:inf"], "but it is 'powersgd:inf'"),
-    (["--wire", "fp16", "--dtype", "int32"], "--wire is for allreduce of float32"),
+    (["--wire", "fp16", "--dtype", "int32"], "--wire is for arrays of float32, but these are of int32"),
     (["--min-bytes", "many"], "is no number of bytes"),
     (["--tuning", "nothing.json"], "nothing.json cannot be read"),
     (["--min-bytes", "0"], "Sizes go from the smallest array (at least 1 byte) to the largest, but these are 0 and"),
     (["--min-bytes", "8K", "--max-bytes", "4K"], "but these are 8192 and 4096"),
     (["--min-bytes", "-4"], "is no number of bytes"),
-    (["--factor", "1"], "is not in the range"),
+    (["--factor", "nan"], "Sizes grow by a factor of 1.01 or more, but this is nan"),
     (["--dtype", "bfloat16", "--algorithm", "ring,native"], "native needs a dtype that MPI reduces, which bfloat16 is not"),
     (["--json", "nowhere/rows.json"], "nowhere/rows.json cannot be written: No such file or directory"),
     (["--json", "."], "cannot be written: it is a folder"),
@@ -139,6 +141,17 @@ def test_fit_writes_what_auto_then_reads(tmp_path):
     assert "sizes left out: predicted within" in done.stdout
     done = bench(2, "allreduce", "--algorithm", "auto", "--tuning", "tuning.json", "--max-bytes", "16K", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "auto (" in done.stdout
+    assert "  auto: " in done.stdout
     done = bench(1, "fit", cwd=tmp_path)
     assert done.returncode == 2 and "one rank sends none" in done.stderr
+
+
+def test_a_fit_that_is_interrupted_keeps_the_sweeps_before(tmp_path):
+    words = ["bench", "fit", "--min-bytes", "512", "--max-bytes", "1K", "--sweeps", "999"]
+    process = subprocess.Popen([*LAUNCHERS["launch"], *words], cwd=tmp_path, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, text=True)
+    line = next(line for line in process.stdout if line.startswith("sweep"))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode != 0 and line == "sweep 1 of 999: written to tuning.json\n"
+    assert set(read_tuning(tmp_path / "tuning.json").plans) == {2}

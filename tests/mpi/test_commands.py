@@ -266,8 +266,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped_as_configured(tmp
     assert "run.on_nonfinite=skip" in stopped.stderr and "Traceback" not in stopped.stderr
     assert any(r.get("nonfinite") and r["loss"] is None for r in records(tmp_path / "stop"))
     skipped = launch(2, "train", "--out", "skip", *wild, "--set", "run.on_nonfinite=skip", cwd=tmp_path)
-    assert skipped.returncode == 0, skipped.stderr
-    assert records(tmp_path / "skip")[-1]["event"] == "end"
+    assert skipped.returncode == 1 and skipped.stderr.count("may not skip 10 steps in a row") == 1, skipped.stderr
+    assert sum(r.get("skipped", False) for r in records(tmp_path / "skip")) == 10
 
 
 def test_ranks_that_read_different_configurations_are_refused(tmp_path):
@@ -312,6 +312,20 @@ def test_a_run_can_be_moved_evaluated_on_other_tokens_and_asked_without_its_data
     for prompt, complaint in mistakes:
         refused = launch(2, "generate", "moved", "--prompt", prompt, cwd=tmp_path)
         assert refused.returncode == 2 and refused.stderr.count(complaint) == 1, refused.stderr
+
+
+def test_a_directory_with_an_odd_name_is_the_one_that_was_named_or_refused(tmp_path):
+    odd, unwritable = 'runs/"q" \U0001f600', os.fsdecode(b"runs/\xff")
+    assert mpitrain("train", "--out", odd, *TINY, cwd=tmp_path).returncode == 0
+    again = mpitrain("train", "--out", odd, "--resume", "--set", "run.steps=14", cwd=tmp_path)
+    assert again.returncode == 0 and max(losses(tmp_path / odd)) == 14, again.stderr
+    refused = mpitrain("train", "--out", unwritable, *TINY, cwd=tmp_path)
+    assert refused.returncode == 2 and "run.out must be UTF-8" in refused.stderr, refused.stderr
+    assert [path.name for path in tmp_path.glob("runs*")] == ["runs"]
+    assert [path.name for path in tmp_path.glob("runs/*")] == [Path(odd).name]
+    (tmp_path / odd).rename(tmp_path / unwritable)
+    evaluated = mpitrain("eval", unwritable, cwd=tmp_path)
+    assert evaluated.returncode == 0 and "at step 14" in evaluated.stdout, evaluated.stderr
 
 
 def test_another_model_cannot_go_on_with_a_checkpoint(tmp_path):

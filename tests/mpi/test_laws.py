@@ -8,6 +8,7 @@ from mpitrain.transport import mpi
 from mpitrain.transport.mpi import connect
 from tests.laws.collectives import CollectiveLaws
 from tests.laws.lossy import LossyLaws
+from tests.laws.moving import MovingLaws
 from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
 
@@ -38,7 +39,7 @@ def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, monke
 
 
 @pytest.mark.mpi(ranks=[1, 2, 3, 4, 5], timeout=100)
-@pytest.mark.parametrize("cls", [TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws])
+@pytest.mark.parametrize("cls", [TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws])
 def test_mpi_obeys(cls, mpi_ranks):
     transport = connect()
     assert transport.size == mpi_ranks

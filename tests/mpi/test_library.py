@@ -8,6 +8,8 @@ import pytest
 from mpitrain.collectives.bind import bind
 from mpitrain.transport.library import cuda_awareness, library
 from mpitrain.transport.mpi import connect, from_communicator
+from tests.laws.transport import laws_of
+from tests.laws.windows import WindowLaws
 
 
 @pytest.mark.mpi(ranks=[1], timeout=60)
@@ -51,10 +53,20 @@ def test_what_is_closed_has_given_back_its_communicators_and_windows(mpi_ranks):
         copied = np.full(1001, transport.rank + 1.0)
         bind(transport, copied, algorithm="shared").run()
         assert np.array_equal(array, np.full(1001, 3)) and np.array_equal(copied, array)
+        comms = [transport.comm, transport._host.comm, part.comm, part._host.comm]
         assert len(transport.windows) == 2
         part.close()
-        assert transport.windows.locate(array, transport.rank) is None
+        assert comms[2] == MPI.COMM_NULL != comms[3], "the window that an array lies in keeps its communicator"
+        assert transport.windows.locate(array, transport.rank) is not None
         bind(transport, copied, algorithm="shared").run()
         assert len(transport.windows) == 2, "its own window goes on, and is used again"
         transport.close()
-        assert transport.comm == part.comm == MPI.COMM_NULL
+        assert len(transport.windows) == 0 and all(comm == MPI.COMM_NULL for comm in comms)
+
+
+@pytest.mark.mpi(ranks=[2, 3], timeout=60)
+def test_mpi_windows_obey(mpi_ranks):
+    from mpi4py import MPI
+
+    for name in laws_of(WindowLaws):
+        getattr(WindowLaws(), name)(from_communicator(MPI.COMM_WORLD))

@@ -1,16 +1,30 @@
 """Measuring, without a clock to trust: what ran, where, and what a fit learns from it."""
 
 import os
+import threading
+import time
+from functools import partial
+from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mpitrain import session
+from mpitrain.bench import sweep as sweeping
+from mpitrain.bench import together
 from mpitrain.bench.fit import check, fit, median_of_sweeps
-from mpitrain.bench.sweep import Request, dtype_of, sizes, sweep, wrong_elements
+from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
+from mpitrain.bench.sweep import Request, dtype_of, is_long_enough, sizes, sweep
 from mpitrain.bench.table import check_writable
+from mpitrain.cli.bench import OPERATIONS
+from mpitrain.cli.bench import _measure as measure
+from mpitrain.cli.bench import command as bench
+from mpitrain.cli.train import _train as train
 from mpitrain.collectives.choose import candidates
-from mpitrain.collectives.tuning import DEFAULT
-from mpitrain.collectives.wire import Wire, parse_wire
+from mpitrain.collectives.tuning import DEFAULT, write_tuning
+from mpitrain.collectives.wire import parse_wire
+from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Kernels
 from mpitrain.transport.threads import run_ranks
@@ -69,8 +83,7 @@ def test_sums_that_a_short_dtype_must_round_are_not_wrong():
     assert all(row.wrong == 0 for row in rows_of(16, asked))
 
     def wrong(transport, found, right):
-        return wrong_elements(transport, *(np.array(values).astype(dtype_of("bfloat16")) for values in (found, right)),
-                              Wire("none"))
+        return wrong_elements(transport, *(np.array(values).astype(dtype_of("bfloat16")) for values in (found, right)))
 
     assert run_ranks(1, wrong, [256, 257, 12], [256, 300, 13]) == [2], "exact up to 256, near beyond"
     assert run_ranks(1, wrong, [np.nan, np.inf, -300], [300, 300, 300]) == [3]
@@ -80,3 +93,108 @@ def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
     os.mkfifo(tmp_path / "rows.json")
     with pytest.raises(ConfigError, match="it is a device or a pipe"):
         check_writable(tmp_path / "rows.json")
+
+
+DELAY, APART = 0.04, 100.0
+"""Seconds: what one rank hears late, and what the clocks of two ranks differ by."""
+
+
+def starts(transport, clock, ready):
+    """When this rank starts each of several runs, if rank 1 leaves every barrier and reduction of the library's late."""
+    clock.ahead = APART * transport.rank
+    barrier, reduce = transport.barrier, transport.native_all_reduce
+
+    def late(call, *words):
+        call(*words)
+        time.sleep(DELAY * (transport.rank == 1))
+
+    transport.barrier, transport.native_all_reduce = partial(late, barrier), partial(late, reduce)
+    go, found = ready(transport), []
+    for _ in range(7):
+        go()
+        found.append(time.perf_counter())
+    return found
+
+
+@pytest.mark.timeout(30)
+def test_ranks_on_several_hosts_start_at_one_instant_however_late_they_hear_of_it(monkeypatch):
+    clock = threading.local()
+    monkeypatch.setattr(together, "time", SimpleNamespace(
+        sleep=time.sleep, perf_counter=lambda: time.perf_counter() + clock.ahead))
+
+    def skew(hosts, ready):
+        first, second = run_ranks(2, starts, clock, ready, hosts=hosts)
+        return median(abs(a - b) for a, b in zip(first, second, strict=True))
+
+    assert skew("ab", lambda transport: transport.barrier) > 0.8 * DELAY
+    assert skew("ab", together.starting_line) < 0.5 * DELAY
+
+
+def test_within_a_host_a_barrier_will_do():
+    assert run_ranks(2, lambda transport: together.starting_line(transport) == transport.barrier) == [True, True]
+
+
+def test_sizes_stop_where_time_grows_with_them_or_runs_are_too_long():
+    assert not is_long_enough(0.01, 0.005, 2), "short yet"
+    assert not is_long_enough(0.15, 0.12, 2), "latency still counts"
+    assert is_long_enough(0.15, 0.08, 2) and is_long_enough(0.6, 0.15, 4)
+    assert is_long_enough(3.0, float("inf"), 1)
+
+
+@pytest.mark.timeout(60)
+def test_a_request_that_stops_leaves_out_longer_arrays_in_every_sweep(monkeypatch):
+    monkeypatch.setattr(sweeping, "LONGEST", 0.0)
+    rows = rows_of(2, request("ring", "tree", buffers=("plain",), stops=True)._replace(sweeps=2))
+    assert [(row.sweep, row.algorithm, row.bytes) for row in rows] == [
+        (number, name, 64) for number in (1, 2) for name in ("ring", "tree")]
+    assert len(rows_of(2, request("ring", buffers=("plain",)))) == 4
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1.0, 1 + 1e-12, -2.0])
+def test_sizes_that_would_never_end_are_refused(factor):
+    with pytest.raises(ConfigError, match=r"Sizes grow by a factor of 1.01 or more, but this is .*\n.*--factor"):
+        sizes(64, 1024, factor)
+
+
+def test_a_lossy_row_tells_how_far_the_sum_is_off():
+    rows = rows_of(3, request("ring", most=1 << 14, buffers=("plain",), wires=[parse_wire("int8"), parse_wire("topk:0.1")]))
+    errors = {name: [row.error for row in rows if row.algorithm == name] for name in ("ring", "wire int8", "wire topk:0.1")}
+    assert all(np.isnan(errors["ring"]))
+    assert all(1e-3 < error < 2e-2 for error in errors["wire int8"])
+    assert all(0.5 < error < 1 for error in errors["wire topk:0.1"]), "a tenth of the elements, of one run without a past"
+    assert all(row.wrong == 0 for row in rows)
+    assert error_norm(np.float32([3, 0]), np.float32([3, 4])) == pytest.approx(0.8)
+
+
+def test_replicas_that_differ_are_counted_and_not_their_elements():
+    def wrong(transport, values):
+        return wrong_replicas(transport, np.float32(values[transport.rank]))
+
+    assert run_ranks(3, wrong, [[1, 2], [1, 2], [1, 2]]) == [0] * 3
+    assert run_ranks(3, wrong, [[1, 2], [7, 8], [1, 2]]) == [1] * 3
+    assert run_ranks(3, wrong, [[0, 2], [-0.0, 2], [5, 6]]) == [2] * 3, "bits, not values"
+    assert run_ranks(2, wrong, [[np.nan], [np.nan]]) == [2] * 2
+
+
+@pytest.mark.parametrize(("hosts", "tuned", "said"), [("ab", False, 1), ("aa", False, 0), ("ab", True, 0)])
+def test_predictions_made_without_having_measured_the_links_are_said_to_be(hosts, tuned, said, tmp_path, capsys):
+    write_tuning(tmp_path / "tuning.json", DEFAULT._replace(machine={**DEFAULT.machine, "hosts": 2}))
+    words = ["--algorithm", "ring", "--max-bytes", "4K", "--iterations", "1"]
+    words += ["--tuning", str(tmp_path / "tuning.json")] * tuned
+    options = bench.commands["allreduce"].make_context("allreduce", words).params
+    assert run_ranks(2, measure, "allreduce", options, hosts=hosts) == [0, 0]
+    assert capsys.readouterr().out.count("are on 2 hosts: measure with `mpitrain bench fit`") == said
+
+
+def test_an_option_is_there_only_where_it_applies():
+    having = {name for name in OPERATIONS if any(option.name == "wire" for option in bench.commands[name].params)}
+    assert having == {"allreduce"}
+
+
+@pytest.mark.parametrize(("hosts", "settings", "said"), [("ab", {}, 1), ("aa", {}, 0), ("ab", {"algorithm": "ring"}, 0)])
+def test_a_run_over_links_that_were_not_measured_says_so_before_it_starts(hosts, settings, said, monkeypatch, capsys):
+    monkeypatch.setattr(session, "train", lambda *words: SimpleNamespace(stopped=True))
+    config = parse({"replication": settings})
+    run_ranks(2, train, lambda: config, "no", lambda: False, hosts=hosts)
+    assert capsys.readouterr().out.count("are on 2 hosts: measure with `mpitrain bench fit`") == said

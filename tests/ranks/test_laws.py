@@ -9,10 +9,13 @@ from mpitrain.collectives.bind import bind
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws, measured
 from tests.laws.lossy import LossyLaws
+from tests.laws.moving import MovingLaws
 from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
+from tests.laws.windows import WindowLaws
 
-LAWS = [(cls, name) for cls in (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws) for name in laws_of(cls)]
+LAW_CLASSES = (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws, WindowLaws)
+LAWS = [(cls, name) for cls in LAW_CLASSES for name in laws_of(cls)]
 
 
 @pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])

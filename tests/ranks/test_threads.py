@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from mpitrain.collectives import lossy
+from mpitrain.collectives.wire import parse_wire
 from mpitrain.errors import CommError
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import raises_comm_error
@@ -40,6 +42,21 @@ def test_a_barrier_that_one_rank_never_enters_is_a_deadlock():
 
     with pytest.raises(CommError, match="rank 2 waits in barrier"):
         run_ranks(3, stay)
+
+
+@pytest.mark.timeout(30)
+def test_lanes_that_one_rank_never_moves_are_a_deadlock(monkeypatch):
+    monkeypatch.setattr(lossy, "LANE", 500)
+
+    def stay(transport):
+        reduction = lossy.bind_lossy(transport, np.ones(20_011, "float32"), parse_wire("int8"))
+        if transport.rank:
+            reduction.run()
+
+    with pytest.raises(CommError) as caught:
+        run_ranks(3, stay)
+    for rank in (1, 2):
+        assert f"rank {rank} waits in recv from rank 0, tag 16384, 520 bytes and 9 more" in str(caught.value)
 
 
 def test_different_collective_calls_do_not_meet():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.build import build
+from mpitrain.collectives import moving
 from mpitrain.collectives.bind import ALGORITHMS
 from mpitrain.config import Replication, parse, with_settings
 from mpitrain.errors import ConfigError
@@ -86,6 +87,24 @@ def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings
     alone, together = curves(1, *base, *tied), curves(2, *base, *settings)
     for one, other in zip(alone, together, strict=True):
         assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+
+
+@pytest.mark.parametrize("settings", [[], ["batch.micro_batches=2"], ["replication.wire=int8"], ["replication.bucket_mb=0.0"]])
+def test_between_hosts_a_thread_that_moves_reductions_leaves_every_bit_as_it_is(settings, monkeypatch):
+    started = []
+    start = moving.ByThread.start
+    monkeypatch.setattr(moving.ByThread, "start", lambda self, reduction: (started.append(self), start(self, reduction)))
+    base = [*TINY, "replication.algorithm=ring", *settings]
+    without, beside = (run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
+                       for thread in ("no", "auto"))
+    assert len(set(map(id, started))) == 3 and len(started) >= 3 * STEPS
+    for one, other in zip(without, beside, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_within_a_host_no_thread_is_started(monkeypatch):
+    monkeypatch.setattr(moving, "ByThread", None)
+    curves(2, *TINY)
 
 
 @pytest.mark.parametrize("algorithm", ("ring", "shared"))

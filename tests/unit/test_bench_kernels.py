@@ -103,6 +103,9 @@ def test_the_best_tiles_are_written_and_then_taken(tmp_path):
     (("gemm", "--products", "NT,TT"), "'TT' is none of NT"), (("gemm", "--tune"), "Tiles belong to kernels"),
     (("gemm", "--dtype", "bfloat16"), "On the CPU float32 is multiplied"),
     (("gemm", "--device", "cuda-sim", "--tiles", "none.json"), "cannot be read"),
+    (("kernels", "--gemm", "library"), "--gemm and --tiles are about products on a GPU"),
+    (("gemm", "--tiles", "none.json"), "--gemm and --tiles are about products on a GPU"),
+    (("gemm", "--device", "cuda-sim", "--out", "tiles.json"), "--out is where --tune writes its table"),
 ])
 def test_what_cannot_be_measured_is_one_message_and_exit_2(words, complaint):
     code, _, text = bench(*words)

@@ -52,7 +52,7 @@ def test_only_the_newest_are_kept_and_one_can_be_written_again(tmp_path):
 
 @pytest.mark.parametrize("moment, error", [
     ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
-    ("_sync", OSError(28, "No space left on device")),
+    ("sync", OSError(28, "No space left on device")),
 ])
 def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, moment, error):
     trainer = trained()
@@ -72,7 +72,7 @@ def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypat
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     events = []
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: events.append(path.name))
+    monkeypatch.setattr(checkpoint, "sync", lambda path: events.append(path.name))
     rename = type(tmp_path).rename
     monkeypatch.setattr(type(tmp_path), "rename", lambda path, to: (events.append(to.name), rename(path, to))[1])
     checkpoint.save(tmp_path / "c", trained(), 5, keep=1)
@@ -150,10 +150,8 @@ def test_metrics_are_strict_json_and_a_cut_drops_what_came_after(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert read_metrics(path)[1] == {"step": 1, "loss": None, "nonfinite": True}
-    cut_after(path, 1, steps=9)
+    cut_after(path, 1)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 1]
-    cut_after(path, 1, steps=1)  # a resume of a finished run evaluates again
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
 
 
 def test_infinities_are_null_and_numbers_stay():

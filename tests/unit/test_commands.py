@@ -1,14 +1,19 @@
 """The command line without ranks: help, keys, the launcher's line, what a bar shows, how texts are drawn."""
 
+import io
 import sys
+from itertools import islice
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from mpitrain import device
-from mpitrain.cli import commands, launch
-from mpitrain.config import keys
+from mpitrain.build import Job
+from mpitrain.cli import commands, launch, train
+from mpitrain.cli.ending import settings_of
+from mpitrain.cli.generate import readable
+from mpitrain.config import keys, with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.generate import _draw
 from mpitrain.optim import learning_rate
@@ -20,11 +25,122 @@ def test_every_command_explains_itself(name):
     assert shown.exit_code == 0 and "Usage:" in shown.output
 
 
+@pytest.mark.parametrize("name", ['"q"', "'", "\U0001f600", "a\nb\r", "back\\slash", "end ", '"""', "x = 1\ny = 2", "\udcff", ""])
+def test_a_path_of_an_option_reaches_the_configuration_as_it_was_named(name):
+    assert with_settings({}, settings_of(("run.out", name), ("layout.dp", 3), ("data.source", None))) == {
+        "run": {"out": name}, "layout": {"dp": 3}}
+
+
 def test_help_config_lists_every_key():
     shown = CliRunner().invoke(commands, ["train", "--help-config"])
     assert shown.exit_code == 0
+    said = " ".join(shown.output.split())
     for key in keys():
-        assert key.name in shown.output and key.help in shown.output
+        assert f"{key.name} = " in said and key.help in said and key.range in said
+
+
+def test_help_config_of_a_section_lists_its_keys_alone_in_lines_that_fit():
+    shown = CliRunner().invoke(commands, ["train", "--help-config", "replication"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0 and max(map(len, shown.output.splitlines())) <= 80
+    assert 'replication.algorithm = "auto"' in shown.output and "optimizer" not in shown.output
+    refused = CliRunner().invoke(commands, ["train", "--help-config", "optimiser"])
+    assert refused.exit_code == 2 and "'optimiser' is no section; there are run, data, model" in refused.output
+
+
+def test_the_list_of_commands_is_not_cut():
+    shown = CliRunner().invoke(commands, ["--help"], env={"COLUMNS": "60"}).output
+    assert "..." not in shown.partition("Commands:")[2]
+    for name in commands.list_commands(None):
+        assert f"\n  {name} " in shown
+
+
+@pytest.mark.parametrize("word, wanted", [("trian", "train"), ("evaluate", "eval"), ("benchmark", "bench"), ("zzz", None)])
+def test_a_mistyped_command_gets_a_suggestion(word, wanted):
+    shown = CliRunner().invoke(commands, [word, "--set", "run.steps=1"])
+    assert shown.exit_code == 2 and f"No such command '{word}'" in shown.output
+    assert ("did you mean" in shown.output) == bool(wanted) and (not wanted or f"did you mean '{wanted}'?" in shown.output)
+
+
+@pytest.mark.parametrize("words, wanted", [
+    (["--lr", "0.01"], "--set optimizer.lr=0.01"),
+    (["--lr=0.01"], "--set optimizer.lr=0.01"),
+    (["--out", "run", "--steps", "5", "--dp", "2"], "--set run.steps=5"),
+    (["--batch-size", "64"], "--set batch.size=64"),
+    (["--optimizer.lr", "1"], "--set optimizer.lr=1"),
+    (["--weight-deccay", "1"], "--set optimizer.weight_decay=1"),
+    (["--kind", "mlp"], "--set model.kind=mlp or --set device.kind=mlp"),
+    (["--tied", "--dp", "2"], "--set model.tied=VALUE"),
+])
+def test_an_option_that_is_a_configuration_key_is_told_how_to_be_set(words, wanted):
+    shown = CliRunner().invoke(commands, ["train", *words])
+    assert shown.exit_code == 2 and f"did you mean {wanted}?" in " ".join(shown.output.split()), shown.output
+
+
+def test_an_option_for_what_is_not_there_yet_says_so():
+    shown = CliRunner().invoke(commands, ["train", "--tp", "2"])
+    assert shown.exit_code == 2 and "No such option: --tp, and layout.tp must be 1, but is 2: 2 is not there yet." in shown.output
+
+
+def test_another_unknown_option_gets_clicks_own_answer():
+    shown = CliRunner().invoke(commands, ["train", "--rezume"])
+    assert shown.exit_code == 2 and "--resume" in shown.output
+
+
+@pytest.mark.parametrize("words, resume, file", [
+    (["--resume"], "yes", None), (["--resume=auto"], "auto", None), (["--resume", "auto"], "auto", None),
+    (["--resume", "auto", "c.toml"], "auto", "c.toml"), (["c.toml", "--resume"], "yes", "c.toml"),
+    (["--resume", "c.toml"], "yes", "c.toml"), (["--resume", "--out", "auto"], "yes", None),
+    (["--resume", "./auto"], "yes", "auto"),
+])
+def test_resume_takes_auto_with_or_without_an_equals_sign(words, resume, file):
+    found = train.command.make_context("train", list(words)).params
+    assert found["resume"] == resume and str(found["config_file"] or "") == (file or "")
+
+
+def test_what_is_no_text_is_escaped_and_text_is_not(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    drawn = [bytes([byte]) for byte in b"a\tb\n\x1b[31m \xff\x00\r " + "größe €\xa0\u200f".encode() + b"\xe2\x82"]
+    shown = b"".join(readable(drawn)).decode()
+    assert shown == "a\tb\n\\x1b[31m \\xff\\x00\\r größe €\xa0\\u200f\\xe2\\x82"
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert b"".join(readable(["größe".encode()])) == b"gr\\xf6\\xdfe"
+
+
+class Finished:
+    """What `_print_sample` needs of a finished run."""
+
+    def __init__(self, trainer):
+        self.job = Job(trainer, None, 0)
+
+
+def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch, capsys):
+    from tests.unit.test_checkpoint import trained
+
+    drawn = []
+    monkeypatch.setattr("mpitrain.generate.tokens", lambda *rest, **more: (drawn.append(n) or 65 for n in range(10**9)))
+    finished = Finished(trained("run.sample=30", steps=0))
+    train._print_sample(finished, lambda: False)
+    assert capsys.readouterr().out == f"a sample of what it writes:\n{'A' * 30}\n" and len(drawn) == 30
+    train._print_sample(finished, lambda: len(drawn) >= 35)
+    assert len(drawn) == 35
+    monkeypatch.setattr(train, "SAMPLE_SECONDS", 0)
+    train._print_sample(finished, lambda: False)
+    assert len(drawn) == 36, "it may not keep the ranks for long"
+
+
+def test_text_is_drawn_from_no_wider_a_window_than_it_needs():
+    from mpitrain.generate import tokens
+    from tests.unit.test_checkpoint import trained
+
+    trainer = trained("model.context=128", steps=1)
+    widths = []
+    logits = trainer.logits
+    trainer.logits = lambda rows: (widths.append(rows.shape[1]), logits(rows))[1]
+    narrow = list(islice(tokens(trainer, [10], 0.0, 0, 0), 150))
+    assert sorted(set(widths)) == [16, 32, 64, 128]
+    whole = np.zeros((1, 128), np.int64)
+    whole[0, :20] = [10, *narrow[:19]]
+    assert int(logits(whole)[0, 19].argmax()) == narrow[19]
 
 
 def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra=()):

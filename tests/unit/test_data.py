@@ -84,6 +84,18 @@ def test_an_epoch_of_samples_visits_each_once():
     assert np.array_equal(*ordered) and not np.array_equal(*steps)
 
 
+@pytest.mark.parametrize("size", (7, 50, 120))
+def test_steps_that_follow_one_another_draw_the_order_of_each_epoch_once(size, tmp_path, monkeypatch):
+    write_mnist(tmp_path)
+    steps = 700 // size
+    anew = [open_source(f"idx:{tmp_path}", 1, "float32").batch(2, step, size, range(size))[0] for step in range(steps)]
+    source, drawn, generator = open_source(f"idx:{tmp_path}", 1, "float32"), [], np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or generator(seed))
+    for step in range(steps):
+        assert np.array_equal(source.batch(2, step, size, range(size))[0], anew[step])
+    assert drawn == [[2, epoch] for epoch in range(-(-steps * size // 50))]
+
+
 def test_the_header_of_an_llm_c_file_is_skipped(tmp_path):
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, 500

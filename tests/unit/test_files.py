@@ -1,7 +1,8 @@
-"""What a user names as a file may be anything: nothing waits, nothing ends in a traceback, messages stay short."""
+"""Files: durable before they get their name; what a user names as a file may be anything and nothing waits for it."""
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,33 @@ from mpitrain.collectives.tuning import read_tuning
 from mpitrain.config import read_toml
 from mpitrain.data import open_source
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.files import contents
+from mpitrain.files import contents, write_whole
 from mpitrain.ops.cuda.tiles import read_tiles
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.threads import run_ranks
+
+
+def test_a_file_is_on_disk_before_it_gets_its_name_and_the_name_before_we_return(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda f: (events.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append("renamed"), replace(path, to)))
+    write_whole(tmp_path / "file", "größer 😀\r\n")
+    assert events == [f"{tmp_path}/file.partial", "renamed", str(tmp_path)]
+    assert (tmp_path / "file").read_bytes() == "größer 😀\r\n".encode() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
+    write_whole(tmp_path / "file", "before")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(tmp_path / "file", "after")
+    assert (tmp_path / "file").read_text() == "before"
+
 
 READERS = {"configuration": read_toml, "tuning": read_tuning, "tiles": read_tiles,
            "idx": lambda path: open_source(f"idx:{path.parent}", 8, "float32"),

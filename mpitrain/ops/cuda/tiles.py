@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents
+from mpitrain.files import contents, write_whole
 from mpitrain.ops.cuda.elements import c_type
 
 
@@ -162,9 +162,7 @@ def read_tiles(path: Path) -> Table:
 def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
     """Write the file whole. device: the name of what it was measured on, for the reader."""
     listed = [{**entry._asdict(), "kernel": entry.plan.tile.kernel, "plan": entry.plan} for entry in measured]
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
 
 
 def _entry(elements: str, stored: str, m: int, n: int, k: int, kernel: str, plan: list) -> Measured:

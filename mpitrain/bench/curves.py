@@ -1,0 +1,87 @@
+"""Pictures of runs: the loss of each, over steps, tokens, samples or time; needs matplotlib (the `report` extra)."""
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from mpitrain.bench.plot import COLOURS
+from mpitrain.errors import ConfigError
+
+AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "samples": "samples seen", "time": "minutes, evaluations included"}
+SMOOTHED = 60  # a curve of more points is drawn as a mean over so many parts of it, the points themselves pale behind
+
+
+def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path: Path) -> None:
+    """Training losses as lines, validation losses as marked points, one colour per run.
+
+    runs    records of metrics.jsonl by the name in the legend
+    over    a key of AXES
+    is_log  a logarithmic axis of losses
+    raises  ConfigError if a run has no losses, or nothing of what is asked for
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import ScalarFormatter
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    for number, (name, records) in enumerate(runs.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        trained, validated = points(records, "loss", over), points(records, "val_loss", over)
+        if not trained:
+            raise ConfigError(f"The metrics of {name} have no losses over {over}.",
+                              "Name a run that has trained, or another --over.")
+        label = f"{name}: {trained[-1][1]:.4g}" + (f", validation {validated[-1][1]:.4g}" if validated else "")
+        axes.plot(*zip(*smooth(trained), strict=True), color=colour, linewidth=1.8, label=label)
+        if len(trained) > SMOOTHED:
+            axes.plot(*zip(*trained, strict=True), color=colour, linewidth=0.7, alpha=0.3, zorder=1)
+        if validated:
+            axes.plot(*zip(*validated, strict=True), "o", color=colour, markeredgecolor="black", markersize=6, zorder=4)
+    axes.plot([], [], "o", color="white", markeredgecolor="black", label="validation")
+    axes.set(xlabel=AXES[over], ylabel="loss, nats per prediction", xlim=(0, None))
+    if is_log:
+        axes.set_yscale("log")
+        for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            ticks(ScalarFormatter())
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[tuple[float, float]]:
+    """(place on the axis, loss) of every record with a finite loss; what has no place lies between its neighbours by step."""
+    name = {"steps": "step", "time": "wall_s"}.get(over, f"{over}_seen")
+    unit = 60 if over == "time" else 1
+    steps, places = [0], [0.0]
+    for record in records:
+        if all(is_number(record.get(key)) for key in ("step", name)):
+            steps.append(record["step"])
+            places.append(record[name] / unit)
+    if len(places) == 1:
+        return []
+    drawn = [record for record in records if is_number(record.get(field)) and is_number(record.get("step"))]
+    at = [record[name] / unit if is_number(record.get(name)) else float(np.interp(record["step"], steps, places))
+          for record in drawn]
+    return list(zip(at, (record[field] for record in drawn), strict=True))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The curve, or where it has many points the means of equal parts of it."""
+    if len(curve) <= SMOOTHED:
+        return curve
+    bounds = [i * len(curve) // SMOOTHED for i in range(SMOOTHED + 1)]
+    parts = [curve[start:stop] for start, stop in pairwise(bounds)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]

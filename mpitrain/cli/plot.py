@@ -1,0 +1,31 @@
+"""`mpitrain plot`: the loss curves of runs, in one picture."""
+
+from pathlib import Path
+
+import click
+
+from mpitrain import device
+
+
+@click.command()
+@click.argument("runs", metavar="RUN_DIR [RUN_DIR ...]", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), default=Path("curves.png"), show_default=True, help="The picture.")
+@click.option("--over", type=click.Choice(["steps", "tokens", "samples", "time"]), default="steps", show_default=True,
+              help="What the curves are drawn over.")
+@click.option("--log", "is_log", is_flag=True, help="A logarithmic axis of losses.")
+def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
+    """Draw the training and validation losses of runs. Needs matplotlib: pip install 'mpitrain[report]'."""
+    from mpitrain.bench.curves import draw
+    from mpitrain.bench.plot import check_drawable
+    from mpitrain.errors import ConfigError
+    from mpitrain.metrics import read_metrics
+    from mpitrain.rundir import METRICS
+
+    if device.launched().rank > 0:
+        return  # rank 0 draws for all
+    check_drawable(out, "--out")
+    for run in runs:
+        if not (run / METRICS).exists():
+            raise ConfigError(f"There is no run in {run}: it has no {METRICS}.", "Name directories of runs.")
+    draw({str(run): read_metrics(run / METRICS) for run in runs}, over, is_log, out)
+    click.echo(f"{len(runs)} run(s) drawn in {out}")

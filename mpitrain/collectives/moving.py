@@ -1,0 +1,115 @@
+"""Who moves started reductions along while something else is computed: whoever polls, or a thread."""
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from mpitrain.collectives.execute import Reduction
+from mpitrain.errors import CommError, MpitrainError
+from mpitrain.transport.base import Transport
+
+PAUSE = 2e-4
+"""Shortest pause of the thread between two rounds of polls, in seconds: each may take the interpreter from the main thread."""
+
+
+class Mover(Protocol):
+    """Takes reductions of one transport from their start to their end. Called by one thread, in one order on all ranks."""
+
+    def start(self, reduction: Reduction) -> None:
+        """Start it."""
+
+    def poll(self) -> None:
+        """Move what can be moved now."""
+
+    def wait(self) -> None:
+        """Block until all that was started has ended."""
+
+
+class ByCaller:
+    """Moves reductions when it is called, and not in between."""
+
+    def __init__(self) -> None:
+        self._started: list[Reduction] = []
+
+    def start(self, reduction: Reduction) -> None:
+        reduction.start()
+        self._started.append(reduction)
+
+    def poll(self) -> None:
+        for reduction in self._started:
+            reduction.poll()
+
+    def wait(self) -> None:
+        for reduction in self._started:
+            reduction.wait()
+        self._started.clear()
+
+
+class ByThread:
+    """Moves reductions from a thread of its own, which lives from the first start to the wait.
+
+    Of all that may call the transport, the thread polls started reductions and does nothing else; the order in which a
+    reduction adds is that of its plan, so that results are those of `ByCaller`, bit for bit. It ends with the thread that
+    started it as well, so that a job that fails between start and wait is not held up.
+    raises  what was raised in the thread, at the next call, as an error that names the rank
+    """
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+        self._started: list[Reduction] = []
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self._error: Exception | None = None
+
+    def start(self, reduction: Reduction) -> None:
+        self.poll()
+        reduction.start()
+        self._started.append(reduction)
+        if self._thread is None:
+            self._stop = False
+            self._transport.admit_thread()
+            self._thread = threading.Thread(target=self._run, args=(threading.current_thread(),), name="mover")
+            self._thread.start()
+
+    def poll(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._stop = True
+            self._thread.join()
+            self._thread = None
+        self.poll()
+        self._transport.wait_until(self._move)  # all of them together, as the thread did
+        self._started.clear()
+
+    def _move(self) -> bool:
+        """Poll everything; True when all have ended."""
+        ended = [reduction.poll() for reduction in tuple(self._started)]  # every one, whatever the first says
+        return all(ended)
+
+    def _run(self, owner: threading.Thread) -> None:
+        """The thread."""
+        def is_over() -> bool:
+            if not self._stop:
+                self._move()
+            return self._stop or not owner.is_alive()
+
+        try:
+            self._transport.wait_until(is_over, PAUSE)
+        except MpitrainError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CommError(f"rank {self._transport.rank}: what moves reductions beside the training step failed: "
+                                    f"{type(error).__name__}: {error}")
+            self._error.__cause__ = error
+        finally:
+            self._transport.dismiss_thread()
+
+
+def mover(transport: Transport, reductions: Sequence[Reduction]) -> Mover:
+    """A thread where it helps and may be: ranks on several hosts, an MPI that takes calls of several threads, and reductions
+    of host memory that are messages. Within one host whoever polls: there little would hide behind anything."""
+    can = transport.admits_threads and all(reduction.is_messages for reduction in reductions)
+    return ByThread(transport) if can and len(set(transport.hosts)) > 1 else ByCaller()

@@ -1,0 +1,23 @@
+"""The losses of small runs are those that were written down."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.golden.curves import CASES, LOSSES, losses
+
+TOLERANCE = {"cpu": 1e-9, "cuda-sim": 1e-5}
+"""Relative: float64 with AdamW on any BLAS, float32 with momentum on any compiler."""
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_small_run_loses_what_it_lost(kind):
+    if kind == "cuda-sim" and shutil.which("g++") is None:
+        pytest.skip("there is no g++ here")
+    then = json.loads(LOSSES.read_text())[kind]
+    now = losses(kind)
+    assert then[0] - then[-1] > 0.5, "the loss must move, or equality says nothing"
+    assert len(now) == len(then)
+    for step, (one, other) in enumerate(zip(now, then, strict=True)):
+        assert abs(one / other - 1) <= TOLERANCE[kind], (step, one, other)

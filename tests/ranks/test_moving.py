@@ -1,0 +1,107 @@
+"""Who moves reductions, and how a thread that does begins, fails and ends."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from mpitrain.collectives.bind import bind
+from mpitrain.collectives.moving import ByCaller, ByThread, mover
+from mpitrain.errors import CommError
+from mpitrain.transport.threads import run_ranks
+
+
+def test_a_thread_moves_messages_between_hosts_and_nothing_else():
+    def chosen(transport, algorithm, admits=True):
+        transport.admits_threads = admits
+        return type(mover(transport, [bind(transport, np.ones(5), algorithm=algorithm)]))
+
+    assert run_ranks(2, chosen, "ring", hosts="ab") == [ByThread] * 2
+    assert run_ranks(3, chosen, "hierarchical", hosts="aab") == [ByThread] * 3
+    assert run_ranks(2, chosen, "ring", hosts="aa") == [ByCaller] * 2
+    assert run_ranks(2, chosen, "shared", hosts="aa") == [ByCaller] * 2
+    assert run_ranks(2, chosen, "native", hosts="ab") == [ByCaller] * 2
+    assert run_ranks(2, chosen, "ring", False, hosts="ab") == [ByCaller] * 2
+
+
+class Failing:
+    """A reduction whose first poll raises."""
+
+    state, is_messages = None, True
+
+    def __init__(self, error):
+        self.error, self.polled = error, threading.Event()
+
+    def start(self):
+        pass
+
+    def poll(self):
+        self.polled.set()
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "wanted"), [
+    (ZeroDivisionError("a bug"), "rank 1: what moves reductions beside the training step failed: ZeroDivisionError: a bug"),
+    (CommError("rank 1: recv from rank 0 failed"), "rank 1: recv from rank 0 failed"),
+])
+@pytest.mark.parametrize("call", ["poll", "wait"])
+def test_what_fails_in_the_thread_is_raised_in_the_main_one_and_names_the_rank(error, wanted, call):
+    def fail(transport):
+        by_thread = ByThread(transport)
+        if transport.rank == 1:
+            by_thread.start(Failing(error))
+            by_thread._thread.join(10)
+            getattr(by_thread, call)()
+
+    with pytest.raises(CommError) as caught:
+        run_ranks(2, fail, hosts="ab")
+    assert str(caught.value).startswith(f"CommError: {wanted}")
+
+
+@pytest.mark.timeout(30)
+def test_a_reduction_that_one_rank_never_starts_is_a_deadlock_beside_a_thread_too():
+    def stay(transport):
+        reduction, by_thread = bind(transport, np.ones(5)), ByThread(transport)
+        if transport.rank:
+            by_thread.start(reduction)
+            transport.barrier()
+
+    with pytest.raises(CommError, match="every rank waits and no message can move"):
+        run_ranks(2, stay, hosts="ab")
+
+
+@pytest.mark.timeout(30)
+def test_the_thread_ends_with_the_one_that_started_it():
+    threads = []
+
+    def leave(transport):
+        reduction, by_thread = bind(transport, np.ones(5)), ByThread(transport)
+        if transport.rank:
+            by_thread.start(reduction)
+            threads.append(by_thread._thread)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(2, leave, hosts="ab")
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+
+
+def test_the_thread_does_not_keep_a_program_from_ending():
+    code = """
+import numpy as np
+from mpitrain.collectives.execute import Execution
+from mpitrain.collectives.moving import ByThread
+from mpitrain.collectives.ring import all_reduce
+from mpitrain.transport.base import Traffic
+from mpitrain.transport.rendezvous import World
+from mpitrain.transport.shared import Windows
+from mpitrain.transport.threads import ThreadTransport
+
+transport = ThreadTransport(World(2), (), range(2), 0, "ab", Traffic(), Windows())
+ByThread(transport).start(Execution(transport, np.ones(5), "add", all_reduce(0, 2, 5), 1))  # there is no rank 1
+raise SystemExit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 7

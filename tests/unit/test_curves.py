@@ -1,0 +1,86 @@
+"""Loss curves: where each point of a run's metrics lies, and the picture."""
+
+import json
+import math
+
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.bench.curves import points, smooth
+from mpitrain.cli import main
+
+LINES = [
+    {"event": "start", "step": 0, "wall_s": 0.5},
+    {"step": 10, "loss": 5.0, "wall_s": 60.0, "tokens_seen": 1000},
+    {"step": 15, "val_loss": 4.0, "wall_s": 80.0},
+    {"step": 20, "loss": None, "nonfinite": True, "wall_s": 120.0, "tokens_seen": 2000},
+    {"step": 20, "val_loss": 3.0, "wall_s": 150.0},
+    {"event": "resume", "step": 20, "wall_s": 160.0},
+    {"step": 30, "loss": 2.0, "wall_s": 180.0, "tokens_seen": 4000},
+    {"event": "end", "step": 30, "wall_s": 181.0},
+]
+
+
+@pytest.mark.parametrize("over, trained, validated", [
+    ("steps", [(10, 5.0), (30, 2.0)], [(15, 4.0), (20, 3.0)]),
+    ("tokens", [(1000, 5.0), (4000, 2.0)], [(1500, 4.0), (2000, 3.0)]),
+    ("time", [(1, 5.0), (3, 2.0)], [(80 / 60, 4.0), (2.5, 3.0)]),
+    ("samples", [], []),
+])
+def test_a_point_lies_where_its_step_does(over, trained, validated):
+    assert points(LINES, "loss", over) == trained
+    assert points(LINES, "val_loss", over) == validated
+
+
+def test_odd_records_are_no_points():
+    odd = [{"step": "x", "loss": 1.0}, {"loss": 1.0},
+           {"step": 1, "loss": "2"}, {"step": 1, "loss": math.inf}, {"step": 2, "loss": 3}]
+    assert points(odd, "loss", "steps") == [(2, 3)]
+
+
+@pytest.mark.parametrize("count", (1, 60, 61, 1000))
+def test_a_smooth_curve_keeps_the_mean_and_has_few_points(count):
+    curve = [(float(x), float(x % 7)) for x in range(count)]
+    smoothed = smooth(curve)
+    assert len(smoothed) == min(count, 60) and smoothed == sorted(smoothed)
+    if count % 60 == 0:
+        assert smoothed == curve
+
+
+def write(folder, lines):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def plot(*words):
+    """Exit code and output of the command as it is started."""
+    from mpitrain.cli import commands
+
+    return CliRunner().invoke(commands, ["plot", *map(str, words)])
+
+
+def test_runs_are_drawn_into_one_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "one", LINES)
+    write(tmp_path / "other", [{"step": step, "loss": 5 / step, "wall_s": step * 0.1} for step in range(1, 300)])
+    for more in ([], ["--log"], ["--over", "time"]):
+        (tmp_path / "c.png").unlink(missing_ok=True)
+        shown = plot(tmp_path / "one", tmp_path / "other", "--out", tmp_path / "c.png", *more)
+        assert shown.exit_code == 0, shown.output
+        assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("words, complaint", [
+    (["nowhere"], "There is no run in nowhere: it has no metrics.jsonl."),
+    (["young"], "The metrics of young have no losses over steps."),
+    (["run", "--over", "samples"], "The metrics of run have no losses over samples."),
+    (["run", "--out", "c.xyz"], "--out draws files that end in"),
+])
+def test_what_cannot_be_drawn_is_one_message_and_exit_2(words, complaint, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run", LINES)
+    write(tmp_path / "young", LINES[:1])
+    with pytest.raises(SystemExit) as end:
+        main(["plot", *words])
+    assert end.value.code == 2 and complaint in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""The directory of a run: what is in it is checked before it is believed, and it can be anywhere."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpitrain.collectives.tuning import DEFAULT, write_tuning
+from mpitrain.config import parse, read_toml, with_settings
+from mpitrain.errors import ConfigError
+from mpitrain.ops.cuda.tiles import write_tiles
+from mpitrain.rundir import configuration
+from mpitrain.session import configured, open_run, train
+from mpitrain.transport.threads import run_ranks
+
+TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=3",
+        "run.log_every=1", "run.eval_every=-1", "device.kind=cpu"]
+
+
+class Silent:
+    """Watches without a word."""
+
+    def began(self, config, folder, record):
+        pass
+
+    def stepped(self, step, loss):
+        pass
+
+    def recorded(self, record):
+        pass
+
+
+def trained(folder, *settings, resume="no", ranks=1, base=TINY):
+    """Train in a directory; the losses of its metrics by step."""
+    tables = configuration(folder).model_dump() if resume == "yes" else {}
+    config = parse(with_settings({**tables, "layout": {}}, [*([] if tables else base), *settings, f'run.out="{folder}"']))
+    run_ranks(ranks, train, config, resume, lambda: False, Silent())
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of three steps."""
+    trained(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_data_below_a_folder_whose_name_is_not_utf_8_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "\udcff").mkdir()
+    (tmp_path / "\udcff/book").write_bytes(bytes(1000))
+    monkeypatch.chdir(tmp_path / "\udcff")
+    with pytest.raises(ConfigError, match=r"data.source must be UTF-8, but is 'text:.*\\udcff/book'"):
+        trained(tmp_path / "run", "data.source=text:book")
+
+
+def evaluated(folder, *settings, ranks=1):
+    """Held-out loss of a run, as `eval` opens it."""
+    def run(transport):
+        trainer, source, _ = open_run(transport, folder, list(settings))
+        source.held_out = 8
+        return trainer.evaluate(source)[0]
+
+    return run_ranks(ranks, run)[0]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda-sim"])
+def test_a_run_takes_its_tuning_and_its_tiles_along(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    write_tuning(tmp_path / "mine/t.json", DEFAULT)
+    write_tiles(tmp_path / "mine/g.json", "none", [])
+    (tmp_path / "mine/c.toml").write_text('replication.tuning = "t.json"\ndevice.tiles = "g.json"\n')
+    named = read_toml(Path("mine/c.toml"))
+    trained(Path("run"), *(f'{s}.{k}="{value}"' for s, table in named.items() for k, value in table.items()),
+            f"device.kind={kind}", "run.steps=1")
+    before = evaluated(Path("run"))
+    Path("mine").rename("gone")
+    Path("run").rename(tmp_path / "moved")
+    monkeypatch.chdir("/")
+    assert evaluated(tmp_path / "moved") == before
+    assert len(trained(tmp_path / "moved", "run.steps=2", resume="yes")) == 2
+    (tmp_path / "moved").rename(tmp_path / "again")
+    assert configuration(tmp_path / "again").replication.tuning == str(tmp_path / "again/tuning.json")
+    assert configuration(tmp_path / "again").device.tiles == str(tmp_path / "again/tiles.json")
+
+
+def test_what_only_training_needs_does_not_stop_an_evaluation(tmp_path):
+    write_tuning(tmp_path / "t.json", DEFAULT)
+    trained(tmp_path / "run", "replication.wire=topk", "replication.algorithm=shared", f'replication.tuning="{tmp_path}/t.json"')
+    before = evaluated(tmp_path / "run")
+    assert configured(tmp_path / "run", ["device.kind=cuda"]).replication.wire == "none"
+    (tmp_path / "run/tuning.json").unlink()
+    assert abs(evaluated(tmp_path / "run", ranks=2) - before) < 1e-6
+
+
+@pytest.mark.parametrize("damage, complaint", [
+    (lambda text: "", "lacks run.seed, run.steps, .* and [0-9]+ more"),
+    (lambda text: text[:text.index("[model]")], r"lacks model.kind, model.layers"),
+    (lambda text: text.replace("width = 16\n", ""), r"lacks model.width\."),
+    (lambda text: text[:text.index("context = ") + 8], "is not TOML"),
+])
+def test_a_configuration_that_does_not_say_everything_is_refused(folder, damage, complaint):
+    path = folder / "config.toml"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ConfigError, match=complaint):
+        configuration(folder)
+    config = parse(with_settings({}, [*TINY, f'run.out="{folder}"', "run.steps=4"]))
+    with pytest.raises(ConfigError, match=complaint):
+        run_ranks(2, train, config, "yes", lambda: False, Silent())
