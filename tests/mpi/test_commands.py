@@ -13,25 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-PROGRAM = [sys.executable, "-m", "mpitrain"]
+from tests.processes import PROGRAM, SECONDS, launch, mpitrain, python_ranks, run, shell
+
 TINY = ["--set", "model.layers=1", "--set", "model.width=16", "--set", "model.heads=2", "--set", "model.context=16",
         "--set", "batch.size=12", "--set", "run.steps=12", "--set", "run.log_every=1", "--set", "run.eval_every=-1",
         "--set", "checkpoint.every=0"]
-
-
-def mpitrain(*words, timeout=60, **more):
-    return subprocess.run([*PROGRAM, *map(str, words)], capture_output=True, text=True,
-                          errors="surrogateescape", timeout=timeout, **more)
-
-
-def launch(ranks, *words, **more):
-    return mpitrain("launch", "-n", ranks, "--", *words, **more)
-
-
-def python_ranks(ranks, code, folder):
-    """Run Python code on several ranks."""
-    return subprocess.run(["mpirun", "-n", str(ranks), sys.executable, "-c", code], capture_output=True, text=True,
-                          timeout=30, cwd=folder)
 
 
 def ranks_below(pid):
@@ -111,7 +97,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
         if line.startswith("step  20/"):
             run.send_signal(number)
             break
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=SECONDS)
     assert run.returncode == 85, output
     stopped = records(tmp_path / "cut")[-1]
     assert stopped["event"] == "stopped" and 20 <= stopped["step"] < 150
@@ -132,7 +118,7 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
         if line.startswith("step 23/"):
             os.kill(ranks_below(run.pid)[1], signal.SIGKILL)
             break
-    run.communicate(timeout=60)
+    run.communicate(timeout=SECONDS)
     assert run.returncode not in (0, 2, 85)
     went_on = launch(3, "train", "--out", "cut", "--resume=auto", cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
@@ -171,7 +157,7 @@ def test_a_mistake_is_one_message_and_exit_2_on_four_ranks(words, complaint, tmp
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.toml").write_text("[run\nsteps = ")
-    done = launch(4, "train", *words, cwd=tmp_path, timeout=30)
+    done = launch(4, "train", *words, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(complaint) == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -204,7 +190,7 @@ def test_an_exception_on_one_rank_ends_the_job_in_five_seconds_with_its_tracebac
         if "at step 5" in line:
             break
     began = time.monotonic()
-    _, errors = run.communicate(timeout=30)
+    _, errors = run.communicate(timeout=SECONDS)
     assert time.monotonic() - began < 5
     assert run.returncode != 0
     assert "rank 2: ended by an exception" in errors and "ZeroDivisionError: planned" in errors, errors
@@ -280,14 +266,14 @@ def test_ranks_that_read_different_configurations_are_refused(tmp_path):
 
 def test_runs_started_together_do_not_share_a_directory(tmp_path):
     together = [subprocess.Popen([*PROGRAM, "train", *TINY], cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(3)]
-    assert [run.wait(60) for run in together] == [0, 0, 0]
-    for run in together:
-        run.stdout.close()
+    assert [process.wait(SECONDS) for process in together] == [0, 0, 0]
+    for process in together:
+        process.stdout.close()
     folders = list(tmp_path.glob("runs/*"))
     assert len(folders) == 3 and all(records(folder)[-1]["event"] == "end" for folder in folders)
     named = [subprocess.Popen([*PROGRAM, "train", "--out", "one", *TINY, "--set", "run.steps=100"], cwd=tmp_path, text=True,
                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
-    errors = [run.communicate(timeout=60)[1] for run in named]
+    errors = [run.communicate(timeout=SECONDS)[1] for run in named]
     assert sorted(run.returncode for run in named) == [0, 2], errors
     said = "".join(errors)
     assert "one already holds a run" in said or "A run is going on in one" in said or "meanwhile" in said
@@ -340,14 +326,13 @@ def test_another_model_cannot_go_on_with_a_checkpoint(tmp_path):
 
 def test_rank_0_alone_speaks(tmp_path):
     for words in (["--help"], ["--version"], ["train", "--help-config"], ["no-such-command"]):
-        done = subprocess.run(["mpirun", "-n", "3", *PROGRAM, *words], capture_output=True, text=True, timeout=30)
+        done = run(["mpirun", "-n", 3, *PROGRAM, *words])
         said = done.stdout + done.stderr
         assert said.count("Usage:") + said.count("version 0") + said.count("[layout]") == 1, said
 
 
 def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
-    tail = subprocess.run(f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", shell=True, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=60)
+    tail = shell(f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", cwd=tmp_path)
     assert "Traceback" not in tail.stderr, tail.stderr
     plain = dict(os.environ, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     (tmp_path / "c.toml").write_text("# größer\n[run]\nseed = 1\n", encoding="utf-8")
@@ -357,7 +342,7 @@ def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
 
 def test_a_pipe_as_data_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path, timeout=20)
+    done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path)
     assert done.returncode == 2 and "The data file pipe cannot be read: it is not a regular file." in done.stderr, done.stderr
 
 

@@ -1,11 +1,11 @@
 """What a run does when nobody takes what it prints: it goes on, for its results are in its directory."""
 
 import os
-import subprocess
 
 import pytest
 
-from tests.mpi.test_commands import PROGRAM, TINY, mpitrain, python_ranks, records
+from tests.mpi.test_commands import TINY, records
+from tests.processes import PROGRAM, mpitrain, python_ranks, shell
 
 TRAIN = ["train", "--out", "run", *TINY]
 
@@ -13,7 +13,7 @@ TRAIN = ["train", "--out", "run", *TINY]
 @pytest.mark.parametrize("behind", ["1>/dev/full", "1>/dev/full 2>/dev/full", "1>&-", "0<&- 1>&- 2>&-", "| true"])
 def test_a_run_goes_on_when_its_output_is_full_or_closed(behind, tmp_path):
     line = " ".join([*PROGRAM, *TRAIN, behind])
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = shell(line, cwd=tmp_path)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert records(tmp_path / "run")[-1]["event"] == "end" and (tmp_path / "run/checkpoints/step-00000012").is_dir()
     assert done.stderr.count("the run goes on") == (behind in ("1>/dev/full", "| true")), done.stderr
@@ -29,7 +29,7 @@ def test_ranks_whose_output_is_full_or_closed_train_to_the_end(lose, tmp_path):
 def test_a_command_whose_output_is_its_result_fails_in_one_line_when_it_cannot_print(tmp_path):
     for words in ("doctor", "train --help-config", "bench gemm --shapes 8"):
         line = " ".join([*PROGRAM, words, "> /dev/full"])
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+        done = shell(line)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.count("Standard output takes no more: No space left on device") == 1, done.stderr
 
