@@ -130,25 +130,41 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
 
 MISTAKES = [
     (["--set", "model.widht=3"], "There is no key model.widht; did you mean model.width?"),
+    (["--set", "data.source=text:nowhere.txt"], "The data file nowhere.txt cannot be read: No such file or directory."),
+    (["--dp", "2"], "dp 2 x tp 1 x pp 1 needs 2 ranks, but 4 were started."),
+    (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
+    (["--no-such-option"], "No such option"),
+]
+MORE_MISTAKES = [
     (["--set", "run.steps=soon"], "run.steps must be a valid integer, but is 'soon'."),
     (["--set", "optimizer.lr=nan"], "optimizer.lr must be a finite number, but is nan."),
-    (["--set", "data.source=text:nowhere.txt"], "The data file nowhere.txt cannot be read: No such file or directory."),
     (["--set", "data.source=text:empty.txt"], "empty.txt is empty."),
     (["--set", "data.source=text:short.txt"], "The held-out tenth of short.txt must hold a context of 128 tokens"),
     (["--set", "batch.size=3"], "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3."),
     (["--set", "model.heads=3"], "model.heads must divide model.width, but 3 does not divide 128."),
-    (["--dp", "2"], "dp 2 x tp 1 x pp 1 needs 2 ranks, but 4 were started."),
     (["broken.toml"], "broken.toml is not TOML"),
     (["nowhere.toml"], "The configuration file nowhere.toml cannot be read"),
     (["--set", "data.source=digits"], "The model.kind for digits is mlp, but the configuration says gpt."),
-    (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
     (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
     (["--set", "replication.wire=topk:2"], "it is 'topk:2'"),
     (["--set", "model.width=4000000"], "need"),
     (["--resume"], "--resume needs the directory of the run."),
     (["--out", "empty.txt/run"], "The run directory empty.txt/run cannot be written"),
-    (["--no-such-option"], "No such option"),
     (["--dp", "two"], "'two' is not a valid integer"),
+    (["--out", "n" * 300], "File name too long"),
+    (["--resume", "--out", "n/" * 3000], "File name too long"),
+    (["--set", 'run.out="a\\u0000"'], "run.out must be without NUL"),
+    (["--set", "data.source=idx:" + "n" * 5000], "File name too long"),
+    (["--set", "model.layers=9223372036854775808"], "model.layers must be a whole number of at most 64 bits"),
+    (["--set", "batch.size=" + "9" * 5000], "batch.size must be a valid integer"),
+    (["--dp", "1" + "0" * 400], "layout.dp must be a whole number of at most 64 bits"),
+    (["--set", "optimizer.epsilon=1e-320"], "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320."),
+    (["--set", "run.stall_seconds=1e-9"], "run.stall_seconds must be greater than or equal to 1, but is 1e-09."),
+    (["pipe"], "The configuration file pipe cannot be read: [Errno 22] it is not a regular file"),
+    (["--set", "replication.tuning=pipe"], "The tuning file pipe cannot be read: it is not a regular file."),
+    (["--set", "replication.tuning=garbage"], "garbage is no tuning file"),
+    (["n" * 5000], "File name too long"),
+    (["x" * 5000, "y" * 5000], "unexpected extra argument"),
 ]
 
 
@@ -162,6 +178,27 @@ def test_a_mistake_is_one_message_and_exit_2_on_four_ranks(words, complaint, tmp
     assert done.stderr.count(complaint) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert not any(tmp_path.glob("runs/*/metrics.jsonl")), "nothing may be trained"
+
+
+def test_every_mistake_is_one_short_message_and_exit_2_on_each_of_four_ranks(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "broken.toml").write_text("[run\nsteps = ")
+    (tmp_path / "garbage").write_text(json.dumps({"machine": {}, "plans": {"y " * 9000: {}}, "whole": {}}))
+    os.mkfifo(tmp_path / "pipe")
+    code = ("import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
+            f"for words in {[words for words, _ in MORE_MISTAKES]!r}:\n"
+            "    ended = []\n"
+            "    try: main(['train', *words])\n"
+            "    except SystemExit as end: ended = [end.code]\n"
+            "    everyone = MPI.COMM_WORLD.gather(ended)\n"
+            "    if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=sys.stderr, flush=True)\n")
+    done = python_ranks(4, code, tmp_path)
+    said = done.stderr.split(f"=== {[[2]] * 4}\n")
+    assert len(said) == len(MORE_MISTAKES) + 1, done.stderr[-2000:]
+    for (_, complaint), text in zip(MORE_MISTAKES, said, strict=False):
+        assert text.count(complaint) == 1 and "Traceback" not in text and len(text) < 1200, text
+    assert not any(tmp_path.glob("**/metrics.jsonl")), "nothing may be trained"
 
 
 def test_a_file_that_only_one_rank_misses_is_named_with_that_rank(tmp_path):
