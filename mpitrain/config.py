@@ -22,7 +22,7 @@ WHOLE = 2**63 - 1  # the largest whole number: of 64 bits
 SMALL, LARGE = 1e-30, 1e30  # sizes of the other numbers but 0: float32 has all of these
 
 NOT_YET = {  # values that are meant to work one day
-    "layout.tp": r"[2-9]|\d\d+", "layout.pp": r"[2-9]|\d\d+", "precision.compute": "b?float16", "model.kind": "cnn",
+    "layout.tp": r"[2-9]|\d{2,6}", "layout.pp": r"[2-9]|\d{2,6}", "precision.compute": "b?float16", "model.kind": "cnn",
     "replication.mode": "master|server|local|gossip",
 }
 SYNONYMS = {
@@ -44,8 +44,10 @@ class Section(BaseModel):
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
             raise PydanticCustomError("range", f"must be 0 or of a size between {SMALL:g} and {LARGE:g}")
-        if isinstance(value, str):
-            _check_text(value)
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            raise PydanticCustomError("text", "must be UTF-8")  # bytes that are not are lone surrogates in Python's text
+        if isinstance(value, str) and not _is_speakable(value):
+            raise PydanticCustomError("text", "must be text without NUL that file names can have in this locale")
         return value
 
 
@@ -237,16 +239,12 @@ def nearest(word: str) -> list[str]:
     return list(dict.fromkeys(spellings[close] for close in difflib.get_close_matches(word, spellings, 2, 0.75)))
 
 
-def _check_text(text: str) -> None:
-    """Refuse what no file can be named here, or what config.toml cannot hold."""
-    if any("\ud800" <= character <= "\udfff" for character in text):  # Python's form of bytes of a path that are not UTF-8
-        raise PydanticCustomError("text", "must be UTF-8")
+def _is_speakable(text: str) -> bool:
+    """Whether the system would take the text as a path."""
     try:
-        is_name = b"\0" not in os.fsencode(text)
+        return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise PydanticCustomError("text", "must be without NUL, in characters that this locale has")
+        return False
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -306,19 +304,20 @@ def _complaint(item: Mapping[str, Any]) -> str:
         known = [key.name for key in keys()]
         close = difflib.get_close_matches(name, known, 1, 0.6)
         return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
-    shown, law = _shown(item["input"]), item["msg"].replace("Input should be", "must be").replace("Input", "it")
+    law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
     if item["type"] == "literal_error":
-        word = SYNONYMS.get(shown.strip("'").lower(), shown.strip("'"))
+        typed = item["input"] if isinstance(item["input"], str) else _shown(item["input"])
+        word = SYNONYMS.get(typed.lower(), typed)
         if re.fullmatch(NOT_YET.get(name, ""), word):
-            return f"{name} {law}, but is {shown}: {word} is not there yet."
+            return f"{name} {law}, but is {_shown(item['input'])}: {word} is not there yet."
         choices = [str(choice) for key in keys() if key.name == name for choice in key.range.split(" | ")]
         if close := difflib.get_close_matches(word, choices, 1, 0.6):
-            return f"{name} {law}, but is {shown}; did you mean {close[0]}?"
+            return f"{name} {law}, but is {_shown(item['input'])}; did you mean {close[0]}?"
     if item["type"] == "string_pattern_mismatch":
         law = "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     if item["type"] == "finite_number" or (isinstance(item["input"], float) and math.isnan(item["input"])):
         law = "must be a finite number"
-    return f"{name} {law}, but is {shown}."
+    return f"{name} {law}, but is {_shown(item['input'])}."
 
 
 def _shown(value: Any) -> str:

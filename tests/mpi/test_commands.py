@@ -153,7 +153,7 @@ MORE_MISTAKES = [
     (["--dp", "two"], "'two' is not a valid integer"),
     (["--out", "n" * 300], "File name too long"),
     (["--resume", "--out", "n/" * 3000], "File name too long"),
-    (["--set", 'run.out="a\\u0000"'], "run.out must be without NUL"),
+    (["--set", 'run.out="a\\u0000"'], "run.out must be text without NUL"),
     (["--set", "data.source=idx:" + "n" * 5000], "File name too long"),
     (["--set", "model.layers=9223372036854775808"], "model.layers must be a whole number of at most 64 bits"),
     (["--set", "batch.size=" + "9" * 5000], "batch.size must be a valid integer"),

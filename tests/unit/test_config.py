@@ -42,9 +42,9 @@ def test_an_unknown_key_names_the_nearest_one():
     ("optimizer.clip=1e-320", "optimizer.clip must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320."),
     ("optimizer.lr=1e300", "optimizer.lr must be 0 or of a size between 1e-30 and 1e+30, but is 1e+300."),
     ("run.stall_seconds=1e-9", "run.stall_seconds must be greater than or equal to 1, but is 1e-09."),
-    ('run.out="a\\u0000b"', "run.out must be without NUL, in characters that this locale has, but is 'a\\x00b'."),
+    ('run.out="a\\u0000b"', "run.out must be text without NUL that file names can have in this locale, but is 'a\\x00b'."),
     ('data.source="text:\\u0000"',
-     "data.source must be without NUL, in characters that this locale has, but is 'text:\\x00'."),
+     "data.source must be text without NUL that file names can have in this locale, but is 'text:\\x00'."),
 ])
 def test_a_bad_value_is_refused_with_law_and_value(setting, complaint):
     assert refusal(setting).splitlines()[0] == f"ConfigError: {complaint}"
