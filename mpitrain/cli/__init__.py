@@ -9,6 +9,7 @@ import click
 
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
+from mpitrain.cli.output import open_output
 from mpitrain.device import launched
 from mpitrain.errors import MpitrainError, brief
 
@@ -46,6 +47,7 @@ class LazyGroup(click.Group):
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, and let all ranks leave together if its usage is wrong."""
+    open_output()
     if launched().rank > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives): rank 0 speaks for all
     try:
@@ -56,6 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     except MpitrainError as error:  # of a command that is rank 0's alone: no other rank would meet it at a barrier
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(1)
     except click.Abort:
         sys.exit(130)
 

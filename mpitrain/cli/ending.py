@@ -1,7 +1,6 @@
 """How a rank begins and ends: connected, and leaving together with the others or taking them along."""
 
 import faulthandler
-import os
 import sys
 import time
 import traceback
@@ -58,7 +57,6 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
         text = str(error)
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
         if transport.size > 1:
             transport.abort("nobody reads its output any more")
         sys.exit(1)

@@ -16,6 +16,7 @@ import click
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
 from mpitrain.cli.ending import STALL_SECONDS, ranks, settings_of
+from mpitrain.cli.output import be_courtesy
 
 SAMPLE_SECONDS = 10  # of drawing the sample after training, which keeps all the ranks
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -77,6 +78,7 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     if described is not None:
         print_keys(described)
         return
+    be_courtesy()
     options = settings_of(("layout.dp", dp), ("device.kind", device), ("device.gemm", gemm), ("run.out", out))
     overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
