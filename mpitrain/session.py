@@ -13,7 +13,7 @@ from mpitrain.data import Unopened
 from mpitrain.errors import CheckpointError, ConfigError, TrainingError
 from mpitrain.metrics import MetricsFile, Watchdog, read_metrics
 from mpitrain.parallel.replicate import Outcome
-from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find
+from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find, noted_scan
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
@@ -57,7 +57,7 @@ def train(transport: Transport, config: Config, resume: str, stop_requested: Cal
     raises          MpitrainError with `agreed` set where all ranks stop together
     """
     place = find(transport, config, resume)
-    job = build(transport, config, place.saved)
+    job = build(transport, config, place.saved, noted=noted_scan(place.folder))
     agreed(transport, lambda: _check_steps(job.step, config))
     claimed = agreed(transport, lambda: claim(place, job) if transport.rank == 0 else None)
     folder, past = transport.gather_text((str(claimed[0]), _past(claimed[0], job.step)) if claimed else None)[0]
@@ -251,4 +251,5 @@ def open_run(transport: Transport, folder: Path, settings: list[str], needs_data
     saved = agreed(transport, lambda: checkpoint.newest(folder / CHECKPOINTS))
     vocabulary = config.data.vocabulary or 256
     is_enough = not needs_data and config.model.kind == "gpt"
-    return build(transport, config, saved, Unopened("gpt", vocabulary, vocabulary) if is_enough else None)
+    return build(transport, config, saved, Unopened("gpt", vocabulary, vocabulary) if is_enough else None,
+                 noted_scan(folder))
