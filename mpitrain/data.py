@@ -1,4 +1,5 @@
-"""Data sources. The global batch of step k depends on (seed, k) alone; a rank asks for its rows of it.
+"""Data sources. The global batch of step k depends on (seed, k) alone, of a source that permutes on the samples before it;
+a rank asks for its rows of it.
 
 Token sources hold out their last tenth; sample sources have a test set. B batch, T tokens in a context, F features.
 """
@@ -35,8 +36,12 @@ class Source(Protocol):
     classes: int
     held_out: int
 
-    def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
-        """Rows `rows` of the global batch of `size` rows of a step: inputs, and int64 targets."""
+    def batch(self, seed: int, step: int, size: int, rows: range,
+              before: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Rows `rows` of the global batch of `size` rows of a step: inputs, and int64 targets.
+
+        before  samples in the batches of all earlier steps; None: as many as if they had had this one's size
+        """
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Held-out rows by number, in the same form."""
@@ -73,7 +78,8 @@ class TokenSource:
                 f"Use at least {10 * (context + 1)} tokens, or lower model.context.",
             )
 
-    def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+    def batch(self, seed: int, step: int, size: int, rows: range,
+              before: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         starts = np.random.default_rng([seed, step]).integers(len(self._train) - self._context, size=size)
         return self._windows(self._train, starts[rows.start:rows.stop])
 
@@ -97,9 +103,10 @@ class SampleSource:
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
 
-    def batch(self, seed: int, step: int, size: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+    def batch(self, seed: int, step: int, size: int, rows: range,
+              before: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         samples, labels = self._train
-        position = step * size + np.arange(rows.start, rows.stop)
+        position = (step * size if before is None else before) + np.arange(rows.start, rows.stop)
         chosen = np.empty(len(position), np.int64)
         for epoch in np.unique(position // len(labels)):
             here = position // len(labels) == epoch

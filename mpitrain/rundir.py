@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,18 +70,23 @@ def _look(config: Config, resume: str) -> Place:
             raise ConfigError("--resume needs the directory of the run.", "Add --out DIR, for example --out runs/mine.")
         return Place()
     folder = Path(config.run.out)
-    has_run = (folder / CONFIG).exists()
+    saved = checkpoint.steps(folder / CHECKPOINTS)
+    has_run = bool(saved) or (folder / CONFIG).exists()
     if resume == "no" and has_run:
-        raise ConfigError(f"{folder} already holds a run.", "Add --resume to go on with it, or choose another --out.")
+        way_on = "--resume to go on with it" if saved else "--resume=auto to start it again, for it has no checkpoint"
+        raise ConfigError(f"{folder} already holds a run.", f"Add {way_on}, or choose another --out.")
     if resume == "yes" and not has_run:
-        raise ConfigError(f"There is no run in {folder} to resume.", "Name its directory with --out, or leave out --resume.")
-    if not has_run or (resume == "auto" and not checkpoint.steps(folder / CHECKPOINTS)):
+        raise ConfigError(f"There is no run in {folder} to resume.",
+                          "Name its directory with --out, or start it with --resume=auto.")
+    if resume == "yes" and not saved:
+        raise ConfigError(f"The run in {folder} ended before its first checkpoint.", "Start it again with --resume=auto.")
+    if not has_run or not saved:
         return Place(folder, None, has_run)
     changed = _changes(configuration(folder), config)
     if fixed := [f"{key} {then!r} -> {now!r}" for key, (then, now) in changed.items() if key.startswith(FIXED)]:
         raise ConfigError(f"{folder} was trained with another model: {', '.join(fixed)}.",
                           "Resume with the configuration of the run, or start another one with its own --out.")
-    return Place(folder, checkpoint.newest(folder / CHECKPOINTS), has_run, changed)
+    return Place(folder, saved[-1], has_run, changed)
 
 
 def configuration(folder: Path) -> Config:
@@ -166,6 +172,9 @@ def _lock(folder: Path) -> int:
         os.close(lock)
         raise ConfigError(f"A run is going on in {folder} ({holder}).",
                           "Wait for it, stop it, or choose another --out.") from None
+    except OSError as error:  # some file systems of clusters cannot lock
+        print(f"warning: {folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it.", file=sys.stderr,
+              flush=True)
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock

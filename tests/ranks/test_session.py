@@ -13,6 +13,7 @@ from mpitrain.config import parse, with_settings
 from mpitrain.errors import TrainingError
 from mpitrain.session import configured, train
 from mpitrain.trainer import Trainer
+from mpitrain.transport.agree import on_root
 from mpitrain.transport.threads import run_ranks
 
 TEXT = [f"word {n % 7} " for n in range(240)]
@@ -75,10 +76,10 @@ def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
     settings = [*book, "run.eval_every=2", "checkpoint.every=2"]
     real = checkpoint.save
 
-    def save(folder, trainer, step, keep):
-        if step == 6:
+    def save(folder, trainer, done, keep):
+        if done.step == 6:
             raise Killed
-        return real(folder, trainer, step, keep)
+        return real(folder, trainer, done, keep)
 
     monkeypatch.setattr(checkpoint, "save", save)
     with pytest.raises(Killed):
@@ -248,3 +249,15 @@ def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "all 6 steps were done before; to train on, set run.steps to more" in said
     assert records(tmp_path)[-1]["event"] == "end" and model.stat().st_mtime_ns == before
+
+
+def test_what_rank_0_does_alone_lets_the_others_sleep():
+    done = []
+
+    def run(transport):
+        busy = time.thread_time()
+        on_root(transport, lambda: (time.sleep(0.5), done.append(transport.rank)))
+        return list(done), time.thread_time() - busy
+
+    for found, busy in run_ranks(3, run):
+        assert found == [0] and busy < 0.2

@@ -84,6 +84,20 @@ def test_an_epoch_of_samples_visits_each_once():
     assert np.array_equal(*ordered) and not np.array_equal(*steps)
 
 
+@pytest.mark.parametrize("sizes", [(8, 12, 3), (1, 50, 7), (50, 1, 120)])
+def test_batches_of_changing_size_neither_skip_nor_repeat_a_sample(tmp_path, sizes):
+    write_mnist(tmp_path)
+    source = open_source(f"idx:{tmp_path}", 16, "float64")
+    before, rows = 0, []
+    for step in range(600 // sum(sizes) * 3):
+        size = sizes[step % 3]
+        rows += [row.tobytes() for row in source.batch(5, step, size, range(size), before)[0]]
+        before += size
+    whole = source.batch(5, 0, len(rows), range(len(rows)))[0]
+    assert rows == [row.tobytes() for row in whole]
+    assert len(set(rows[:50])) == 50, "all of them once per epoch"
+
+
 @pytest.mark.parametrize("size", (7, 50, 120))
 def test_steps_that_follow_one_another_draw_the_order_of_each_epoch_once(size, tmp_path, monkeypatch):
     write_mnist(tmp_path)
