@@ -4,7 +4,8 @@
     checkpoints/step-00000400/optimizer.safetensors   optimizer state under <buffer>/<full name>
     checkpoints/step-00000400/residuals-0.safetensors what the wire format of rank 0 still owes, and what it expects
 
-Each file's metadata holds the step and a SHA-256 over everything else in it, so a truncated or altered file is refused.
+Each file's metadata holds what it belongs to (run, step, samples, rank, number of ranks) and a SHA-256 over everything else
+in it, so that a truncated or altered file is refused, and one of another run, step or rank too.
 """
 
 import hashlib
@@ -24,33 +25,56 @@ from mpitrain.files import check_regular, sync
 from mpitrain.parallel.buckets import AGREED
 from mpitrain.trainer import Trainer
 from mpitrain.transport.agree import agreed
+from mpitrain.transport.base import Transport
 
-FORMAT = "mpitrain-1"
+FORMAT = "mpitrain-2"
 RESIDUALS = "residuals-{}.safetensors"
 
 
-class Checkpoint(NamedTuple):
-    """A verified checkpoint in memory: optimizer steps done, whole tensors by full name, and one rank's residuals."""
+class Done(NamedTuple):
+    """What a run has behind it.
+
+    step     optimizer steps
+    samples  rows of all global batches of those steps
+    run      the run's identity: drawn when it started from nothing, and the same ever after
+    """
 
     step: int
+    samples: int
+    run: str
+
+
+class Checkpoint(NamedTuple):
+    """A verified checkpoint in memory.
+
+    done        where it stands
+    parameters  whole tensors by full name
+    state       of the optimizer, by <buffer>/<full name>
+    facts       the metadata that all files of this checkpoint have
+    residuals   one rank's; none before `with_residuals`
+    """
+
+    done: Done
     parameters: dict[str, np.ndarray]
     state: dict[str, np.ndarray]
-    residuals: dict[str, np.ndarray]
+    facts: dict[str, str]
+    residuals: dict[str, np.ndarray] = {}
 
 
-def save(folder: Path, trainer: Trainer, step: int, keep: int) -> Path:
-    """Write step `step` under `folder` and drop all but the newest `keep`; collective.
+def save(folder: Path, trainer: Trainer, done: Done, keep: int) -> Path:
+    """Write a checkpoint under `folder` and drop all but the newest `keep`; collective.
 
     Rank 0 writes what replicas share, every rank its residuals, if its wire format has any. Whatever happens on the way,
     the checkpoints that were there stay good until the new one has its final name.
 
     raises  TrainingError on every rank if any of them cannot write
     """
+    step = done.step
     target, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
     is_root = trainer.transport.rank == 0
     for part in (
         lambda: is_root and _prepare(partial),
-        lambda: _write_own(partial, trainer, step),
+        lambda: _write_own(partial, trainer, done),
         lambda: is_root and _put_in_place(partial, target, keep),
     ):
         agreed(trainer.transport, lambda part=part: _attempt(part, step, folder))
@@ -66,23 +90,25 @@ def _attempt(part: Callable[[], Any], step: int, folder: Path) -> None:
 
 
 def _prepare(partial: Path) -> None:
-    for left_over in partial.parent.glob(".step-*.partial"):
+    for left_over in (*partial.parent.glob(".step-*.partial"), *partial.parent.glob(".step-*.dropped")):
         shutil.rmtree(left_over)
     partial.mkdir(parents=True)
 
 
-def _write_own(partial: Path, trainer: Trainer, step: int) -> None:
+def _write_own(partial: Path, trainer: Trainer, done: Done) -> None:
     entries, to_host, rank = trainer.plan.entries, trainer.backend.to_host, trainer.transport.rank
     residuals = trainer.replication.buckets.residuals()
+    metadata = {"format": FORMAT, "run": done.run, "step": str(done.step), "samples": str(done.samples), "rank": str(rank),
+                "ranks": str(trainer.transport.size), "residuals": "yes" if residuals else "no"}
     if residuals:
-        _write(partial / RESIDUALS.format(rank), residuals, step)
+        _write(partial / RESIDUALS.format(rank), residuals, metadata)
     if rank != 0:
         return
     flat = to_host(trainer.parameters)
-    _write(partial / "model.safetensors", {e.name: e.view(flat) for e in entries}, step)
+    _write(partial / "model.safetensors", {e.name: e.view(flat) for e in entries}, metadata)
     buffers = {name: to_host(buffer) for name, buffer in trainer.optimizer.state.items()}
     _write(partial / "optimizer.safetensors",
-           {f"{name}/{e.name}": e.view(buffer) for name, buffer in buffers.items() for e in entries}, step)
+           {f"{name}/{e.name}": e.view(buffer) for name, buffer in buffers.items() for e in entries}, metadata)
 
 
 def _put_in_place(partial: Path, target: Path, keep: int) -> None:
@@ -96,7 +122,8 @@ def _put_in_place(partial: Path, target: Path, keep: int) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
     sync(folder)
     for old in steps(folder)[:-keep]:
-        shutil.rmtree(old)
+        dropped = old.rename(folder / f".{old.name.strip('.')}.dropped")  # at once: a reader finds all of it or none
+        shutil.rmtree(dropped)
 
 
 def steps(folder: Path) -> list[Path]:
@@ -120,28 +147,48 @@ def newest(folder: Path) -> Path:
     return found[-1]
 
 
-def read(path: Path, rank: int, ranks: int) -> Checkpoint:
-    """Read and verify one checkpoint for one of `ranks` ranks; CheckpointError names what is wrong with it."""
-    step, parameters = _read(path / "model.safetensors")
-    optimizer_step, state = _read(path / "optimizer.safetensors")
-    if step != optimizer_step:
-        raise CheckpointError(f"{path} mixes step {step} (model) with step {optimizer_step} (optimizer).", _way_out(path))
-    return Checkpoint(step, parameters, state, _residuals(path, rank, ranks))
+def read_beside(transport: Transport, path: Path, read: Callable[[Path], Checkpoint]) -> Checkpoint:
+    """What `read` makes of a checkpoint, or of the newest one if a run that goes on drops it meanwhile; collective.
+
+    raises  CheckpointError with `agreed` set, if one that is still there cannot be read
+    """
+    while True:
+        try:
+            return agreed(transport, lambda path=path: read(path))
+        except CheckpointError:
+            listed = steps(path.parent)
+            successor = transport.gather_text(str(listed[-1]) if listed and path not in listed else "")[0]
+            if not successor:
+                raise
+            path = Path(successor)
 
 
-def _residuals(path: Path, rank: int, ranks: int) -> dict[str, np.ndarray]:
-    """This rank's own residuals; with another number of ranks than before, an equal part of the sum of all."""
-    written = sorted(path.glob(RESIDUALS.format("*")))
-    if len(written) == ranks:
-        return _read(path / RESIDUALS.format(rank))[1]
+def read(path: Path) -> Checkpoint:
+    """Read and verify what replicas share; CheckpointError names what is wrong with it."""
+    facts, parameters = _read(path / "model.safetensors", 0)
+    state = _read(path / "optimizer.safetensors", 0, facts)[1]
+    return Checkpoint(Done(int(facts["step"]), int(facts["samples"]), facts["run"]), parameters, state, facts)
+
+
+def with_residuals(path: Path, rank: int, ranks: int) -> Checkpoint:
+    """The same with what the wire format of one of `ranks` ranks still owes: its own residuals, or, with another number of
+    ranks than before, an equal part of the sum of all."""
+    found = read(path)
+    written = int(found.facts["ranks"]) if found.facts["residuals"] == "yes" else 0
+    expected = [path / RESIDUALS.format(writer) for writer in range(written)]
+    for extra in sorted({*path.glob(RESIDUALS.format("*"))} - {*expected}):
+        raise CheckpointError(f"{extra} is none of the {written} files of residuals that this checkpoint was written with.",
+                              _way_out(path))
+    if written == ranks:
+        return found._replace(residuals=_read(expected[rank], rank, found.facts)[1])
     total: dict[str, np.ndarray] = {}
-    for file in written:
-        for name, tensor in _read(file)[1].items():
+    for writer, file in enumerate(expected):
+        for name, tensor in _read(file, writer, found.facts)[1].items():
             if name.startswith(AGREED):
                 total[name] = tensor
             else:
                 total[name] = total[name] + tensor / ranks if name in total else tensor / ranks
-    return total
+    return found._replace(residuals=total)
 
 
 def load(checkpoint: Checkpoint, trainer: Trainer) -> None:
@@ -163,8 +210,7 @@ def _fill(trainer: Trainer, flat: np.ndarray, prefix: str, tensors: Mapping[str,
         entry.view(flat)[...] = trainer.backend.from_host(part)
 
 
-def _write(path: Path, tensors: dict[str, np.ndarray], step: int) -> None:
-    metadata = {"format": FORMAT, "step": str(step)}
+def _write(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     try:
         save_file(tensors, path, {**metadata, "sha256": _digest(tensors, metadata)})
     except SafetensorError as error:  # what a full disk becomes there
@@ -172,7 +218,8 @@ def _write(path: Path, tensors: dict[str, np.ndarray], step: int) -> None:
     sync(path)
 
 
-def _read(path: Path) -> tuple[int, dict[str, np.ndarray]]:
+def _read(path: Path, rank: int, facts: dict[str, str] | None = None) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Metadata, without the rank, and tensors of a file that `rank` wrote; the metadata must be `facts`, where given."""
     try:
         check_regular(path)
         with safe_open(path, "numpy") as file:
@@ -182,9 +229,18 @@ def _read(path: Path) -> tuple[int, dict[str, np.ndarray]]:
         raise CheckpointError(f"{path} is missing.", _way_out(path.parent)) from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.", _way_out(path.parent)) from None
-    if metadata.pop("sha256", None) != _digest(tensors, metadata) or metadata.get("format") != FORMAT:
+    if metadata.pop("sha256", None) != _digest(tensors, metadata):
         raise CheckpointError(f"{path} was altered: its contents do not match its SHA-256.", _way_out(path.parent))
-    return int(metadata["step"]), tensors
+    if metadata["format"] != FORMAT:
+        raise CheckpointError(f"{path} is in format {metadata['format']}, but this version of mpitrain reads {FORMAT}.",
+                              "Go on with the version that wrote it, or start the run again.")
+    wanted = {**(facts or metadata), "rank": str(rank)}
+    if others := [f"{name} {metadata[name]} where {wanted[name]} is wanted"
+                  for name in sorted(wanted) if metadata[name] != wanted[name]]:
+        raise CheckpointError(f"{path} belongs to another checkpoint or rank: it has {', '.join(others)}.",
+                              _way_out(path.parent))
+    del metadata["rank"]
+    return metadata, tensors
 
 
 def _way_out(path: Path) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,22 +37,34 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a line cut short by a killed run is left out."""
-    records = []
-    for line in contents(path).decode().splitlines() if path.exists() else []:
+    """The records of a metrics file; lines that are none, such as one cut short by a killed run, are left out."""
+    return [record for _, record in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line that holds a record, and the record. Lines end at line breaks alone, and nothing else in a file is an error."""
+    if not path.exists():
+        return
+    for raw in contents(path).split(b"\n"):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            line = raw.decode().strip()
+            record = json.loads(line, parse_constant=_refuse)
+        except (ValueError, RecursionError):
             continue
-    return records
+        if isinstance(record, dict) and isinstance(record.get("step", 0), int | float):
+            yield line, record
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}")
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Drop the lines that a run will write again when it resumes after `step`, and its closing line."""
+    """Drop the lines that a run will write again when it resumes after `step`, and its closing line; others stay as they are."""
     def stays(record: dict[str, Any]) -> bool:
         return record.get("step", 0) <= step and record.get("event") not in CLOSING
 
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in filter(stays, read_metrics(path))))
+    write_whole(path, "".join(line + "\n" for line, record in _lines(path) if stays(record)))
 
 
 class Watchdog:
@@ -69,6 +82,10 @@ class Watchdog:
     def alive(self, doing: str) -> None:
         """Say what is being begun; the clock starts again."""
         self._doing, self._since = doing, time.monotonic()
+
+    def patience(self, seconds: float) -> None:
+        """Wait this long from now on."""
+        self._seconds = seconds
 
     def close(self) -> None:
         self._closed.set()

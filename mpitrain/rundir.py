@@ -2,13 +2,15 @@
 
     config.toml      everything resolved            metrics.jsonl   one JSON object per line
     checkpoints/     see checkpoint.py              tuning.json     the tuning in use, if one was named
-    tiles.json       the tiles, likewise
+    tiles.json       the tiles, likewise            tokens.json     what a scan of the tokens found, if there are any
     lock             held by rank 0 while the run goes on
 """
 
 import fcntl
+import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from mpitrain import checkpoint
 from mpitrain.build import Job
 from mpitrain.collectives.tuning import write_tuning
 from mpitrain.config import Config, keys, parse, read_toml
-from mpitrain.data import absolute
+from mpitrain.data import Scan, TokenSource, absolute
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
 from mpitrain.metrics import cut_after
@@ -27,7 +29,7 @@ from mpitrain.topology import topology
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
 
-METRICS, CONFIG, TUNING, TILES = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json"
+METRICS, CONFIG, TUNING, TILES, TOKENS = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json", "tokens.json"
 CHECKPOINTS, LOCK = "checkpoints", "lock"
 FIXED = ("model.", "optimizer.name", "data.vocabulary")  # a checkpoint of other values of these is of another model
 
@@ -68,18 +70,23 @@ def _look(config: Config, resume: str) -> Place:
             raise ConfigError("--resume needs the directory of the run.", "Add --out DIR, for example --out runs/mine.")
         return Place()
     folder = Path(config.run.out)
-    has_run = (folder / CONFIG).exists()
+    saved = checkpoint.steps(folder / CHECKPOINTS)
+    has_run = bool(saved) or (folder / CONFIG).exists()
     if resume == "no" and has_run:
-        raise ConfigError(f"{folder} already holds a run.", "Add --resume to go on with it, or choose another --out.")
+        way_on = "--resume to go on with it" if saved else "--resume=auto to start it again, for it has no checkpoint"
+        raise ConfigError(f"{folder} already holds a run.", f"Add {way_on}, or choose another --out.")
     if resume == "yes" and not has_run:
-        raise ConfigError(f"There is no run in {folder} to resume.", "Name its directory with --out, or leave out --resume.")
-    if not has_run or (resume == "auto" and not checkpoint.steps(folder / CHECKPOINTS)):
+        raise ConfigError(f"There is no run in {folder} to resume.",
+                          "Name its directory with --out, or start it with --resume=auto.")
+    if resume == "yes" and not saved:
+        raise ConfigError(f"The run in {folder} ended before its first checkpoint.", "Start it again with --resume=auto.")
+    if not has_run or not saved:
         return Place(folder, None, has_run)
     changed = _changes(configuration(folder), config)
     if fixed := [f"{key} {then!r} -> {now!r}" for key, (then, now) in changed.items() if key.startswith(FIXED)]:
         raise ConfigError(f"{folder} was trained with another model: {', '.join(fixed)}.",
                           "Resume with the configuration of the run, or start another one with its own --out.")
-    return Place(folder, checkpoint.newest(folder / CHECKPOINTS), has_run, changed)
+    return Place(folder, saved[-1], has_run, changed)
 
 
 def configuration(folder: Path) -> Config:
@@ -123,6 +130,8 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
             write_tuning(folder / TUNING, job.trainer.group.tuning)
         if config.device.tiles:
             write_whole(folder / TILES, tiles)
+        if isinstance(job.source, TokenSource) and job.source.scan:
+            write_whole(folder / TOKENS, json.dumps(job.source.scan._asdict()) + "\n")
         if place.saved is None:
             write_whole(folder / METRICS, "")
         else:
@@ -131,6 +140,15 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error}.",
                           "Choose another --out, or make room.") from None
     return folder, lock
+
+
+def noted_scan(folder: Path | None) -> Scan | None:
+    """The scan that a run has noted in its directory; None if there is none, or none that can be read."""
+    try:
+        scan = Scan(**json.loads((folder / TOKENS).read_text("utf-8"))) if folder else None
+        return scan if scan and type(scan.largest) is int else None
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _fresh() -> Path:
@@ -154,6 +172,9 @@ def _lock(folder: Path) -> int:
         os.close(lock)
         raise ConfigError(f"A run is going on in {folder} ({holder}).",
                           "Wait for it, stop it, or choose another --out.") from None
+    except OSError as error:  # some file systems of clusters cannot lock
+        print(f"warning: {folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it.", file=sys.stderr,
+              flush=True)
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock

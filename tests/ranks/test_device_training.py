@@ -8,6 +8,7 @@ import pytest
 from mpitrain import backend, checkpoint, trainer
 from mpitrain import build as build_module
 from mpitrain.build import build
+from mpitrain.checkpoint import Done
 from mpitrain.collectives import on_kernels
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
@@ -28,7 +29,7 @@ def curve(transport, folder, settings):
     outcomes = []
     for index in range(STEPS):
         outcomes.append(trainer.step(index, *source.batch(0, index, 8, trainer.share())))
-    saved = checkpoint.save(folder, trainer, STEPS, keep=1)
+    saved = checkpoint.save(folder, trainer, Done(STEPS, 8 * STEPS, "run"), keep=1)
     again = build(transport, config, saved)
     assert replicas_equal(trainer) and again.step == STEPS
     parts = (trainer.parameters, *trainer.optimizer.state.values()), (

@@ -3,12 +3,15 @@
 `curves` asserts that replicas stay bitwise equal.
 """
 
+import shutil
+
 import numpy as np
 import pytest
 
 from mpitrain import checkpoint
 from mpitrain.build import build
 from mpitrain.collectives.lossy import RECENT
+from mpitrain.errors import CheckpointError
 from mpitrain.parallel.buckets import AGREED
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
@@ -74,13 +77,13 @@ def train_and_save(transport, folder, wire, first, last, load):
     """Steps first..last of a run, from a checkpoint or from the start; saved at the end. Losses and residuals."""
     config = configured(*TINY, f"replication.wire={wire}", "replication.dense_steps=0")
     trainer, source, done = build(transport, config, checkpoint.newest(folder) if load else None)
-    assert done == first
+    assert done.step == first
     losses = []
     for index in range(first, last):
         losses.append(trainer.step(index, *source.batch(0, index, 12, trainer.share())).loss)
     assert replicas_equal(trainer)
     before = {name: view.copy() for name, view in trainer.replication.buckets.residuals().items()}
-    checkpoint.save(folder, trainer, last, keep=1)
+    checkpoint.save(folder, trainer, done._replace(step=last), keep=1)
     return losses, before
 
 
@@ -109,3 +112,59 @@ def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(wire,
         total = np.sum([rank[name] for rank in saved], axis=0, dtype=np.float64)
         kept = np.sum([rank[name] for rank in loaded], axis=0, dtype=np.float64)
         assert np.all(np.abs(total - kept) <= 1e-6 * np.abs(total).max()), name
+
+
+def saved(transport, folder, step, settings=()):
+    """A checkpoint of a new run, after `step` steps."""
+    trainer, source, done = build(transport, configured(*TINY, "replication.wire=topk:0.1", *settings))
+    for index in range(step):
+        trainer.step(index, *source.batch(0, index, 12, trainer.share()))
+    for now in range(1, step + 1):
+        checkpoint.save(folder, trainer, done._replace(step=now, samples=12 * now), keep=step)
+    return folder / f"step-{step:08d}"
+
+
+def swap(newest, before, other):
+    (newest / "residuals-0.safetensors").rename(newest / "residuals-9.safetensors")
+    (newest / "residuals-1.safetensors").rename(newest / "residuals-0.safetensors")
+    (newest / "residuals-9.safetensors").rename(newest / "residuals-1.safetensors")
+
+
+MIXED = {
+    "stale": (lambda newest, before, other: shutil.copy(before / "residuals-1.safetensors", newest),
+              "residuals-1.safetensors belongs to another .*: it has samples 12 where 24 is wanted, step 1 where 2 is wanted"),
+    "stale model": (lambda newest, before, other: shutil.copy(before / "model.safetensors", newest),
+                    "optimizer.safetensors belongs to another .*: it has .*step 2 where 1 is wanted"),
+    "another run's": (lambda newest, before, other: shutil.copy(other / "residuals-0.safetensors", newest),
+                      "residuals-0.safetensors belongs to another .*: it has run [0-9a-f]{32} where [0-9a-f]{32} is wanted"),
+    "swapped": (swap, r"residuals-(0|1).safetensors belongs to another .*: it has rank (1|0) where (0|1) is wanted"),
+    "missing": (lambda newest, before, other: (newest / "residuals-1.safetensors").unlink(),
+                "residuals-1.safetensors is missing"),
+    "all missing": (lambda newest, before, other: [file.unlink() for file in newest.glob("residuals*")],
+                    "residuals-0.safetensors is missing"),
+    "extra": (lambda newest, before, other: shutil.copy(newest / "residuals-1.safetensors", newest / "residuals-2.safetensors"),
+              "residuals-2.safetensors is none of the 2 files of residuals"),
+}
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+@pytest.mark.parametrize("mix", MIXED)
+def test_a_file_of_another_checkpoint_or_rank_is_refused_by_name(mix, ranks, tmp_path):
+    newest, other = (run_ranks(2, saved, tmp_path / name, 2)[0] for name in ("this", "other"))
+    change, complaint = MIXED[mix]
+    change(newest, newest.with_name("step-00000001"), other)
+
+    def resume(transport):
+        with pytest.raises(CheckpointError, match=complaint) as raised:
+            build(transport, configured(*TINY, "replication.wire=topk:0.1"), newest)
+        return raised.value.agreed
+
+    assert run_ranks(ranks, resume) == [True] * ranks
+
+
+def test_residuals_of_another_number_of_ranks_are_refused(tmp_path):
+    two, three = (run_ranks(n, saved, tmp_path / str(n), 1)[0] for n in (2, 3))
+    for file in two.glob("residuals*"):
+        shutil.copy(three / file.name, file)
+    with pytest.raises(CheckpointError, match="ranks 3 where 2 is wanted"):
+        checkpoint.with_residuals(two, 0, 2)

@@ -1,12 +1,16 @@
 """The directory of a run: what is in it is checked before it is believed, and it can be anywhere."""
 
+import errno
+import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.config import parse, read_toml, with_settings
+from mpitrain.data import SampleSource
 from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.tiles import write_tiles
 from mpitrain.rundir import configuration
@@ -52,6 +56,73 @@ def test_data_below_a_folder_whose_name_is_not_utf_8_are_refused(tmp_path, monke
     monkeypatch.chdir(tmp_path / "\udcff")
     with pytest.raises(ConfigError, match=r"data.source must be UTF-8, but is 'text:.*\\udcff/book'"):
         trained(tmp_path / "run", "data.source=text:book")
+
+
+def test_a_resumed_run_with_another_batch_size_goes_on_where_its_samples_end(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    drawn = []
+    batch = SampleSource.batch
+
+    def noted(source, seed, step, size, rows, before):
+        drawn.append((step, size, before))
+        return batch(source, seed, step, size, rows, before)
+
+    monkeypatch.setattr(SampleSource, "batch", noted)
+    mlp = ["data.source=digits", "model.kind=mlp", "model.layers=1", "run.eval_every=-1", "device.kind=cpu", "run.steps=3"]
+    trained(tmp_path / "run", "batch.size=10", base=mlp)
+    trained(tmp_path / "run", "batch.size=7", "run.steps=5", resume="yes")
+    trained(tmp_path / "run", "batch.size=20", "run.steps=7", resume="yes")
+    assert drawn == [(0, 10, 0), (1, 10, 10), (2, 10, 20), (3, 7, 30), (4, 7, 37), (5, 20, 44), (6, 20, 64)]
+
+
+def killed_at(step):
+    """A watcher under which a run dies in `step`."""
+    class Killed(Silent):
+        def stepped(self, now, loss):
+            if now == step:
+                raise KeyboardInterrupt
+
+    return Killed()
+
+
+@pytest.mark.parametrize("resume", ["no", "yes"])
+def test_a_run_that_was_killed_before_its_first_checkpoint_names_the_way_to_start_it_again(tmp_path, resume):
+    tables = with_settings({}, [*TINY, f'run.out="{tmp_path}"'])
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(1, train, parse(tables), "no", lambda: False, killed_at(2))
+    with pytest.raises(ConfigError, match="--resume=auto"):
+        run_ranks(1, train, parse(tables), resume, lambda: False, Silent())
+    run_ranks(1, train, parse(tables), "auto", lambda: False, Silent())
+    with pytest.raises(ConfigError, match="Add --resume to go on"):
+        run_ranks(1, train, parse(tables), "no", lambda: False, Silent())
+
+
+def test_a_run_whose_configuration_is_gone_is_not_started_over(folder):
+    (folder / "config.toml").unlink()
+    tables = with_settings({}, [*TINY, f'run.out="{folder}"'])
+    for resume, complaint in (("auto", "config.toml cannot be read"), ("no", "already holds a run")):
+        with pytest.raises(ConfigError, match=complaint):
+            run_ranks(1, train, parse(tables), resume, lambda: False, Silent())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL])
+def test_where_nothing_can_be_locked_a_run_warns_once_and_goes_on(tmp_path, monkeypatch, capfd, number):
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert len(trained(tmp_path / "run", ranks=2)) == 3
+    warned = capfd.readouterr().err
+    assert warned.count("warning") == warned.count(f"cannot be locked ({os.strerror(number)})") == 1
+
+
+def test_no_line_of_a_log_prevents_a_resume(folder):
+    path = folder / "metrics.jsonl"
+    before = path.read_text().splitlines()
+    path.write_bytes(b"\n".join([b"3", b"\xff", b"[" * 100_000, b'{"step": "5"}', b'{"val_loss": 1}', *map(str.encode, before)]))
+    assert set(trained(folder, "run.steps=5", resume="yes")) == {1, 2, 3, 4, 5}
+    after = path.read_text().splitlines()
+    assert after[0] == '{"val_loss": 1}' and after[1:len(before)] == before[:-1]
 
 
 def evaluated(folder, *settings, ranks=1):
