@@ -12,7 +12,7 @@ from mpitrain.checkpoint import Checkpoint, Done
 from mpitrain.collectives.tuning import DEFAULT, read_tuning
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.config import KEPT_ON_HOST, Config
-from mpitrain.data import Source, Unopened, open_source
+from mpitrain.data import Scan, Source, Unopened, as_it_is, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
@@ -41,15 +41,17 @@ class Job(NamedTuple):
         return self.done.step
 
 
-def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None) -> Job:
+def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None,
+          noted: Scan | None = None) -> Job:
     """Build a run from its configuration and, if given, from a checkpoint directory; collective.
 
     source  what stands in for the configured data source, which is then not opened
+    noted   an earlier scan of the tokens, on rank 0: they are scanned again if their file is another or has changed since
     raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
     """
     agreed(transport, lambda: topology(config, transport.size))
     config = settled(transport, config)
-    source = source or agreed(transport, lambda: _source(config))
+    source = source or _opened(transport, config, noted)
     agreed(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning
     tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
@@ -107,8 +109,22 @@ def model(config: Config, source: Source | Unopened) -> list[Unit]:
     return mlp(layers, features=source.inputs, hidden=[m.width] * m.layers, classes=source.classes)
 
 
-def _source(config: Config) -> Source:
-    source = open_source(config.data.source, config.model.context, config.precision.compute, config.data.vocabulary)
+def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
+    """The data source. Tokens that were not scanned before are by all ranks together, each an equal part; collective."""
+    name = config.data.source
+    if not has_tokens(name):
+        return agreed(transport, lambda: _source(config, None))
+    now = agreed(transport, lambda: as_it_is(name))
+    largest = noted.largest if noted and noted == now._replace(largest=noted.largest) else None
+    largest = transport.gather_text(largest)[0]
+    if largest is None:
+        mine = agreed(transport, lambda: largest_token(name, transport.rank, transport.size))
+        largest = max(transport.gather_text(mine))
+    return agreed(transport, lambda: _source(config, now._replace(largest=largest)))
+
+
+def _source(config: Config, scan: Scan | None) -> Source:
+    source = open_source(config.data.source, config.model.context, config.precision.compute, config.data.vocabulary, scan)
     if source.model != config.model.kind:
         raise ConfigError(
             f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",

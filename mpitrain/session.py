@@ -15,7 +15,7 @@ from mpitrain.data import Unopened
 from mpitrain.errors import CheckpointError, ConfigError, TrainingError
 from mpitrain.metrics import MetricsFile, Watchdog, read_metrics
 from mpitrain.parallel.replicate import Outcome
-from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find
+from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find, noted_scan
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
@@ -70,7 +70,7 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
     watchdog.alive("looking for the run directory")
     place = find(transport, config, resume)
     watchdog.alive("building the model")
-    job = build(transport, config, place.saved)
+    job = build(transport, config, place.saved, noted=noted_scan(place.folder))
     watchdog.alive("claiming the run directory")
     begins()
     agreed(transport, lambda: _check_steps(job.step, config))
@@ -272,4 +272,5 @@ def open_run(transport: Transport, folder: Path, settings: list[str], needs_data
     saved = transport.gather_text(agreed(transport, lambda: str(checkpoint.newest(folder / CHECKPOINTS))))[0]
     vocabulary = config.data.vocabulary or 256
     is_enough = not needs_data and config.model.kind == "gpt"
-    return build(transport, config, Path(saved), Unopened("gpt", vocabulary, vocabulary) if is_enough else None)
+    return build(transport, config, Path(saved), Unopened("gpt", vocabulary, vocabulary) if is_enough else None,
+                 noted_scan(folder))

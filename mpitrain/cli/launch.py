@@ -69,7 +69,8 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
     print(shlex.join(shown), file=sys.stderr, flush=True)
     requests.leave_if_asked()
     if not dry_run:
-        sys.exit(run(line, settings, requests, command == "train" and not {"-h", "--help", "--help-config"} & set(rest)))
+        asks = any(word in ("-h", "--help") or word.startswith("--help-config") for word in rest)
+        sys.exit(run(line, settings, requests, command == "train" and not asks))
 
 
 def command_line(ranks: int, extra: list[str], arguments: list[str]) -> tuple[list[str], dict[str, str]]:
