@@ -49,8 +49,8 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     words = Words()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
-    passages = [Passage(os.dup(process.stdout.fileno()), 1, Output(words)),
-                Passage(os.dup(process.stderr.fileno()), 2, Errors(words, server))]
+    passages = [Passage(os.dup(process.stdout.fileno()), 1, Output(words), is_training),
+                Passage(os.dup(process.stderr.fileno()), 2, Errors(words, server), is_training)]
     process.stdout.close()
     process.stderr.close()
     told, told_the_run = 0, False

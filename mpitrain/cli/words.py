@@ -146,10 +146,14 @@ class Errors:
 
 
 class Passage(threading.Thread):
-    """Copies one file descriptor to another as long as bytes come; if nobody reads the target, it closes the source."""
+    """Copies one file descriptor to another as long as bytes come.
 
-    def __init__(self, source: int, target: int, stream: Output | Errors):
+    is_courtesy  a target that takes no more gets no more, and the source is read on; or else it is closed
+    """
+
+    def __init__(self, source: int, target: int, stream: Output | Errors, is_courtesy: bool = False):
         super().__init__(daemon=True)
+        self._is_courtesy, self._is_lost = is_courtesy, False
         self._source, self._target, self._stream = source, target, stream
         self._is_waiting = False
         self.start()
@@ -178,5 +182,10 @@ class Passage(threading.Thread):
         return chunk
 
     def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._target, data):]
+        while data and not self._is_lost:
+            try:
+                data = data[os.write(self._target, data):]
+            except OSError:
+                if not self._is_courtesy:
+                    raise
+                self._is_lost = True

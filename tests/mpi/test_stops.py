@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.mpi.test_commands import PROGRAM, TINY, python_ranks, records
+from tests.processes import SECONDS
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60  # seconds for what takes few
+PATIENCE = SECONDS
 MAIN = f"from mpitrain.cli import main; main(['train', '--out', 'run', '--set', 'run.stall_seconds=2.0', *{TINY!r}])"
 RANK = "import os, signal, time; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])\n"
 

@@ -2,7 +2,6 @@
 
 import io
 import os
-import subprocess
 import sys
 from itertools import islice
 
@@ -19,6 +18,7 @@ from mpitrain.config import keys, with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.generate import _draw
 from mpitrain.optim import learning_rate
+from tests.processes import mpitrain
 
 
 @pytest.mark.parametrize("name", commands.list_commands(None))
@@ -222,7 +222,7 @@ def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
     (["launch", "-n", "4", "--hostfile", "h", "--", "train"], "No such option: --hostfile. Those of mpirun"),
 ])
 def test_options_and_a_second_mpitrain_go_where_they_belong(words, shown):
-    done = subprocess.run([sys.executable, "-m", "mpitrain", *words], capture_output=True, text=True, timeout=60)
+    done = mpitrain(*words)
     assert shown in done.stderr and "mpitrain mpitrain" not in done.stderr, done.stderr
 
 

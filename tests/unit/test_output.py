@@ -2,10 +2,14 @@
 
 import io
 import os
+from contextlib import suppress
 
 import pytest
 
+from mpitrain.cli import ENDED
 from mpitrain.cli.output import Output, OutputError
+from mpitrain.cli.words import Output as OutputWords
+from mpitrain.cli.words import Passage, Words
 
 
 def stream(path, encoding="utf-8"):
@@ -45,3 +49,16 @@ def test_what_the_encoding_lacks_is_written_as_an_escape(tmp_path):
     print("größer 😀 \udcff", file=text)
     text.close()
     assert (tmp_path / "out").read_text() == "gr\\xf6\\xdfer \\U0001f600 \\udcff\n"
+
+
+@pytest.mark.parametrize("is_courtesy", [True, False])
+def test_launch_hears_a_run_to_its_end_though_its_own_output_is_full(is_courtesy):
+    read, write = os.pipe()
+    words = Words()
+    passage = Passage(read, os.open("/dev/full", os.O_WRONLY), OutputWords(words), is_courtesy)
+    with suppress(BrokenPipeError):
+        for text in ("step 1\n" * 30_000, ENDED + "\n"):
+            os.write(write, text.encode())
+    os.close(write)
+    passage.join(20)
+    assert words.closing == (ENDED if is_courtesy else None)

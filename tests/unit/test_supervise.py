@@ -14,9 +14,10 @@ import pytest
 
 from mpitrain.cli import ENDED, NOT_BEGUN, STOPPED_AT
 from mpitrain.cli.words import Errors, Output, Words
+from tests.processes import SECONDS
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60  # seconds for what takes none
+PATIENCE = SECONDS
 RULE = b"-" * 74 + b"\n"
 KILLED = RULE + b"prterun noticed that process rank 1 with PID 24807 on node vm exited on\nsignal 9 (Killed).\n" + RULE
 EXITED = (RULE + b"prterun detected that one or more processes exited with non-zero status,\n"
