@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -130,7 +130,6 @@ class Stop:
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.progress import Progress, Silent
-    from mpitrain.collectives.tuning import DEFAULT, foreign
     from mpitrain.metrics import Watchdog
     from mpitrain.session import train
     from mpitrain.transport.agree import agreed, check_same, on_root
@@ -140,14 +139,22 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     config = agreed(transport, configured)
     watchdog.patience(config.run.stall_seconds)
     check_same(transport, "configuration", config.flat())
-    is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
-    if transport.rank == 0 and is_guessed and (advice := foreign(DEFAULT, transport.hosts)):
-        print(f"{advice} in replication.tuning", flush=True)
+    if transport.rank == 0 and (advice := unmeasured(config, transport.hosts)):
+        print(advice, flush=True)
     watcher = Progress() if transport.rank == 0 else Silent()
     finished = train(transport, config, resume, lambda: stop.requested, watcher, stop.note, watchdog)
     if finished.job.step < config.run.steps and config.run.sample and finished.job.source.model == "gpt" and not finished.stopped:
         on_root(transport, lambda: _print_sample(finished, lambda: stop.requested))
     return finished
+
+
+def unmeasured(config: Any, hosts: Sequence[str]) -> str:
+    """One line of advice if auto is to choose without knowing the links between these hosts; else nothing."""
+    from mpitrain.collectives.tuning import DEFAULT, foreign
+
+    advice = foreign(DEFAULT, hosts)
+    is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
+    return f"{advice} in replication.tuning" if advice and is_guessed else ""
 
 
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:

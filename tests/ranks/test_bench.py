@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain import session
 from mpitrain.bench import sweep as sweeping
 from mpitrain.bench import together
 from mpitrain.bench.fit import check, fit, median_of_sweeps
@@ -20,7 +19,7 @@ from mpitrain.bench.table import check_writable
 from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
 from mpitrain.cli.bench import command as bench
-from mpitrain.cli.train import _train as train
+from mpitrain.cli.train import unmeasured
 from mpitrain.collectives.choose import candidates
 from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.collectives.wire import parse_wire
@@ -192,18 +191,8 @@ def test_an_option_is_there_only_where_it_applies():
     assert having == {"allreduce"}
 
 
-@pytest.mark.parametrize(("hosts", "settings", "said"), [("ab", {}, 1), ("aa", {}, 0), ("ab", {"algorithm": "ring"}, 0)])
-def test_a_run_over_links_that_were_not_measured_says_so_before_it_starts(hosts, settings, said, monkeypatch, capsys):
-    class StartedError(Exception):
-        pass
-
-    def start(*words):
-        raise StartedError
-
-    def begin(transport):
-        with pytest.raises(StartedError):
-            train(transport, lambda: parse({"replication": settings}), "no", lambda: False)
-
-    monkeypatch.setattr(session, "train", start)
-    run_ranks(2, begin, hosts=hosts)
-    assert capsys.readouterr().out.count("are on 2 hosts: measure with `mpitrain bench fit`") == said
+def test_a_run_over_links_that_were_not_measured_says_so_if_auto_has_to_choose():
+    said = unmeasured(parse({}), "ab")
+    assert "are on 2 hosts: measure with `mpitrain bench fit`" in said and said.endswith("its file in replication.tuning")
+    assert not unmeasured(parse({}), "aa") and not unmeasured(parse({"replication": {"algorithm": "ring"}}), "ab")
+    assert not unmeasured(parse({"replication": {"tuning": "tuning.json"}}), "ab")
