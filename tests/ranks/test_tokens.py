@@ -67,7 +67,7 @@ def test_a_vocabulary_too_small_is_refused_on_every_rank_before_training(ranks, 
     config = parse(with_settings({}, [*settings, "data.vocabulary=901"]))
 
     def refused(transport):
-        with pytest.raises(DataError, match=r"holds token 901, so data.vocabulary must be at least 902, but is 901") as error:
+        with pytest.raises(DataError, match=r"holds token 901, so data\.vocabulary must be at least 902") as error:
             build(transport, config)
         return error.value.exit_code, error.value.agreed
 
