@@ -1,5 +1,6 @@
 """Who moves started reductions along while something else is computed: whoever polls, or a thread."""
 
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,6 +11,10 @@ from mpitrain.transport.base import Transport
 
 PAUSE = 2e-4
 """Shortest pause of the thread between two rounds of polls, in seconds: each may take the interpreter from the main thread."""
+
+TURN = 2e-4
+"""Seconds after which a thread that asks for the interpreter is given it, once a process moves by thread: Python's own 5 ms leave
+links idle whenever the main thread is between two long operations."""
 
 
 class Mover(Protocol):
@@ -67,6 +72,7 @@ class ByThread:
         self._started.append(reduction)
         if self._thread is None:
             self._stop = False
+            sys.setswitchinterval(min(TURN, sys.getswitchinterval()))
             self._transport.admit_thread()
             self._thread = threading.Thread(target=self._run, args=(threading.current_thread(),), name="mover")
             self._thread.start()

@@ -26,6 +26,21 @@ def test_a_thread_moves_messages_between_hosts_and_nothing_else():
     assert run_ranks(2, chosen, "ring", False, hosts="ab") == [ByCaller] * 2
 
 
+def test_a_thread_that_asks_for_the_interpreter_is_not_kept_waiting_for_milliseconds():
+    def move(transport):
+        by_thread = ByThread(transport)
+        by_thread.start(bind(transport, np.ones(5)))
+        by_thread.wait()
+
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(5e-3)
+        run_ranks(2, move, hosts="ab")
+        assert sys.getswitchinterval() <= 1e-3
+    finally:
+        sys.setswitchinterval(before)
+
+
 class Failing:
     """A reduction whose first poll raises."""
 
