@@ -1,17 +1,18 @@
 """The one function that makes everything of a run that is bound to a transport. Recovery is calling it again."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-from mpitrain import checkpoint
+import numpy as np
+
+from mpitrain import checkpoint, device
 from mpitrain.checkpoint import Checkpoint, Done
 from mpitrain.collectives.tuning import DEFAULT, read_tuning
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.config import KEPT_ON_HOST, Config
-from mpitrain.data import Source, Unopened, open_source
+from mpitrain.data import Scan, Source, Unopened, as_it_is, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
@@ -40,20 +41,22 @@ class Job(NamedTuple):
         return self.done.step
 
 
-def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None) -> Job:
+def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None,
+          noted: Scan | None = None) -> Job:
     """Build a run from its configuration and, if given, from a checkpoint directory; collective.
 
     source  what stands in for the configured data source, which is then not opened
+    noted   an earlier scan of the tokens, on rank 0: they are scanned again if their file is another or has changed since
     raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
     """
     agreed(transport, lambda: topology(config, transport.size))
     config = settled(transport, config)
-    source = source or agreed(transport, lambda: _source(config))
+    source = source or _opened(transport, config, noted)
     agreed(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning
     tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
+    agreed(transport, lambda: _check_memory(transport, config, source))
     units = agreed(transport, lambda: model(config, source))
-    agreed(transport, lambda: _check_memory(transport, units, config))
     found = _read(transport, saved, config) if saved else None
     done = found.done if found else Done(0, 0, transport.gather_text(uuid4().hex)[0])
     check_same(transport, "data source and checkpoint", {
@@ -71,18 +74,30 @@ def _read(transport: Transport, saved: Path, config: Config) -> Checkpoint:
     return checkpoint.read_beside(transport, saved, read if config.replication.wire.startswith(KEPT_ON_HOST) else checkpoint.read)
 
 
-def _check_memory(transport: Transport, units: list[Unit], config: Config) -> None:
-    """Refuse a model whose parameters, gradients and optimizer state alone are more than this host has."""
-    plan = Plan(units, config.precision.compute)
-    here = transport.hosts.count(transport.hosts[transport.rank])
-    needed = here * plan.length * plan.dtype.itemsize * (2 + len(STATE[config.optimizer.name]))
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > has:
+def _check_memory(transport: Transport, config: Config, source: Source | Unopened) -> None:
+    """Refuse a model whose parameters, gradients and optimizer state alone are more than is free here; before it is built."""
+    length, count = _size(config, source)
+    ranks, where = transport.hosts.count(transport.hosts[transport.rank]), "on this host"
+    if config.device.kind == "cuda":
+        ranks, where = -(-ranks // device.gpus()), "on this GPU"
+    needed = ranks * length * np.dtype(config.precision.compute).itemsize * (2 + len(STATE[config.optimizer.name]))
+    free = device.free_memory(config.device.kind)
+    if needed > free:
         raise ConfigError(
-            f"{plan.parameter_count:,} parameters with gradients and optimizer state on {here} rank(s) of this host need "
-            f"{needed / 1e9:,.0f} GB, but it has {has / 1e9:,.0f} GB.",
+            f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.1f} GB {where}, "
+            f"but {free / 1e9:,.1f} GB are free.",
             "Lower model.width or model.layers, or start fewer ranks per host.",
         )
+
+
+def _size(config: Config, source: Source | Unopened) -> tuple[int, int]:
+    """Elements of a flat buffer, and parameters, of the configured network: those of one layer and as much again per other."""
+    def size(layers: int) -> tuple[int, int]:
+        shallow = config.model.model_copy(update={"layers": layers})
+        plan = Plan(model(config.model_copy(update={"model": shallow}), source), config.precision.compute)
+        return plan.length, plan.parameter_count
+
+    return tuple(one + (config.model.layers - 1) * (two - one) for one, two in zip(size(1), size(2), strict=True))
 
 
 def model(config: Config, source: Source | Unopened) -> list[Unit]:
@@ -94,8 +109,22 @@ def model(config: Config, source: Source | Unopened) -> list[Unit]:
     return mlp(layers, features=source.inputs, hidden=[m.width] * m.layers, classes=source.classes)
 
 
-def _source(config: Config) -> Source:
-    source = open_source(config.data.source, config.model.context, config.precision.compute, config.data.vocabulary)
+def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
+    """The data source. Tokens that were not scanned before are by all ranks together, each an equal part; collective."""
+    name = config.data.source
+    if not has_tokens(name):
+        return agreed(transport, lambda: _source(config, None))
+    now = agreed(transport, lambda: as_it_is(name))
+    largest = noted.largest if noted and noted == now._replace(largest=noted.largest) else None
+    largest = transport.gather_text(largest)[0]
+    if largest is None:
+        mine = agreed(transport, lambda: largest_token(name, transport.rank, transport.size))
+        largest = max(transport.gather_text(mine))
+    return agreed(transport, lambda: _source(config, now._replace(largest=largest)))
+
+
+def _source(config: Config, scan: Scan | None) -> Source:
+    source = open_source(config.data.source, config.model.context, config.precision.compute, config.data.vocabulary, scan)
     if source.model != config.model.kind:
         raise ConfigError(
             f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",

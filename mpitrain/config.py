@@ -68,7 +68,7 @@ class Run(Section):
 
 class Data(Section):
     source: str = Field("pydocs", description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files)")
-    vocabulary: int = Field(0, ge=0, description="tokens there can be in tokens:FILE; 0: as many as the file uses")
+    vocabulary: int = Field(0, ge=0, description="tokens there can be in tokens:FILE; 0: as many as the file uses; of text 256")
 
 
 class Model(Section):

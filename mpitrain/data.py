@@ -18,6 +18,7 @@ from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import check_regular, contents
 
 SOURCES = "pydocs, digits, text:FILE, tokens:FILE or idx:DIR"
+BYTES = 256  # tokens of text: its bytes
 LLM_C_MAGIC = 20240520  # first int32 of a token file of llm.c, whose header of 256 int32 precedes the tokens
 
 
@@ -46,13 +47,26 @@ class Source(Protocol):
         """Held-out rows by number, in the same form."""
 
 
+class Scan(NamedTuple):
+    """What a pass over a file of tokens has found, and the file as it was then: path, bytes, time of its last change in ns."""
+
+    path: str
+    nbytes: int
+    changed_ns: int
+    largest: int
+
+
 class TokenSource:
-    """A stream of tokens cut into windows of T: inputs (B, T) int64, targets the same windows one token later."""
+    """A stream of tokens cut into windows of T: inputs (B, T) int64, targets the same windows one token later.
+
+    scan   of tokens:FILE
+    """
 
     model = "gpt"
 
-    def __init__(self, tokens: np.ndarray, vocabulary: int, context: int, name: str):
+    def __init__(self, tokens: np.ndarray, vocabulary: int, context: int, name: str, scan: Scan | None = None):
         self.inputs = self.classes = vocabulary
+        self.scan = scan
         self._context = context
         cut = len(tokens) - len(tokens) // 10
         self._train, self._test = tokens[:cut], tokens[cut:]
@@ -122,26 +136,53 @@ class Unopened(NamedTuple):
     held_out: int = 0
 
 
-def open_source(name: str, context: int, dtype: str, vocabulary: int = 0) -> Source:
-    """Open a source by its configuration name; DataError if it is missing, unreadable or too small.
+def open_source(name: str, context: int, dtype: str, vocabulary: int = 0, scan: Scan | None = None) -> Source:
+    """Open a source by its configuration name; DataError if it is missing, unreadable, too small, or of more tokens.
 
     context     tokens per row of a token source
     dtype       of the features of a sample source
-    vocabulary  of tokens:FILE; 0: one more than its largest token, which costs a pass over the file
+    vocabulary  of a token source; 0: 256 for text, for tokens:FILE one more than its largest token
+    scan        of tokens:FILE, where it is known; None costs a pass over the file
     """
     kind, _, place = name.partition(":")
+    if kind in ("pydocs", "text") and vocabulary not in (0, BYTES):
+        raise ConfigError(f"Text has {BYTES} tokens, one for each byte, but data.vocabulary is {vocabulary}.",
+                          "Leave out data.vocabulary, or name a tokens:FILE.")
     if kind == "pydocs" and not place:
-        return TokenSource(_pydocs(), 256, context, "pydocs")
+        return TokenSource(_pydocs(), BYTES, context, "pydocs")
     if kind == "text" and place:
-        return TokenSource(_text(Path(place)), 256, context, place)
+        return TokenSource(_text(Path(place)), BYTES, context, place)
     if kind == "tokens" and place:
-        tokens = _tokens(Path(place))
-        return TokenSource(tokens, vocabulary or _largest(tokens) + 1, context, place)
+        scan = scan or as_it_is(name)._replace(largest=largest_token(name, 0, 1))
+        if 0 < vocabulary <= scan.largest:
+            raise DataError(f"{place} holds token {scan.largest}, so data.vocabulary must be at least {scan.largest + 1}, "
+                            f"but is {vocabulary}.", "Leave out data.vocabulary, or train on other tokens.")
+        return TokenSource(_tokens(Path(place)), vocabulary or scan.largest + 1, context, place, scan)
     if kind == "digits" and not place:
         return _digits(dtype)
     if kind == "idx" and place:
         return _idx(Path(place), dtype)
     raise ConfigError(f"data.source must be {SOURCES}, but is {name!r}.", "For example: --set data.source=text:book.txt")
+
+
+def has_tokens(name: str) -> bool:
+    """Whether a source of this name has to be scanned."""
+    return name.startswith("tokens:")
+
+
+def as_it_is(name: str) -> Scan:
+    """The scan of tokens:FILE yet to be made, whose largest token is -1."""
+    path = Path(name.partition(":")[2])
+    nbytes = _size(path)
+    return Scan(str(path.resolve()), nbytes, path.stat().st_mtime_ns, -1)
+
+
+def largest_token(name: str, part: int, parts: int) -> int:
+    """The largest token of one of so many equal parts of tokens:FILE; -1 for a part without tokens."""
+    tokens = _tokens(Path(name.partition(":")[2]))
+    tokens = tokens[part * len(tokens) // parts:(part + 1) * len(tokens) // parts]
+    # In pieces, so that a large memory map does not become resident at once.
+    return max((int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24)), default=-1)
 
 
 def absolute(name: str) -> str:
@@ -173,11 +214,6 @@ def _tokens(path: Path) -> np.ndarray:
     if has_header and size <= 1024:
         raise DataError(f"{path} has the header of a token file and no tokens.", "Write the tokens after the header.")
     return np.memmap(path, "<u2", "r", offset=1024 if has_header else 0)
-
-
-def _largest(tokens: np.ndarray) -> int:
-    """The largest token, found in pieces so that a large memory map does not become resident at once."""
-    return max(int(tokens[i:i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24))
 
 
 def _size(path: Path) -> int:

@@ -3,7 +3,10 @@
 Everything here can be asked before NumPy and MPI are imported, from the variables that launchers set.
 """
 
+import contextlib
 import os
+import re
+import shutil
 from typing import NamedTuple
 
 # launcher, local rank, ranks on this host, rank, ranks in all. Under `mpirun` inside a Slurm job the SLURM_ variables
@@ -88,6 +91,31 @@ def choose_gpu(kind: str) -> None:
 def has_driver() -> bool:
     """Whether NVIDIA's driver runs on this machine."""
     return os.path.isdir("/proc/driver/nvidia")
+
+
+def shared_memory() -> int:
+    """Bytes free in /dev/shm, where ranks of one host share memory."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+
+
+def free_memory(kind: str) -> int:
+    """Bytes that are free before this rank and its neighbours take theirs: of its GPU if `kind` is cuda, else of the host.
+
+    A container's limit counts as a smaller host.
+    """
+    if kind == "cuda":
+        import cupy
+
+        return cupy.cuda.runtime.memGetInfo()[0]
+    free = []
+    for path in ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError), open(path) as file:
+            text = file.read()
+            if found := re.search(r"MemAvailable: +(\d+) kB", text):
+                free.append(int(found[1]) * 1024)
+            elif text.strip().isdigit():
+                free.append(int(text))
+    return min(free)
 
 
 def environment() -> dict[str, str]:

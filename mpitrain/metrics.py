@@ -83,6 +83,10 @@ class Watchdog:
         """Say what is being begun; the clock starts again."""
         self._doing, self._since = doing, time.monotonic()
 
+    def patience(self, seconds: float) -> None:
+        """Wait this long from now on."""
+        self._seconds = seconds
+
     def close(self) -> None:
         self._closed.set()
 

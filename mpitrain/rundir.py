@@ -2,11 +2,12 @@
 
     config.toml      everything resolved            metrics.jsonl   one JSON object per line
     checkpoints/     see checkpoint.py              tuning.json     the tuning in use, if one was named
-    tiles.json       the tiles, likewise
+    tiles.json       the tiles, likewise            tokens.json     what a scan of the tokens found, if there are any
     lock             held by rank 0 while the run goes on
 """
 
 import fcntl
+import json
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ from mpitrain import checkpoint
 from mpitrain.build import Job
 from mpitrain.collectives.tuning import write_tuning
 from mpitrain.config import Config, keys, parse, read_toml
-from mpitrain.data import absolute
+from mpitrain.data import Scan, TokenSource, absolute
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
 from mpitrain.metrics import cut_after
@@ -28,7 +29,7 @@ from mpitrain.topology import topology
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
 
-METRICS, CONFIG, TUNING, TILES = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json"
+METRICS, CONFIG, TUNING, TILES, TOKENS = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json", "tokens.json"
 CHECKPOINTS, LOCK = "checkpoints", "lock"
 FIXED = ("model.", "optimizer.name", "data.vocabulary")  # a checkpoint of other values of these is of another model
 
@@ -129,6 +130,8 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
             write_tuning(folder / TUNING, job.trainer.group.tuning)
         if config.device.tiles:
             write_whole(folder / TILES, tiles)
+        if isinstance(job.source, TokenSource) and job.source.scan:
+            write_whole(folder / TOKENS, json.dumps(job.source.scan._asdict()) + "\n")
         if place.saved is None:
             write_whole(folder / METRICS, "")
         else:
@@ -137,6 +140,15 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error}.",
                           "Choose another --out, or make room.") from None
     return folder, lock
+
+
+def noted_scan(folder: Path | None) -> Scan | None:
+    """The scan that a run has noted in its directory; None if there is none, or none that can be read."""
+    try:
+        scan = Scan(**json.loads((folder / TOKENS).read_text("utf-8"))) if folder else None
+        return scan if scan and type(scan.largest) is int else None
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _fresh() -> Path:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ from mpitrain.data import Unopened
 from mpitrain.errors import CheckpointError, ConfigError, TrainingError
 from mpitrain.metrics import MetricsFile, Watchdog, read_metrics
 from mpitrain.parallel.replicate import Outcome
-from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find
+from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find, noted_scan
 from mpitrain.trainer import replicas_equal
 from mpitrain.transport.agree import agreed
 from mpitrain.transport.base import Transport
@@ -49,20 +50,33 @@ class Past(NamedTuple):
     is_evaluated: bool = False
 
 
-def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher) -> Finished:
+def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher,
+          begins: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None) -> Finished:
     """Train as configured, in its run directory; collective.
 
     resume          see `rundir.find`
     stop_requested  asked once per step, and per batch of an evaluation; a True on any rank ends the run after a checkpoint,
                     and an evaluation that is due then is left to the run that resumes
+    begins          called on every rank before any of them has something to save: a stop must be asked for from then on
+    watchdog        one that has watched what came before; closed at the end
     raises          MpitrainError with `agreed` set where all ranks stop together
     """
+    with closing(watchdog or Watchdog(transport.rank, config.run.stall_seconds)) as watchdog:
+        return _train(transport, config, resume, stop_requested, watcher, begins, watchdog)
+
+
+def _train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher,
+           begins: Callable[[], None], watchdog: Watchdog) -> Finished:
+    watchdog.alive("looking for the run directory")
     place = find(transport, config, resume)
-    job = build(transport, config, place.saved)
+    watchdog.alive("building the model")
+    job = build(transport, config, place.saved, noted=noted_scan(place.folder))
+    watchdog.alive("claiming the run directory")
+    begins()
     agreed(transport, lambda: _check_steps(job.step, config))
     claimed = agreed(transport, lambda: claim(place, job) if transport.rank == 0 else None)
     folder, past = transport.gather_text((str(claimed[0]), _past(claimed[0], job.step)) if claimed else None)[0]
-    run = _Run(job, place, Path(folder), Past(*past), stop_requested, watcher)
+    run = _Run(job, place, Path(folder), Past(*past), stop_requested, watchdog, watcher)
     try:
         return Finished(run.loop(), job)
     finally:
@@ -86,18 +100,18 @@ def _past(folder: Path, step: int) -> Past:
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
-    def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool], watcher: Watcher):
+    def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool],
+                 watchdog: Watchdog, watcher: Watcher):
         self._trainer, self._source, self._done = job
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
-        self._folder, self._stop_requested, self._watcher = folder, stop_requested, watcher
+        self._folder, self._stop_requested, self._watchdog, self._watcher = folder, stop_requested, watchdog, watcher
         self._is_root = transport.rank == 0
         self._evaluated_at: int | None = self._first if past.is_evaluated else None
         self._began = time.perf_counter() - past.wall_s
         self._since, self._logged_at, self._comm_s = time.perf_counter(), self._first, 0.0  # of what the next line sums up
         self._skipped = self._in_a_row = 0  # steps whose update was skipped: of this session, and up to now
         self._saved_at: int | None = self._first if place.saved else None
-        self._watchdog = Watchdog(transport.rank, self._config.run.stall_seconds)
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
         record = {
             "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
@@ -258,4 +272,5 @@ def open_run(transport: Transport, folder: Path, settings: list[str], needs_data
     saved = transport.gather_text(agreed(transport, lambda: str(checkpoint.newest(folder / CHECKPOINTS))))[0]
     vocabulary = config.data.vocabulary or 256
     is_enough = not needs_data and config.model.kind == "gpt"
-    return build(transport, config, Path(saved), Unopened("gpt", vocabulary, vocabulary) if is_enough else None)
+    return build(transport, config, Path(saved), Unopened("gpt", vocabulary, vocabulary) if is_enough else None,
+                 noted_scan(folder))

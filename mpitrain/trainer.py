@@ -38,6 +38,7 @@ class Trainer:
     def __init__(self, transport: Transport, units: Sequence[Unit], config: Config, tuning: Tuning = DEFAULT):
         grid = topology(config, transport.size)
         self.config, self.units = config, list(units)
+        assert self.units[-1].layer.output_is_free, "the loss writes its gradient over the logits"
         self.backend = backend_for(config.device.kind)
         self.transport = transport = over_device(transport, self.backend, config.device.cuda_aware)
         self._ops = ops_for(self.backend.kind, config.device.gemm, config.device.tiles)
@@ -128,11 +129,12 @@ class Trainer:
         totals = np.zeros(3)
         for start in range(0, rows, together):
             mine = share(min(together, rows - start), self.group.rank, ranks)
-            found = self._losses(source, [(start + i) * source.held_out // rows for i in mine]) if mine else (0.0, 0, 0)
-            *found, stop = self.replication.total(*found, stop_requested())
+            is_asked = stop_requested()
+            batch = [] if is_asked else [(start + i) * source.held_out // rows for i in mine]
+            *sums, stop = self.replication.total(*(self._losses(source, batch) if batch else (0.0, 0, 0)), is_asked)
             if stop:
                 return None
-            totals += found
+            totals += sums
         loss, right, count = totals.tolist()
         return loss / count, right / count
 

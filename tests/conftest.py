@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.device import gpus
+from tests.processes import SECONDS
 
 SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -35,6 +36,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="CuPy finds no GPU here"))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Let `pytest -q` start MPI tests: the plugin hands verbosity on as a row of v's, and -1 of them is no option."""
+    """Give every test its time, and let `pytest -q` start MPI tests: their plugin makes no option of verbosity -1."""
     config.option.verbose = max(config.option.verbose, 0)
+    if config.option.timeout is None:
+        config.option.timeout = 3 * SECONDS

@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+CODED = {"wire fp16": 516 / 1024, "wire bf16": 1 / 2}  # bytes that a byte of float32 becomes
+
 folder = Path(sys.argv[1])
 times, bounds, stars, mbit = {}, {}, {}, {}
 print(f"{'hosts':>5} {'B MB/s':>7} {'algorithm':<17} {'ms':>9} {'bound ms':>9} {'ratio':>6} {'ring is':>9}")
@@ -22,12 +24,12 @@ for n in sorted(set(map(int, sys.argv[2:]))):
     for name, row in rows.items():
         ms = row["time_us"] / 1e3
         times.setdefault(name, {})[n] = ms
-        bound = stars[n] if name == "star" else bounds[n] / 2 if name in ("wire fp16", "wire bf16") else bounds[n]
+        bound = stars[n] if name == "star" else bounds[n] * CODED.get(name, 1)
         against_ring = rows["ring"]["time_us"] / 1e3 / ms
         print(f"{n:5} {rate / 1e6:7.2f} {name:<17} {ms:9.1f} {bound:9.1f} {ms / bound:6.2f} {against_ring:8.2f}x"
               + (f"  {row['wrong']} WRONG" if row["wrong"] else ""))
     mbit[n] = rate * 8 / 1e6
-print(f"{results['header']['mpi']}; star's bound is 2(n-1) S/B, that of fp16 half of a ring's")
+print(f"{results['header']['mpi']}; star's bound is 2(n-1) S/B, that of fp16 516/1024 of a ring's")
 
 try:
     import matplotlib

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,7 +12,7 @@ from mpitrain.bench.plot import COLOURS
 from mpitrain.errors import ConfigError
 
 AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "samples": "samples seen", "time": "minutes, evaluations included"}
-SMOOTHED = 60  # a curve of more points is drawn as a mean over so many parts of it, the points themselves pale behind
+SMOOTHED = 60  # a curve of many points is drawn as a moving mean over this part of it, the points themselves pale behind
 
 
 def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path: Path) -> None:
@@ -28,7 +27,7 @@ def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import EngFormatter, ScalarFormatter
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     for number, (name, records) in enumerate(runs.items()):
@@ -37,14 +36,17 @@ def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path
         if not trained:
             raise ConfigError(f"The metrics of {name} have no losses over {over}.",
                               "Name a run that has trained, or another --over.")
-        label = f"{name}: {trained[-1][1]:.4g}" + (f", validation {validated[-1][1]:.4g}" if validated else "")
-        axes.plot(*zip(*smooth(trained), strict=True), color=colour, linewidth=1.8, label=label)
-        if len(trained) > SMOOTHED:
+        line = smooth(trained)
+        label = f"{name}: training {line[-1][1]:.4g}" + (f", validation {validated[-1][1]:.4g}" if validated else "")
+        axes.plot(*zip(*line, strict=True), color=colour, linewidth=1.8, label=label)
+        if len(trained) >= 2 * SMOOTHED:
             axes.plot(*zip(*trained, strict=True), color=colour, linewidth=0.7, alpha=0.3, zorder=1)
         if validated:
             axes.plot(*zip(*validated, strict=True), "o", color=colour, markeredgecolor="black", markersize=6, zorder=4)
     axes.plot([], [], "o", color="white", markeredgecolor="black", label="validation")
     axes.set(xlabel=AXES[over], ylabel="loss, nats per prediction", xlim=(0, None))
+    if over in ("tokens", "samples"):
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1M
     if is_log:
         axes.set_yscale("log")
         for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
@@ -79,9 +81,7 @@ def is_number(value: Any) -> bool:
 
 
 def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The curve, or where it has many points the means of equal parts of it."""
-    if len(curve) <= SMOOTHED:
-        return curve
-    bounds = [i * len(curve) // SMOOTHED for i in range(SMOOTHED + 1)]
-    parts = [curve[start:stop] for start, stop in pairwise(bounds)]
-    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+    """The curve with every loss the mean of those around it, as far as it has more than 2 SMOOTHED points."""
+    widest = len(curve) // (2 * SMOOTHED)
+    reach = [min(widest, i) for i in range(len(curve))]  # a steep start would be bent by a lopsided mean
+    return [(x, fmean(y for _, y in curve[i - r:i + r + 1])) for i, ((x, _), r) in enumerate(zip(curve, reach, strict=True))]

@@ -196,7 +196,7 @@ def reductions(device: Target, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
     """Sums down columns, and what an all-reduce does to chunks: sums, and numbers that travel in 16 or 8 bits."""
     kernels, put, width = device.kernels, device.put, SHAPES[device.kind][2]
     x, half, back, total = put(a), put(np.empty(a.size, np.float16)), put(np.empty_like(a)), put(b.copy())
-    scales = -(-a.size // wire.INT8_BLOCK)
+    scales = -(-a.size // wire.BLOCK)
     coded, scale = put(np.empty(a.size, np.int8)), put(np.empty(scales, np.float32))
     matrix, sums = x.reshape(-1, width), put(np.empty(width, np.float32))
     yield Work("column sums", lambda: sum_rows(kernels, matrix, sums, False, device.arena), lambda: sums,
@@ -205,6 +205,6 @@ def reductions(device: Target, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
     yield Work("add_into", lambda: wire.add_into(kernels, total, x), lambda: total, lambda: a + b, 3 * a.nbytes)
     yield Work("to float16", lambda: wire.convert(kernels, x, half), lambda: half, lambda: a.astype(np.float16), 1.5 * a.nbytes)
     yield Work("to int8", lambda: wire.encode_int8(kernels, x, coded, scale), lambda: scale,
-               lambda: np.maximum.reduceat(a, np.arange(0, a.size, wire.INT8_BLOCK)) / 127, 1.25 * a.nbytes)
+               lambda: np.maximum.reduceat(a, np.arange(0, a.size, wire.BLOCK)) / 127, 1.25 * a.nbytes)
     yield Work("from int8", lambda: wire.decode_int8(kernels, coded, scale, back, False), lambda: back, lambda: a,
                1.25 * a.nbytes, tolerance=1 / 127)

@@ -47,8 +47,10 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     for (algorithm, buffers), by_bytes in curves.items():
         name = algorithm if len({where for _, where in curves}) == 1 else f"{algorithm}, {buffers}"
         if algorithm == "auto":
-            _draw((left, right), name, by_bytes, color="#bbbbbb", linewidth=6, zorder=1)
+            _draw((left, right), name, by_bytes, color="#bbbbbb", linewidth=6, marker=".", zorder=1)
             _choices(right, by_bytes)
+            if {row.chosen for rows in by_bytes.values() for row in rows} - {measured for measured, _ in curves}:
+                _surround((left, right), by_bytes, "#777777")  # what it follows is not drawn by itself
             continue
         colour = next(colours)
         _draw((left, right), name, by_bytes, color=colour, linewidth=1.5, marker=".", zorder=3)

@@ -28,7 +28,7 @@ from mpitrain.transport.proof import over_device
 SECONDS = 0.25
 """Time given to one row when the number of iterations is not set."""
 
-LONG, LONGEST = 0.1, 1.0
+LONG, LONGEST = 0.05, 1.0
 """Seconds of the fastest run after which no longer array is needed: if time grows as fast as the array, and in any case."""
 
 

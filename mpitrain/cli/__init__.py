@@ -4,18 +4,21 @@ import difflib
 import importlib
 import os
 import sys
-from functools import partial
 
 import click
 
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
+from mpitrain.cli.output import open_output
 from mpitrain.device import launched
 from mpitrain.errors import MpitrainError, brief
 
-STOPPED = 85  # exit code of a run that stopped on request after a checkpoint: run it again to go on
-REPORT = "MPITRAIN_REPORT"  # set by `launch`: a file in which rank 0 of `train` leaves the path of its metrics.jsonl
-TERMINAL = "MPITRAIN_TERMINAL"  # set to 1 by `launch` when a terminal is behind the pipe that the ranks are given
+USAGE = 2  # exit code of wrong usage or configuration
+STOPPED = 85  # exit code of a run that stopped on request: run it again to go on
+TERMINAL = "MPITRAIN_TERMINAL"  # set by `launch` to the columns of the terminal behind the pipe that the ranks are given
+# What rank 0 of `train` says on its standard output, and `launch` hears: the run has its directory, ended, or was stopped.
+BEGAN, ENDED, STOPPED_AT = "; run directory ", "done: parameters bitwise equal", "stopped at step "
+NOT_BEGUN = "stopped before the run began: there is nothing to save"
 
 COMMANDS = ("train", "launch", "eval", "generate", "doctor", "bench", "plot")
 
@@ -44,6 +47,7 @@ class LazyGroup(click.Group):
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, and let all ranks leave together if its usage is wrong."""
+    open_output()
     if launched().rank > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives): rank 0 speaks for all
     try:
@@ -51,8 +55,11 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.message = brief(error.message)
         leave_usage(error.show, error.exit_code)
-    except MpitrainError as error:
-        leave_usage(partial(print, error, file=sys.stderr), error.exit_code)
+    except MpitrainError as error:  # of a command that is rank 0's alone: no other rank would meet it at a barrier
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(1)
     except click.Abort:
         sys.exit(130)
 

@@ -200,8 +200,9 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
                                      "mpitrain launch -n 2 -- bench fit"))
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     agreed(transport, lambda: _check_files(transport.rank, [out, json_file]))
+    places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)  # windows serve `shared`, which needs one host
     request = Request("allreduce", candidates(transport.hosts, is_native=True), sizes(min_bytes, max_bytes, 2),
-                      np.dtype("float32"), 0, 3, MEMORY, sweeps, stops=True)
+                      np.dtype("float32"), 0, 3, places, sweeps, stops=True)
     identity, rows, tuning = machine(transport), [], DEFAULT
     measured = _swept(transport, request, DEFAULT, header(transport, request, sys.argv[1:]), json_file)
     for number, swept in groupby(measured, key=lambda row: row.sweep):

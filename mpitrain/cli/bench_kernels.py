@@ -157,6 +157,8 @@ def _end(run: Callable[[], int]) -> None:
     except MemoryError as error:
         click.echo(f"out of memory: {error}. Name smaller shapes.", err=True)
         sys.exit(MpitrainError.exit_code)
+    except BrokenPipeError:
+        sys.exit(MpitrainError.exit_code)
     except OSError as error:
         click.echo(f"{error.filename} cannot be written: {error.strerror}.", err=True)
         sys.exit(MpitrainError.exit_code)

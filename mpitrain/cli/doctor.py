@@ -6,36 +6,60 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import click
 
 from mpitrain import __version__, device
 from mpitrain.cli.ending import ranks
+from mpitrain.errors import ConfigError
 
 SMALL_SHM = 64 << 20  # bytes: what containers are given by default, too little for ranks that share memory
+EXTRAS = {  # module: what it is for
+    "matplotlib": "pictures",
+    "sklearn": "data.source=digits",
+    "torch": "bench train --peer torch",
+    "mkl": "faster products on Intel processors",
+    "cupy": "--device cuda",
+}
 
 
 @click.command()
 def command() -> None:
-    """Say what is here: Python, MPI, GPUs, BLAS, ranks and hosts; and warn of what will not work.
+    """Say what is here: Python, MPI, GPUs, BLAS, ranks and hosts; what works, what will go wrong, and the way out.
 
     Ask it in the way you will train, for example: mpitrain launch -n 4 -- doctor
     """
     with ranks(allow_alone=True) as transport:
         from mpitrain.transport.proof import cuda_messages
 
-        everyone = transport.gather_text({"cores": device.cores(), "threads": _blas()[1]})
+        everyone = [Rank(*seen) for seen in transport.gather_text(Rank(
+            transport.hosts[transport.rank], sorted(os.sched_getaffinity(0)), device.processors(), _blas()[1],
+            device.shared_memory(), device.free_memory("cpu"), _kinds()))]
         aware = cuda_messages(transport, "auto")
         if transport.rank == 0 and device.launched().rank == 0:
-            for name, value in facts(transport, everyone, aware):
+            for name, value in facts(everyone, aware):
                 click.echo(f"{name:<12} {value}")
-            for warning in warnings(transport, everyone):
-                click.echo(f"warning: {warning}")
+            for line in verdict(everyone, device.launched()):
+                click.echo(line)
 
 
-def facts(transport: Any, everyone: list[dict[str, int]], aware: Any) -> Iterator[tuple[str, str]]:
+class Rank(NamedTuple):
+    """What one rank sees: the cores it may use and how many its host has, free bytes, and what --device may be."""
+
+    host: str
+    cores: list[int]
+    processors: int
+    threads: int
+    shared: int
+    memory: int
+    kinds: list[str]
+
+
+def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     """(name, value) lines."""
     import numpy
 
@@ -48,59 +72,98 @@ def facts(transport: Any, everyone: list[dict[str, int]], aware: Any) -> Iterato
     yield "", f"{mpi.path or 'library path unknown'}, thread level {mpi.thread_level}"
     yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, {aware.how}"
     yield "GPUs", gpus()
-    yield "", _cupy()
     name, threads = _blas()
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
-    yield "products", "by MKL" if mkl() else "by NumPy's BLAS; on Intel processors `pip install mkl` makes them faster"
-    yield "ranks", f"{transport.size} on {len(set(transport.hosts))} host(s); {started.size} started by {started.launcher}"
-    for host in dict.fromkeys(transport.hosts):
-        here = [rank for rank, other in enumerate(transport.hosts) if other == host]
-        yield "host", f"{host}: {len(here)} rank(s), {everyone[here[0]]['cores']} core(s) each may use"
-    yield "/dev/shm", f"{shm_free() / 1e9:.1f} GB free"
+    yield "products", "by MKL" if mkl() else "by NumPy's BLAS"
+    yield "g++", _compiler()
+    yield "extras", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if find_spec(module)) or "none"
+    yield "not here", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if not find_spec(module)) or "nothing"
+    yield "ranks", f"{len(everyone)} on {len({r.host for r in everyone})} host(s); {started.size} started by {started.launcher}"
+    for host, here in _by_host(everyone).items():
+        yield "host", (f"{host}: {len(here)} rank(s), {share_of_cores([rank.cores for rank in here])}; free: "
+                       f"{here[0].memory / 1e9:.1f} GB of memory, {here[0].shared / 1e9:.1f} GB in /dev/shm")
 
 
-def warnings(transport: Any, everyone: list[dict[str, int]]) -> Iterator[str]:
+def share_of_cores(sets: list[list[int]]) -> str:
+    """Which cores the ranks of one host may use, in words."""
+    together = len(set().union(*sets))
+    if sum(map(len, sets)) == together:
+        return f"{', '.join(sorted({str(len(cores)) for cores in sets}))} core(s) of its own each"
+    return f"{together} core(s) that they share"
+
+
+def verdict(everyone: list[Rank], started: device.Launched) -> Iterator[str]:
+    """What works, then what will go wrong with the way out."""
+    found = list(warnings(everyone, started))
+    kinds = [kind for kind in everyone[0].kinds if all(kind in rank.kinds for rank in everyone)]
+    if started.size > len(everyone):
+        yield "verdict      this start does not work:"
+    else:
+        wrong = f"{len(found)} thing(s) will go wrong:" if found else "nothing will go wrong that can be told."
+        yield f"verdict      {len(everyone)} rank(s) can train with --device {' or '.join(kinds)}; {wrong}"
+    yield from (f"warning: {warning}" for warning in found)
+
+
+def warnings(everyone: list[Rank], started: device.Launched) -> Iterator[str]:
     """What will go wrong, and the way out."""
-    started = device.launched()
-    if started.size > transport.size:
+    if started.size > len(everyone):
         yield (f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
                "write the same files. Use the launcher of the MPI named above: `mpitrain launch` finds it.")
-    cores = os.cpu_count() or 1
-    for host in dict.fromkeys(transport.hosts):
-        here = [facts for facts, other in zip(everyone, transport.hosts, strict=True) if other == host]
+    for host, here in _by_host(everyone).items():
+        cores = here[0].processors
         if len(here) > cores:
-            yield f"{host} has {cores} cores for {len(here)} ranks: they take turns, and timings mean little."
-        elif sum(facts["threads"] for facts in here) > cores:
-            yield (f"{len(here)} ranks on {host} use {here[0]['threads']} BLAS threads each, more than its {cores} cores. "
+            yield (f"{host} has {cores} cores for {len(here)} ranks: they take turns, and timings mean little. "
+                   f"Start at most {cores} ranks there.")
+        elif sum(rank.threads for rank in here) > cores:
+            yield (f"{len(here)} ranks on {host} use {here[0].threads} BLAS threads each, more than its {cores} cores. "
                    "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower.")
-    if shm_free() < SMALL_SHM:
-        yield (f"/dev/shm has {shm_free() / 1e6:.0f} MB free: ranks of one host share memory there. "
-               "In a container, start it with --shm-size=1g.")
+        if len(here) > 1 and here[0].shared < SMALL_SHM:
+            yield (f"/dev/shm of {host} has {here[0].shared / 1e6:.0f} MB free: ranks of one host share memory there. "
+                   "In a container, start it with --shm-size=1g.")
+
+
+def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
+    return {host: [rank for rank in everyone if rank.host == host] for host in dict.fromkeys(rank.host for rank in everyone)}
+
+
+def _kinds() -> list[str]:
+    """The kinds of device that this rank can use."""
+    from mpitrain.backend import backend_for
+
+    found = []
+    for kind in ("cpu", "cuda-sim", "cuda"):
+        with suppress(ConfigError):
+            backend_for(kind)
+            found.append(kind)
+    return found
+
+
+def _compiler() -> str:
+    """The g++ that compiles kernels for the simulator."""
+    if not shutil.which("g++"):
+        return "none; only --device cuda-sim needs it"
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.split("\n")[0]
 
 
 def gpus() -> str:
-    """What nvidia-smi lists."""
+    """What nvidia-smi lists, and whether CuPy can use it."""
     if not shutil.which("nvidia-smi"):
-        return "none (there is no nvidia-smi)"
+        return "none (there is no nvidia-smi); everything else works without"
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return listed.stdout.strip() or f"none ({(listed.stderr.strip() or 'nvidia-smi lists nothing').splitlines()[0]})"
+    if not listed.stdout.strip():
+        return f"none ({(listed.stderr.strip() or 'nvidia-smi lists nothing').splitlines()[0]})"
+    return f"{listed.stdout.strip()}\n{'':<13}{_cupy()}"
 
 
 def _cupy() -> str:
-    """Whether CuPy can use a GPU, and the way out if not."""
+    """Whether CuPy can use a GPU that is there, and the way out if not."""
     from mpitrain.backend import backend_for
-    from mpitrain.errors import ConfigError
 
     try:
         backend_for("cuda")
     except ConfigError as error:
-        return error.law
+        return f"{error.law} {error.way_out}"
     return f"CuPy uses {device.gpus()} of them"
-
-
-def shm_free() -> int:
-    """Bytes free in /dev/shm."""
-    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
 
 
 def _blas() -> tuple[str, int]:

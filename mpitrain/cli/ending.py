@@ -1,6 +1,6 @@
 """How a rank begins and ends: connected, and leaving together with the others or taking them along."""
 
-import os
+import faulthandler
 import sys
 import time
 import traceback
@@ -17,11 +17,13 @@ from mpitrain.errors import ConfigError, MpitrainError
 if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its threads
     from mpitrain.transport.base import Transport
 
+STALL_SECONDS = 600.0  # for ranks to find each other, and until a configuration says run.stall_seconds
 MOST = 10**6  # of anything that an option counts
 
 
 @contextmanager
-def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") -> "Iterator[Transport]":
+def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
+          patience: Callable[[], float] = lambda: STALL_SECONDS) -> "Iterator[Transport]":
     """Connect to the other ranks; when the body has run, all pass a barrier before any leaves.
 
     An error that every rank has is printed by rank 0, and all leave with its exit code. Anything else that is raised ends
@@ -30,13 +32,20 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") ->
     allow_alone  do not refuse N processes that are each alone
     kind         the device.kind that will be asked for, since a GPU is chosen before MPI starts; an error it may raise
                  is dropped: the body will meet it again, with all ranks there to agree on it
+    patience     the seconds after which this process ends if the ranks have not found each other; as for `kind`
     """
     device.limit_blas_threads()
+    seconds = STALL_SECONDS
+    with suppress(MpitrainError, OSError):
+        seconds = patience()
     with suppress(MpitrainError, OSError):
         device.choose_gpu(kind())
     from mpitrain.transport.mpi import connect
 
+    # mpi4py starts MPI with the interpreter's lock held: a watchdog in Python would not run, this one does, and exits with 1.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     transport = connect()
+    faulthandler.cancel_dump_traceback_later()
     try:
         if not allow_alone:
             refuse_strangers(transport)
@@ -48,7 +57,6 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu") ->
         text = str(error)
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
         if transport.size > 1:
             transport.abort("nobody reads its output any more")
         sys.exit(1)

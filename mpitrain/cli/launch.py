@@ -1,22 +1,19 @@
 """`mpitrain launch`: start an mpitrain command on N ranks with the MPI that is here, and with what this machine needs."""
 
-import contextlib
-import ctypes
 import os
+import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 
 from mpitrain import device
-from mpitrain.cli import REPORT, STOPPED, TERMINAL
+from mpitrain.cli.supervise import Requests, run
 from mpitrain.errors import ConfigError
 
 # Asked in a child process, because a process that has loaded MPI cannot start MPI programs safely.
@@ -24,6 +21,7 @@ ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import M
 
 
 ALLOCATIONS = {"PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE"}  # in which mpirun starts ranks on other hosts by itself
+SM_NEEDS = 18 << 20  # bytes: a file of 16 MiB, and a twentieth that Open MPI leaves free
 
 
 class Mpi(NamedTuple):
@@ -33,7 +31,18 @@ class Mpi(NamedTuple):
     version: str
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+class LaunchCommand(click.Command):
+    """Says where the launcher's own options go."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(f"No such option: {error.option_name}. Those of mpirun, mpiexec or srun go into --with '...', "
+                                   "those of the mpitrain command after it.", context) from None
+
+
+@click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
 @click.option("-n", "ranks", type=click.IntRange(min=1), required=True, help="Ranks to start.")
 @click.option("--with", "extra", multiple=True, metavar="'OPTIONS'",
               help="More options for the launcher itself, for example --with '--hostfile hosts' (repeatable).")
@@ -42,44 +51,74 @@ class Mpi(NamedTuple):
 def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[str, ...]) -> None:
     """Run an mpitrain COMMAND on N ranks: mpitrain launch -n 4 -- train --set run.steps=100
 
-    Ctrl-C and TERM ask a training run to checkpoint and stop (exit code 85); a second one ends it at once.
+    Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85); a second one ends it at once.
     """
+    requests = Requests()
+    command, *rest = arguments[1:] if arguments[0] == "mpitrain" and len(arguments) > 1 else arguments
     try:
         words = [word for option in extra for word in shlex.split(option)]
     except ValueError as error:
         raise click.BadParameter(f"{' '.join(extra)}: {error}", param_hint="--with") from None
     try:
-        line, settings = command_line(ranks, words, list(arguments))
+        line, settings = command_line(ranks, words, [command, *rest])
     except ConfigError as error:
+        requests.leave_if_asked()  # Ctrl-C also ends the child that is asked for the library
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
     print(shlex.join(shown), file=sys.stderr, flush=True)
+    requests.leave_if_asked()
     if not dry_run:
-        trains = arguments[0] == "train" and not {"-h", "--help", "--help-config"} & set(arguments)
-        sys.exit(run(line, settings, trains))
+        asks = any(word in ("-h", "--help") or word.startswith("--help-config") for word in rest)
+        sys.exit(run(line, settings, requests, command == "train" and not asks))
 
 
 def command_line(ranks: int, extra: list[str], arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """The launcher's words, and the environment variables to set beside them."""
     mpi = library()
     program = [sys.executable, "-m", "mpitrain", *arguments]
-    is_crowded = ranks > device.cores()
     if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
-        return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], {}
-    if mpi.family == "Open MPI":
-        options = ["--bind-to", "none", "--mca", "osc", "^ucx"]
-        if os.geteuid() == 0:
-            options.append("--allow-run-as-root")
-        if is_crowded:
-            options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-        if not extra and not ALLOCATIONS & os.environ.keys() and not device.has_driver():
-            # One host: these two start at once, where probing every network takes a second. They cannot move GPU memory.
-            options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
-        return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
-    settings = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}
-    return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], settings
+        return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], _settings(mpi, crowds_slurm(ranks, os.environ))
+    is_crowded = ranks > device.cores()
+    if mpi.family == "MPICH":
+        return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], _settings(mpi, is_crowded)
+    options = ["--bind-to", "none"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    if is_crowded:
+        options.append("--oversubscribe")
+    if sys.stderr.isatty() or sys.stdout.isatty():
+        options += ["--stream-buffering", "0"]  # or a bar, which ends no line, is held until the end of the run
+    for name, value in _settings(mpi, is_crowded).items():
+        options += ["--mca", name.removeprefix("OMPI_MCA_"), value]  # mpirun takes them to other hosts, too
+    if not extra and not ALLOCATIONS & os.environ.keys() and not device.has_driver():
+        # One host: these two start at once, where probing every network takes a second. They cannot move GPU memory.
+        options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
+        check_shared_memory(ranks)
+    return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
+
+
+def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
+    """What the library itself is told through the environment; ranks that wait for a core they share must yield it."""
+    if mpi.family == "MPICH":
+        return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}
+    # Open MPI's one-sided UCX component prints an error per rank where there is no UCX device.
+    return {"OMPI_MCA_osc": "^ucx"} | ({"OMPI_MCA_mpi_yield_when_idle": "1"} if is_crowded else {})
+
+
+def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
+    """Whether so many ranks are more than the cores of this allocation, as Slurm counts them: "4(x2),2" is ten."""
+    cores = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return bool(cores) and ranks > sum(int(count) * int(hosts or 1) for count, hosts in cores)
+
+
+def check_shared_memory(ranks: int) -> None:
+    """Refuse a host whose /dev/shm is too small even for Open MPI's own files; ConfigError."""
+    free = device.shared_memory()
+    if ranks > 1 and free < SM_NEEDS:
+        raise ConfigError(f"/dev/shm has {free / 1e6:.1f} MB free, but Open MPI makes files of 16.8 MB there.",
+                          "In a container, start it with --shm-size=1g; or do without: --with '--mca btl tcp,self'.")
 
 
 def library() -> Mpi:
@@ -100,60 +139,15 @@ def library() -> Mpi:
 def launcher(name: str, sign: str) -> str:
     """The path of the launcher whose --version shows `sign`: beside this Python first, then on PATH."""
     places = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
-    for place in places:
-        path = shutil.which(name, path=place)
-        if path and sign in subprocess.run([path, "--version"], capture_output=True, text=True).stdout:
+    complaints = []
+    for path in dict.fromkeys(path for place in places if (path := shutil.which(name, path=place))):
+        asked = subprocess.run([path, "--version"], capture_output=True, text=True)
+        if sign in asked.stdout:
             return path
+        if asked.returncode:
+            said = [line for line in (asked.stderr + asked.stdout).splitlines() if line.strip("- ")] or ["nothing"]
+            complaints.append(f"{path} --version ended with {asked.returncode} and said: {said[0]}")
+    if complaints:
+        raise ConfigError("\n".join(complaints), "Mend what it complains of, or start the ranks by hand.")
     raise ConfigError(f"No {name} of the MPI that mpi4py loads was found beside {sys.executable} or on PATH.",
                       "Install the launcher of that MPI, or unload the other one.")
-
-
-def run(line: list[str], settings: dict[str, str], is_training: bool) -> int:
-    """Start the line in a session of its own, pass on requests to stop, and return the exit code of the run.
-
-    The first request asks a training run for a checkpoint, once it has begun; the next one tells the launcher to end,
-    and any after that kills it.
-    """
-    asked: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: asked.append(number))
-    with tempfile.TemporaryDirectory(prefix="mpitrain-") as folder:
-        report = Path(folder) / "report"
-        environment = {**os.environ, **settings, REPORT: str(report)}
-        if sys.stderr.isatty():
-            environment[TERMINAL] = "1"
-        process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
-        told = 0
-        while (code := process.poll()) is None:
-            if len(asked) == 1 and is_training:
-                if not told and report.exists():
-                    told = 1
-                    process.send_signal(signal.SIGUSR1)  # launchers forward it to the ranks; TERM would end them
-            elif len(asked) > told:
-                told = len(asked)
-                process.terminate() if told <= 2 else _kill(process.pid)
-            time.sleep(0.02)
-        _kill(process.pid)  # a launcher that was killed may have left ranks behind
-        return training_code(report, code) if is_training else code if code >= 0 else 128 - code
-
-
-def _end_with_parent() -> None:
-    """Runs in the child: have the kernel send TERM to the launcher if this process is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def training_code(report: Path, code: int) -> int:
-    """What the run wrote last decides: launchers have been seen to exit 0 after losing a host."""
-    from mpitrain.metrics import read_metrics
-
-    failed = code if code > 0 else 128 - code if code < 0 else 1
-    records = read_metrics(Path(report.read_text())) if report.exists() else []
-    last = records[-1].get("event") if records else None
-    if last == "stopped" and code in (0, STOPPED):
-        return STOPPED
-    return 0 if last == "end" and code == 0 else failed

@@ -9,10 +9,9 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from mpitrain.cli import REPORT, TERMINAL
+from mpitrain.cli import BEGAN, ENDED, STOPPED_AT, TERMINAL
 from mpitrain.config import Config
 from mpitrain.metrics import CLOSING
-from mpitrain.rundir import METRICS
 
 
 class Silent:
@@ -33,22 +32,21 @@ class Progress:
 
     def __init__(self) -> None:
         # mpirun hands a pipe to its ranks; `mpitrain launch` says what is at the other end of it.
-        self._is_terminal = sys.stderr.isatty() or os.environ.get(TERMINAL) == "1"
+        self._columns = None if sys.stderr.isatty() else int(os.environ.get(TERMINAL) or 0)
+        self._is_terminal = self._columns != 0
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
-        if report := os.environ.get(REPORT):
-            Path(report).write_text(str(folder.resolve() / METRICS))
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
         print(f"{network}: {record['parameters']:,} parameters on {c.data.source}; {record['ranks']} rank(s), "
-              f"{c.replication.algorithm} all-reduce; run directory {folder}", flush=True)
+              f"{c.replication.algorithm} all-reduce{BEGAN}{folder}", flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
             print(f"all {c.run.steps} steps were done before; to train on, set run.steps to more", flush=True)
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
         self._bar = tqdm(total=c.run.steps, initial=self._first, unit="step", disable=not self._is_terminal,
-                         file=sys.stderr, dynamic_ncols=sys.stderr.isatty(), ncols=None if sys.stderr.isatty() else 100)
+                         file=sys.stderr, dynamic_ncols=self._columns is None, ncols=self._columns)
 
     def stepped(self, step: int, loss: float) -> None:
         self._bar.update()
@@ -69,12 +67,13 @@ class Progress:
                        f"{record['val_accuracy']:.1%} of predictions right")
         elif event == "end":
             self._bar.close()
-            equal = "equal" if record["replicas_equal"] else "NOT equal"
-            print(f"done: parameters bitwise {equal} on all ranks, "
+            said = ENDED if record["replicas_equal"] else "done: parameters bitwise NOT equal"
+            print(f"{said} on all ranks, "
                   f"peak activations {record['peak_activation_bytes'] / 1e6:.1f} MB on rank 0", flush=True)
         elif event in CLOSING:
             self._bar.close()
-            print(f"{event} at step {step}" + ("; --resume goes on from there" if event == "stopped" else ""), flush=True)
+            said = f"{STOPPED_AT}{step}; --resume goes on from there" if event == "stopped" else f"{event} at step {step}"
+            print(said, flush=True)
 
     def _left(self, step: int) -> str:
         seconds = (time.perf_counter() - self._start) / max(1, step - self._first) * (self._steps - step)

@@ -4,28 +4,34 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli import STOPPED
-from mpitrain.cli.ending import ranks, settings_of
+from mpitrain.cli import NOT_BEGUN, STOPPED
+from mpitrain.cli.ending import STALL_SECONDS, ranks, settings_of
+from mpitrain.cli.output import be_courtesy
 
 SAMPLE_SECONDS = 10  # of drawing the sample after training, which keeps all the ranks
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class TrainCommand(click.Command):
     """Lets `--resume` stand alone, and knows that an option it lacks may be a configuration key."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        given = list(args)
-        for i, word in enumerate(given):
-            if word == "--resume":  # only `auto` is a value of it; whatever else follows is an argument of its own
-                given[i] = "--resume=auto" if given[i + 1:i + 2] == ["auto"] and given.pop(i + 1) else "--resume=yes"
+        given: list[str] = []
+        for word in args:
+            if word == "auto" and given[-1:] == ["--resume=yes"]:  # what else follows it is an argument of its own
+                given[-1] = "--resume=auto"
+            else:
+                given.append("--resume=yes" if word == "--resume" else word)
         try:
             return super().parse_args(context, list(given))
         except click.NoSuchOption as error:
@@ -40,9 +46,10 @@ def _meant(option: str, args: list[str]) -> str:
     from mpitrain.errors import ConfigError
 
     keys = nearest(option.lstrip("-"))
-    place = next(i for i, word in enumerate(args) if word.partition("=")[0] == option)
-    following = next((word for word in args[place + 1:place + 2] if not word.startswith("--")), "VALUE")
-    value = args[place].partition("=")[2] or following
+    value = "VALUE"
+    for word, following in pairwise([*args, "--"]):
+        if word.partition("=")[0] == option:
+            value = word.partition("=")[2] or (value if following.startswith("--") else following)
     if len(keys) == 1 and value != "VALUE":
         try:
             parse(with_settings({}, [f"{keys[0]}={value}"]))
@@ -71,42 +78,75 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     if described is not None:
         print_keys(described)
         return
+    be_courtesy()
     options = settings_of(("layout.dp", dp), ("device.kind", device), ("device.gemm", gemm), ("run.out", out))
     overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
-    requested: list[int] = []
-    listen(requested)
-    with ranks(kind=lambda: configured().device.kind) as transport:
-        finished = _train(transport, configured, resume or "no", lambda: bool(requested))
+    stop = Stop()
+    with ranks(kind=lambda: configured().device.kind, patience=lambda: configured().run.stall_seconds) as transport:
+        finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
 
 
-def listen(requested: list[int]) -> None:
-    """Note requests to stop, from the first moment on. A second Ctrl-C ends the process; schedulers repeat TERM."""
-    def note(number: int, frame: object) -> None:
-        if number == signal.SIGINT and number in requested:
+class Stop:
+    """What INT, TERM and USR1 do to this rank: they end the process until `note`, and ask for a stop from then on.
+
+    Before the ranks are connected the kernel ends the process, for mpi4py starts MPI with the interpreter's lock held, and
+    no Python runs meanwhile. After `connected` a thread does, which works while the main thread waits for a message.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._is_noted = False
+        for number in REQUESTS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def connected(self, rank: int) -> None:
+        """The ranks have found each other; from now on a request that ends the process says so."""
+        heard, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes)
+        threading.Thread(target=self._listen, args=(heard, rank), name="stop", daemon=True).start()
+        for number in REQUESTS:
+            signal.signal(number, self._note)
+
+    def note(self) -> None:
+        """The run is about to have something to save."""
+        self._is_noted = True
+
+    def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.requested and self._is_noted:  # schedulers repeat TERM, a person means it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        requested.append(number)
+        self.requested = True
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, note)
+    def _listen(self, heard: int, rank: int) -> None:
+        while os.read(heard, 1):
+            time.sleep(1 if rank > 0 else 0)  # the first to leave may end the one that prints
+            if not self._is_noted:
+                print(NOT_BEGUN, flush=True)
+                os._exit(STOPPED)
 
 
-def _train(transport: Any, configured: Callable[[], Any], resume: str, stop_requested: Callable[[], bool]) -> Any:
+def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.progress import Progress, Silent
     from mpitrain.collectives.tuning import DEFAULT, foreign
+    from mpitrain.metrics import Watchdog
     from mpitrain.session import train
     from mpitrain.transport.agree import agreed, check_same, on_root
 
+    stop.connected(transport.rank)
+    watchdog = Watchdog(transport.rank, STALL_SECONDS)
     config = agreed(transport, configured)
+    watchdog.patience(config.run.stall_seconds)
     check_same(transport, "configuration", config.flat())
     is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
     if transport.rank == 0 and is_guessed and (advice := foreign(DEFAULT, transport.hosts)):
         print(f"{advice} in replication.tuning", flush=True)
-    finished = train(transport, config, resume, stop_requested, Progress() if transport.rank == 0 else Silent())
+    watcher = Progress() if transport.rank == 0 else Silent()
+    finished = train(transport, config, resume, lambda: stop.requested, watcher, stop.note, watchdog)
     if finished.job.step < config.run.steps and config.run.sample and finished.job.source.model == "gpt" and not finished.stopped:
-        on_root(transport, lambda: _print_sample(finished, stop_requested))
+        on_root(transport, lambda: _print_sample(finished, lambda: stop.requested))
     return finished
 
 

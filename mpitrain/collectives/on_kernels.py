@@ -31,30 +31,25 @@ def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena)
             return by_numpy(array, op)
         return partial({"add": wire.add_into, "maximum": wire.maximum_into}[op], kernels)
 
-    def cast(name: str) -> Codec:
-        def encode(values: Any, coded: Any) -> None:
-            wire.convert(kernels, values, coded.view(name))
+    def bf16() -> Codec:    # uint16 to a kernel: CuPy has no name for it
+        return CODECS["bf16"]._replace(
+            encode=lambda values, coded: wire.convert(kernels, values, coded.view("uint16")),
+            decode=lambda coded, values: wire.convert(kernels, coded.view("uint16"), values),
+            add=lambda coded, values, scratch: wire.add_into(kernels, values, coded.view("uint16")))
 
-        def decode(coded: Any, values: Any) -> None:
-            wire.convert(kernels, coded.view(name), values)
-
-        def add(coded: Any, values: Any, scratch: Any) -> None:
-            wire.add_into(kernels, values, coded.view(name))
-
-        return CODECS["fp16"]._replace(encode=encode, decode=decode, add=add)
-
-    def int8() -> Codec:
+    def scaled(name: str, dtype: str, encode: Callable, decode: Callable) -> Codec:
         def parts(coded: Any) -> tuple[Any, Any]:
-            scales = coded.size // CODECS["int8"].block_bytes * 4
-            return coded[scales:].view("int8"), coded[:scales].view("float32")
+            scales = coded.size // CODECS[name].block_bytes * 4
+            return coded[scales:].view(dtype), coded[:scales].view("float32")
 
-        return CODECS["int8"]._replace(
-            encode=lambda values, coded: wire.encode_int8(kernels, values, *parts(coded)),
-            decode=lambda coded, values: wire.decode_int8(kernels, *parts(coded), values, accumulate=False),
-            add=lambda coded, values, scratch: wire.decode_int8(kernels, *parts(coded), values, accumulate=True))
+        return CODECS[name]._replace(
+            encode=lambda values, coded: encode(kernels, values, *parts(coded)),
+            decode=lambda coded, values: decode(kernels, *parts(coded), values, accumulate=False),
+            add=lambda coded, values, scratch: decode(kernels, *parts(coded), values, accumulate=True))
 
     def chosen(values: Any, k: int) -> Any:
         return top_k.top_k(kernels, values, k, arena)[0]
 
-    # bfloat16 is uint16 to a kernel: CuPy has no name for it.
-    return Arithmetic(combining, {"fp16": cast("float16"), "bf16": cast("uint16"), "int8": int8()}, chosen)
+    codecs = {"fp16": scaled("fp16", "float16", wire.encode_fp16, wire.decode_fp16), "bf16": bf16(),
+              "int8": scaled("int8", "int8", wire.encode_int8, wire.decode_int8)}
+    return Arithmetic(combining, codecs, chosen)

@@ -4,9 +4,10 @@
     dx, pending = layer.backward_input(w, dy, saved, arena)
     layer.backward_weight(pending, dw)
 
-A layer borrows its arguments: it never writes to x or dy and never assumes they outlive the call, but `saved` and
-`pending` may refer to them, which keeps them alive. What it returns belongs to the caller. `backward_input` may overwrite
-what `saved` alone holds; `saved` and `pending` are each used once.
+A layer borrows its arguments: it never writes to x or dy and never assumes they outlive the call, but `saved` may refer to
+x and y, and `pending` to dy, which keeps them alive. So nobody writes into them either until the halves have run, with two
+exceptions: y of a layer whose `output_is_free`, and dx, to which `pending` never refers, belong to the caller.
+`backward_input` may overwrite what `saved` alone holds; `saved` and `pending` are each used once.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,6 +67,10 @@ Gradients = Mapping[str, Any]
 
 class Layer(Protocol):
     """See the head of this file."""
+
+    @property
+    def output_is_free(self) -> bool:
+        """Whether the caller may write into y as soon as it is returned: `saved` does not refer to it."""
 
     def parameters(self) -> list[Parameter]:
         """The tensors this layer computes with, named relative to it."""

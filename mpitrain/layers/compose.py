@@ -1,15 +1,18 @@
 """Layers made of layers: one after another, and around a shortcut."""
 
+import numpy as np
+
 from mpitrain.layers.base import Layer, Parameter
 
 NOTHING: dict = {}
 
 
 class Chain:
-    """The named children one after another; a child's parameters are found under its name."""
+    """The named children, at least one, one after another; a child's parameters are found under its name."""
 
     def __init__(self, **children: Layer):
         self.children = children
+        self.output_is_free = list(children.values())[-1].output_is_free
 
     def parameters(self):
         """Every child's, prefixed by the child's name."""
@@ -41,6 +44,8 @@ class Chain:
 class Residual:
     """x + inner(x). Adds no level to the names."""
 
+    output_is_free = True
+
     def __init__(self, inner: Layer):
         self.inner = inner
 
@@ -50,8 +55,9 @@ class Residual:
 
     def forward(self, w, x, arena):
         y, saved = self.inner.forward(w, x, arena)
-        y += x
-        return y, saved
+        total = y if self.inner.output_is_free else arena.take(y.shape, y.dtype)
+        np.add(y, x, out=total)
+        return total, saved
 
     def backward_input(self, w, dy, saved, arena):
         dx, pending = self.inner.backward_input(w, dy, saved, arena)

@@ -20,6 +20,7 @@ class Linear:
     def __init__(self, ops: ModuleType, inputs: int, outputs: int, draw: Draw, activation: str | None = None,
                  bias: bool = True):
         self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
+        self.output_is_free = activation is None
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
             "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
@@ -49,6 +50,8 @@ class Linear:
 class LayerNorm:
     """(x - mean) / standard deviation * gain + bias over the last dim; gain, bias: (width,)."""
 
+    output_is_free = False
+
     def __init__(self, ops: ModuleType, width: int):
         self.ops, self.width = ops, width
 
@@ -76,6 +79,8 @@ class LayerNorm:
 class Embedding:
     """tokens (B, T) -> tokens' rows + positions' rows, (B, T, C). Its input has no gradient."""
 
+    output_is_free = False
+
     def __init__(self, ops: ModuleType, vocab: int, context: int, width: int, draw: Draw):
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
 
@@ -100,6 +105,8 @@ class Embedding:
 
 class Attention:
     """Causal multi-head attention, (B, T, 3C) -> (B, T, C); it has no parameters."""
+
+    output_is_free = False
 
     def __init__(self, ops: ModuleType, heads: int):
         self.ops, self.heads = ops, heads

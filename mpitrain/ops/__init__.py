@@ -2,7 +2,7 @@
 
 `reference` is the meaning of each operation, in plain NumPy; the other bodies have the same names and signatures and
 are tested against it. A forward returns (output, saved) and the matching backward takes `saved`, whose contents are
-private to the body. Buffers that outlive a call, and large scratch, come from `arena`.
+private to the body; it may refer to the output. Buffers that outlive a call, and large scratch, come from `arena`.
 """
 
 from functools import cache

@@ -4,9 +4,10 @@ B batch, T tokens, C channels, H heads, D = C / H, V vocabulary; M rows, K input
 
 All arrays of a call have one dtype, float32 or float64; tokens and targets are integers; scalars are Python numbers.
 Every forward that has a backward returns (output, saved); each backward uses its `saved` once and may overwrite what
-`saved` alone holds. Nothing writes to its inputs unless its first sentence says so. `accumulate` is BLAS's beta: True
-adds to the gradient that is passed in, False overwrites it. Buffers come from `arena` in the tuned bodies; here they
-are simply allocated.
+`saved` alone holds. `saved` may refer to the inputs and the output, into which nobody writes until the backward has run;
+it never refers to the output of `linear`. Nothing writes to its inputs unless its first sentence says so. `accumulate` is
+BLAS's beta: True adds to the gradient that is passed in, False overwrites it. Buffers come from `arena` in the tuned
+bodies; here they are simply allocated.
 """
 
 import numpy as np

@@ -23,7 +23,7 @@ __version__ = "fake"
 
 GARBAGE = 0xFF
 faults: list[str] = []
-devices = SimpleNamespace(count=1, used=[])
+devices = SimpleNamespace(count=1, used=[], memory=(8 << 30, 8 << 30))    # memory: free and whole, bytes
 ipc = SimpleNamespace(works=lambda: True, opened=[])    # whether this thread may open memory; addresses open now, in any
 
 _local = threading.local()
@@ -193,7 +193,7 @@ cuda = SimpleNamespace(
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
     Device=lambda index: SimpleNamespace(use=lambda: devices.used.append(index)),
     runtime=SimpleNamespace(getDeviceCount=_get_device_count, memcpyAsync=_memcpy_async, memcpyDefault=4,
-                            CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0,
+                            CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0, memGetInfo=lambda: devices.memory,
                             deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
                             ipcGetMemHandle=_export, ipcOpenMemHandle=_open, ipcCloseMemHandle=ipc.opened.remove),
 )

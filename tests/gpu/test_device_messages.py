@@ -8,12 +8,13 @@ from mpitrain.transport.mpi import connect
 from mpitrain.transport.proof import cuda_messages
 from tests.laws.device import CARRIERS, DeviceLaws
 from tests.laws.transport import laws_of
+from tests.processes import SECONDS
 
 ONLY_A_FAKE_KEEPS_A_LOG = "law_each_start_waits_for_the_stream_once_and_first"
 
 
 @pytest.mark.gpu
-@pytest.mark.mpi(ranks=[1, 2, 4], timeout=110)
+@pytest.mark.mpi(ranks=[1, 2, 4], timeout=SECONDS)
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_ranks_on_a_gpu_obey(carrier, mpi_ranks):
     device.choose_gpu("cuda")

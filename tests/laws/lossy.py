@@ -46,6 +46,18 @@ class LossyLaws:
                 error = np.abs(array - truth).max()
                 assert error <= bound * ((n - 1) * largest + np.abs(truth).max() * (1 + bound)) * (1 + 1e-5), (name, error)
 
+    def law_fp16_sums_are_as_near_at_any_magnitude(self, transport):
+        n = transport.size
+        for size in (1e-44, 1e-38, 1e-20, 1e-6, 1e5, 1e37):
+            for count in (1, 1001):
+                parts = [(brought(rank, 0, count) * size).astype(np.float32) for rank in range(n)]
+                array = parts[transport.rank].copy()
+                bind_lossy(transport, array, parse_wire("fp16")).run()
+                truth = np.sum(parts, axis=0, dtype=np.float64)
+                sums = np.abs(parts).sum(axis=0, dtype=np.float64)
+                assert np.isfinite(array).all() and np.any(array)
+                assert (np.abs(array - truth) <= 2**-11 * 2.01 * sums).all(), size
+
     def law_nothing_is_lost_over_steps_and_ranks(self, transport):
         for name in ("topk:0.1", "powersgd:4"):
             for count in COUNTS:
@@ -189,7 +201,7 @@ class LossyLaws:
             for name, codec in CODECS.items():
                 sent = measured(transport, bind_lossy(transport, array, parse_wire(name)).run)
                 assert sent == (2 * (n - 1), 2 * (n - 1) * blocks * codec.block_bytes), name
-            assert CODECS["fp16"].block_bytes == 2 * BLOCK and CODECS["int8"].block_bytes == BLOCK + 4
+            assert CODECS["fp16"].block_bytes == 2 * BLOCK + 4 and CODECS["int8"].block_bytes == BLOCK + 4
             for part in (0.01, 0.1, 1):
                 sent = measured(transport, bind_lossy(transport, array, parse_wire(f"topk:{part}")).run)
                 assert sent[1] == (n - 1) * 8 * math.ceil(part * count), part

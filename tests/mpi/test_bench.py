@@ -3,23 +3,21 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from importlib.util import find_spec
 
 import pytest
 
 from mpitrain.collectives.tuning import read_tuning
+from tests.processes import PROGRAM, SECONDS, launch, python_ranks
 
-PROGRAM = [sys.executable, "-m", "mpitrain"]
 KEYS = {"op", "algorithm", "bytes", "dtype", "ranks", "time_us", "min_us", "p99_us", "algbw_GBs", "busbw_GBs", "predicted_us",
         "wrong", "error", "sweep"}
 NO_PLOT = "--plot needs matplotlib" if find_spec("matplotlib") is None else ""
 
 
 def bench(ranks, *words, **more):
-    return subprocess.run([*PROGRAM, "launch", "-n", str(ranks), "--", "bench", *words], capture_output=True, text=True,
-                          timeout=100, **more)
+    return launch(ranks, "bench", *words, **more)
 
 
 @pytest.mark.parametrize(("operation", "factor"), [("allreduce", 4 / 3), ("reduce-scatter", 2 / 3), ("all-gather", 2 / 3),
@@ -59,7 +57,7 @@ def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
 def test_a_wrong_element_is_counted_and_is_a_failure(tmp_path):
     code = ("from mpitrain.collectives import algorithms, ring; algorithms.ALL_REDUCE['ring'] = ring.all_gather\n"
             "from mpitrain.cli import main; main(['bench', 'allreduce', '--algorithm', 'ring', '--max-bytes', '4K'])")
-    done = subprocess.run(["mpirun", "-n", "2", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = python_ranks(2, code, None)
     assert done.returncode != 0
     assert "wrong elements 2048" in done.stdout
 
@@ -77,7 +75,7 @@ def test_what_was_measured_survives_an_interruption(launcher, asked_by, tmp_path
         time.sleep(0.05)
     process.send_signal(asked_by)
     asked = time.monotonic()
-    assert process.wait(timeout=20) != 0
+    assert process.wait(timeout=SECONDS) != 0
     assert time.monotonic() - asked < 10
     written = json.loads(rows.read_text())
     assert written["header"]["op"] == "allreduce" and written["rows"]
@@ -152,6 +150,6 @@ def test_a_fit_that_is_interrupted_keeps_the_sweeps_before(tmp_path):
                                stderr=subprocess.DEVNULL, text=True)
     line = next(line for line in process.stdout if line.startswith("sweep"))
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=SECONDS)
     assert process.returncode != 0 and line == "sweep 1 of 999: written to tuning.json\n"
     assert set(read_tuning(tmp_path / "tuning.json").plans) == {2}

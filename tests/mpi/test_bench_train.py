@@ -1,22 +1,20 @@
 """`mpitrain bench train`: what it prints, and what it refuses. Never how fast."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from mpitrain.bench import train
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
+from tests.processes import launch
 
 TINY = ["--blocks", "2", "--steps", "3", "--set", "model.layers=1", "--set", "model.width=16", "--set", "model.context=16",
         "--set", "batch.size=6"]
 
 
 def bench(ranks, *words):
-    line = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "--", "bench", "train", *TINY, *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=100)
+    return launch(ranks, "bench", "train", *TINY, *words)
 
 
 def test_alone_it_prints_one_side():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,25 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-PROGRAM = [sys.executable, "-m", "mpitrain"]
+from tests.processes import PROGRAM, SECONDS, launch, mpitrain, python_ranks, run, shell
+
 TINY = ["--set", "model.layers=1", "--set", "model.width=16", "--set", "model.heads=2", "--set", "model.context=16",
         "--set", "batch.size=12", "--set", "run.steps=12", "--set", "run.log_every=1", "--set", "run.eval_every=-1",
         "--set", "checkpoint.every=0"]
-
-
-def mpitrain(*words, timeout=60, **more):
-    return subprocess.run([*PROGRAM, *map(str, words)], capture_output=True, text=True,
-                          errors="surrogateescape", timeout=timeout, **more)
-
-
-def launch(ranks, *words, **more):
-    return mpitrain("launch", "-n", ranks, "--", *words, **more)
-
-
-def python_ranks(ranks, code, folder):
-    """Run Python code on several ranks."""
-    return subprocess.run(["mpirun", "-n", str(ranks), sys.executable, "-c", code], capture_output=True, text=True,
-                          timeout=30, cwd=folder)
 
 
 def ranks_below(pid):
@@ -111,7 +98,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
         if line.startswith("step  20/"):
             run.send_signal(number)
             break
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=SECONDS)
     assert run.returncode == 85, output
     stopped = records(tmp_path / "cut")[-1]
     assert stopped["event"] == "stopped" and 20 <= stopped["step"] < 150
@@ -132,8 +119,9 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
         if line.startswith("step 23/"):
             os.kill(ranks_below(run.pid)[1], signal.SIGKILL)
             break
-    run.communicate(timeout=60)
+    said, _ = run.communicate(timeout=SECONDS)
     assert run.returncode not in (0, 2, 85)
+    assert re.search(r"mpitrain launch: rank [01] on \S+ was killed: signal 9", said), said
     went_on = launch(3, "train", "--out", "cut", "--resume=auto", cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
     one, other = losses(tmp_path / "whole"), losses(tmp_path / "cut")
@@ -142,27 +130,55 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
         assert np.all(np.abs(np.subtract(one[step], other[step])) <= 1e-9), step
 
 
+def test_a_job_killed_between_checkpoint_and_evaluation_loses_no_validation_record(tmp_path):
+    settings = [*TINY, "--set", "run.eval_every=4", "--set", "run.eval_rows=30", "--set", "checkpoint.every=4"]
+    code = ("import os, signal; import mpitrain.trainer as t\n"
+            "t.Trainer.evaluate = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)\n"
+            f"from mpitrain.cli import main; main(['train', '--out', 'run', *{settings!r}])")
+    assert python_ranks(2, code, tmp_path).returncode not in (0, 2, 85)
+    assert (tmp_path / "run/checkpoints/step-00000004").exists()
+    went_on = launch(2, "train", "--out", "run", "--resume", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
+    assert [r["step"] for r in records(tmp_path / "run") if "val_loss" in r] == [4, 8, 12]
+
+
 MISTAKES = [
     (["--set", "model.widht=3"], "There is no key model.widht; did you mean model.width?"),
+    (["--set", "data.source=text:nowhere.txt"], "The data file nowhere.txt cannot be read: No such file or directory."),
+    (["--dp", "2"], "dp 2 x tp 1 x pp 1 needs 2 ranks, but 4 were started."),
+    (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
+    (["--no-such-option"], "No such option"),
+]
+MORE_MISTAKES = [
     (["--set", "run.steps=soon"], "run.steps must be a valid integer, but is 'soon'."),
     (["--set", "optimizer.lr=nan"], "optimizer.lr must be a finite number, but is nan."),
-    (["--set", "data.source=text:nowhere.txt"], "The data file nowhere.txt cannot be read: No such file or directory."),
     (["--set", "data.source=text:empty.txt"], "empty.txt is empty."),
     (["--set", "data.source=text:short.txt"], "The held-out tenth of short.txt must hold a context of 128 tokens"),
     (["--set", "batch.size=3"], "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3."),
     (["--set", "model.heads=3"], "model.heads must divide model.width, but 3 does not divide 128."),
-    (["--dp", "2"], "dp 2 x tp 1 x pp 1 needs 2 ranks, but 4 were started."),
     (["broken.toml"], "broken.toml is not TOML"),
     (["nowhere.toml"], "The configuration file nowhere.toml cannot be read"),
     (["--set", "data.source=digits"], "The model.kind for digits is mlp, but the configuration says gpt."),
-    (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
     (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
     (["--set", "replication.wire=topk:2"], "it is 'topk:2'"),
     (["--set", "model.width=4000000"], "need"),
     (["--resume"], "--resume needs the directory of the run."),
     (["--out", "empty.txt/run"], "The run directory empty.txt/run cannot be written"),
-    (["--no-such-option"], "No such option"),
     (["--dp", "two"], "'two' is not a valid integer"),
+    (["--out", "n" * 300], "File name too long"),
+    (["--resume", "--out", "n/" * 3000], "File name too long"),
+    (["--set", 'run.out="a\\u0000"'], "run.out must be text without NUL"),
+    (["--set", "data.source=idx:" + "n" * 5000], "File name too long"),
+    (["--set", "model.layers=9223372036854775808"], "model.layers must be a whole number of at most 64 bits"),
+    (["--set", "batch.size=" + "9" * 5000], "batch.size must be a valid integer"),
+    (["--dp", "1" + "0" * 400], "layout.dp must be a whole number of at most 64 bits"),
+    (["--set", "optimizer.epsilon=1e-320"], "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320."),
+    (["--set", "run.stall_seconds=1e-9"], "run.stall_seconds must be greater than or equal to 1, but is 1e-09."),
+    (["pipe"], "The configuration file pipe cannot be read: [Errno 22] it is not a regular file"),
+    (["--set", "replication.tuning=pipe"], "The tuning file pipe cannot be read: it is not a regular file."),
+    (["--set", "replication.tuning=garbage"], "garbage is no tuning file"),
+    (["n" * 5000], "File name too long"),
+    (["x" * 5000, "y" * 5000], "unexpected extra argument"),
 ]
 
 
@@ -171,11 +187,32 @@ def test_a_mistake_is_one_message_and_exit_2_on_four_ranks(words, complaint, tmp
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.toml").write_text("[run\nsteps = ")
-    done = launch(4, "train", *words, cwd=tmp_path, timeout=30)
+    done = launch(4, "train", *words, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(complaint) == 1, done.stderr
-    assert "Traceback" not in done.stderr
+    assert not any(noise in done.stderr for noise in ("Traceback", "-----", "PMIX", "prterun")), done.stderr
     assert not any(tmp_path.glob("runs/*/metrics.jsonl")), "nothing may be trained"
+
+
+def test_every_mistake_is_one_short_message_and_exit_2_on_each_of_four_ranks(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "broken.toml").write_text("[run\nsteps = ")
+    (tmp_path / "garbage").write_text(json.dumps({"machine": {}, "plans": {"y " * 9000: {}}, "whole": {}}))
+    os.mkfifo(tmp_path / "pipe")
+    code = ("import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
+            f"for words in {[words for words, _ in MORE_MISTAKES]!r}:\n"
+            "    ended = []\n"
+            "    try: main(['train', *words])\n"
+            "    except SystemExit as end: ended = [end.code]\n"
+            "    everyone = MPI.COMM_WORLD.gather(ended)\n"
+            "    if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=sys.stderr, flush=True)\n")
+    done = python_ranks(4, code, tmp_path)
+    said = done.stderr.split(f"=== {[[2]] * 4}\n")
+    assert len(said) == len(MORE_MISTAKES) + 1, done.stderr[-2000:]
+    for (_, complaint), text in zip(MORE_MISTAKES, said, strict=False):
+        assert text.count(complaint) == 1 and "Traceback" not in text and len(text) < 1200, text
+    assert not any(tmp_path.glob("**/metrics.jsonl")), "nothing may be trained"
 
 
 def test_a_file_that_only_one_rank_misses_is_named_with_that_rank(tmp_path):
@@ -204,7 +241,7 @@ def test_an_exception_on_one_rank_ends_the_job_in_five_seconds_with_its_tracebac
         if "at step 5" in line:
             break
     began = time.monotonic()
-    _, errors = run.communicate(timeout=30)
+    _, errors = run.communicate(timeout=SECONDS)
     assert time.monotonic() - began < 5
     assert run.returncode != 0
     assert "rank 2: ended by an exception" in errors and "ZeroDivisionError: planned" in errors, errors
@@ -280,14 +317,14 @@ def test_ranks_that_read_different_configurations_are_refused(tmp_path):
 
 def test_runs_started_together_do_not_share_a_directory(tmp_path):
     together = [subprocess.Popen([*PROGRAM, "train", *TINY], cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(3)]
-    assert [run.wait(60) for run in together] == [0, 0, 0]
-    for run in together:
-        run.stdout.close()
+    assert [process.wait(SECONDS) for process in together] == [0, 0, 0]
+    for process in together:
+        process.stdout.close()
     folders = list(tmp_path.glob("runs/*"))
     assert len(folders) == 3 and all(records(folder)[-1]["event"] == "end" for folder in folders)
     named = [subprocess.Popen([*PROGRAM, "train", "--out", "one", *TINY, "--set", "run.steps=100"], cwd=tmp_path, text=True,
                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
-    errors = [run.communicate(timeout=60)[1] for run in named]
+    errors = [run.communicate(timeout=SECONDS)[1] for run in named]
     assert sorted(run.returncode for run in named) == [0, 2], errors
     said = "".join(errors)
     assert "one already holds a run" in said or "A run is going on in one" in said or "meanwhile" in said
@@ -340,14 +377,22 @@ def test_another_model_cannot_go_on_with_a_checkpoint(tmp_path):
 
 def test_rank_0_alone_speaks(tmp_path):
     for words in (["--help"], ["--version"], ["train", "--help-config"], ["no-such-command"]):
-        done = subprocess.run(["mpirun", "-n", "3", *PROGRAM, *words], capture_output=True, text=True, timeout=30)
+        done = run(["mpirun", "-n", 3, *PROGRAM, *words])
         said = done.stdout + done.stderr
         assert said.count("Usage:") + said.count("version 0") + said.count("[layout]") == 1, said
 
 
+def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    drawn = launch(3, "plot", ".", cwd=tmp_path)
+    assert drawn.returncode == 0 and drawn.stdout.count("drawn in curves.png") == 1, drawn.stderr
+    refused = launch(2, "plot", "nowhere", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count("There is no run in nowhere") == 1, refused.stderr
+
+
 def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
-    tail = subprocess.run(f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", shell=True, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=60)
+    tail = shell(f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", cwd=tmp_path)
     assert "Traceback" not in tail.stderr, tail.stderr
     plain = dict(os.environ, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     (tmp_path / "c.toml").write_text("# größer\n[run]\nseed = 1\n", encoding="utf-8")
@@ -357,7 +402,7 @@ def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
 
 def test_a_pipe_as_data_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path, timeout=20)
+    done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path)
     assert done.returncode == 2 and "The data file pipe cannot be read: it is not a regular file." in done.stderr, done.stderr
 
 
@@ -374,7 +419,7 @@ def test_processes_that_are_each_alone_are_refused(tmp_path):
 
 def test_ranks_share_the_cores_between_their_blas_threads(tmp_path):
     free = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-    cores = len(os.sched_getaffinity(0))
     done = launch(4, "doctor", env=free)
     assert f", {max(1, os.cpu_count() // 4)} thread(s) per rank" in done.stdout, done.stdout + done.stderr
-    assert f"{cores} core(s) each may use" in done.stdout
+    assert f"4 rank(s), {len(os.sched_getaffinity(0))} core(s) that they share; free: " in done.stdout
+    assert "verdict      4 rank(s) can train with --device cpu" in done.stdout

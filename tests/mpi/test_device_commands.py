@@ -14,7 +14,8 @@ from mpitrain.config import parse, with_settings
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.ops.cuda.tiles import TILES, Measured, Plan, write_tiles
 from mpitrain.transport.mpi import connect
-from tests.mpi.test_commands import TINY, launch, losses, mpitrain
+from tests.mpi.test_commands import TINY, losses
+from tests.processes import SECONDS, launch, mpitrain
 
 ROOT = Path(__file__).parents[2]
 NO_DRIVER = "from tests.fakes.cupy import *\nfrom tests.fakes.cupy import __version__, devices\ndevices.count = None\n"
@@ -49,13 +50,13 @@ def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
     assert done.returncode == 2 and "there is no g++ here" in done.stderr, done.stderr
 
 
-@pytest.mark.timeout(480)    # four runs of four ranks; on a fresh machine g++ has the kernels to build
+@pytest.mark.timeout(5 * SECONDS)    # four runs of four ranks; on a fresh machine g++ has the kernels to build
 def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tmp_path):
     few = [*TINY, "--set", "run.steps=5", "--set", "replication.algorithm=ring"]
     for kind in ("cpu", "cuda-sim"):
         for wire in ("none", "fp16"):
             words = ["train", "--device", kind, "--set", f"replication.wire={wire}", "--out", f"{kind}-{wire}", *few]
-            done = launch(4, *words, cwd=tmp_path, timeout=110)
+            done = launch(4, *words, cwd=tmp_path)
             assert done.returncode == 0, done.stderr
     for wire in ("none", "fp16"):
         one, other = losses(tmp_path / f"cpu-{wire}"), losses(tmp_path / f"cuda-sim-{wire}")
@@ -69,8 +70,8 @@ def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tm
     assert len(set(said.values())) == 1 and "validation loss" in said[()]
 
 
-@pytest.mark.mpi(ranks=[4], timeout=110)
-@pytest.mark.parametrize("wire, needed", [("none", {"add_into"}), ("fp16", {"add_into", "convert"})])
+@pytest.mark.mpi(ranks=[4], timeout=SECONDS)
+@pytest.mark.parametrize("wire, needed", [("none", {"add_into"}), ("fp16", {"encode_fp16", "decode_fp16"})])
 def test_it_is_our_kernels_that_reduce_the_gradients(wire, needed, mpi_ranks, monkeypatch):
     settings = [word for word in TINY if word != "--set"]
     config = parse(with_settings({}, [*settings, "device.kind=cuda-sim", "replication.algorithm=ring",

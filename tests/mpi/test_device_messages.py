@@ -8,9 +8,10 @@ from mpitrain.transport.mpi import connect
 from tests.fakes import cupy
 from tests.laws.device import CARRIERS, DeviceLaws, cuda_backend
 from tests.laws.transport import laws_of
+from tests.processes import SECONDS
 
 
-@pytest.mark.mpi(ranks=[2, 3], timeout=100)
+@pytest.mark.mpi(ranks=[2, 3], timeout=SECONDS)
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_mpi_obeys(carrier, mpi_ranks, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)

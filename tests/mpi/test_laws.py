@@ -11,9 +11,10 @@ from tests.laws.lossy import LossyLaws
 from tests.laws.moving import MovingLaws
 from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
+from tests.processes import SECONDS
 
 
-@pytest.mark.mpi(ranks=[3], timeout=100)
+@pytest.mark.mpi(ranks=[3], timeout=SECONDS)
 def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks):
     transport = connect()
     for algorithm in ("ring", "halving-doubling"):
@@ -23,7 +24,7 @@ def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks):
         assert np.array_equal(array, 3 * position + 3), algorithm
 
 
-@pytest.mark.mpi(ranks=[3], timeout=60)
+@pytest.mark.mpi(ranks=[3], timeout=SECONDS)
 def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, monkeypatch):
     monkeypatch.setattr(mpi, "PART", 100)
     transport = connect()
@@ -38,7 +39,7 @@ def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, monke
         assert np.array_equal(array, 9 * np.arange(count) + 9)
 
 
-@pytest.mark.mpi(ranks=[1, 2, 3, 4, 5], timeout=100)
+@pytest.mark.mpi(ranks=[1, 2, 3, 4, 5], timeout=SECONDS)
 @pytest.mark.parametrize("cls", [TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws])
 def test_mpi_obeys(cls, mpi_ranks):
     transport = connect()

@@ -136,8 +136,8 @@ def test_within_a_host_a_barrier_will_do():
 
 def test_sizes_stop_where_time_grows_with_them_or_runs_are_too_long():
     assert not is_long_enough(0.01, 0.005, 2), "short yet"
-    assert not is_long_enough(0.15, 0.12, 2), "latency still counts"
-    assert is_long_enough(0.15, 0.08, 2) and is_long_enough(0.6, 0.15, 4)
+    assert not is_long_enough(0.08, 0.06, 2), "latency still counts"
+    assert is_long_enough(0.08, 0.042, 2) and is_long_enough(0.6, 0.15, 4)
     assert is_long_enough(3.0, float("inf"), 1)
 
 
@@ -194,7 +194,16 @@ def test_an_option_is_there_only_where_it_applies():
 
 @pytest.mark.parametrize(("hosts", "settings", "said"), [("ab", {}, 1), ("aa", {}, 0), ("ab", {"algorithm": "ring"}, 0)])
 def test_a_run_over_links_that_were_not_measured_says_so_before_it_starts(hosts, settings, said, monkeypatch, capsys):
-    monkeypatch.setattr(session, "train", lambda *words: SimpleNamespace(stopped=True))
-    config = parse({"replication": settings})
-    run_ranks(2, train, lambda: config, "no", lambda: False, hosts=hosts)
+    class StartedError(Exception):
+        pass
+
+    def start(*words):
+        raise StartedError
+
+    def begin(transport):
+        with pytest.raises(StartedError):
+            train(transport, lambda: parse({"replication": settings}), "no", lambda: False)
+
+    monkeypatch.setattr(session, "train", start)
+    run_ranks(2, begin, hosts=hosts)
     assert capsys.readouterr().out.count("are on 2 hosts: measure with `mpitrain bench fit`") == said

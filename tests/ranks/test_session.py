@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mpitrain.config import parse, with_settings
 from mpitrain.errors import TrainingError
 from mpitrain.session import configured, train
 from mpitrain.trainer import Trainer
+from mpitrain.transport.agree import on_root
 from mpitrain.transport.threads import run_ranks
 
 TEXT = [f"word {n % 7} " for n in range(240)]
@@ -27,14 +30,14 @@ def book(tmp_path):
     return [*TINY, f"data.source=text:{tmp_path / 'book'}", f"run.out={tmp_path / 'run'}"]
 
 
-def never():
+def never(rank):
     return False
 
 
 def go(ranks, settings, resume="no", stop=never, watcher=Silent):
     """Train on so many threads; whether the run was stopped."""
     config = parse(with_settings({}, settings))
-    return run_ranks(ranks, lambda transport: train(transport, config, resume, stop, watcher()).stopped)[0]
+    return run_ranks(ranks, lambda own: train(own, config, resume, partial(stop, own.rank), watcher()).stopped)[0]
 
 
 def records(tmp_path):
@@ -93,7 +96,7 @@ def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
 def test_a_stop_that_falls_on_an_evaluation_step_leaves_the_evaluation_to_the_resumed_run(book, tmp_path):
     steps = []
 
-    def from_step_two():
+    def from_step_two(rank):
         steps.append(1)
         return len(steps) >= 2
 
@@ -107,11 +110,11 @@ def test_a_stop_that_falls_on_an_evaluation_step_leaves_the_evaluation_to_the_re
 @pytest.mark.parametrize("every, at", [(4, 4), (0, 6)])
 def test_a_stop_asked_of_one_rank_ends_an_evaluation_on_all_and_it_is_made_up_for(every, at, book, tmp_path, monkeypatch):
     settings = [*book, f"run.eval_every={every}"]
-    batches = []
+    batches = Counter()
     logits = Trainer.logits
-    monkeypatch.setattr(Trainer, "logits", lambda trainer, rows: (batches.append(len(rows)), logits(trainer, rows))[1])
-    assert go(3, settings, stop=lambda: len(batches) == 2)  # only until the next batch: some rank sees it, not all need to
-    assert len(batches) <= 6, "an evaluation of 20 rows by 3 ranks, 2 rows at a time, takes 10 batches"
+    monkeypatch.setattr(Trainer, "logits", lambda own, rows: (batches.update([own.transport.rank]), logits(own, rows))[1])
+    assert go(3, settings, stop=lambda rank: rank == 1 and batches[1] == 2)
+    assert batches == {0: 3, 1: 2, 2: 3}, "an evaluation of 20 rows by 3 ranks, 2 rows at a time, takes 4 batches"
     assert records(tmp_path)[-1] == {**records(tmp_path)[-1], "event": "stopped", "step": at}
     assert checkpoint.newest(tmp_path / "run/checkpoints").name == f"step-{at:08d}" and not validated(tmp_path)
     assert not go(3, settings, "yes")
@@ -248,3 +251,15 @@ def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "all 6 steps were done before; to train on, set run.steps to more" in said
     assert records(tmp_path)[-1]["event"] == "end" and model.stat().st_mtime_ns == before
+
+
+def test_what_rank_0_does_alone_lets_the_others_sleep():
+    done = []
+
+    def run(transport):
+        busy = time.thread_time()
+        on_root(transport, lambda: (time.sleep(0.5), done.append(transport.rank)))
+        return list(done), time.thread_time() - busy
+
+    for found, busy in run_ranks(3, run):
+        assert found == [0] and busy < 0.2

@@ -155,7 +155,6 @@ def test_one_that_was_being_replaced_still_counts_and_other_names_do_not(tmp_pat
     assert {p.name for p in tmp_path.iterdir()} == {"step-00000002", "step-00000008", *others}
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_in_a_checkpoint_is_refused_at_once(tmp_path):
     folder = checkpoint.save(tmp_path, trained(), after(1), keep=1)
     (folder / "optimizer.safetensors").unlink()

@@ -1,6 +1,8 @@
 """The command line without ranks: help, keys, the launcher's line, what a bar shows, how texts are drawn."""
 
 import io
+import os
+import subprocess
 import sys
 from itertools import islice
 
@@ -160,10 +162,10 @@ def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra
 
 def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
     line, _ = line_for(monkeypatch, "Open MPI", 2)
-    assert line.startswith("mpirun -n 2 --bind-to none --mca osc ^ucx")
-    assert "--oversubscribe" not in line and "--allow-run-as-root" not in line
+    assert line.startswith("mpirun -n 2 --bind-to none") and "--mca osc ^ucx" in line
+    assert "--oversubscribe" not in line and "yield" not in line and "--allow-run-as-root" not in line
     line, _ = line_for(monkeypatch, "Open MPI", 4, root=True)
-    assert "--oversubscribe" in line and "--allow-run-as-root" in line
+    assert "--oversubscribe" in line and "--mca mpi_yield_when_idle 1" in line and "--allow-run-as-root" in line
     line, _ = line_for(monkeypatch, "Open MPI", 4, extra=["--hostfile", "hosts"])
     assert "--hostfile hosts" in line and "btl" not in line, "several hosts need their network"
     monkeypatch.setattr(device, "has_driver", lambda: True)
@@ -175,9 +177,15 @@ def test_mpich_gets_what_the_machine_needs(monkeypatch):
     assert line_for(monkeypatch, "MPICH", 3) == ("mpiexec -n 3", {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"})
 
 
-@pytest.mark.parametrize("family, kind", [("Open MPI", "pmix"), ("MPICH", "pmi2")])
-def test_inside_a_slurm_allocation_srun_starts_the_ranks(monkeypatch, family, kind):
-    assert line_for(monkeypatch, family, 4, slurm=True) == (f"srun --mpi={kind} -n 4", {})
+@pytest.mark.parametrize("family, kind, always, crowded", [
+    ("Open MPI", "pmix", {"OMPI_MCA_osc": "^ucx"}, {"OMPI_MCA_mpi_yield_when_idle": "1"}),
+    ("MPICH", "pmi2", {}, {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}),
+])
+def test_inside_a_slurm_allocation_srun_starts_the_ranks_with_what_mpirun_would_give_them(monkeypatch, family, kind, always,
+                                                                                         crowded):
+    for cores, ranks, settings in (("2(x3),4", 10, always), ("2(x3),4", 11, always | crowded), ("", 11, always)):
+        monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", cores)
+        assert line_for(monkeypatch, family, ranks, slurm=True) == (f"srun --mpi={kind} -n {ranks}", settings)
 
 
 def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
@@ -186,16 +194,36 @@ def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
         launch.launcher("mpiexec", "of no MPI at all")
 
 
-@pytest.mark.parametrize("last, code, returned", [
-    ("end", 0, 0), ("stopped", 85, 85), ("stopped", 0, 85), ("end", 1, 1), ("end", -9, 137), ("failed", 1, 1),
-    (None, 0, 1), (None, 2, 2), ("stopped", 1, 1), ("start", 0, 1),
+def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):
+    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho ------- >&2; echo 'Unable to get the user home directory' >&2; exit 1\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(ConfigError, match="mpiexec --version ended with 1 and said: Unable to get the user home directory"):
+        launch.launcher("mpiexec", "of no MPI at all")
+
+
+def test_a_shared_memory_too_small_for_mpi_itself_is_refused_before_the_start(monkeypatch):
+    monkeypatch.setattr(device, "shared_memory", lambda: 16 << 20)
+    with pytest.raises(ConfigError, match=r"/dev/shm has 16\.8 MB free, but Open MPI makes files of 16\.8 MB there"):
+        line_for(monkeypatch, "Open MPI", 2)
+    assert line_for(monkeypatch, "Open MPI", 1), "one rank shares nothing"
+    assert line_for(monkeypatch, "Open MPI", 2, extra=["--mca", "btl", "tcp,self"]), "the way out"
+
+
+def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
+    assert "--stream-buffering" not in line_for(monkeypatch, "Open MPI", 2)[0]
+    monkeypatch.setattr(launch.sys.stderr, "isatty", lambda: True, raising=False)
+    assert "--stream-buffering 0" in line_for(monkeypatch, "Open MPI", 2)[0]
+
+
+@pytest.mark.parametrize("words, shown", [
+    (["launch", "-n", "2", "--dry-run", "--", "mpitrain", "train", "--dp", "2"], "-m mpitrain train --dp 2"),
+    (["launch", "-n", "2", "--dry-run", "train", "--dp", "2"], "-m mpitrain train --dp 2"),
+    (["launch", "-n", "4", "--hostfile", "h", "--", "train"], "No such option: --hostfile. Those of mpirun"),
 ])
-def test_the_last_line_of_the_run_decides_the_exit_code(tmp_path, last, code, returned):
-    report = tmp_path / "report"
-    if last:
-        (tmp_path / "metrics.jsonl").write_text(f'{{"event": "start", "step": 0}}\n{{"event": "{last}", "step": 1}}\n')
-        report.write_text(str(tmp_path / "metrics.jsonl"))
-    assert launch.training_code(report, code) == returned
+def test_options_and_a_second_mpitrain_go_where_they_belong(words, shown):
+    done = subprocess.run([sys.executable, "-m", "mpitrain", *words], capture_output=True, text=True, timeout=60)
+    assert shown in done.stderr and "mpitrain mpitrain" not in done.stderr, done.stderr
 
 
 def test_the_launchers_variables_tell_rank_and_size(monkeypatch):

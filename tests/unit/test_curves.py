@@ -38,13 +38,16 @@ def test_odd_records_are_no_points():
     assert points(odd, "loss", "steps") == [(2, 3)]
 
 
-@pytest.mark.parametrize("count", (1, 60, 61, 1000))
-def test_a_smooth_curve_keeps_the_mean_and_has_few_points(count):
-    curve = [(float(x), float(x % 7)) for x in range(count)]
-    smoothed = smooth(curve)
-    assert len(smoothed) == min(count, 60) and smoothed == sorted(smoothed)
-    if count % 60 == 0:
-        assert smoothed == curve
+@pytest.mark.parametrize("count", (1, 2, 60, 119, 120, 1000))
+def test_a_smooth_curve_keeps_its_places_its_start_and_a_straight_line(count):
+    line = [(x, 2.0 * x) for x in range(count)]
+    assert smooth(line)[:count - 8] == line[:count - 8]
+    ragged = [(x, 5.0 * (x % 2)) for x in range(count)]
+    smoothed = smooth(ragged)
+    assert [x for x, _ in smoothed] == list(range(count)) and smoothed[0] == ragged[0]
+    assert (smoothed == ragged) == (count < 120)
+    if count == 1000:
+        assert all(2 < y < 3 for _, y in smoothed[8:])
 
 
 def write(folder, lines):

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from mpitrain.data import open_source
+from mpitrain.data import largest_token, open_source
 from mpitrain.errors import ConfigError, DataError
 
 
@@ -152,3 +152,33 @@ def test_a_truncated_idx_file_is_refused(tmp_path):
     packed.write_bytes(packed.read_bytes()[:-100])
     with pytest.raises(DataError, match="cannot be read"):
         open_source(f"idx:{tmp_path}", 16, "float32")
+
+
+@pytest.mark.parametrize("name", ["pydocs", "text"])
+def test_text_has_no_other_vocabulary_than_its_bytes(name, tmp_path):
+    (tmp_path / "text").write_bytes(b"a" * 500)
+    name = "pydocs" if name == "pydocs" else f"text:{tmp_path}/text"
+    assert open_source(name, 16, "float32", 256).inputs == open_source(name, 16, "float32").inputs == 256
+    for vocabulary in (1, 255, 257, 50257):
+        with pytest.raises(ConfigError, match=rf"Text has 256 tokens, .* data\.vocabulary is {vocabulary}\."):
+            open_source(name, 16, "float32", vocabulary)
+
+
+def test_a_vocabulary_too_small_for_the_tokens_names_the_largest(tmp_path):
+    tokens = np.zeros(2000, "<u2")
+    tokens[1234] = 700
+    tokens.tofile(tmp_path / "t")
+    assert open_source(f"tokens:{tmp_path}/t", 8, "float32", 701).inputs == 701
+    with pytest.raises(DataError, match=r"holds token 700, so data\.vocabulary must be at least 701, but is 700\."):
+        open_source(f"tokens:{tmp_path}/t", 8, "float32", 700)
+
+
+@pytest.mark.parametrize("count", [1, 5, 1000])
+def test_the_parts_of_a_scan_cover_the_tokens(count, tmp_path):
+    for where in {0, count // 2, count - 1}:
+        tokens = np.zeros(count, "<u2")
+        tokens[where] = 9
+        tokens.tofile(tmp_path / "t")
+        for parts in (1, 2, 3, 7):
+            found = [largest_token(f"tokens:{tmp_path}/t", part, parts) for part in range(parts)]
+            assert found.count(9) == 1 and max(found) == 9

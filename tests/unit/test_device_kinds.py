@@ -1,6 +1,5 @@
 """Which device a run computes on: what is missing is said, what is shared is said, `auto` is settled by all ranks."""
 
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from mpitrain.transport.staging import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.fakes.pointers import PointerThreads
+from tests.processes import run
 
 
 @pytest.fixture
@@ -127,11 +127,10 @@ def test_a_gpu_is_chosen_before_mpi_starts(tmp_path):
             "ending.device.choose_gpu = chosen\n"
             "from mpitrain.cli import main\n"
             f"main(['train', '--device', 'cuda', '--set', 'run.steps=-1', '--out', {str(tmp_path)!r}])\n")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", code])
     assert "run.steps must be" in done.stderr, done.stderr
     assert "chosen" not in done.stdout, "a configuration that is refused needs no GPU"
-    done = subprocess.run([sys.executable, "-c", code.replace("run.steps=-1", "data.source=text:missing")], capture_output=True,
-                          text=True, timeout=60)
+    done = run([sys.executable, "-c", code.replace("run.steps=-1", "data.source=text:missing")])
     assert "chosen [0]" in done.stdout and done.returncode == 2, done.stderr
 
 

@@ -44,7 +44,6 @@ READERS = {"configuration": read_toml, "tuning": read_tuning, "tiles": read_tile
            "text": lambda path: open_source(f"text:{path}", 8, "float32")}
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop"])
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_regular_file_is_refused_at_once(reader, kind, tmp_path):

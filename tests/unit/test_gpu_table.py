@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from mpitrain.device import gpus
+from tests.processes import run
 
 JOBS = Path(__file__).parents[2] / "jobs"
 PRODUCT = {"product": "NT", "m": 4096, "n": 4096, "k": 4096, "dtype": "float32", "time_us": 100.0, "library_us": 95.0, "wrong": 0}
@@ -96,8 +96,7 @@ def test_elsewhere_nothing_is_too_slow(table):
 
 def job(*words, folder):
     paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(["bash", JOBS / "gpu-table.sh", *words, folder], capture_output=True, text=True, timeout=280,
-                          env={**os.environ, **paths})
+    return run(["bash", JOBS / "gpu-table.sh", *words, folder], env={**os.environ, **paths})
 
 
 @pytest.mark.skipif(gpus() > 0, reason="there is a GPU here")
@@ -106,7 +105,6 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     assert done.returncode == 2 and "CuPy finds no GPU here: install mpitrain[cuda13]" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.timeout(300)
 def test_all_of_it_runs_in_the_simulator(tmp_path):
     done = job("cuda-sim", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

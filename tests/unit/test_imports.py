@@ -1,12 +1,12 @@
 """The direction of imports and the single doors, read from the source."""
 
 import ast
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run
 
 PACKAGE = Path(__file__).parents[2] / "mpitrain"
 
@@ -73,6 +73,6 @@ def test_help_loads_neither_numpy_nor_mpi_nor_the_validation_library():
         "heavy = {'numpy', 'mpi4py', 'cupy', 'pydantic', 'torch', 'safetensors', 'tqdm'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=dict(os.environ))
+    done = run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout

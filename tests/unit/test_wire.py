@@ -1,10 +1,10 @@
-"""Wire formats by themselves: names, selection."""
+"""Wire formats by themselves: names, coding, selection."""
 
 import numpy as np
 import pytest
 
 from mpitrain.collectives.lossy import tiles
-from mpitrain.collectives.wire import CODECS, Wire, largest, parse_wire
+from mpitrain.collectives.wire import BLOCK, CODECS, Wire, largest, parse_wire
 from mpitrain.errors import ConfigError
 
 
@@ -40,12 +40,63 @@ def test_largest_copes_with_equal_and_with_hidden_elements():
     assert np.array_equal(largest(hidden, 99), np.arange(1, 100))
 
 
-def test_int8_of_zeros_is_zero():
-    codec, values = CODECS["int8"], np.zeros(256, np.float32)
-    coded = np.empty(codec.block_bytes, np.uint8)
+def coded_and_back(name, values):
+    """The bytes that whole blocks become, and the blocks that come of them."""
+    codec, back = CODECS[name], np.empty_like(values)
+    coded = np.empty(values.size // BLOCK * codec.block_bytes, np.uint8)
     codec.encode(values, coded)
-    codec.decode(coded, values)
-    assert not values.any()
+    codec.decode(coded, back)
+    return coded, back
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_zeros_are_zero(name):
+    assert not coded_and_back(name, np.zeros(256, np.float32))[1].any()
+
+
+MAGNITUDES = (1e-45, 1e-41, 1e-38, 1e-34, 1e-30, 1e-10, 1e-6, 1, 65504, 1e20, 7e37)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("blocks", [1, 131])
+def test_fp16_keeps_11_binary_digits_of_any_finite_number_within_2_28_of_its_block_s_largest(blocks):
+    rng = np.random.default_rng(blocks)
+    normal = rng.standard_normal((blocks, BLOCK))
+    spread = np.where(normal < 0, -1, 1) * 10.0 ** rng.uniform(-45, 38.5, normal.shape)
+    for wanted in (*(normal * size for size in MAGNITUDES), spread, spread / 1e30, np.where(normal < 0, 0, normal)):
+        values = wanted.astype(np.float32)
+        values[0, :4] = 0, -0.0, 1e-45, np.finfo(np.float32).max if wanted is spread else 0
+        _, back = coded_and_back("fp16", values.reshape(-1))
+        values, back = values.astype(float), back.reshape(blocks, -1).astype(float)
+        assert np.isfinite(back).all()
+        sizes = np.abs(values)
+        largest = sizes.max(axis=1, keepdims=True)
+        held = np.where(sizes > 2**-28 * largest, 2**-11 * sizes, 2**-38 * largest)
+        assert (np.abs(back - values) <= held).all()
+
+
+def test_fp16_rounds_as_numpy_does_and_scales_by_powers_of_two():
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(131 * BLOCK) * 10.0 ** rng.uniform(-14, 0, 131 * BLOCK)).astype(np.float32)
+    values[:2048] = np.arange(2048) / 2.0**rng.integers(0, 40, 2048)
+    coded, back = coded_and_back("fp16", values)
+    scales, numbers = coded[:4 * 131].view(np.float32), coded[4 * 131:].view(np.float16)
+    assert (np.frexp(scales)[0] == 0.5).all()
+    scales = np.repeat(scales.astype(float), BLOCK)
+    assert np.array_equal(numbers, (values / scales).astype(np.float16))
+    assert np.array_equal(back, numbers * scales)
+    assert (np.abs(numbers).reshape(131, -1).max(axis=1) >= 2.0**14).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["fp16", "int8"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_with_a_number_that_is_not_finite_becomes_nan(name, bad):
+    values = np.ones(3 * BLOCK, np.float32)
+    values[BLOCK + 17] = bad
+    _, back = coded_and_back(name, values)
+    assert np.isnan(back).reshape(3, -1).all(axis=1).tolist() == [False, True, False]
+    assert np.isfinite(back).reshape(3, -1).all(axis=1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("rows, columns, count", [(128, 128, 1), (384, 128, 3), (128, 512, 4), (31, 17, 2), (5, 77, 15),

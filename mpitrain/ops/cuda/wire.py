@@ -7,7 +7,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 
-INT8_BLOCK = 256    # elements that share a scale
+BLOCK = 256    # elements that share a scale
 
 
 def add_into(kernels: Kernels, y: Any, x: Any) -> None:
@@ -26,16 +26,34 @@ def convert(kernels: Kernels, x: Any, y: Any) -> None:
 
 
 def encode_int8(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
-    """q = x as int8 numbers, scales = one float32 for every INT8_BLOCK of them."""
-    kernels.launch("encode_int8", (-(-scales.size // 8),), POINTWISE, (x.size, x, fresh(q), fresh(scales)), **_wire(x, x))
+    """q = x as int8 numbers, scales = one float32 for every BLOCK of them."""
+    _encode(kernels, "encode_int8", x, q, scales)
 
 
 def decode_int8(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
     """y = the numbers, or y += the numbers."""
-    kernels.launch("decode_int8", blocks(y.size), POINTWISE,
+    _decode(kernels, "decode_int8", q, scales, y, accumulate)
+
+
+def encode_fp16(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
+    """q = x as float16 numbers, scales = one power of two, a float32, for every BLOCK of them."""
+    _encode(kernels, "encode_fp16", x, q, scales)
+
+
+def decode_fp16(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
+    """y = the numbers, or y += the numbers."""
+    _decode(kernels, "decode_fp16", q, scales, y, accumulate)
+
+
+def _encode(kernels: Kernels, name: str, x: Any, q: Any, scales: Any) -> None:
+    kernels.launch(name, (-(-scales.size // 8),), POINTWISE, (x.size, x, fresh(q), fresh(scales)), **_wire(x, x))
+
+
+def _decode(kernels: Kernels, name: str, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
+    kernels.launch(name, blocks(y.size), POINTWISE,
                    (y.size, int(accumulate), q, scales, y if accumulate else fresh(y)), **_wire(y, y))
 
 
 def _wire(y: Any, x: Any) -> dict[str, Any]:
     """The macros of wire.cu: Element travels, Result is reduced."""
-    return element(y) | {"Element": c_type(x), "Result": c_type(y), "BLOCK": INT8_BLOCK}
+    return element(y) | {"Element": c_type(x), "Result": c_type(y), "BLOCK": BLOCK}

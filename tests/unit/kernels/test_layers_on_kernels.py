@@ -1,16 +1,21 @@
 """Layers and whole models on the simulator: what the CPU body computes, and slices that add up to the whole."""
 
 import inspect
+import sys
 
 import numpy as np
 import pytest
 
 from mpitrain.arena import Arena
-from mpitrain.backend import HostBackend
+from mpitrain.backend import CudaBackend, HostBackend, SimulatorBackend
 from mpitrain.layers.plain import Plain
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import ops_for, reference
+from mpitrain.ops.cuda import body
 from mpitrain.units import Plan
+from tests.fakes import cupy, gpu
+from tests.laws.layers import LayerLaws
+from tests.laws.transport import laws_of
 from tests.unit.kernels.cases.numbers import numbers
 
 OPS = ops_for("cuda-sim")
@@ -21,6 +26,19 @@ def test_the_cuda_body_has_the_reference_s_names_and_signatures():
         if not name.startswith("_"):
             bound = getattr(OPS, name)
             assert list(inspect.signature(bound).parameters) == list(inspect.signature(function).parameters), name
+
+
+@pytest.mark.parametrize("law", laws_of(LayerLaws))
+def test_layers_on_the_simulator_obey(law):
+    getattr(LayerLaws(), law)(Plain(OPS), SimulatorBackend())
+
+
+@pytest.mark.parametrize("law", laws_of(LayerLaws))
+def test_layers_on_arrays_that_are_not_numpy_s_obey(law, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cupy.faults.clear()
+    getattr(LayerLaws(), law)(Plain(body(gpu.kernels())), CudaBackend())
+    assert cupy.faults == []
 
 
 def one_step(ops, dtype: str) -> tuple[float, np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops import cuda, reference
 from mpitrain.ops.cuda.sums import sum_all
 from mpitrain.ops.cuda.top_k import top_k
-from mpitrain.ops.cuda.wire import add_into, convert, decode_int8, encode_int8, maximum_into
+from mpitrain.ops.cuda.wire import add_into, convert, decode_fp16, decode_int8, encode_fp16, encode_int8, maximum_into
 from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
 
 COUNTS = (0, 1, 3, 1023, 1024, 1025, 4099)
@@ -137,14 +137,38 @@ def check_int8(kernels: Kernels, count: int) -> None:
     assert_close(sums, 1 + values(y))
 
 
-def check_int8_marks_what_is_not_finite(kernels: Kernels) -> None:
-    """A block with an infinity decodes to NaN; its neighbours do not."""
+def check_fp16(kernels: Kernels, count: int, size: float) -> None:
+    """Elements of any size keep 11 binary digits in a block whose largest is below 2^28 times as large; decoding can add."""
+    x = stored(numbers(1, count) * size, "float32")
+    x[:count // 3] = 0
+    q, scales = np.empty(count, np.float16), np.empty(-(-count // 256), np.float32)
+    encode_fp16(kernels, x, q, scales)
+    y, sums = np.empty_like(x), np.ones_like(x)
+    decode_fp16(kernels, q, scales, y, accumulate=False)
+    decode_fp16(kernels, q, scales, sums, accumulate=True)
+    truth = values(x)
+    np.testing.assert_array_equal(q, (truth / np.repeat(values(scales), 256)[:count]).astype(np.float16))
+    assert (np.frexp(scales)[0] == 0.5).all() and (np.abs(values(y) - truth) <= 2**-11 * np.abs(truth)).all()
+    np.testing.assert_array_equal(sums, 1 + y)
+
+
+def check_fp16_takes_the_largest_numbers(kernels: Kernels) -> None:
+    """Where rounding up would end in infinity, the largest number of 11 binary digits is what remains."""
+    x = np.float32([3.4028235e38, -3.4028235e38, 3.4011621e38, 1, 0, -1e-45])
+    q, scales, y = np.empty(6, np.float16), np.empty(1, np.float32), np.empty(6, np.float32)
+    encode_fp16(kernels, x, q, scales)
+    decode_fp16(kernels, q, scales, y, accumulate=False)
+    np.testing.assert_array_equal(y, np.float32([3.4011621e38, -3.4011621e38, 3.4011621e38, 0, 0, 0]))
+
+
+def check_what_is_not_finite_is_marked(kernels: Kernels, bad: float, encode: Callable, decode: Callable, number: type) -> None:
+    """A block with an infinity or a NaN decodes to NaN; its neighbours do not."""
     x = np.ones(600, np.float32)
-    x[300] = np.inf
-    q, scales = np.empty(600, np.int8), np.empty(3, np.float32)
-    encode_int8(kernels, x, q, scales)
+    x[300] = bad
+    q, scales = np.empty(600, number), np.empty(3, np.float32)
+    encode(kernels, x, q, scales)
     y = np.empty_like(x)
-    decode_int8(kernels, q, scales, y, accumulate=False)
+    decode(kernels, q, scales, y, accumulate=False)
     assert np.isnan(y[256:512]).all() and np.isfinite(y[:256]).all() and np.isfinite(y[512:]).all()
 
 
@@ -205,7 +229,13 @@ def wires() -> Iterator[Callable]:
             yield partial(check_combination, count=count, wire=wire)
     for count in (0, 1, 255, 256, 257, 2049, 2305):
         yield partial(check_int8, count=count)
-    yield from (check_maximum_keeps_nan, check_int8_marks_what_is_not_finite)
+        yield partial(check_fp16, count=count, size=1e-6)
+    for size in (1e-44, 1e-38, 1e-33, 1e5, 5e37):
+        yield partial(check_fp16, count=300, size=size)
+    for bad in (np.nan, np.inf, -np.inf):
+        yield partial(check_what_is_not_finite_is_marked, bad=bad, encode=encode_int8, decode=decode_int8, number=np.int8)
+        yield partial(check_what_is_not_finite_is_marked, bad=bad, encode=encode_fp16, decode=decode_fp16, number=np.float16)
+    yield from (check_maximum_keeps_nan, check_fp16_takes_the_largest_numbers)
 
 
 def selections() -> Iterator[Callable]:

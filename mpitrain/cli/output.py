@@ -1,0 +1,62 @@
+"""Standard output and standard error, whatever is behind them: a full disk, a pipe that nobody reads, nothing, an old locale."""
+
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+from mpitrain.errors import MpitrainError
+
+
+class OutputError(MpitrainError):
+    """Standard output takes no more."""
+
+
+class Output(io.FileIO):
+    """The bytes of a descriptor. After the first write that fails, what is written is dropped.
+
+    is_courtesy  nothing is raised then: the work goes on and its results are elsewhere
+    """
+
+    is_courtesy = False
+    is_lost = False
+
+    def write(self, data: bytes) -> int | None:
+        try:
+            return len(data) if self.is_lost else super().write(data)
+        except OSError as error:
+            self.is_lost = True
+            if self.is_courtesy:
+                if self.fileno() == 1:
+                    print(f"warning: standard output takes no more ({error.strerror}): the run goes on, and its metrics.jsonl "
+                          "says how.", file=sys.stderr)
+                return len(data)
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise OutputError(f"Standard output takes no more: {error.strerror}.", "Make room, or name another file.") from None
+
+
+def open_output() -> None:
+    """Make both streams anew: by lines, with escapes for what their encoding lacks. What stderr does not take is dropped."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:    # closed: the next file that is opened would get its number, and all that libraries print
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = _stream(1, sys.stdout), _stream(2, sys.stderr)
+    sys.stderr.buffer.raw.is_courtesy = True
+
+
+def be_courtesy() -> None:
+    """From now on standard output is a courtesy: a run of hours does not end because nobody takes what it prints."""
+    with suppress(AttributeError):    # of the other ranks and of tests, whose output is something else
+        sys.stdout.buffer.raw.is_courtesy = True
+
+
+def _stream(descriptor: int, now: TextIO | None) -> TextIO:
+    if now is not None:
+        now.flush()
+    raw = Output(descriptor, "w", closefd=False)
+    encoding = now.encoding if now is not None else "utf-8"
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=True)

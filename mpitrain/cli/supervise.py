@@ -1,0 +1,120 @@
+"""One started job: its output passed on, requests to stop passed on, and the exit code of the whole.
+
+The code is decided from what reaches this process however the ranks were started: rank 0's words on standard output and the
+launcher's exit code. No folder need be shared with the ranks, and no variable need reach them.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from mpitrain.cli import ENDED, NOT_BEGUN, STOPPED, STOPPED_AT, TERMINAL, USAGE
+from mpitrain.cli.words import Errors, Output, Passage, Words
+
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Requests(list[int]):
+    """The signals that asked for an end, in order, from the making of this list on. An ignored HUP (nohup) stays ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in REQUESTS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: self.append(number))
+
+    def leave_if_asked(self) -> None:
+        """End here if somebody asked before anything was started."""
+        if self:
+            say("stopped before anything was started")
+            sys.exit(128 + self[0])
+
+
+def run(line: list[str], settings: dict[str, str], requests: Requests, is_training: bool) -> int:
+    """Start the line in a session of its own, and return the exit code of the run.
+
+    The first request asks a training run for a checkpoint; the next one tells the launcher to end, and any after that kills
+    it. Of any other command the first tells the launcher to end.
+    """
+    environment = {**os.environ, **settings}
+    if sys.stderr.isatty() and line[0] != "srun":  # which holds a bar until its line ends: it gets lines instead
+        environment[TERMINAL] = str(shutil.get_terminal_size().columns)
+    process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words = Words()
+    server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
+    passages = [Passage(os.dup(process.stdout.fileno()), 1, Output(words)),
+                Passage(os.dup(process.stderr.fileno()), 2, Errors(words, server))]
+    process.stdout.close()
+    process.stderr.close()
+    told, told_the_run = 0, False
+    while (code := process.poll()) is None:
+        if len(requests) > told:
+            told, told_the_run = told + 1, words.began
+            _pass_request(process, told if is_training else told + 1, words.began)
+        elif is_training and told == 1 and words.began and not told_the_run:
+            told_the_run = True
+            process.send_signal(signal.SIGUSR1)  # a launcher may have had no ranks yet when it got the first
+        time.sleep(0.02)
+    _kill(process.pid)  # a launcher that was killed may have left ranks behind
+    for passage in passages:
+        passage.finish(2)
+    if words.killed and told < 2 and (words.began or not told):
+        say(f"{words.killed}" + (". With --resume the run goes on from its last checkpoint" if words.began else ""))
+    return training_code(words, code, told) if is_training else _positive(code)
+
+
+def say(text: str) -> None:
+    """One line of launch's own; on a terminal it does not continue a bar."""
+    print(("\n" if sys.stderr.isatty() else "") + f"mpitrain launch: {text}", file=sys.stderr, flush=True)
+
+
+def _pass_request(process: subprocess.Popen, which: int, has_begun: bool) -> None:
+    if which == 1:
+        say("asked to stop; the run " + ("ends after a step and a checkpoint" if has_begun else "has not begun")
+            + ". Ask again to end it at once")
+        process.send_signal(signal.SIGUSR1)  # launchers forward it to the ranks; TERM would end them
+    elif which == 2:
+        say("ending it now")
+        process.terminate()
+    else:
+        _kill(process.pid)
+
+
+def _end_with_parent() -> None:
+    """Runs in the child: have the kernel send TERM to the launcher if this process is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _positive(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def training_code(words: Words, code: int, asked: int) -> int:
+    """0 only for a run that said it ended, 85 only for one that was stopped: launchers exit 0 after losing a host.
+
+    asked  requests that were passed on; one that ended a run before it began stops it too: nothing is lost, and the same
+           command starts it again
+    """
+    if words.closing in (STOPPED_AT, NOT_BEGUN) and code in (0, STOPPED):
+        return STOPPED
+    if words.closing == ENDED and code == 0:
+        return 0
+    if asked == 1 and not words.began and code not in (0, USAGE):
+        if words.closing is None:
+            say(NOT_BEGUN)
+        return STOPPED
+    if code == 0:
+        say("the launcher returned 0, but rank 0 did not say that the run ended: a host may be lost")
+    return _positive(code) or 1

@@ -1,0 +1,182 @@
+"""What a started job says on its output, and what of it `launch` understands: how the run stands, and which rank was killed.
+
+Bytes pass as they are, at once. Two things are kept back: Open MPI's boxes about a rank that ended, where our own message
+has said it already (or will say it better), and a line of its server that follows them.
+"""
+
+import os
+import re
+import select
+import threading
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+from mpitrain.cli import BEGAN, ENDED, NOT_BEGUN, STOPPED_AT
+
+RULE = b"-" * 74  # above and below each of Open MPI's boxes
+BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n\0?", re.DOTALL)
+LONGEST = 4096  # bytes of a box, and of what was said before and is looked at again when more has come
+PAUSE = 0.3  # seconds without a byte after which an unfinished box is passed on
+
+KILLED = (
+    re.compile(rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+)\s+exited\s+on\s+"
+               rb"(?P<how>signal\s+\d+ \([^)]*\))"),
+    re.compile(rb"^srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?!Exited with)(?P<how>.+)$", re.MULTILINE),
+    re.compile(rb"PID (?P<process>\d+) RUNNING AT (?P<host>\S+)\n.*TERMINATED WITH THE EXIT STRING: .*\((?P<how>signal \d+)\)",
+               re.DOTALL),
+)
+LEFT = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE)  # after which srun itself kills the others
+ENDINGS = re.compile(rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank")
+
+
+class Killed(NamedTuple):
+    """What a signal ended, as Open MPI, Slurm (which may list several ranks) or MPICH (which knows no ranks) tells."""
+
+    how: str
+    host: str
+    rank: str = ""
+    process: str = ""
+
+    def __str__(self) -> str:
+        if self.rank:
+            return f"rank {self.rank} on {self.host} was killed: {self.how}"
+        return (f"process {self.process} on {self.host} was killed: {self.how}. MPICH does not tell its rank, and ends the "
+                "others itself when one has left")
+
+
+class Words:
+    """What was understood so far.
+
+    began    rank 0 has said that the run has its directory
+    closing  the sentence with which rank 0 closed the run: ENDED, STOPPED_AT or NOT_BEGUN; None until then
+    killed   what a signal ended first, as the launcher tells
+    spoken   whether anything has come on standard error
+    """
+
+    def __init__(self) -> None:
+        self.began = self.spoken = False
+        self.closing: str | None = None
+        self.killed: Killed | None = None
+        self._has_left = False
+
+    def hear(self, text: bytes) -> None:
+        """Understand whole lines of either stream."""
+        self.began = self.began or BEGAN.encode() in text
+        for sentence in (ENDED, STOPPED_AT, NOT_BEGUN):
+            if self.closing is None and sentence.encode() in text:
+                self.closing = sentence
+        left = LEFT.search(text)
+        for pattern in KILLED:
+            found = pattern.search(text, 0, left.start() if left else len(text))
+            if found and self.killed is None and not self._has_left:
+                self.killed = Killed(**{name: " ".join(value.decode(errors="replace").split())
+                                        for name, value in found.groupdict().items()})
+        self._has_left = self._has_left or bool(left)
+
+
+class Output:
+    """Standard output: nothing is kept back."""
+
+    held = b""
+
+    def __init__(self, words: Words):
+        self._words, self._recent = words, b""
+
+    def pass_on(self, chunk: bytes) -> bytes:
+        """The bytes to show now."""
+        self._recent += chunk
+        self._words.hear(self._recent[:self._recent.rfind(b"\n") + 1])
+        self._recent = self._recent[-LONGEST:]
+        return chunk
+
+    def release(self) -> bytes:
+        """What was kept back and shall be shown after all."""
+        return b""
+
+
+class Errors:
+    """Standard error, without boxes that repeat what was said.
+
+    server  how the launcher's own lines begin
+    held    bytes that may become such a box or line
+    """
+
+    def __init__(self, words: Words, server: bytes):
+        self._words, self._server = words, server
+        self._said = Output(words)
+        self._at_line_start = True
+        self.held = b""
+
+    def pass_on(self, chunk: bytes) -> bytes:
+        data, self.held = self.held + chunk, b""
+        shown = b""
+        while data:
+            if self._at_line_start and (box := BOX.match(data)):
+                shown, data = shown + self._show(box[0], self._repeats(box[0])), data[box.end():]
+            elif self._at_line_start and self._is_unfinished(data):
+                self.held, data = data, b""
+            else:
+                line, newline, data = data.partition(b"\n")
+                is_ours = self._at_line_start and line.startswith(self._server) and b"PMIX ERROR" in line
+                shown += self._show(line + newline, is_ours and self._words.spoken)
+                self._at_line_start = bool(newline)
+        return shown
+
+    def release(self) -> bytes:
+        held, self.held = self.held, b""
+        self._at_line_start = held.endswith(b"\n")
+        return self._show(held, False)
+
+    def _is_unfinished(self, data: bytes) -> bool:
+        if data.startswith(RULE):
+            return len(data) < LONGEST
+        return RULE.startswith(data) or self._server.startswith(data) or (data.startswith(self._server) and b"\n" not in data)
+
+    def _repeats(self, box: bytes) -> bool:
+        """Whether our own message says what this box says."""
+        return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and (self._words.spoken or bool(self._words.closing)))
+
+    def _show(self, text: bytes, is_dropped: bool) -> bytes:
+        if is_dropped:
+            self._words.hear(text)
+            return b""
+        self._words.spoken = self._words.spoken or bool(text)
+        return self._said.pass_on(text)
+
+
+class Passage(threading.Thread):
+    """Copies one file descriptor to another as long as bytes come; if nobody reads the target, it closes the source."""
+
+    def __init__(self, source: int, target: int, stream: Output | Errors):
+        super().__init__(daemon=True)
+        self._source, self._target, self._stream = source, target, stream
+        self._is_waiting = False
+        self.start()
+
+    def run(self) -> None:
+        with suppress(OSError):  # nobody reads any more
+            while chunk := self._read():
+                self._write(self._stream.pass_on(chunk))
+            self._write(self._stream.release())
+        os.close(self._source)
+
+    def finish(self, seconds: float) -> None:
+        """Wait for the end, but for no more than so long without a byte: a process on another host may hold the source open."""
+        until = time.monotonic() + seconds
+        while self.is_alive() and time.monotonic() < until:
+            self.join(0.02)
+            if not self._is_waiting:
+                until = time.monotonic() + seconds
+
+    def _read(self) -> bytes:
+        self._is_waiting = True
+        if self._stream.held and not select.select([self._source], [], [], PAUSE)[0]:
+            self._write(self._stream.release())
+        chunk = os.read(self._source, 1 << 16)
+        self._is_waiting = False
+        return chunk
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._target, data):]

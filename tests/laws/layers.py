@@ -1,0 +1,196 @@
+"""What every layer must do, over any body of the operations: who may write where, and that gradients are those of y.
+
+A law takes the constructors of the layers and the backend whose arrays they compute with.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mpitrain.backend import Backend
+from mpitrain.layers.base import Unit
+from mpitrain.layers.compose import Chain, Residual
+from mpitrain.layers.plain import Plain
+from mpitrain.models.gpt import gpt
+from tests.unit.placing import place
+
+GPT = {"vocab": 11, "context": 9, "width": 12, "heads": 3, "depth": 2}
+WIDTH = 6
+STEP = 1e-5
+
+
+class Watched:
+    """A layer that computes what another does, and finds whoever writes where nobody may."""
+
+    def __init__(self, inner: Any, backend: Backend):
+        self.inner, self._host = inner, lambda array: backend.to_host(array).copy()
+        self.output_is_free = inner.output_is_free
+
+    def parameters(self):
+        return self.inner.parameters()
+
+    def forward(self, w, x, arena):
+        y, saved = self.inner.forward(w, x, arena)
+        seen = [(x, self._host(x), "x")] + ([] if self.output_is_free else [(y, self._host(y), "y")])
+        return y, (saved, seen)
+
+    def backward_input(self, w, dy, saved, arena):
+        saved, seen = saved
+        seen.append((dy, self._host(dy), "dy"))
+        self._check(seen, "the backward half began")
+        dx, pending = self.inner.backward_input(w, dy, saved, arena)
+        self._check(seen, "its input half was over")
+        return dx, (pending, seen)
+
+    def backward_weight(self, pending, dw):
+        pending, seen = pending
+        self.inner.backward_weight(pending, dw)
+        self._check(seen, "its weight half was over")
+
+    def _check(self, seen, when):
+        for array, then, name in seen:
+            changed = not np.array_equal(self._host(array), then, equal_nan=True)
+            assert not changed, f"somebody wrote into {name} of {type(self.inner).__name__} before {when}"
+
+
+class WatchedPlain:
+    """The constructors of `Plain`, whose layers are watched."""
+
+    def __init__(self, plain: Plain, backend: Backend):
+        self._plain, self._backend = plain, backend
+
+    def __getattr__(self, kind):
+        return lambda *args, **kwargs: Watched(getattr(self._plain, kind)(*args, **kwargs), self._backend)
+
+
+def draw(generator, shape):
+    """Parameters of about 1, so that no gradient is lost beside another."""
+    return generator.standard_normal(shape)
+
+
+def kinds(plain) -> dict[str, Any]:
+    """One layer of each kind and some made of them, each (..., WIDTH) -> (..., WIDTH)."""
+    def linear(activation=None):
+        return plain.linear(WIDTH, WIDTH, draw, activation)
+
+    return {
+        "linear": linear(), "relu": linear("relu"), "gelu": linear("gelu"), "norm": plain.norm(WIDTH),
+        "attention": Chain(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
+        "to linear": Chain(a=plain.norm(WIDTH), b=linear("relu"), c=linear()),
+        "to relu": Chain(a=linear(), b=linear("relu")),
+        "to a shortcut": Chain(a=linear("relu"), b=Residual(linear("relu"))),
+        "shortcut": Residual(linear("gelu")),
+    }
+
+
+def placed(layer, backend: Backend, dtype=np.float64):
+    """(weights, gradients, {name: weight}, {name: Gradient}) of one layer, in the backend's memory."""
+    weights, gradients, arrays, slots = place([Unit("layer", layer)], 1, dtype)
+    there = {name: backend.from_host(array) for name, array in arrays.items()}
+    for slot in slots.values():
+        slot.array = backend.from_host(slot.array)
+    replace = {id(array): there[name] for name, array in arrays.items()}
+    return _mapped(weights["layer"], replace), gradients["layer"], there, slots
+
+
+def _mapped(tree, replace):
+    return {name: _mapped(leaf, replace) if isinstance(leaf, dict) else replace[id(leaf)] for name, leaf in tree.items()}
+
+
+def numbers(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+class LayerLaws:
+    """A law is a function of a set of constructors and a backend."""
+
+    def law_outputs_stay_as_they_are_until_the_weight_half_has_run(self, plain: Plain, backend: Backend):
+        watched = WatchedPlain(plain, backend)
+        for name, kind in kinds(watched).items():
+            for layer in (kind, Residual(kind), Residual(Residual(kind))):
+                weights, gradients, _, _ = placed(layer, backend)
+                arena = backend.arena()
+                _, saved = layer.forward(weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena)
+                dy = backend.from_host(numbers(4, 2, 5, WIDTH))
+                _noted(lambda: _both_halves(layer, weights, dy, saved, gradients, arena), name)  # noqa: B023
+
+    def law_a_whole_model_writes_only_into_its_logits(self, plain: Plain, backend: Backend):
+        units = gpt(WatchedPlain(plain, backend), **GPT)
+        assert units[-1].layer.output_is_free, "the loss writes its gradient over the logits"
+        arena, saved, bound = backend.arena(), [], [placed(unit.layer, backend, np.float32) for unit in units]
+        tokens = np.random.default_rng(0).integers(GPT["vocab"], size=(3, GPT["context"] + 1))
+        x = backend.from_host(tokens[:, :-1])
+        for unit, (weights, *_) in zip(units, bound, strict=True):
+            x, kept = unit.layer.forward(weights, x, arena)
+            saved.append(kept)
+        targets = backend.from_host(tokens[:, 1:]).reshape(-1)
+        _, dy = plain.ops.cross_entropy(x.reshape(len(targets), -1), targets, 1 / len(targets), arena)
+        dy = dy.reshape(x.shape)
+        for unit, (weights, gradients, _, _) in zip(reversed(units), reversed(bound), strict=True):
+            dy = _both_halves(unit.layer, weights, dy, saved.pop(), gradients, arena)
+
+    def law_what_belongs_to_the_caller_is_kept_by_nobody(self, plain: Plain, backend: Backend):
+        """A free output and every dx are spoilt as soon as they are returned; what comes later must not see it."""
+        for name, kind in kinds(plain).items():
+            for layer in (kind, Residual(kind)):
+                found = {}
+                for spoil in (False, True):
+                    weights, gradients, _, slots = placed(layer, backend)
+                    arena, dy = backend.arena(), backend.from_host(numbers(4, 2, 5, WIDTH))
+                    y, saved = layer.forward(weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena)
+                    if spoil and layer.output_is_free:
+                        y.fill(np.nan)
+                    dx, pending = layer.backward_input(weights, dy, saved, arena)
+                    first = backend.to_host(dx).copy()
+                    if spoil:
+                        dx.fill(np.nan)
+                    layer.backward_weight(pending, gradients)
+                    found[spoil] = [first, *(backend.to_host(slot.array).copy() for slot in slots.values())]
+                for clean, spoilt in zip(found[False], found[True], strict=True):
+                    assert np.array_equal(clean, spoilt), name
+
+    def law_a_shortcut_has_the_gradient_of_its_sum(self, plain: Plain, backend: Backend):
+        for name, kind in kinds(plain).items():
+            for layer in (kind, Residual(kind), Residual(Residual(kind))):
+                _noted(lambda: _assert_gradient(layer, backend), name)  # noqa: B023
+
+
+def _noted(call, name):
+    try:
+        call()
+    except Exception as error:
+        error.add_note(f"layer: {name}")
+        raise
+
+
+def _both_halves(layer, weights, dy, saved, gradients, arena):
+    dx, pending = layer.backward_input(weights, dy, saved, arena)
+    layer.backward_weight(pending, gradients)
+    return dx
+
+
+def _assert_gradient(layer, backend: Backend):
+    """Of x and of every parameter, along one direction each: central differences of the inner product of dy and y."""
+    x, dy = numbers(3, 2, 5, WIDTH), numbers(4, 2, 5, WIDTH)
+    weights, gradients, arrays, slots = placed(layer, backend)
+    arena = backend.arena()
+
+    def value(x):
+        return np.vdot(dy, backend.to_host(layer.forward(weights, backend.from_host(x), arena)[0]))
+
+    _, saved = layer.forward(weights, backend.from_host(x), arena)
+    dx = backend.to_host(_both_halves(layer, weights, backend.from_host(dy), saved, gradients, arena))
+    direction = numbers(5, *x.shape)
+    assert_near(np.vdot(dx, direction), (value(x + STEP * direction) - value(x - STEP * direction)) / (2 * STEP), "x")
+    for name, array in arrays.items():
+        start = backend.to_host(array).copy()
+        direction, ends = numbers(6, *array.shape), []
+        for sign in (1, -1):
+            array[...] = backend.from_host(start + sign * STEP * direction)
+            ends.append(value(x))
+        array[...] = backend.from_host(start)
+        assert_near(np.vdot(backend.to_host(slots[name].array), direction), (ends[0] - ends[1]) / (2 * STEP), name)
+
+
+def assert_near(mine, truth, name):
+    assert abs(mine - truth) <= 1e-6 * (1 + abs(truth)), (name, mine, truth)

@@ -1,0 +1,94 @@
+"""A model that does not fit is refused before it is built: on a host, in a container, on a GPU."""
+
+import builtins
+import io
+import sys
+
+import pytest
+
+from mpitrain import build, device
+from mpitrain.build import Job
+from mpitrain.config import parse
+from mpitrain.data import Unopened
+from mpitrain.errors import ConfigError
+from mpitrain.optim import STATE
+from mpitrain.transport.threads import run_ranks
+from mpitrain.units import Plan
+from tests.fakes import cupy
+
+SOURCES = {"gpt": Unopened("gpt", 50, 50), "mlp": Unopened("mlp", 20, 10)}
+
+
+def config_of(kind="gpt", layers=3, **more):
+    return parse({"model": {"kind": kind, "layers": layers, "width": 24, "heads": 2, "context": 8},
+                  "device": {"kind": "cpu"}, "batch": {"size": 4}, **more})
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("layers", (1, 2, 3, 7))
+def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
+    config = config_of(kind, layers)
+    plan = Plan(build.model(config, SOURCES[kind]), "float32")
+    assert build._size(config, SOURCES[kind]) == (plan.length, plan.parameter_count)
+
+
+@pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
+@pytest.mark.parametrize("optimizer", STATE)
+def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_numbers(ranks, hosts, sharing, optimizer, monkeypatch):
+    config = config_of(layers=1000, optimizer={"name": optimizer})
+    length, count = build._size(config, SOURCES["gpt"])
+    needed = sharing * length * 4 * (2 + len(STATE[optimizer]))
+
+    def run(transport):
+        return build._check_memory(transport, config, SOURCES["gpt"]) if transport.hosts[transport.rank] == "a" else None
+
+    monkeypatch.setattr(device, "free_memory", lambda kind: needed)
+    run_ranks(ranks, run, hosts=hosts)
+    monkeypatch.setattr(device, "free_memory", lambda kind: needed - 1)
+    with pytest.raises(ConfigError, match=rf"{count:,} parameters .* of {sharing} rank\(s\) need .* GB on this host"):
+        run_ranks(ranks, run, hosts=hosts)
+
+
+def test_units_are_not_built_for_a_model_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr(device, "free_memory", lambda kind: 1 << 30)
+    built = []
+    monkeypatch.setattr(build, "model", lambda config, source, real=build.model: built.append(config.model.layers)
+                        or real(config, source))
+    with pytest.raises(ConfigError, match="parameters") as raised:
+        run_ranks(2, lambda transport: build.build(transport, config_of(layers=1_000_000), source=SOURCES["gpt"]))
+    assert raised.value.exit_code == 2 and raised.value.agreed and max(built) <= 2
+
+
+def test_on_a_gpu_its_own_memory_counts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy.devices, "memory", (1000, 8 << 30))
+    monkeypatch.setattr(cupy.devices, "count", 2)
+    monkeypatch.setattr(build, "_size", lambda config, source: (1000, 1000))
+    config = config_of(device={"kind": "cuda"})
+    with pytest.raises(ConfigError, match=r"of 2 rank\(s\) need .* GB on this GPU, but 0\.0 GB are free"):
+        run_ranks(3, lambda transport: build._check_memory(transport, config, SOURCES["gpt"]))
+    monkeypatch.setattr(cupy.devices, "memory", (8 << 30, 8 << 30))
+    run_ranks(3, lambda transport: build._check_memory(transport, config, SOURCES["gpt"]))
+
+
+@pytest.mark.parametrize("files, free", [
+    ({"/proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    2000 kB\n"}, 2_048_000),
+    ({"/proc/meminfo": "MemAvailable:    2000 kB\n", "/sys/fs/cgroup/memory.max": "1000000\n"}, 1_000_000),
+    ({"/proc/meminfo": "MemAvailable:    2000 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}, 2_048_000),
+    ({"/proc/meminfo": "MemAvailable: 2000 kB\n", "/sys/fs/cgroup/memory/memory.limit_in_bytes": f"{1 << 63}\n"}, 2_048_000),
+])
+def test_a_containers_limit_is_a_smaller_host(files, free, monkeypatch):
+    def opened(path, *rest):
+        if path not in files:
+            raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(builtins, "open", opened)
+        found = device.free_memory("cpu")
+    assert found == free
+
+
+def test_a_model_that_fits_is_built():
+    job, = run_ranks(1, lambda transport: build.build(transport, config_of(), source=SOURCES["gpt"]))
+    assert isinstance(job, Job)
