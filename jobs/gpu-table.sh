@@ -16,7 +16,7 @@ export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 peer=(--peer torch)
 python -c "import torch" 2> /dev/null || { echo "PyTorch is not installed: its columns stay empty (pip install torch)"; peer=(); }
 if [[ $device == cuda ]]; then
-    python -c "import sys; from mpitrain.device import gpus; sys.exit(not gpus())" ||
+    python -c "import sys; from mpitrain.machine.process import gpus; sys.exit(not gpus())" ||
         { echo "CuPy finds no GPU here: install mpitrain[cuda13] or [cuda12] and NVIDIA's driver, or try cuda-sim"; exit 2; }
     if [[ ${#peer[@]} -gt 0 ]] && ! python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
         echo "PyTorch finds no GPU: its columns stay empty (it may be built for CPUs only: pip install torch)"

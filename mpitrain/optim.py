@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from mpitrain import config
-from mpitrain.arena import Arena
-from mpitrain.backend import Backend
-from mpitrain.units import Plan
+from mpitrain.layers.flat import Plan
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Backend
 
 STATE = {"sgd": (), "momentum": ("momentum",), "adamw": ("first_moment", "second_moment")}
 """The flat buffers each rule keeps beside the parameters."""

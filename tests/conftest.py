@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.device import gpus
+from mpitrain.machine.process import gpus
 from tests.processes import SECONDS
 
 SETTINGS = {

@@ -10,21 +10,21 @@ from statistics import median
 
 import numpy as np
 
-from mpitrain import device
-from mpitrain.backend import backend_for
 from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.on_kernels import by_kernels
 from mpitrain.kernels.engines import KINDS, kernels_for
+from mpitrain.machine import process
+from mpitrain.machine.backend import backend_for
+from mpitrain.transport.cuda_aware import cuda_messages, over_device
 from mpitrain.transport.mpi import connect
-from mpitrain.transport.proof import cuda_messages, over_device
 
 RUNS = 11
 
 
 def main(kind: str, aware: str, nbytes: int) -> None:
     """Wrong elements over all ranks, and the median over runs of the slowest rank's seconds."""
-    device.choose_gpu(kind)
+    process.choose_gpu(kind)
     host, backend = connect(), backend_for(kind)
     if kind == "cuda" and aware == "yes" and not (asked := cuda_messages(host, "auto")).cuda:
         if host.rank == 0:

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from statistics import median
 
 from mpitrain.bench.train import Ours, alternate, peer_class
-from mpitrain.build import build
 from mpitrain.cli.bench_train import SHAPE
 from mpitrain.cli.ending import ranks
 from mpitrain.config import parse, with_settings
+from mpitrain.run.build import build
 
 WAYS = {
     "no overlap": ["replication.overlap=false"],

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpitrain import __version__
 from mpitrain.bench.sweep import Request
-from mpitrain.device import processors
+from mpitrain.machine.process import processors
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
 

@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.backend import Backend, backend_for, on_device
 from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, lossy
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.together import starting_line
-from mpitrain.collectives.agree import check_name, everywhere
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import chosen_by_model, memory_of
+from mpitrain.collectives.check import check_name, everywhere
 from mpitrain.collectives.choose import candidates
 from mpitrain.collectives.cost import Tuning, predict
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.collectives.wire import Wire
 from mpitrain.errors import ConfigError
-from mpitrain.transport.agree import agreed
+from mpitrain.machine.backend import Backend, backend_for, on_device
+from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport, aligned_zeros
-from mpitrain.transport.proof import over_device
+from mpitrain.transport.cuda_aware import over_device
 
 SECONDS = 0.25
 """Time given to one row when the number of iterations is not set."""

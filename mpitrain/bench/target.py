@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.arena import Arena
 from mpitrain.bench.header import processor
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, ops_for
 
 BUDGET = 0.25     # seconds for the timed runs of one row

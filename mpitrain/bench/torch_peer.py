@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpitrain import config
-from mpitrain.device import blas_threads, launched
 from mpitrain.errors import ConfigError
+from mpitrain.machine.process import blas_threads, launched
 from mpitrain.optim import learning_rate
 from mpitrain.transport.base import Transport
 

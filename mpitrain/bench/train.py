@@ -9,10 +9,10 @@ from statistics import median
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mpitrain.build import Job
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
+from mpitrain.run.build import Job
 from mpitrain.transport.base import Transport
 
 WARM_UP = 3  # steps of each side before any is timed

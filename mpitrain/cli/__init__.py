@@ -10,8 +10,8 @@ import click
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
 from mpitrain.cli.output import open_output
-from mpitrain.device import launched
 from mpitrain.errors import MpitrainError, brief
+from mpitrain.machine.process import launched
 
 USAGE = 2  # exit code of wrong usage or configuration
 STOPPED = 85  # exit code of a run that stopped on request: run it again to go on

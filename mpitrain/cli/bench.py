@@ -89,7 +89,7 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     from mpitrain.bench.header import header
     from mpitrain.bench.table import footer
     from mpitrain.collectives.tuning import DEFAULT, foreign, read_tuning
-    from mpitrain.transport.agree import agreed
+    from mpitrain.transport.agreed import agreed
 
     request = agreed(transport, lambda: _request(name, options))
     agreed(transport, lambda: _check_files(transport.rank, [options["json_file"]], options["plot_file"]))
@@ -142,7 +142,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     """The command line as what to measure; ConfigError for names that do not exist."""
     from mpitrain.bench.operations import OPERATIONS
     from mpitrain.bench.sweep import Request, dtype_of, sizes
-    from mpitrain.collectives.agree import check_name
+    from mpitrain.collectives.check import check_name
     from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.wire import parse_wire
     from mpitrain.errors import ConfigError
@@ -188,12 +188,12 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     from mpitrain.bench.fit import checked, described, fit, median_of_sweeps, merged
     from mpitrain.bench.header import header, machine
     from mpitrain.bench.sweep import Request, sizes
-    from mpitrain.collectives.agree import everywhere
+    from mpitrain.collectives.check import everywhere
     from mpitrain.collectives.choose import candidates
     from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.errors import ConfigError
-    from mpitrain.transport.agree import agreed
+    from mpitrain.transport.agreed import agreed
 
     if transport.size == 1:
         raise everywhere(ConfigError("bench fit measures messages, and one rank sends none.",

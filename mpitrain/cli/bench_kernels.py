@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mpitrain import device
+from mpitrain.machine import process
 
 DEVICES = ("cpu", "cuda-sim", "cuda")
 PRODUCTS = ("NT", "NN", "TN", "NT+gelu", "TN+sums")
@@ -146,7 +146,7 @@ def _tune(rows: Any, out: Path, name: str) -> int:
 
 def _end(run: Callable[[], int]) -> None:
     """Run without MPI; an error of ours is one message and its exit code, anything wrong is exit code 1."""
-    device.limit_blas_threads()
+    process.limit_blas_threads()
     from mpitrain.errors import MpitrainError
 
     try:

@@ -43,9 +43,9 @@ def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
 def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes: list[str], json_file: Path | None) -> None:
     from mpitrain.bench.table import check_writable
     from mpitrain.bench.train import Ours, alternate, peer_class, table, write_json
-    from mpitrain.build import build
     from mpitrain.collectives.tuning import foreign
-    from mpitrain.transport.agree import agreed
+    from mpitrain.run.build import build
+    from mpitrain.transport.agreed import agreed
 
     if json_file:
         agreed(transport, lambda: transport.rank > 0 or check_writable(json_file))

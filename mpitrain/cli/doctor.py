@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import click
 
-from mpitrain import __version__, device
+from mpitrain import __version__
 from mpitrain.cli.ending import ranks
 from mpitrain.errors import ConfigError
+from mpitrain.machine import process
 
 SMALL_SHM = 64 << 20  # bytes: what containers are given by default, too little for ranks that share memory
 EXTRAS = {  # module: what it is for
@@ -34,16 +35,16 @@ def command() -> None:
     Ask it in the way you will train, for example: mpitrain launch -n 4 -- doctor
     """
     with ranks(allow_alone=True) as transport:
-        from mpitrain.transport.proof import cuda_messages
+        from mpitrain.transport.cuda_aware import cuda_messages
 
         everyone = [Rank(*seen) for seen in transport.gather_text(Rank(
-            transport.hosts[transport.rank], sorted(os.sched_getaffinity(0)), device.processors(), _blas()[1],
-            device.shared_memory(), device.free_memory("cpu"), _kinds()))]
+            transport.hosts[transport.rank], sorted(os.sched_getaffinity(0)), process.processors(), _blas()[1],
+            process.shared_memory(), process.free_memory("cpu"), _kinds()))]
         aware = cuda_messages(transport, "auto")
-        if transport.rank == 0 and device.launched().rank == 0:
+        if transport.rank == 0 and process.launched().rank == 0:
             for name, value in facts(everyone, aware):
                 click.echo(f"{name:<12} {value}")
-            for line in verdict(everyone, device.launched()):
+            for line in verdict(everyone, process.launched()):
                 click.echo(line)
 
 
@@ -66,7 +67,7 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     from mpitrain.ops.host.product import mkl
     from mpitrain.transport.library import library
 
-    mpi, started = library(), device.launched()
+    mpi, started = library(), process.launched()
     yield "mpitrain", f"{__version__}, Python {platform.python_version()} ({sys.executable})"
     yield "MPI", f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {version('mpi4py')}"
     yield "", f"{mpi.path or 'library path unknown'}, thread level {mpi.thread_level}"
@@ -92,7 +93,7 @@ def share_of_cores(sets: list[list[int]]) -> str:
     return f"{together} core(s) that they share"
 
 
-def verdict(everyone: list[Rank], started: device.Launched) -> Iterator[str]:
+def verdict(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
     """What works, then what will go wrong with the way out."""
     found = list(warnings(everyone, started))
     kinds = [kind for kind in everyone[0].kinds if all(kind in rank.kinds for rank in everyone)]
@@ -104,7 +105,7 @@ def verdict(everyone: list[Rank], started: device.Launched) -> Iterator[str]:
     yield from (f"warning: {warning}" for warning in found)
 
 
-def warnings(everyone: list[Rank], started: device.Launched) -> Iterator[str]:
+def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
     """What will go wrong, and the way out."""
     if started.size > len(everyone):
         yield (f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
@@ -128,7 +129,7 @@ def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
 
 def _kinds() -> list[str]:
     """The kinds of device that this rank can use."""
-    from mpitrain.backend import backend_for
+    from mpitrain.machine.backend import backend_for
 
     found = []
     for kind in ("cpu", "cuda-sim", "cuda"):
@@ -157,13 +158,13 @@ def gpus() -> str:
 
 def _cupy() -> str:
     """Whether CuPy can use a GPU that is there, and the way out if not."""
-    from mpitrain.backend import backend_for
+    from mpitrain.machine.backend import backend_for
 
     try:
         backend_for("cuda")
     except ConfigError as error:
         return f"{error.law} {error.way_out}"
-    return f"CuPy uses {device.gpus()} of them"
+    return f"CuPy uses {process.gpus()} of them"
 
 
 def _blas() -> tuple[str, int]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from mpitrain import device
 from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.machine import process
 
 if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its threads
     from mpitrain.transport.base import Transport
@@ -34,12 +34,12 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
                  is dropped: the body will meet it again, with all ranks there to agree on it
     patience     the seconds after which this process ends if the ranks have not found each other; as for `kind`
     """
-    device.limit_blas_threads()
+    process.limit_blas_threads()
     seconds = STALL_SECONDS
     with suppress(MpitrainError, OSError):
         seconds = patience()
     with suppress(MpitrainError, OSError):
-        device.choose_gpu(kind())
+        process.choose_gpu(kind())
     from mpitrain.transport.mpi import connect
 
     # mpi4py starts MPI with the interpreter's lock held: a watchdog in Python would not run, this one does, and exits with 1.
@@ -80,14 +80,14 @@ def _toml(value: Any) -> str:
 
 def kind_of(folder: Path, settings: list[str]) -> str:
     """The device.kind of a run directory under these settings."""
-    from mpitrain.session import configured
+    from mpitrain.run.loop import configured
 
     return configured(folder, settings).device.kind
 
 
 def refuse_strangers(transport: "Transport") -> None:
     """N processes that each believe they are rank 0 of 1 would all write the same files: refuse them."""
-    started = device.launched()
+    started = process.launched()
     if started.size == 1 or transport.size > 1:
         return
     if started.rank > 0:
@@ -111,7 +111,7 @@ def leave_together(transport: "Transport", show: Callable[[], None], exit_code: 
 
 def leave_usage(show: Callable[[], None], exit_code: int) -> None:
     """As `leave_together`, for a command line that was refused before anything was connected."""
-    if device.launched().size == 1:
+    if process.launched().size == 1:
         show()
         sys.exit(exit_code)
     from mpitrain.transport.mpi import connect

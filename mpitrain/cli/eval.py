@@ -17,8 +17,8 @@ def command(run: Path, data: str | None, rows: int | None, device: str | None) -
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
     settings = settings_of(("data.source", data), ("run.eval_rows", rows), ("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
-        from mpitrain.session import open_run
-        from mpitrain.trainer import evaluated_rows
+        from mpitrain.run.loop import open_run
+        from mpitrain.run.trainer import evaluated_rows
 
         job = open_run(transport, run, settings)
         loss, accuracy = job.trainer.evaluate(job.source)

@@ -38,9 +38,9 @@ def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, 
     """
     settings = settings_of(("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
-        from mpitrain.generate import tokens
-        from mpitrain.session import open_run
-        from mpitrain.transport.agree import agreed, on_root
+        from mpitrain.run.generate import tokens
+        from mpitrain.run.loop import open_run
+        from mpitrain.transport.agreed import agreed, on_root
 
         trainer, source, _ = open_run(transport, run, settings, needs_data=False)
         is_text = not trainer.config.data.source.startswith("tokens:")

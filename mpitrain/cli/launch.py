@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import click
 
-from mpitrain import device
 from mpitrain.cli.supervise import Requests, run
 from mpitrain.errors import ConfigError
+from mpitrain.machine import process
 
 # Asked in a child process, because a process that has loaded MPI cannot start MPI programs safely.
 ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -80,7 +80,7 @@ def command_line(ranks: int, extra: list[str], arguments: list[str]) -> tuple[li
     if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
         return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], _settings(mpi, crowds_slurm(ranks, os.environ))
-    is_crowded = ranks > device.cores()
+    is_crowded = ranks > process.cores()
     if mpi.family == "MPICH":
         return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], _settings(mpi, is_crowded)
     options = ["--bind-to", "none"]
@@ -92,7 +92,7 @@ def command_line(ranks: int, extra: list[str], arguments: list[str]) -> tuple[li
         options += ["--stream-buffering", "0"]  # or a bar, which ends no line, is held until the end of the run
     for name, value in _settings(mpi, is_crowded).items():
         options += ["--mca", name.removeprefix("OMPI_MCA_"), value]  # mpirun takes them to other hosts, too
-    if not extra and not ALLOCATIONS & os.environ.keys() and not device.has_driver():
+    if not extra and not ALLOCATIONS & os.environ.keys() and not process.has_driver():
         # One host: these two start at once, where probing every network takes a second. They cannot move GPU memory.
         options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
         check_shared_memory(ranks)
@@ -115,7 +115,7 @@ def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
 
 def check_shared_memory(ranks: int) -> None:
     """Refuse a host whose /dev/shm is too small even for Open MPI's own files; ConfigError."""
-    free = device.shared_memory()
+    free = process.shared_memory()
     if ranks > 1 and free < SM_NEEDS:
         raise ConfigError(f"/dev/shm has {free / 1e6:.1f} MB free, but Open MPI makes files of 16.8 MB there.",
                           "In a container, start it with --shm-size=1g; or do without: --with '--mca btl tcp,self'.")

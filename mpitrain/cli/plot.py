@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain import device
+from mpitrain.machine import process
 
 
 @click.command()
@@ -18,10 +18,10 @@ def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     from mpitrain.bench.curves import draw
     from mpitrain.bench.plot import check_drawable
     from mpitrain.errors import ConfigError
-    from mpitrain.metrics import read_metrics
-    from mpitrain.rundir import METRICS
+    from mpitrain.run.folder import METRICS
+    from mpitrain.run.metrics import read_metrics
 
-    if device.launched().rank > 0:
+    if process.launched().rank > 0:
         return  # rank 0 draws for all
     check_drawable(out, "--out")
     for run in runs:

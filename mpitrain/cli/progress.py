@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from mpitrain.cli import BEGAN, ENDED, STOPPED_AT, TERMINAL
 from mpitrain.config import Config
-from mpitrain.metrics import CLOSING
+from mpitrain.run.metrics import CLOSING
 
 
 class Silent:

@@ -130,9 +130,9 @@ class Stop:
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.progress import Progress, Silent
-    from mpitrain.metrics import Watchdog
-    from mpitrain.session import train
-    from mpitrain.transport.agree import agreed, check_same, on_root
+    from mpitrain.run.loop import train
+    from mpitrain.run.watchdog import Watchdog
+    from mpitrain.transport.agreed import agreed, check_same, on_root
 
     stop.connected(transport.rank)
     watchdog = Watchdog(transport.rank, STALL_SECONDS)
@@ -160,7 +160,7 @@ def unmeasured(config: Any, hosts: Sequence[str]) -> str:
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """The configuration file, or else that of the run that is resumed, under the settings of the command line."""
     from mpitrain.config import parse, read_toml, with_settings
-    from mpitrain.rundir import CONFIG, configuration
+    from mpitrain.run.folder import CONFIG, configuration
 
     if config_file:
         return parse(with_settings(read_toml(config_file), settings))
@@ -177,7 +177,7 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
 
     from mpitrain.cli.generate import readable
     from mpitrain.errors import TrainingError
-    from mpitrain.generate import tokens
+    from mpitrain.run.generate import tokens
 
     config = finished.job.trainer.config
     is_text, until = not config.data.source.startswith("tokens:"), time.monotonic() + SAMPLE_SECONDS

@@ -6,9 +6,7 @@ is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bo
 
 import numpy as np
 
-from mpitrain.backend import on_device, overlap
 from mpitrain.collectives import hierarchical
-from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.algorithms import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -20,6 +18,7 @@ from mpitrain.collectives.algorithms import (
     REDUCE_SCATTER,
 )
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
+from mpitrain.collectives.check import agree, everywhere
 from mpitrain.collectives.choose import choose
 from mpitrain.collectives.compose import Chain
 from mpitrain.collectives.cost import Tuning
@@ -29,6 +28,7 @@ from mpitrain.collectives.shared import bind_shared
 from mpitrain.collectives.shared_gpu import bind_shared_gpu
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.errors import CommError
+from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.base import Transport
 
 ALGORITHMS = (*ALL_REDUCE_NAMES, "auto")

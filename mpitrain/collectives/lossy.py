@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.backend import on_device
 from mpitrain.collectives import pairwise, ring
-from mpitrain.collectives.agree import agree, everywhere
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
+from mpitrain.collectives.check import agree, everywhere
 from mpitrain.collectives.compose import Chain, Lanes, Local
 from mpitrain.collectives.execute import WINDOW, Execution, Reduction
 from mpitrain.collectives.plans import Plan, at_once
 from mpitrain.collectives.wire import BLOCK, Codec, Wire
 from mpitrain.errors import CommError, ConfigError
+from mpitrain.machine.backend import on_device
 from mpitrain.transport.base import Transport
 
 LANE = 30 << 10

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mpitrain.arena import Arena
-from mpitrain.backend import Backend
 from mpitrain.collectives.arithmetic import HOST, Arithmetic, Combine, by_numpy
 from mpitrain.collectives.wire import CODECS, Codec
 from mpitrain.kernels.engines import KINDS, kernels_for
 from mpitrain.kernels.loader import Kernels
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Backend
 from mpitrain.ops.cuda import top_k, wire
 
 

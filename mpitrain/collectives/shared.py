@@ -7,14 +7,14 @@ copies that take turns, so that one barrier is enough.
 
 import numpy as np
 
-from mpitrain.collectives.agree import everywhere
 from mpitrain.collectives.arithmetic import HOST
+from mpitrain.collectives.check import everywhere
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.base import Transport
-from mpitrain.transport.shared import Place
+from mpitrain.transport.windows import Place
 
 BLOCK = 1 << 17
 """Bytes reduced at a time: what every rank has of a block stays in cache from its reduction to its last copy."""

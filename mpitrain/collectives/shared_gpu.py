@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.agree import everywhere
 from mpitrain.collectives.arithmetic import Arithmetic
+from mpitrain.collectives.check import everywhere
 from mpitrain.collectives.compose import Chain, Local
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.collectives.shared import check_one_host
 from mpitrain.errors import CommError, ConfigError
-from mpitrain.transport.agree import agreed
+from mpitrain.transport.agreed import agreed
 from mpitrain.transport.device import DeviceTransport
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpitrain.arena import Arena
+from mpitrain.machine.arena import Arena
 
 
 class Parameter(NamedTuple):

@@ -11,7 +11,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.collectives.lossy import Matrix, tiles
 from mpitrain.collectives.moving import ByCaller, mover
 from mpitrain.collectives.wire import parse_wire
-from mpitrain.units import Bucket, Plan
+from mpitrain.layers.flat import Bucket, Plan
 
 WITHIN_A_HOST = 4e6
 """Bytes of a bucket between ranks of one host, where a reduction is short beside the layers of its units."""

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain import config
-from mpitrain.arena import Arena
 from mpitrain.collectives.group import Group
+from mpitrain.layers.flat import Plan
+from mpitrain.machine.arena import Arena
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.buckets import Buckets
-from mpitrain.topology import share
-from mpitrain.units import Plan
+from mpitrain.parallel.grid import share
 
 
 class Step(NamedTuple):

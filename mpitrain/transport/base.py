@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.transport.shared import Windows
+from mpitrain.transport.windows import Windows
 
 FIRST_CLAIMED_TAG = 1 << 14
 """Tags below it are for whoever calls `send` and `recv` by hand; `claim_tag` gives out those from it upwards."""

@@ -9,7 +9,7 @@ for the current stream, once, as the first thing that a start does, and nobody e
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mpitrain.backend import DeviceBackend, on_device
+from mpitrain.machine.backend import DeviceBackend, on_device
 from mpitrain.transport.base import Request, Transport, poll_until
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Several, Traffic, aligned_zeros, check_message, poll_until
-from mpitrain.transport.shared import Windows, no_room, room_left
+from mpitrain.transport.windows import Windows, no_room, room_left
 
 BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""

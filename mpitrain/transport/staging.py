@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.arena import Arena, HostMemory
-from mpitrain.backend import DeviceBackend
 from mpitrain.errors import CommError
+from mpitrain.machine.arena import Arena, HostMemory
+from mpitrain.machine.backend import DeviceBackend
 from mpitrain.transport.base import Request, Several, Transport, check_message
 
 PIECE = 1 << 20

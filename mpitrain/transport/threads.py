@@ -16,7 +16,7 @@ import numpy as np
 from mpitrain.errors import CommError
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Traffic, aligned_zeros, check_message
 from mpitrain.transport.rendezvous import Arrival, Message, World
-from mpitrain.transport.shared import Windows
+from mpitrain.transport.windows import Windows
 
 OPS = {"add": np.add, "maximum": np.maximum}
 

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from mpitrain.backend import on_device
+from mpitrain.machine.backend import on_device
 
 
 def behind_pointer(array):

@@ -6,8 +6,8 @@
 import json
 from pathlib import Path
 
-from mpitrain.build import build
 from mpitrain.config import parse, with_settings
+from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
 LOSSES = Path(__file__).with_name("losses.json")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mpitrain import device
-from mpitrain.backend import backend_for
+from mpitrain.machine import process
+from mpitrain.machine.backend import backend_for
+from mpitrain.transport.cuda_aware import cuda_messages
 from mpitrain.transport.mpi import connect
-from mpitrain.transport.proof import cuda_messages
 from tests.laws.device import CARRIERS, DeviceLaws
 from tests.laws.transport import laws_of
 from tests.processes import SECONDS
@@ -17,7 +17,7 @@ ONLY_A_FAKE_KEEPS_A_LOG = "law_each_start_waits_for_the_stream_once_and_first"
 @pytest.mark.mpi(ranks=[1, 2, 4], timeout=SECONDS)
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_ranks_on_a_gpu_obey(carrier, mpi_ranks):
-    device.choose_gpu("cuda")
+    process.choose_gpu("cuda")
     backend, transport = backend_for("cuda"), connect()
     aware = cuda_messages(transport, "auto")
     if carrier == "direct" and not aware.cuda:

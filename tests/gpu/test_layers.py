@@ -2,9 +2,9 @@
 
 import pytest
 
-from mpitrain.backend import backend_for
 from mpitrain.errors import ConfigError
 from mpitrain.layers.plain import Plain
+from mpitrain.machine.backend import backend_for
 from mpitrain.ops import ops_for
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.backend import Backend
 from mpitrain.layers.base import Unit
 from mpitrain.layers.compose import Chain, Residual
 from mpitrain.layers.plain import Plain
+from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
 from tests.unit.placing import place
 

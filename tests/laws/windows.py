@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mpitrain.build import build
 from mpitrain.collectives.bind import bind
 from mpitrain.config import parse, with_settings
+from mpitrain.run.build import build
 from tests.laws.collectives import everyone
 from tests.laws.transport import coded, raises_comm_error
 

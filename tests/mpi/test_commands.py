@@ -132,7 +132,7 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
 
 def test_a_job_killed_between_checkpoint_and_evaluation_loses_no_validation_record(tmp_path):
     settings = [*TINY, "--set", "run.eval_every=4", "--set", "run.eval_rows=30", "--set", "checkpoint.every=4"]
-    code = ("import os, signal; import mpitrain.trainer as t\n"
+    code = ("import os, signal; import mpitrain.run.trainer as t\n"
             "t.Trainer.evaluate = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)\n"
             f"from mpitrain.cli import main; main(['train', '--out', 'run', *{settings!r}])")
     assert python_ranks(2, code, tmp_path).returncode not in (0, 2, 85)
@@ -227,7 +227,7 @@ def test_a_file_that_only_one_rank_misses_is_named_with_that_rank(tmp_path):
 
 
 def test_an_exception_on_one_rank_ends_the_job_in_five_seconds_with_its_traceback(tmp_path):
-    code = ("from mpi4py import MPI; import mpitrain.trainer as t\n"
+    code = ("from mpi4py import MPI; import mpitrain.run.trainer as t\n"
             "real = t.Trainer.step\n"
             "def step(self, index, *rest):\n"
             "    if index == 5 and self.transport.rank == 2: raise ZeroDivisionError('planned')\n"
@@ -248,7 +248,7 @@ def test_an_exception_on_one_rank_ends_the_job_in_five_seconds_with_its_tracebac
 
 
 def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
-    code = ("import time; import mpitrain.trainer as t\n"
+    code = ("import time; import mpitrain.run.trainer as t\n"
             "real = t.Trainer.step\n"
             "def step(self, index, *rest):\n"
             "    if index == 3 and self.transport.rank == 1: time.sleep(60)\n"

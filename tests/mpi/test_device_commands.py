@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.build import build
 from mpitrain.config import parse, with_settings
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.ops.cuda.tiles import TILES, Measured, Plan, write_tiles
+from mpitrain.run.build import build
 from mpitrain.transport.mpi import connect
 from tests.mpi.test_commands import TINY, losses
 from tests.processes import SECONDS, launch, mpitrain

@@ -22,7 +22,7 @@ RANK = "import os, signal, time; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK
 
 
 def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(tmp_path):
-    code = (f"{RANK}import mpitrain.session as session\n"
+    code = (f"{RANK}import mpitrain.run.loop as session\n"
             "def build(transport, *rest):\n"
             "    if rank == 1: transport.barrier()\n"
             "    print('building', flush=True); time.sleep(600)\n"
@@ -41,7 +41,7 @@ def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(
 
 @pytest.mark.parametrize("place, reported", [
     (f"{RANK}if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n", r"Timeout \(0:00:02\)!\n.*in connect\n"),
-    (f"{RANK}import mpitrain.session as session\n"
+    (f"{RANK}import mpitrain.run.loop as session\n"
      "find = session.find\n"
      "def stopped(*rest):\n"
      "    if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mpitrain import backend
+from mpitrain.machine import backend
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.fakes.pointers import PointerThreads

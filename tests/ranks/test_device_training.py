@@ -5,15 +5,16 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain import backend, checkpoint, trainer
-from mpitrain import build as build_module
-from mpitrain.build import build
-from mpitrain.checkpoint import Done
 from mpitrain.collectives import on_kernels
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
+from mpitrain.machine import backend
 from mpitrain.ops.cuda import body, multiply
-from mpitrain.trainer import replicas_equal
+from mpitrain.run import build as build_module
+from mpitrain.run import checkpoint, trainer
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint import Done
+from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from mpitrain.arena import Arena
 from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.on_kernels import by_kernels
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.kernels.engines import kernels_for
+from mpitrain.machine.arena import Arena
 from mpitrain.transport.threads import run_ranks
 
 COUNTS = (0, 1, 5, 64, 1001)

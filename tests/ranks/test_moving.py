@@ -112,7 +112,7 @@ from mpitrain.collectives.moving import ByThread
 from mpitrain.collectives.ring import all_reduce
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.rendezvous import World
-from mpitrain.transport.shared import Windows
+from mpitrain.transport.windows import Windows
 from mpitrain.transport.threads import ThreadTransport
 
 transport = ThreadTransport(World(2), (), range(2), 0, "ab", Traffic(), Windows())

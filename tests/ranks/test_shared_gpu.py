@@ -5,15 +5,15 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain import backend
-from mpitrain.arena import Arena
-from mpitrain.backend import CudaBackend, on_device
 from mpitrain.collectives import shared_gpu
 from mpitrain.collectives.bind import bind
 from mpitrain.collectives.compose import Chain
 from mpitrain.collectives.execute import Execution
 from mpitrain.collectives.on_kernels import by_kernels
 from mpitrain.errors import CommError, ConfigError
+from mpitrain.machine import backend
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import CudaBackend, on_device
 from mpitrain.transport.device import DeviceTransport
 from mpitrain.transport.staging import Staged
 from mpitrain.transport.threads import run_ranks

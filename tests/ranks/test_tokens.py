@@ -6,13 +6,13 @@ import os
 import numpy as np
 import pytest
 
-from mpitrain import build as build_module
-from mpitrain.build import build
 from mpitrain.cli.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.data import largest_token
 from mpitrain.errors import DataError
-from mpitrain.session import open_run, train
+from mpitrain.run import build as build_module
+from mpitrain.run.build import build
+from mpitrain.run.loop import open_run, train
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=6", "device.kind=cpu"]

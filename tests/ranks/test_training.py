@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from mpitrain.build import build
 from mpitrain.collectives import moving
 from mpitrain.collectives.bind import ALGORITHMS
 from mpitrain.config import Replication, parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.trainer import replicas_equal
+from mpitrain.run.build import build
+from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
 STEPS = 20

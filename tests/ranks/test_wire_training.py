@@ -8,12 +8,12 @@ import shutil
 import numpy as np
 import pytest
 
-from mpitrain import checkpoint
-from mpitrain.build import build
 from mpitrain.collectives.lossy import RECENT
 from mpitrain.errors import CheckpointError
 from mpitrain.parallel.buckets import AGREED
-from mpitrain.trainer import replicas_equal
+from mpitrain.run import checkpoint
+from mpitrain.run.build import build
+from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.test_training import TINY, configured, curves
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from mpitrain import checkpoint
-from mpitrain.build import build
-from mpitrain.checkpoint import Done
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import CheckpointError, TrainingError
-from mpitrain.metrics import MetricsFile, cut_after, read_metrics, strict
+from mpitrain.run import checkpoint
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint import Done
+from mpitrain.run.metrics import MetricsFile, cut_after, read_metrics, strict
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=4"]

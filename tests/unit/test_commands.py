@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpitrain import device
-from mpitrain.build import Job
 from mpitrain.cli import commands, launch, train
 from mpitrain.cli.ending import settings_of
 from mpitrain.cli.generate import readable
 from mpitrain.config import keys, with_settings
 from mpitrain.errors import ConfigError, TrainingError
-from mpitrain.generate import _draw
+from mpitrain.machine import process
 from mpitrain.optim import learning_rate
+from mpitrain.run.build import Job
+from mpitrain.run.generate import _draw
 from tests.processes import mpitrain
 
 
@@ -119,7 +119,7 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
     from tests.unit.test_checkpoint import trained
 
     drawn = []
-    monkeypatch.setattr("mpitrain.generate.tokens", lambda *rest, **more: (drawn.append(n) or 65 for n in range(10**9)))
+    monkeypatch.setattr("mpitrain.run.generate.tokens", lambda *rest, **more: (drawn.append(n) or 65 for n in range(10**9)))
     finished = Finished(trained("run.sample=30", steps=0))
     train._print_sample(finished, lambda: False)
     assert capsys.readouterr().out == f"a sample of what it writes:\n{'A' * 30}\n" and len(drawn) == 30
@@ -131,7 +131,7 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
 
 
 def test_text_is_drawn_from_no_wider_a_window_than_it_needs():
-    from mpitrain.generate import tokens
+    from mpitrain.run.generate import tokens
     from tests.unit.test_checkpoint import trained
 
     trainer = trained("model.context=128", steps=1)
@@ -150,7 +150,7 @@ def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra
     monkeypatch.setattr(launch, "library", lambda: launch.Mpi(family, family))
     monkeypatch.setattr(launch, "launcher", lambda name, sign: name)
     monkeypatch.setattr(launch.shutil, "which", lambda name: name)
-    monkeypatch.setattr(device, "cores", lambda: cores)
+    monkeypatch.setattr(process, "cores", lambda: cores)
     monkeypatch.setattr(launch.os, "geteuid", lambda: 0 if root else 1000)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if slurm:
@@ -168,7 +168,7 @@ def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
     assert "--oversubscribe" in line and "--mca mpi_yield_when_idle 1" in line and "--allow-run-as-root" in line
     line, _ = line_for(monkeypatch, "Open MPI", 4, extra=["--hostfile", "hosts"])
     assert "--hostfile hosts" in line and "btl" not in line, "several hosts need their network"
-    monkeypatch.setattr(device, "has_driver", lambda: True)
+    monkeypatch.setattr(process, "has_driver", lambda: True)
     assert "btl" not in line_for(monkeypatch, "Open MPI", 2)[0], "GPU memory needs other ways"
 
 
@@ -203,7 +203,7 @@ def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):
 
 
 def test_a_shared_memory_too_small_for_mpi_itself_is_refused_before_the_start(monkeypatch):
-    monkeypatch.setattr(device, "shared_memory", lambda: 16 << 20)
+    monkeypatch.setattr(process, "shared_memory", lambda: 16 << 20)
     with pytest.raises(ConfigError, match=r"/dev/shm has 16\.8 MB free, but Open MPI makes files of 16\.8 MB there"):
         line_for(monkeypatch, "Open MPI", 2)
     assert line_for(monkeypatch, "Open MPI", 1), "one rank shares nothing"
@@ -227,16 +227,16 @@ def test_options_and_a_second_mpitrain_go_where_they_belong(words, shown):
 
 
 def test_the_launchers_variables_tell_rank_and_size(monkeypatch):
-    for _, *names in device.LAUNCHERS:
+    for _, *names in process.LAUNCHERS:
         for name in names:
             monkeypatch.delenv(name, raising=False)
-    assert device.launched() == ("none", 0, 1, 0, 1)
+    assert process.launched() == ("none", 0, 1, 0, 1)
     monkeypatch.setenv("SLURM_PROCID", "5")
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert device.launched().size == 1, "a batch shell is not a rank"
+    assert process.launched().size == 1, "a batch shell is not a rank"
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x4)")
-    assert device.launched() == ("Slurm", 1, 2, 5, 8)
+    assert process.launched() == ("Slurm", 1, 2, 5, 8)
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth():
@@ -261,7 +261,7 @@ def test_draws_follow_temperature_and_top_k():
 
 
 def test_a_diverged_model_writes_nothing():
-    from mpitrain.generate import tokens
+    from mpitrain.run.generate import tokens
     from tests.unit.test_checkpoint import trained
 
     trainer = trained(steps=0)

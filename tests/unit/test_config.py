@@ -4,7 +4,7 @@ import pytest
 
 from mpitrain.config import Config, keys, parse, read_toml, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.topology import share, topology
+from mpitrain.parallel.grid import share, topology
 
 
 def refusal(*settings, tables=None):

@@ -4,15 +4,15 @@ import sys
 
 import pytest
 
-from mpitrain import backend, device
-from mpitrain.backend import backend_for
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
-from mpitrain.placement import settled
-from mpitrain.transport import proof
+from mpitrain.machine import backend, process
+from mpitrain.machine.backend import backend_for
+from mpitrain.run.resolve import settled
+from mpitrain.transport import cuda_aware
+from mpitrain.transport.cuda_aware import cuda_messages, exchange_is_right, over_device, self_test
 from mpitrain.transport.device import DeviceTransport, Direct
 from mpitrain.transport.library import Awareness
-from mpitrain.transport.proof import cuda_messages, exchange_is_right, over_device, self_test
 from mpitrain.transport.staging import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
@@ -41,7 +41,7 @@ def test_without_cupy_cuda_says_what_to_install(monkeypatch):
     text = refusal("cuda")
     assert text.startswith("ConfigError: device.kind cuda needs CuPy, but it cannot be imported: ")
     assert "pip install 'mpitrain[cuda13]', or [cuda12]; or use --device cpu." in text
-    assert device.gpus() == 0
+    assert process.gpus() == 0
 
 
 def test_with_cupy_and_no_driver_cuda_says_so(one_gpu):
@@ -49,7 +49,7 @@ def test_with_cupy_and_no_driver_cuda_says_so(one_gpu):
     text = refusal("cuda")
     assert "needs a GPU and its driver, but CuPy fake says cudaErrorInsufficientDriver" in text
     assert "`nvidia-smi` must list a GPU" in text
-    assert device.gpus() == 0
+    assert process.gpus() == 0
 
 
 def test_with_every_gpu_hidden_cuda_names_the_variable(one_gpu):
@@ -74,7 +74,7 @@ def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypa
         return settled(transport, parse({})).device.kind
 
     seen = iter(gpus * 2)
-    monkeypatch.setattr(device, "gpus", lambda: next(seen))
+    monkeypatch.setattr(process, "gpus", lambda: next(seen))
     assert run_ranks(3, run) == [kind] * 3
 
 
@@ -110,8 +110,8 @@ def test_sharing_a_gpu_is_said_in_one_line(gpus, hosts, line, one_gpu, capsys):
 ])
 def test_a_rank_takes_the_gpu_of_its_local_rank(kind, local_rank, gpus, used, one_gpu, monkeypatch):
     one_gpu.count = gpus
-    monkeypatch.setattr(device, "launched", lambda: device.Launched("Open MPI", local_rank, 8, local_rank, 8))
-    device.choose_gpu(kind)
+    monkeypatch.setattr(process, "launched", lambda: process.Launched("Open MPI", local_rank, 8, local_rank, 8))
+    process.choose_gpu(kind)
     assert one_gpu.used == used
 
 
@@ -120,11 +120,11 @@ def test_a_gpu_is_chosen_before_mpi_starts(tmp_path):
             "from tests.fakes import cupy\n"
             "sys.modules['cupy'] = cupy\n"
             "from mpitrain.cli import ending\n"
-            "choose = ending.device.choose_gpu\n"
+            "choose = ending.process.choose_gpu\n"
             "def chosen(kind):\n"
             "    assert 'mpi4py.MPI' not in sys.modules and 'numpy' in sys.modules and kind == 'cuda', kind\n"
             "    choose(kind); print('chosen', cupy.devices.used)\n"
-            "ending.device.choose_gpu = chosen\n"
+            "ending.process.choose_gpu = chosen\n"
             "from mpitrain.cli import main\n"
             f"main(['train', '--device', 'cuda', '--set', 'run.steps=-1', '--out', {str(tmp_path)!r}])\n")
     done = run([sys.executable, "-c", code])
@@ -138,14 +138,14 @@ def test_the_environment_of_one_knows_no_ranks(monkeypatch):
     for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_FD", "SLURM_PROCID", "MPI_LOCALRANKID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMPI_MCA_pml", "ucx")
-    alone = device.environment_of_one()
+    alone = process.environment_of_one()
     assert alone["OMPI_MCA_pml"] == "ucx" and "PATH" in alone
     assert not any(name.startswith(("OMPI_COMM", "PMI", "SLURM", "MPI_LOCAL")) for name in alone)
 
 
 CHILDREN = {
     "pass": (True, "and a self-test moved GPU memory"),
-    f"import sys; sys.exit({proof.WRONG})": (False, "but a self-test received wrong data"),
+    f"import sys; sys.exit({cuda_aware.WRONG})": (False, "but a self-test received wrong data"),
     "import os; os.kill(os.getpid(), 11)": (False, "but a self-test crashed (SIGSEGV)"),
     "raise OSError('no such device')": (False, "but a self-test failed: OSError: no such device"),
     "import time; time.sleep(60)": (False, "but a self-test was still waiting after 1 s"),
@@ -172,9 +172,9 @@ def test_the_self_test_tells_right_from_wrong(one_gpu):
     assert run_ranks(1, run) == [[True, False]]
 
 
-@pytest.mark.skipif(device.gpus() > 0, reason="there is a GPU here")
+@pytest.mark.skipif(process.gpus() > 0, reason="there is a GPU here")
 def test_the_child_without_a_gpu_is_a_no():
-    answer = self_test(proof.CHILD, device.environment_of_one(), 60)
+    answer = self_test(cuda_aware.CHILD, process.environment_of_one(), 60)
     assert not answer.cuda and "but a self-test failed: device.kind cuda needs" in answer.how
 
 
@@ -187,8 +187,8 @@ def test_the_child_without_a_gpu_is_a_no():
 ])
 def test_the_way_of_messages_is_forced_or_asked_and_tried(setting, asked, tried, carrier, how, one_gpu, monkeypatch):
     trials = []
-    monkeypatch.setattr(proof, "cuda_awareness", lambda path, environment: Awareness(asked, "the library"))
-    monkeypatch.setattr(proof, "self_test", lambda *_: trials.append(1) or Awareness(tried, "and it worked"))
+    monkeypatch.setattr(cuda_aware, "cuda_awareness", lambda path, environment: Awareness(asked, "the library"))
+    monkeypatch.setattr(cuda_aware, "self_test", lambda *_: trials.append(1) or Awareness(tried, "and it worked"))
 
     def run(transport):
         made = over_device(transport, backend_for("cuda"), setting)
@@ -199,12 +199,12 @@ def test_the_way_of_messages_is_forced_or_asked_and_tried(setting, asked, tried,
 
 
 def test_one_host_that_cannot_decides_for_all(monkeypatch):
-    monkeypatch.setattr(proof, "cuda_awareness", lambda path, environment: Awareness(True, "the library"))
+    monkeypatch.setattr(cuda_aware, "cuda_awareness", lambda path, environment: Awareness(True, "the library"))
     answers = {"a": Awareness(True, "and it worked"), "b": Awareness(False, "but it crashed")}
 
     def run(transport):
         here = transport.hosts[transport.rank]
-        monkeypatch.setattr(proof, "self_test", lambda *_: answers[here])
+        monkeypatch.setattr(cuda_aware, "self_test", lambda *_: answers[here])
         return cuda_messages(transport, "auto").cuda
 
     assert run_ranks(2, run, hosts="bb") == [False] * 2

@@ -6,7 +6,7 @@ import pytest
 
 from mpitrain.cli import doctor
 from mpitrain.cli.doctor import Rank, share_of_cores, verdict
-from mpitrain.device import Launched
+from mpitrain.machine.process import Launched
 
 FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"])
 

@@ -13,7 +13,7 @@ from mpitrain.data import open_source
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.files import contents, write_whole
 from mpitrain.ops.cuda.tiles import read_tiles
-from mpitrain.transport.agree import agreed
+from mpitrain.transport.agreed import agreed
 from mpitrain.transport.threads import run_ranks
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpitrain.arena import Arena
 from mpitrain.layers.plain import Plain
+from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import host
 from tests.unit.placing import place, run

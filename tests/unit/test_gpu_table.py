@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.device import gpus
+from mpitrain.machine.process import gpus
 from tests.processes import run
 
 JOBS = Path(__file__).parents[2] / "jobs"

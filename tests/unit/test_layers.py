@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from mpitrain.arena import Arena
-from mpitrain.backend import HostBackend
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.compose import Chain, Residual
 from mpitrain.layers.plain import Plain
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import HostBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
 from mpitrain.ops import host, reference

@@ -6,14 +6,15 @@ import sys
 
 import pytest
 
-from mpitrain import build, device
-from mpitrain.build import Job
 from mpitrain.config import parse
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
+from mpitrain.layers.flat import Plan
+from mpitrain.machine import process
 from mpitrain.optim import STATE
+from mpitrain.run import build
+from mpitrain.run.build import Job
 from mpitrain.transport.threads import run_ranks
-from mpitrain.units import Plan
 from tests.fakes import cupy
 
 SOURCES = {"gpt": Unopened("gpt", 50, 50), "mlp": Unopened("mlp", 20, 10)}
@@ -42,15 +43,15 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
     def run(transport):
         return build._check_memory(transport, config, SOURCES["gpt"]) if transport.hosts[transport.rank] == "a" else None
 
-    monkeypatch.setattr(device, "free_memory", lambda kind: needed)
+    monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(ranks, run, hosts=hosts)
-    monkeypatch.setattr(device, "free_memory", lambda kind: needed - 1)
+    monkeypatch.setattr(process, "free_memory", lambda kind: needed - 1)
     with pytest.raises(ConfigError, match=rf"{count:,} parameters .* of {sharing} rank\(s\) need .* GB on this host"):
         run_ranks(ranks, run, hosts=hosts)
 
 
 def test_units_are_not_built_for_a_model_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr(device, "free_memory", lambda kind: 1 << 30)
+    monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 30)
     built = []
     monkeypatch.setattr(build, "model", lambda config, source, real=build.model: built.append(config.model.layers)
                         or real(config, source))
@@ -85,7 +86,7 @@ def test_a_containers_limit_is_a_smaller_host(files, free, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(builtins, "open", opened)
-        found = device.free_memory("cpu")
+        found = process.free_memory("cpu")
     assert found == free
 
 

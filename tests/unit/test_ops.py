@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpitrain.arena import Arena
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import host, ops_for, reference
 
 BODIES = [reference, host]

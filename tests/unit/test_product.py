@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.arena import Arena
+from mpitrain.machine.arena import Arena
 from mpitrain.ops.host import product
 
 LIBRARIES = [

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpitrain.arena import Arena
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
+from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Plan, Table
 from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values

@@ -6,13 +6,13 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.arena import Arena
-from mpitrain.backend import CudaBackend, HostBackend, SimulatorBackend
+from mpitrain.layers.flat import Plan
 from mpitrain.layers.plain import Plain
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import CudaBackend, HostBackend, SimulatorBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import ops_for, reference
 from mpitrain.ops.cuda import body
-from mpitrain.units import Plan
 from tests.fakes import cupy, gpu
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of

@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 
-from mpitrain.arena import Arena
 from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
 from mpitrain.ops.cuda.sums import sum_rows
 from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values

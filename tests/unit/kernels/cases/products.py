@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.arena import Arena
 from mpitrain.kernels.loader import Kernels
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import reference
 from mpitrain.ops.cuda import product, tiles
 from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values

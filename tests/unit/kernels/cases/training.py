@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from mpitrain.arena import Arena
 from mpitrain.kernels.loader import Kernels
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
 from mpitrain.ops.cuda.sums import sum_all
 from mpitrain.ops.cuda.top_k import top_k

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpitrain.arena import Arena, Lease
 from mpitrain.errors import CommError, ConfigError
+from mpitrain.machine.arena import Arena, Lease
 
 
 class Copy(Protocol):

@@ -8,14 +8,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mpitrain import checkpoint
-from mpitrain.build import build
 from mpitrain.cli.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import TrainingError
-from mpitrain.session import configured, train
-from mpitrain.trainer import Trainer
-from mpitrain.transport.agree import on_root
+from mpitrain.run import checkpoint
+from mpitrain.run.build import build
+from mpitrain.run.loop import configured, train
+from mpitrain.run.trainer import Trainer
+from mpitrain.transport.agreed import on_root
 from mpitrain.transport.threads import run_ranks
 
 TEXT = [f"word {n % 7} " for n in range(240)]

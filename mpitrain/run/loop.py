@@ -7,17 +7,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from mpitrain import __version__, checkpoint
-from mpitrain.build import Job, build
-from mpitrain.checkpoint import Done
+from mpitrain import __version__
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import CheckpointError, ConfigError, TrainingError
-from mpitrain.metrics import MetricsFile, Watchdog, read_metrics
 from mpitrain.parallel.replicate import Outcome
-from mpitrain.rundir import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find, noted_scan
-from mpitrain.trainer import replicas_equal
-from mpitrain.transport.agree import agreed
+from mpitrain.run import checkpoint
+from mpitrain.run.build import Job, build
+from mpitrain.run.checkpoint import Done
+from mpitrain.run.folder import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find, noted_scan
+from mpitrain.run.metrics import MetricsFile, read_metrics
+from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.watchdog import Watchdog
+from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
 SKIPS = 10  # so many skipped steps in a row end a run
@@ -54,7 +56,7 @@ def train(transport: Transport, config: Config, resume: str, stop_requested: Cal
           begins: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None) -> Finished:
     """Train as configured, in its run directory; collective.
 
-    resume          see `rundir.find`
+    resume          see `folder.find`
     stop_requested  asked once per step, and per batch of an evaluation; a True on any rank ends the run after a checkpoint,
                     and an evaluation that is due then is left to the run that resumes
     begins          called on every rank before any of them has something to save: a stop must be asked for from then on

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpitrain import device
-from mpitrain.backend import Backend, DeviceBackend, backend_for, on_device
 from mpitrain.errors import ConfigError
+from mpitrain.machine import process
+from mpitrain.machine.backend import Backend, DeviceBackend, backend_for, on_device
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import DeviceTransport, Direct
 from mpitrain.transport.library import Awareness, cuda_awareness, loaded_path
@@ -23,7 +23,7 @@ COUNTS = (1, 1001, 1 << 20)
 """Floats per message of the self-test: an eager one, a ragged one, and one that MPI sends by rendezvous."""
 
 WRONG = 3  # exit code of a self-test that received something else than it sent
-CHILD = (sys.executable, "-m", "mpitrain.transport.proof")
+CHILD = (sys.executable, "-m", "mpitrain.transport.cuda_aware")
 SECONDS = 120.0
 
 
@@ -45,8 +45,8 @@ def cuda_messages(transport: Transport, setting: str) -> Awareness:
         return Awareness(setting == "yes", f"device.cuda_aware = {setting}")
     mine = None
     if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
-        mine = cuda_awareness(loaded_path(), device.environment())
-        proven = self_test(CHILD, device.environment_of_one(), SECONDS) if mine.cuda else None
+        mine = cuda_awareness(loaded_path(), process.environment())
+        proven = self_test(CHILD, process.environment_of_one(), SECONDS) if mine.cuda else None
         mine = Awareness(proven.cuda, f"says {mine.how}, {proven.how}") if proven else Awareness(False, f"says {mine.how}")
     answers = [Awareness(*answer) for answer in transport.gather_text(mine) if answer]
     return next((answer for answer in answers if not answer.cuda), answers[0])
@@ -83,7 +83,7 @@ def main() -> None:
     """The child."""
     from mpitrain.transport.mpi import connect
 
-    device.choose_gpu("cuda")
+    process.choose_gpu("cuda")
     try:
         backend = backend_for("cuda")
     except ConfigError as error:

@@ -2,10 +2,10 @@
 
 import sys
 
-from mpitrain import device
-from mpitrain.backend import backend_for
 from mpitrain.config import Config, parse
-from mpitrain.transport.agree import agreed
+from mpitrain.machine import process
+from mpitrain.machine.backend import backend_for
+from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
 
@@ -16,7 +16,7 @@ def settled(transport: Transport, config: Config) -> Config:
     """
     kind = config.device.kind
     if kind == "auto":
-        kind = "cuda" if all(transport.gather_text(device.gpus() > 0)) else "cpu"
+        kind = "cuda" if all(transport.gather_text(process.gpus() > 0)) else "cpu"
     agreed(transport, lambda: backend_for(kind))
     if kind == "cuda":
         _say_who_shares(transport)
@@ -26,7 +26,7 @@ def settled(transport: Transport, config: Config) -> Config:
 
 def _say_who_shares(transport: Transport) -> None:
     """One line from rank 0 if a host has more ranks than GPUs. Collective."""
-    found = dict(zip(transport.hosts, transport.gather_text(device.gpus()), strict=True))
+    found = dict(zip(transport.hosts, transport.gather_text(process.gpus()), strict=True))
     crowded = [f"{transport.hosts.count(host)} ranks on {host} share {gpus} GPU{'s' * (gpus > 1)}"
                for host, gpus in found.items() if transport.hosts.count(host) > gpus]
     if crowded and transport.rank == 0:

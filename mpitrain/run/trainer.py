@@ -6,7 +6,6 @@ from itertools import chain
 
 import numpy as np
 
-from mpitrain.backend import backend_for
 from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.on_kernels import arithmetic_of
@@ -14,13 +13,14 @@ from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.data import Source
 from mpitrain.layers.base import Unit
+from mpitrain.layers.flat import Plan
+from mpitrain.machine.backend import backend_for
 from mpitrain.ops import ops_for
 from mpitrain.optim import Optimizer, learning_rate
+from mpitrain.parallel.grid import share, topology
 from mpitrain.parallel.replicate import AllReduce, Outcome, Step
-from mpitrain.topology import share, topology
 from mpitrain.transport.base import Transport
-from mpitrain.transport.proof import over_device
-from mpitrain.units import Plan
+from mpitrain.transport.cuda_aware import over_device
 
 
 class Trainer:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.backend import on_device
 from mpitrain.errors import CommError
+from mpitrain.machine.backend import on_device
 
 if TYPE_CHECKING:
     from mpitrain.transport.base import Transport

@@ -7,25 +7,26 @@ from uuid import uuid4
 
 import numpy as np
 
-from mpitrain import checkpoint, device
-from mpitrain.checkpoint import Checkpoint, Done
 from mpitrain.collectives.tuning import DEFAULT, read_tuning
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.config import KEPT_ON_HOST, Config
 from mpitrain.data import Scan, Source, Unopened, as_it_is, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
+from mpitrain.layers.flat import Plan
 from mpitrain.layers.plain import Plain
+from mpitrain.machine import process
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
 from mpitrain.ops import ops_for
 from mpitrain.optim import STATE
-from mpitrain.placement import settled
-from mpitrain.topology import topology
-from mpitrain.trainer import Trainer
-from mpitrain.transport.agree import agreed, check_same
+from mpitrain.parallel.grid import topology
+from mpitrain.run import checkpoint
+from mpitrain.run.checkpoint import Checkpoint, Done
+from mpitrain.run.resolve import settled
+from mpitrain.run.trainer import Trainer
+from mpitrain.transport.agreed import agreed, check_same
 from mpitrain.transport.base import Transport
-from mpitrain.units import Plan
 
 
 class Job(NamedTuple):
@@ -79,9 +80,9 @@ def _check_memory(transport: Transport, config: Config, source: Source | Unopene
     length, count = _size(config, source)
     ranks, where = transport.hosts.count(transport.hosts[transport.rank]), "on this host"
     if config.device.kind == "cuda":
-        ranks, where = -(-ranks // device.gpus()), "on this GPU"
+        ranks, where = -(-ranks // process.gpus()), "on this GPU"
     needed = ranks * length * np.dtype(config.precision.compute).itemsize * (2 + len(STATE[config.optimizer.name]))
-    free = device.free_memory(config.device.kind)
+    free = process.free_memory(config.device.kind)
     if needed > free:
         raise ConfigError(
             f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.1f} GB {where}, "

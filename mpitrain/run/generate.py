@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mpitrain.errors import ConfigError, TrainingError
-from mpitrain.trainer import Trainer
+from mpitrain.run.trainer import Trainer
 
 
 def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: int, seed: int) -> Iterator[int]:

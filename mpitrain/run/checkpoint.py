@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import check_regular, sync
 from mpitrain.parallel.buckets import AGREED
-from mpitrain.trainer import Trainer
-from mpitrain.transport.agree import agreed
+from mpitrain.run.trainer import Trainer
+from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
 FORMAT = "mpitrain-2"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.backend import Backend
 from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights
+from mpitrain.machine.backend import Backend
 
 ALIGNMENT = 64  # bytes
 

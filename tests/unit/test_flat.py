@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mpitrain.backend import HostBackend
 from mpitrain.layers.base import Parameter, Unit
-from mpitrain.units import Plan
+from mpitrain.layers.flat import Plan
+from mpitrain.machine.backend import HostBackend
 
 HOST = HostBackend()
 

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
-from mpitrain import checkpoint
-from mpitrain.build import Job
 from mpitrain.collectives.tuning import write_tuning
 from mpitrain.config import Config, keys, parse, read_toml
 from mpitrain.data import Scan, TokenSource, absolute
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
-from mpitrain.metrics import cut_after
-from mpitrain.topology import topology
-from mpitrain.transport.agree import agreed
+from mpitrain.parallel.grid import topology
+from mpitrain.run import checkpoint
+from mpitrain.run.build import Job
+from mpitrain.run.metrics import cut_after
+from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
 METRICS, CONFIG, TUNING, TILES, TOKENS = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json", "tokens.json"

@@ -1,0 +1,1 @@
+"""What a process owns of its machine, and where arrays live."""

@@ -1,0 +1,1 @@
+"""One run: resolved, built, trained, kept in its directory."""

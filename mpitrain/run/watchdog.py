@@ -1,0 +1,40 @@
+"""The watchdog that notices when a rank makes no progress."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+
+class Watchdog:
+    """Ends the process when nobody has called `alive` for `seconds`: says where each thread stands, then exits 1.
+
+    It is a thread that makes no MPI call; a launcher that sees a rank leave without MPI_Finalize ends the job.
+    """
+
+    def __init__(self, rank: int, seconds: float):
+        self._rank, self._seconds = rank, seconds
+        self._doing, self._since = "starting", time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def alive(self, doing: str) -> None:
+        """Say what is being begun; the clock starts again."""
+        self._doing, self._since = doing, time.monotonic()
+
+    def patience(self, seconds: float) -> None:
+        """Wait this long from now on."""
+        self._seconds = seconds
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._seconds / 4)):
+            silent = time.monotonic() - self._since
+            if silent > self._seconds:
+                print(f"rank {self._rank}: no progress for {silent:.0f} s in {self._doing}; ending the job "
+                      f"(run.stall_seconds is {self._seconds:g}). Where it stands:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(sys.stderr)
+                os._exit(1)
