@@ -23,7 +23,7 @@ RANK = "import os, signal, time; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK
 
 def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(tmp_path):
     code = (f"{RANK}import mpitrain.run.loop as session\n"
-            "def build(transport, *rest):\n"
+            "def build(transport, *rest, **named):\n"
             "    if rank == 1: transport.barrier()\n"
             "    print('building', flush=True); time.sleep(600)\n"
             f"session.build = build\n{MAIN.replace('2.0', '600.0')}")
