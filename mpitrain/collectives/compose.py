@@ -10,6 +10,7 @@ class Local:
     """Work between messages, as a link of a lane."""
 
     state = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, work: Callable[[], None]):
@@ -30,6 +31,7 @@ class Lanes:
     """
 
     state = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int):

@@ -19,7 +19,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from mpitrain.collectives import algorithms
-from mpitrain.collectives.hierarchical import all_reduce as hierarchical
 from mpitrain.collectives.plans import Plan, Transfer
 
 KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
@@ -31,18 +30,14 @@ EAGER = 4000
 TERMS = ("host_alpha", "host_long", "host_beta", "net_alpha", "net_beta", "gamma")
 """Constants of the plans: seconds per message, per long message beside that, per byte, per message, per byte, per byte."""
 
-WHOLE = ("native", "shared")
-"""All-reduces that are no plan."""
-
 MEMORY = ("window", "plain")
 """Where arrays lie: in memory shared by the ranks of a host, or anywhere else."""
 
 PLANS = {
-    "allreduce": algorithms.ALL_REDUCE, "reduce-scatter": algorithms.REDUCE_SCATTER, "all-gather": algorithms.ALL_GATHER,
-    "broadcast": algorithms.BROADCAST, "reduce": algorithms.REDUCE, "all-to-all": algorithms.ALL_TO_ALL,
-    "sendrecv": algorithms.PING_PONG,
+    "reduce-scatter": algorithms.REDUCE_SCATTER, "all-gather": algorithms.ALL_GATHER, "broadcast": algorithms.BROADCAST,
+    "reduce": algorithms.REDUCE, "all-to-all": algorithms.ALL_TO_ALL, "sendrecv": algorithms.PING_PONG,
 }
-"""Every operation's algorithms that are plans."""
+"""The plans of every operation but the all-reduce, some of whose algorithms are none."""
 
 
 class Work(NamedTuple):
@@ -110,9 +105,14 @@ def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, items
 
 def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, ...]:
     """The plans a rank runs one after the other."""
-    if algorithm == "hierarchical":
-        return hierarchical(rank, hosts, count)
+    if operation == "allreduce":
+        return algorithms.ALL_REDUCE[algorithm].plans(rank, hosts, count)
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
+
+
+def is_whole(operation: str, algorithm: str) -> bool:
+    """Whether an algorithm is no plan, so that its cost is measured whole."""
+    return operation == "allreduce" and algorithms.ALL_REDUCE[algorithm].plans is None
 
 
 def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], itemsize: int) -> Work:
@@ -142,7 +142,7 @@ def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str]
     n, nbytes = len(hosts), count * itemsize
     plans, whole = (_nearest(found, n) for found in (tuning.plans, tuning.whole))
     memory = memory if memory in plans else "plain"
-    if algorithm in WHOLE:
+    if is_whole(operation, algorithm):
         if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
             return math.nan  # measured within a host, or between hosts, and says nothing about the other
         constants, amounts = whole[memory].get(algorithm), (1, nbytes)

@@ -34,6 +34,9 @@ class Reduction(Protocol):
     """What a lossy wire format keeps from run to run, which belongs in a checkpoint; None where nothing is lost. `residual`
     and `prediction` lie like the buffer; the residual is each rank's own, all else is the same on all ranks."""
 
+    algorithm: str
+    """Which all-reduce it became: what `auto` chose, or what stood in for one that this machine lacks; "" for anything else."""
+
     is_messages: bool
     """Whether it is made of messages, and of work between them, alone: any thread may then poll it, one at a time."""
 
@@ -79,6 +82,7 @@ class Execution:
     """A plan bound to an array and a tag: a Reduction. With `outgoing`, sends come out of that array instead."""
 
     state = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int,

@@ -7,12 +7,14 @@ copies that take turns, so that one barrier is enough.
 
 import numpy as np
 
-from mpitrain.collectives.arithmetic import HOST
-from mpitrain.collectives.check import everywhere
+from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
+from mpitrain.collectives.shared_gpu import bind_shared_gpu
 from mpitrain.errors import CommError, ConfigError
+from mpitrain.machine.backend import on_device
 from mpitrain.transport.base import Transport
 from mpitrain.transport.windows import Place
 
@@ -27,6 +29,7 @@ class Shared:
     """An all-reduce through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
 
     state = None
+    algorithm = ""
     is_messages = False
     meetings = 0
     """Barriers of one run."""
@@ -144,12 +147,14 @@ class Small(Shared):
             combine(array, other)
 
 
-def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> Reduction | None:
+def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
     """Bind an all-reduce through shared memory: through the window the array lies in, or through one it is copied to.
 
-    Collective. None on every rank if the host has no room for a window; ConfigError if the ranks are on several hosts.
+    Collective, over the ranks of one host. None on every rank if the host has no room for a window.
+    arithmetic  of GPU memory; host memory has its own
     """
-    check_one_host(transport)
+    if on_device(array):
+        return bind_shared_gpu(transport, array, op, tag, arithmetic)
     is_small = array.nbytes * transport.size <= SMALL
     windows = None if is_small else _window_of(transport, array)
     if windows is not None:
@@ -162,12 +167,17 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> R
     return reduction
 
 
-def check_one_host(transport: Transport) -> None:
-    """ConfigError on every rank if they are on several hosts."""
-    if len(set(transport.hosts)) > 1:
-        raise everywhere(ConfigError(
-            f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
-            "Use algorithm hierarchical."))
+def refusal(situation: Situation) -> ConfigError | None:
+    """Memory is shared within one host."""
+    if len(set(situation.hosts)) == 1:
+        return None
+    return ConfigError(f"algorithm shared needs all ranks on one host, but they are on {len(set(situation.hosts))}.",
+                       "Use algorithm hierarchical.")
+
+
+def is_rival(situation: Situation) -> bool:
+    """Of host memory: whether GPUs can open each other's only binding tells, and no tuning knows it."""
+    return not situation.is_on_device
 
 
 def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:

@@ -16,7 +16,6 @@ from mpitrain.collectives.compose import Chain, Local
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
-from mpitrain.collectives.shared import check_one_host
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.device import DeviceTransport
@@ -25,13 +24,12 @@ from mpitrain.transport.device import DeviceTransport
 def bind_shared_gpu(transport: DeviceTransport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
     """Bind an all-reduce through GPU memory that all ranks have opened; it stays open as long as the reduction lives.
 
-    Collective. None on every rank, and one line from rank 0, if a rank cannot open another's memory; ConfigError if the
-    ranks are on several hosts, or do not see each other's GPUs.
+    Collective, over the ranks of one host. None on every rank, and one line from rank 0, if a rank cannot open another's
+    memory; ConfigError if the ranks do not see each other's GPUs.
     order   chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
             ranks and in every run
     memory  the driver must not get an array's allocation back while other ranks have it open; CuPy's pools keep theirs
     """
-    check_one_host(transport)
     _check_gpus_are_seen(transport)
     rank, n, gpu = transport.rank, transport.size, transport.backend
     try:

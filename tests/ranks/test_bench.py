@@ -20,6 +20,7 @@ from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
 from mpitrain.cli.bench import command as bench
 from mpitrain.cli.train import unmeasured
+from mpitrain.collectives.allreduce import Situation
 from mpitrain.collectives.choose import candidates
 from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.collectives.wire import parse_wire
@@ -60,7 +61,7 @@ def test_on_the_simulator_our_kernels_reduce_and_code(monkeypatch):
 
 def test_between_hosts_there_is_no_window_and_links_are_fitted():
     hosts = ("a", "b", "c")
-    rows = median_of_sweeps(rows_of(3, request(*candidates(hosts, True), "star"), hosts))
+    rows = median_of_sweeps(rows_of(3, request(*candidates(Situation(hosts)), "star"), hosts))
     assert {row.buffers for row in rows} == {"plain"}
     found = fit(MACHINE | {"hosts": 3}, hosts, rows)
     assert list(found.plans[3]) == ["plain"] and list(found.whole[3]["plain"]) == ["native"]
