@@ -23,7 +23,7 @@ from mpitrain.optim import STATE
 from mpitrain.parallel.grid import topology
 from mpitrain.run import checkpoint
 from mpitrain.run.checkpoint import Checkpoint, Done
-from mpitrain.run.resolve import settled
+from mpitrain.run.resolve import check_names, settled
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreed import agreed, check_same
 from mpitrain.transport.base import Transport
@@ -50,6 +50,7 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
     noted   an earlier scan of the tokens, on rank 0: they are scanned again if their file is another or has changed since
     raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
     """
+    agreed(transport, lambda: check_names(config))
     agreed(transport, lambda: topology(config, transport.size))
     config = settled(transport, config)
     source = source or _opened(transport, config, noted)
