@@ -37,7 +37,7 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     algorithm   one of `all_reduce_choices`; "auto" takes the one that `tuning` predicts to be fastest
     arithmetic  what combines received parts; `native`, and `shared` in host memory, have their own
     raises      CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name;
-                what the algorithm refuses
+                the refusal of an algorithm that cannot run here
     returns     a reduction whose `algorithm` says what it became
     """
     tag = agree(transport, "all-reduce", array, all_reduce_choices(), algorithm, op=op)
