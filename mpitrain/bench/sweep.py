@@ -13,13 +13,13 @@ from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.together import starting_line
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import chosen_by_model, memory_of
-from mpitrain.collectives.check import check_name, everywhere
+from mpitrain.collectives.check import check_name
 from mpitrain.collectives.choose import candidates
 from mpitrain.collectives.cost import Tuning, predict
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.collectives.wire import Wire
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.machine.backend import Backend, backend_for, on_device
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport, aligned_zeros
@@ -171,7 +171,7 @@ def _algorithms(bench: Bench) -> Sequence[str]:
         refused = {name: why for name, why in needs.items() if name not in able}
     for name in request.algorithms:
         if name in refused:
-            raise everywhere(ConfigError(f"{request.operation} algorithm {name} {refused[name]}.", "Leave it out."))
+            raise on_every_rank(ConfigError(f"{request.operation} algorithm {name} {refused[name]}.", "Leave it out."))
     return request.algorithms or [name for name in known if name not in refused]
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpitrain.collectives.execute import started_twice
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, on_every_rank
 from mpitrain.transport.base import Request, Transport
 
 
@@ -15,11 +15,10 @@ class Native:
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str):
         if array.dtype.name not in transport.native_dtypes:
-            error = CommError(f"rank {transport.rank}: algorithm native cannot reduce {array.dtype}; "
-                              f"MPI reduces {', '.join(sorted(transport.native_dtypes))}.",
-                              "Use algorithm ring, which reduces any type.")
-            error.agreed = True  # the ranks have compared their dtypes
-            raise error
+            raise on_every_rank(CommError(  # the ranks have compared their dtypes
+                f"rank {transport.rank}: algorithm native cannot reduce {array.dtype}; "
+                f"MPI reduces {', '.join(sorted(transport.native_dtypes))}.",
+                "Use algorithm ring, which reduces any type."))
         self._transport, self._array, self._op = transport, array, op
         self._request: Request | None = None
 

@@ -8,11 +8,10 @@ copies that take turns, so that one barrier is enough.
 import numpy as np
 
 from mpitrain.collectives.arithmetic import HOST
-from mpitrain.collectives.check import everywhere
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.base import Transport
 from mpitrain.transport.windows import Place
 
@@ -165,7 +164,7 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> R
 def check_one_host(transport: Transport) -> None:
     """ConfigError on every rank if they are on several hosts."""
     if len(set(transport.hosts)) > 1:
-        raise everywhere(ConfigError(
+        raise on_every_rank(ConfigError(
             f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
             "Use algorithm hierarchical."))
 
