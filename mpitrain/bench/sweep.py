@@ -15,12 +15,12 @@ from mpitrain.collectives.algorithms import ALL_REDUCE, all_reduce_choices
 from mpitrain.collectives.allreduce import Situation
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import memory_of
-from mpitrain.collectives.check import check_name, everywhere
+from mpitrain.collectives.check import check_name
 from mpitrain.collectives.cost import Tuning, predict
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.collectives.wire import Wire
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.machine.backend import Backend, backend_for, on_device
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport, aligned_zeros
@@ -170,7 +170,7 @@ def _algorithms(bench: Bench) -> Sequence[str]:
         refused = {name: refusal for name in ALL_REDUCE if (refusal := ALL_REDUCE[name].refusal(situation))}
     for name in request.algorithms:
         if name in refused:
-            raise everywhere(ConfigError(f"{request.operation} {refused[name].law}", "Leave it out."))
+            raise on_every_rank(ConfigError(f"{request.operation} {refused[name].law}", "Leave it out."))
     return request.algorithms or [name for name in known if name not in refused]
 
 

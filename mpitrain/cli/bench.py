@@ -188,16 +188,15 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     from mpitrain.bench.header import header, machine
     from mpitrain.bench.sweep import Request, sizes
     from mpitrain.collectives.allreduce import Situation
-    from mpitrain.collectives.check import everywhere
     from mpitrain.collectives.choose import candidates
     from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
-    from mpitrain.errors import ConfigError
+    from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.transport.agreed import agreed
 
     if transport.size == 1:
-        raise everywhere(ConfigError("bench fit measures messages, and one rank sends none.",
-                                     "mpitrain launch -n 2 -- bench fit"))
+        raise on_every_rank(ConfigError("bench fit measures messages, and one rank sends none.",
+                                        "mpitrain launch -n 2 -- bench fit"))
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     agreed(transport, lambda: _check_files(transport.rank, [out, json_file]))
     places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)  # windows serve `shared`, which needs one host

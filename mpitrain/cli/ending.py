@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
 from mpitrain.machine import process
 
 if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its threads
@@ -93,12 +93,9 @@ def refuse_strangers(transport: "Transport") -> None:
     if started.rank > 0:
         time.sleep(1)  # no barrier joins these processes, and the first to leave may end the one that prints
         sys.exit(ConfigError.exit_code)
-    error = ConfigError(
+    raise on_every_rank(ConfigError(
         f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
-        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
-    )
-    error.agreed = True
-    raise error
+        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both."))
 
 
 def leave_together(transport: "Transport", show: Callable[[], None], exit_code: int) -> None:

@@ -18,12 +18,12 @@ from mpitrain.collectives.algorithms import (
 )
 from mpitrain.collectives.allreduce import Situation
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
-from mpitrain.collectives.check import agree, everywhere
+from mpitrain.collectives.check import agree
 from mpitrain.collectives.choose import choose
 from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.tuning import DEFAULT
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.base import Transport
 
@@ -45,7 +45,7 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
         algorithm = chosen_by_model(transport, array, tuning)
         agree(transport, "all-reduce by auto, from one tuning,", array, tuple(ALL_REDUCE), algorithm)
     if refusal := ALL_REDUCE[algorithm].refusal(situation(transport, array)):
-        raise everywhere(refusal)
+        raise on_every_rank(refusal)
     reduction = ALL_REDUCE[algorithm].bind(transport, array, op, tag, arithmetic)
     if reduction is None:
         algorithm = "ring"
@@ -109,10 +109,10 @@ def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.nda
     tag = agree(transport, "all-to-all", outgoing, tuple(ALL_TO_ALL), algorithm)
     agree(transport, "all-to-all", incoming, tuple(ALL_TO_ALL), algorithm)
     if overlap(outgoing, incoming):
-        raise everywhere(CommError(f"rank {transport.rank}: all-to-all needs two arrays that do not overlap.",
-                                   "Receive into an array of its own."))
+        raise on_every_rank(CommError(f"rank {transport.rank}: all-to-all needs two arrays that do not overlap.",
+                                      "Receive into an array of its own."))
     if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
-        raise everywhere(CommError(
+        raise on_every_rank(CommError(
             f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
             f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
             f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements."))

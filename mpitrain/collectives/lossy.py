@@ -14,12 +14,12 @@ import numpy as np
 
 from mpitrain.collectives import pairwise, ring
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
-from mpitrain.collectives.check import agree, everywhere
+from mpitrain.collectives.check import agree
 from mpitrain.collectives.compose import Chain, Lanes, Local
 from mpitrain.collectives.execute import WINDOW, Execution, Reduction
 from mpitrain.collectives.plans import Plan, at_once
 from mpitrain.collectives.wire import BLOCK, Codec, Wire
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.machine.backend import on_device
 from mpitrain.transport.base import Transport
 
@@ -79,10 +79,10 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
     """
     tag = agree(transport, "lossy all-reduce", array, (wire.name,), wire.name, amount=wire.amount, matrices=len(matrices))
     if array.dtype != np.float32:
-        raise everywhere(CommError(
+        raise on_every_rank(CommError(
             f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.", "Use wire none."))
     if wire.name in ("topk", "powersgd") and on_device(array):
-        raise everywhere(ConfigError(
+        raise on_every_rank(ConfigError(
             f"Wire format {wire.name} keeps its residuals in host memory, but this array lies in a GPU's.",
             "Use wire fp16, bf16, int8 or none, or device.kind cpu."))
     flat = array.reshape(-1)
@@ -91,7 +91,7 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
     if wire.name == "powersgd":
         beyond = [matrix for matrix in matrices if not matrix.fits(flat.size)]
         if beyond:
-            raise everywhere(CommError(f"Matrices lie within their array, but {beyond[0]} does not in {flat.size} elements."))
+            raise on_every_rank(CommError(f"Matrices lie within their array, but {beyond[0]} does not in {flat.size} elements."))
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
     return coded(transport, flat, arithmetic.codecs[wire.name], tag)
 

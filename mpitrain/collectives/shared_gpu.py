@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.arithmetic import Arithmetic
-from mpitrain.collectives.check import everywhere
 from mpitrain.collectives.compose import Chain, Local
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.device import DeviceTransport
 
@@ -59,7 +58,7 @@ def _check_gpus_are_seen(transport: DeviceTransport) -> None:
     for reader, (_, seen) in enumerate(everyone):
         for owner, (gpu, _) in enumerate(everyone):
             if gpu not in seen:
-                raise everywhere(ConfigError(
+                raise on_every_rank(ConfigError(
                     f"algorithm shared needs every rank to see the GPUs of all, but rank {reader} does not see that of rank "
                     f"{owner} ({gpu}).",
                     "Leave CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task out, or use algorithm ring."))

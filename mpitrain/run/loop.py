@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from mpitrain import __version__
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import Unopened
-from mpitrain.errors import CheckpointError, ConfigError, TrainingError
+from mpitrain.errors import CheckpointError, ConfigError, TrainingError, on_every_rank
 from mpitrain.parallel.replicate import Outcome
 from mpitrain.run import checkpoint
 from mpitrain.run.build import Job, build
@@ -195,10 +195,8 @@ class _Run:
         self._record({"event": "end", "step": self._config.run.steps, "replicas_equal": equal,
                       "peak_activation_bytes": self._trainer.arena.peak})
         if not equal:
-            error = TrainingError("After the last step the parameters differ between replicas.",
-                                  "This is a fault of mpitrain or of the machine's memory; please report it.")
-            error.agreed = True
-            raise error
+            raise on_every_rank(TrainingError("After the last step the parameters differ between replicas.",
+                                              "This is a fault of mpitrain or of the machine's memory; please report it."))
 
     def _log_step(self, step: int, outcome: Outcome, predictions: int) -> None:
         """A line on the steps since the last one. predictions: how many a row has."""
@@ -248,9 +246,7 @@ class _Run:
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
         """The run's last line, and the error to raise on every rank."""
         self._record({"event": "failed", "step": step})
-        error = TrainingError(law, way_out)
-        error.agreed = True
-        return error
+        return on_every_rank(TrainingError(law, way_out))
 
 
 def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:

@@ -36,8 +36,7 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
     if len(ranks) < transport.size:
         where = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
         law = f"On rank {where}: {law}"
-    error = getattr(errors, kind)(law, way_out)
-    error.agreed = True
+    error = errors.on_every_rank(getattr(errors, kind)(law, way_out))
     try:
         raise error
     finally:
@@ -54,13 +53,10 @@ def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
     for rank, others in enumerate(everyone):
         for name in facts:
             if others[name] != everyone[0][name]:
-                error = errors.ConfigError(
+                raise errors.on_every_rank(errors.ConfigError(
                     f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({transport.hosts[0]}) and "
                     f"{others[name]!r} on rank {rank} ({transport.hosts[rank]}).",
-                    "Start all ranks with the same arguments, and let them read the same files.",
-                )
-                error.agreed = True
-                raise error
+                    "Start all ranks with the same arguments, and let them read the same files."))
 
 
 def on_root(transport: Transport, function: Callable[[], None]) -> None:

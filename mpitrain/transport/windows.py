@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device
 
 if TYPE_CHECKING:
@@ -109,10 +109,9 @@ class Windows:
         parts = root.gather_text(self.parts)
         if any(parts):
             rank = next(rank for rank, count in enumerate(parts) if count)
-            error = CommError(f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} "
-                              "open part(s).", "Close the parts on all their ranks, then the transport they were split from.")
-            error.agreed = True
-            raise error
+            raise on_every_rank(CommError(
+                f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} open part(s).",
+                "Close the parts on all their ranks, then the transport they were split from."))
         self._release(sorted(self._blocks))  # two ranks number the windows they share alike, and so free them in one order
         self.closed = True
 
