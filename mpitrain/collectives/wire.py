@@ -7,7 +7,7 @@
     powersgd:K     for each matrix (m, n) two factors of rank K, 4 K (m + n) bytes; the rest as it is
 
 The last two send only what past sums do not predict, and what they leave out is remembered and added to the next array (error
-feedback). lossy.py reduces with them, and cuts long matrices into tiles.
+feedback). lossy.py binds reductions that use them.
 """
 
 from collections.abc import Callable

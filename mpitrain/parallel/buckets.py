@@ -8,7 +8,7 @@ from mpitrain import config
 from mpitrain.collectives.choose import part_bytes
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.lossy import Matrix, tiles
+from mpitrain.collectives.matrices import Matrix, tiles
 from mpitrain.collectives.moving import ByCaller, mover
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.layers.flat import Bucket, Plan

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mpitrain.collectives.lossy import RECENT
+from mpitrain.collectives.feedback import RECENT
 from mpitrain.errors import CheckpointError
 from mpitrain.parallel.buckets import AGREED
 from mpitrain.run import checkpoint
