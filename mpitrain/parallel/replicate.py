@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.collectives.group import Group
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.buckets import Buckets
@@ -100,17 +100,17 @@ class AllReduce(Replication):
     source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
     """
 
-    def __init__(self, group: Group, plan: Plan, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
+    def __init__(self, group: Group, storage: Storage, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
                  ops: Any, arena: Arena, settings: config.Replication, dense_steps: int, clip: float):
         super().__init__(ops, arena)
         self._group, self._optimizer = group, optimizer
         self._parameters, self._gradients = parameters, gradients
         self._overlap, self._clip = settings.overlap, clip
-        self.buckets = Buckets(group, plan, gradients, settings, dense_steps)
+        self.buckets = Buckets(group, storage, gradients, settings, dense_steps)
         self._control = np.zeros(4)  # on the host
         self._agree = group.bind(self._control)
         # The norm is computed once: each rank squares its share of the reduced gradient.
-        own = share(plan.length, group.rank, group.size)
+        own = share(storage.length, group.rank, group.size)
         self._own = gradients[own.start:own.stop]
 
     def share(self, rows: int) -> range:

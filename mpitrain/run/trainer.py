@@ -13,7 +13,7 @@ from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.data import Source
 from mpitrain.layers.base import Unit
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import backend_for
 from mpitrain.ops import ops_for
 from mpitrain.optim import Optimizer, learning_rate
@@ -27,7 +27,7 @@ class Trainer:
     """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
 
     transport    the one passed in, or one around it that also carries the arrays of config.device.kind
-    plan         where each tensor lies in the flat buffers
+    storage      where each tensor lies in the flat buffers
     parameters   flat buffer, equal on all replicas
     gradients    flat buffer; after a step the sum over all replicas, not clipped
     group        the replicas, and how they reduce: `tuning` is for algorithm auto
@@ -43,16 +43,16 @@ class Trainer:
         self.transport = transport = over_device(transport, self.backend, config.device.cuda_aware)
         self._ops = ops_for(self.backend.kind, config.device.gemm, config.device.tiles)
         self.arena = self.backend.arena()
-        self.plan = Plan(self.units, config.precision.compute, grid.dp)
-        self.parameters = transport.allocate(self.plan.length, self.plan.dtype)
-        self.plan.initialize(self.parameters, config.run.seed, self.backend)
-        self.gradients = transport.allocate(self.plan.length, self.plan.dtype)
-        self._weights = self.plan.weights(self.parameters)
-        self._gradients, self._leaves = self.plan.gradients(self.gradients)
-        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.backend, self.arena)
+        self.storage = Storage(self.units, config.precision.compute, grid.dp)
+        self.parameters = transport.allocate(self.storage.length, self.storage.dtype)
+        self.storage.initialize(self.parameters, config.run.seed, self.backend)
+        self.gradients = transport.allocate(self.storage.length, self.storage.dtype)
+        self._weights = self.storage.weights(self.parameters)
+        self._gradients, self._leaves = self.storage.gradients(self.gradients)
+        self.optimizer = Optimizer(config.optimizer, self.storage, self._ops, self.backend, self.arena)
         self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.arena))
         self.replication = AllReduce(
-            self.group, self.plan, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
+            self.group, self.storage, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
             config.replication, config.whole_steps, config.optimizer.clip,
         )
 
