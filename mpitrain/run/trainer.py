@@ -18,7 +18,7 @@ from mpitrain.machine.backend import backend_for
 from mpitrain.ops import ops_for
 from mpitrain.optim import Optimizer, learning_rate
 from mpitrain.parallel.grid import share, topology
-from mpitrain.parallel.replicate import AllReduce, Outcome, Step
+from mpitrain.parallel.replicate import AllReduce, Contribution, Outcome
 from mpitrain.transport.base import Transport
 from mpitrain.transport.cuda_aware import over_device
 
@@ -79,7 +79,7 @@ class Trainer:
             here = slice(mine.start, mine.stop)
             loss += scale * self._forward_backward(inputs[here], targets[here], scale, is_last=part == parts - 1)
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        return self.replication.finish(Step(index, loss, lr, stop))
+        return self.replication.finish(Contribution(index, loss, lr, stop))
 
     def _forward_backward(self, inputs: np.ndarray, targets: np.ndarray, scale: float, is_last: bool) -> float:
         """Add one micro-batch's gradients; returns its summed loss."""
