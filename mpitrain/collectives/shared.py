@@ -16,7 +16,7 @@ from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.base import Transport
 from mpitrain.transport.windows import Location
 
-BLOCK = 1 << 17
+CACHED_BYTES = 1 << 17
 """Bytes reduced at a time: what every rank has of a block stays in cache from its reduction to its last copy."""
 
 SMALL = 1 << 12
@@ -94,7 +94,7 @@ class InPlace(Shared):
         self._own = windows[rank]
         self._in_window = self._array.ctypes.data == self._own.ctypes.data
         start, stop = chunk_bounds(array.size, n)[rank]
-        step = max(1, BLOCK // array.itemsize)
+        step = max(1, CACHED_BYTES // array.itemsize)
         turned = windows[rank + 1:] + windows[:rank]
         self._blocks = [
             (self._own[low:min(low + step, stop)], [window[low:min(low + step, stop)] for window in turned])
