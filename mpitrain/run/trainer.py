@@ -53,7 +53,7 @@ class Trainer:
         self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.arena))
         self.replication = AllReduce(
             self.group, self.storage, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
-            config.replication, config.whole_steps, config.optimizer.clip,
+            config.replication, config.dense_steps, config.optimizer.clip,
         )
 
     def share(self) -> range:
