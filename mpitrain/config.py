@@ -190,7 +190,7 @@ class Config(Section):
             )
 
     @property
-    def whole_steps(self) -> int:
+    def dense_steps(self) -> int:
         """The first steps whose gradients travel whole, whatever the wire format."""
         if self.replication.dense_steps >= 0:
             return self.replication.dense_steps

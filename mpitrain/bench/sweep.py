@@ -33,7 +33,7 @@ LONG, LONGEST = 0.05, 1.0
 """Seconds of the fastest run after which no longer array is needed: if time grows as fast as the array, and in any case."""
 
 
-class Request(NamedTuple):
+class SweepRequest(NamedTuple):
     """What to measure.
 
     algorithms  names; none for all that can run here
@@ -62,7 +62,7 @@ class Request(NamedTuple):
 class Bench(NamedTuple):
     """What all rows of a request are measured with."""
 
-    request: Request
+    request: SweepRequest
     tuning: Tuning
     transport: Transport
     backend: Backend
@@ -135,7 +135,7 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
     return found
 
 
-def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Row]:
+def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterator[Row]:
     """Rows as they are measured; the same ones on every rank. Collective.
 
     raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
@@ -152,7 +152,7 @@ def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Ro
     return _rows(bench, subjects, counts, pools)
 
 
-def _device(request: Request) -> tuple[Backend, Arithmetic]:
+def _device(request: SweepRequest) -> tuple[Backend, Arithmetic]:
     """What computes; ConfigError where it is missing."""
     backend = backend_for(request.device)
     if request.device == "cuda" and request.dtype.name == "bfloat16":

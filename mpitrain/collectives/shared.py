@@ -16,9 +16,9 @@ from mpitrain.collectives.shared_gpu import bind_shared_gpu
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.backend import on_device
 from mpitrain.transport.base import Transport
-from mpitrain.transport.windows import Place
+from mpitrain.transport.windows import Location
 
-BLOCK = 1 << 17
+CACHED_BYTES = 1 << 17
 """Bytes reduced at a time: what every rank has of a block stays in cache from its reduction to its last copy."""
 
 SMALL = 1 << 12
@@ -97,7 +97,7 @@ class InPlace(Shared):
         self._own = windows[rank]
         self._in_window = self._array.ctypes.data == self._own.ctypes.data
         start, stop = chunk_bounds(array.size, n)[rank]
-        step = max(1, BLOCK // array.itemsize)
+        step = max(1, CACHED_BYTES // array.itemsize)
         turned = windows[rank + 1:] + windows[:rank]
         self._blocks = [
             (self._own[low:min(low + step, stop)], [window[low:min(low + step, stop)] for window in turned])
@@ -181,11 +181,11 @@ def is_rival(situation: Situation) -> bool:
 
 
 def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:
-    """What lies where `array` does in every rank's window; None unless it lies at one place on all ranks. Collective."""
-    place = transport.windows.locate(array, transport.members[transport.rank])
-    views = None if place is None else transport.windows.views(place, transport.members, array.size, array.dtype)
-    places = transport.gather_text(None if views is None else place)
-    return views if all(p == places[0] for p in places) else None
+    """What lies where `array` does in every rank's window; None unless it lies at one location on all ranks. Collective."""
+    location = transport.windows.locate(array, transport.members[transport.rank])
+    views = None if location is None else transport.windows.views(location, transport.members, array.size, array.dtype)
+    locations = transport.gather_text(None if views is None else location)
+    return views if all(p == locations[0] for p in locations) else None
 
 
 def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]]] | tuple[None, None]:
@@ -193,10 +193,10 @@ def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, 
     apart = -(-array.nbytes // 64) * 64
     nbytes = 1 << max(12, (copies * apart - 1).bit_length())  # few sizes, so that they are used again
     idle = set.intersection(*map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members))))
-    place = Place(min(idle), 0) if idle else transport.windows.locate(
+    location = Location(min(idle), 0) if idle else transport.windows.locate(
         transport.allocate(nbytes, np.uint8), transport.members[transport.rank])
-    views = [None if place is None else transport.windows.views(
-        place._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
+    views = [None if location is None else transport.windows.views(
+        location._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
     if not all(transport.gather_text(None not in views)):
         return None, None
-    return place.window, views
+    return location.window, views

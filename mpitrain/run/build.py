@@ -13,7 +13,7 @@ from mpitrain.config import KEPT_ON_HOST, Config
 from mpitrain.data import Scan, Source, Unopened, as_it_is, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.gpt import gpt
@@ -96,8 +96,8 @@ def _size(config: Config, source: Source | Unopened) -> tuple[int, int]:
     """Elements of a flat buffer, and parameters, of the configured network: those of one layer and as much again per other."""
     def size(layers: int) -> tuple[int, int]:
         shallow = config.model.model_copy(update={"layers": layers})
-        plan = Plan(model(config.model_copy(update={"model": shallow}), source), config.precision.compute)
-        return plan.length, plan.parameter_count
+        storage = Storage(model(config.model_copy(update={"model": shallow}), source), config.precision.compute)
+        return storage.length, storage.parameter_count
 
     return tuple(one + (config.model.layers - 1) * (two - one) for one, two in zip(size(1), size(2), strict=True))
 

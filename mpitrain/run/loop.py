@@ -118,7 +118,7 @@ class _Run:
         record = {
             "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
             "ranks": transport.size, "hosts": len(set(transport.hosts)),
-            "parameters": self._trainer.plan.parameter_count, "held_out": self._source.held_out,
+            "parameters": self._trainer.storage.parameter_count, "held_out": self._source.held_out,
             **({"changed": place.changed} if place.changed else {}),
         }
         if self._is_root:

@@ -14,7 +14,7 @@ from mpitrain.bench import sweep as sweeping
 from mpitrain.bench import together
 from mpitrain.bench.fit import check, fit, median_of_sweeps
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
-from mpitrain.bench.sweep import Request, dtype_of, is_long_enough, sizes, sweep
+from mpitrain.bench.sweep import SweepRequest, dtype_of, is_long_enough, sizes, sweep
 from mpitrain.bench.table import check_writable
 from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
@@ -33,7 +33,7 @@ MACHINE = {"hosts": 1, "cores": 2}
 
 
 def request(*algorithms, most=1 << 12, buffers=("window", "plain"), **more):
-    return Request("allreduce", algorithms, sizes(64, most, 4), np.dtype("float32"), 2, 1, buffers, 1, **more)
+    return SweepRequest("allreduce", algorithms, sizes(64, most, 4), np.dtype("float32"), 2, 1, buffers, 1, **more)
 
 
 def rows_of(n, asked, hosts=None):

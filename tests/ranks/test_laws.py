@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives import execute, lossy, plans
+from mpitrain.collectives import coded, execute, plans
 from mpitrain.collectives.algorithms import all_reduce_choices
 from mpitrain.collectives.bind import bind
 from mpitrain.transport.threads import run_ranks
@@ -46,7 +46,7 @@ def test_many_segments_obey(name, monkeypatch):
 @pytest.mark.parametrize("name", ["law_all_ranks_hold_the_same_bits", "law_coded_sums_are_as_near_as_their_rounding",
                                   "law_what_is_not_finite_stays_so_on_every_rank"])
 def test_coded_sums_in_many_lanes_obey(name, monkeypatch):
-    monkeypatch.setattr(lossy, "LANE", 500)
+    monkeypatch.setattr(coded, "LANE", 500)
     for n in (1, 2, 3, 5):
         run_ranks(n, getattr(LossyLaws(), name))
 

@@ -138,6 +138,6 @@ def test_shares_are_a_partition_and_none_is_empty_when_there_are_enough_rows(row
 
 def test_powersgd_starts_with_a_quarter_of_dense_steps_unless_told_otherwise():
     def dense(wire, steps=-1):
-        return parse({"run": {"steps": 403}, "replication": {"wire": wire, "dense_steps": steps}}).whole_steps
+        return parse({"run": {"steps": 403}, "replication": {"wire": wire, "dense_steps": steps}}).dense_steps
     assert [dense(wire) for wire in ("none", "int8", "topk:0.1", "powersgd", "powersgd:2")] == [0, 0, 0, 100, 100]
     assert (dense("powersgd", 0), dense("topk", 7)) == (0, 7)
