@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.threads import run_ranks as run_ranks
+else:  # hidden from type checkers, which would believe that any name is offered
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'mpitrain' has no attribute {name!r}; it offers {', '.join(_HOMES)}")
+        return getattr(import_module(f"mpitrain.{_HOMES[name]}"), name)
 
 __version__ = "0.1.0"
 
@@ -47,12 +52,6 @@ _HOMES = {
 """Where each public name lives: for programs, as the imports above are for type checkers."""
 
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mpitrain' has no attribute {name!r}; it offers {', '.join(_HOMES)}")
-    return getattr(import_module(f"mpitrain.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
