@@ -1,7 +1,6 @@
 """The direction of imports and the single doors, read from the source."""
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -48,18 +47,6 @@ def room(dotted: str) -> str:
 
 def test_every_room_has_its_floor_and_every_floor_its_room():
     assert {room(source) for source in SOURCES} - {"__init__"} == set(FLOORS)
-
-
-def test_the_page_about_the_house_shows_every_floor_from_the_roof_down():
-    picture = (PACKAGE / "README.md").read_text().split("```")[1]
-    shown = re.findall(r"^ (\w+)  +\w", picture, re.M)
-    assert [*reversed(shown)] == [floor for floor in FLOORS if floor != "__main__"]
-
-
-def test_the_page_about_the_house_names_files_and_rooms_that_are_there():
-    named = re.findall(r"`([\w/.]+\.(?:py|md)|(?:tests|ops|collectives)/\w+)`", (PACKAGE / "README.md").read_text())
-    missing = [name for name in named if not ((PACKAGE / name).exists() or (PACKAGE.parent / name).exists())]
-    assert not missing
 
 
 @pytest.mark.parametrize("source", SOURCES)
