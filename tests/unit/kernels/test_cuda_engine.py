@@ -15,7 +15,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
-from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
+from tests.cases.numbers import assert_close, numbers, stored, values
 
 
 class RememberingKernel:

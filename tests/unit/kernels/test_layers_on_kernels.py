@@ -13,10 +13,10 @@ from mpitrain.machine.backend import CudaBackend, HostBackend, SimulatorBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import ops_for, reference
 from mpitrain.ops.cuda import body
+from tests.cases.numbers import numbers
 from tests.fakes import cupy, gpu
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of
-from tests.unit.kernels.cases.numbers import numbers
 
 OPS = ops_for("cuda-sim")
 

@@ -10,7 +10,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import reference
 from mpitrain.ops.cuda import product, tiles
-from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
+from tests.cases.numbers import assert_close, numbers, stored, values
 
 SHAPES = [(1, 1, 1), (0, 3, 2), (3, 0, 2), (4, 5, 0), (7, 129, 31), (31, 33, 17), (64, 96, 48), (65, 33, 130)]
 TRANSPOSITIONS = [(False, True), (False, False), (True, False), (True, True)]
