@@ -70,7 +70,7 @@ def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tm
     assert len(set(said.values())) == 1 and "validation loss" in said[()]
 
 
-@pytest.mark.mpi(ranks=[4], timeout=SECONDS)
+@pytest.mark.parametrize("mpi_ranks", [4])
 @pytest.mark.parametrize("wire, adds, encodes", [("none", "add_into", set()), ("fp16", "decode_fp16", {"encode_fp16"})])
 def test_it_is_our_kernels_that_reduce_the_gradients(wire, adds, encodes, mpi_ranks, monkeypatch):
     settings = [word for word in TINY if word != "--set"]
