@@ -7,10 +7,11 @@ import pytest
 
 from mpitrain.bench.fit import check, fit
 from mpitrain.bench.sweep import Row, sizes
+from mpitrain.collectives import cost
 from mpitrain.collectives.algorithms import ALL_REDUCE
 from mpitrain.collectives.allreduce import Situation
 from mpitrain.collectives.choose import candidates, choose, part_bytes
-from mpitrain.collectives.cost import EAGER, KNOTS, MEMORY, Tuning, is_whole, predict, shares, work
+from mpitrain.collectives.cost import EAGER, KNOTS, MEMORY, Tuning, is_whole, plans_of, predict, shares, work
 from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
 
@@ -59,6 +60,20 @@ def test_messages_between_hosts_are_counted_apart():
 def test_a_message_longer_than_mpi_sends_at_once_is_counted_as_long():
     for count, messages in ((EAGER // 4, 0), (EAGER // 4 + 1, 2)):
         assert work("allreduce", "tree", ("a", "a"), count, 4, MANY).host_long == messages
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving-doubling", "hierarchical"])
+@pytest.mark.parametrize("hosts", [list("abcdefg"), list("aabbccdd"), list("aaabbbcccdddeee"), list("abcdabcd")])
+def test_one_segment_of_a_long_array_tells_of_all_and_a_few_hosts_of_many(algorithm, hosts, monkeypatch):
+    made = []
+    monkeypatch.setattr(cost, "plans_of", lambda *a: made.append(plans_of(*a)) or made[-1])
+    counts = (0, 1, 70_000, 1_000_003, 9_000_001)
+    short = [work("allreduce", algorithm, hosts, count, 4, 2) for count in counts]
+    assert max(len(plan.steps) for plans in made for plan in plans) <= 2 * len(hosts), "as long as of one segment"
+    monkeypatch.setattr(cost, "_segments", lambda *a: 1)
+    monkeypatch.setattr(cost, "ENDS", len(hosts))
+    for count, seen in zip(counts, short, strict=True):
+        assert seen == pytest.approx(work("allreduce", algorithm, hosts, count, 4, 2), rel=2e-3, abs=1e-2 * count)
 
 
 def test_ranks_that_share_cores_take_turns():
