@@ -1,6 +1,6 @@
 """Binding: an operation, an algorithm and a buffer become something that runs again and again.
 
-Every function here is collective: all ranks call it, in the same order, and agree on what they bind (agree.py says what
+Every function here is collective: all ranks call it, in the same order, and agree on what they bind (check.py says what
 is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bound collective has a tag of its own.
 """
 

@@ -65,11 +65,10 @@ class _Receive:
             return True
         try:
             with self._turns.lock:
-                arrived = self._request.Test(self._status)
+                if self._request.Test(self._status):
+                    self._finish()
         except self._transport.MPI.Exception as error:
             self._fail(error)
-        if arrived:
-            self._finish()
         return self._done
 
     def wait(self) -> None:
@@ -85,6 +84,7 @@ class _Receive:
         self._finish()
 
     def _finish(self) -> None:
+        """The message is here; calls MPI."""
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:
