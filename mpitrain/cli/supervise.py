@@ -6,6 +6,7 @@ launcher's exit code. No folder need be shared with the ranks, and no variable n
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -67,7 +68,13 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
         passage.finish(2)
     if words.killed and told < 2 and (words.began or not told):
         say(f"{words.killed}" + (". With --resume the run goes on from its last checkpoint" if words.began else ""))
-    return training_code(words, code, told) if is_training else _positive(code)
+    if is_training:
+        return training_code(words, code, told)
+    if passages[0].lost is None:
+        return _positive(code)
+    if passages[0].lost.errno != errno.EPIPE:
+        say(f"standard output takes no more, and the result is lost: {passages[0].lost.strerror}")
+    return _positive(code) or 1
 
 
 def say(text: str) -> None:

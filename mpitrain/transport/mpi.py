@@ -316,6 +316,8 @@ class MpiTransport:
 
     def abort(self, message: str) -> NoReturn:
         print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        if self.MPI.COMM_WORLD.size == 1:
+            raise SystemExit(1)  # nobody else waits, and MPI_Abort would add words of its own
         self.turns.lock.acquire(timeout=1)  # another thread's call may never end
         self.comm.Abort(1)
         raise SystemExit(1)
