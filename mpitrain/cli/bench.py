@@ -187,7 +187,7 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     from mpitrain.bench.fit import checked, described, fit, median_of_sweeps, merged
     from mpitrain.bench.header import header, machine
     from mpitrain.bench.sweep import SweepRequest, sizes
-    from mpitrain.collectives.allreduce import Situation
+    from mpitrain.collectives.all_reduce import Situation
     from mpitrain.collectives.choose import candidates
     from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning

@@ -16,7 +16,7 @@ from mpitrain.collectives.algorithms import (
     REDUCE_SCATTER,
     all_reduce_choices,
 )
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.check import agree
 from mpitrain.collectives.choose import choose

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mpitrain.collectives.algorithms import ALL_REDUCE
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.cost import Tuning, predict
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.execute import started_twice
 from mpitrain.errors import CommError

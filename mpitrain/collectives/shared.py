@@ -7,7 +7,7 @@ copies that take turns, so that one barrier is enough.
 
 import numpy as np
 
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
