@@ -47,6 +47,7 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
         environment[TERMINAL] = str(shutil.get_terminal_size().columns)
     process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout and process.stderr
     words = Words()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
     passages = [Passage(os.dup(process.stdout.fileno()), 1, Output(words), is_training),

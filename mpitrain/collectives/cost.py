@@ -14,7 +14,7 @@ source   Hockney 1994, Parallel Computing 20(3); Thakur, Rabenseifner & Gropp 20
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ WHOLE = ("native", "shared")
 MEMORY = ("window", "plain")
 """Where arrays lie: in memory shared by the ranks of a host, or anywhere else."""
 
-PLANS = {
+PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
     "allreduce": algorithms.ALL_REDUCE, "reduce-scatter": algorithms.REDUCE_SCATTER, "all-gather": algorithms.ALL_GATHER,
     "broadcast": algorithms.BROADCAST, "reduce": algorithms.REDUCE, "all-to-all": algorithms.ALL_TO_ALL,
     "sendrecv": algorithms.PING_PONG,
@@ -93,7 +93,7 @@ def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, items
     cores   of a host
     """
     busiest = Work()
-    for host in dict.fromkeys(hosts[:32] + hosts[-32:]):  # plans repeat themselves: enough of a large job
+    for host in dict.fromkeys((*hosts[:32], *hosts[-32:])):  # plans repeat themselves: enough of a large job
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
         plans = [plans_of(operation, algorithm, rank, hosts, count) for rank in ranks]
         works = [_of_rank(mine, rank, hosts, itemsize) for mine, rank in zip(plans, ranks, strict=True)]
@@ -142,6 +142,7 @@ def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str]
     n, nbytes = len(hosts), count * itemsize
     plans, whole = (_nearest(found, n) for found in (tuning.plans, tuning.whole))
     memory = memory if memory in plans else "plain"
+    amounts: tuple[float, ...]
     if algorithm in WHOLE:
         if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
             return math.nan  # measured within a host, or between hosts, and says nothing about the other

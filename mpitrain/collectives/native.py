@@ -10,7 +10,7 @@ from mpitrain.transport.base import Request, Transport
 class Native:
     """The library's all-reduce bound to an array: a Reduction."""
 
-    state = None
+    state = learn = None
     is_messages = False
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str):
