@@ -38,7 +38,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Give every test its time, and let `pytest -q` start MPI tests: their plugin makes no option of verbosity -1."""
-    config.option.verbose = max(config.option.verbose, 0)
+    """Give every test its time."""
     if config.option.timeout is None:
         config.option.timeout = 3 * SECONDS

@@ -9,8 +9,9 @@ import numpy as np
 from scipy.optimize import linprog
 
 from mpitrain.bench.sweep import Row
+from mpitrain.collectives.allreduce import Situation
 from mpitrain.collectives.choose import choose
-from mpitrain.collectives.cost import KNOTS, TERMS, WHOLE, Constants, Tuning, predict, shares, work
+from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning, is_whole, predict, shares, work
 from mpitrain.collectives.tuning import DEFAULT
 
 SHORT = 1 << 14
@@ -45,11 +46,11 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> T
     whole: dict[str, dict[str, Constants]] = {}
     for memory in dict.fromkeys(row.buffers for row in rows):
         here = [row for row in rows if row.buffers == memory]
-        moved = [row for row in here if row.chosen not in WHOLE]
+        moved = [row for row in here if not is_whole("allreduce", row.chosen)]
         works = [work("allreduce", row.chosen, hosts, row.count, row.bytes // row.count, machine["cores"]) for row in moved]
         plans[memory] = constants(moved, works, defaults[memory])
         whole[memory] = {}
-        for name in dict.fromkeys(row.chosen for row in here if row.chosen in WHOLE):
+        for name in dict.fromkeys(row.chosen for row in here if is_whole("allreduce", row.chosen)):
             mine = [row for row in here if row.chosen == name]
             whole[memory][name] = constants(mine, [(1, row.bytes) for row in mine])
     return Tuning(machine, {n: plans}, {n: whole})
@@ -106,7 +107,7 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
         times.setdefault((row.bytes, row.count), {})[row.chosen] = row.time_us
     choices = {}
     for (nbytes, count), measured in times.items():
-        chosen = choose(tuning, hosts, count, nbytes // count, memory=memory)
+        chosen = choose(tuning, Situation(hosts), count, nbytes // count, memory=memory)
         choices[nbytes] = chosen, measured[chosen] / min(measured.values())
     return Check(median(errors[True] + errors[False]), median(errors[True] or [math.nan]), choices)
 

@@ -1,5 +1,6 @@
 """Agreement: the ranks compare what they are about to bind, so that a run need not check anything."""
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def unfit(array: Any) -> str | None:
     return None
 
 
-def check_name(what: str, name: str, known: tuple[str, ...]) -> None:
+def check_name(what: str, name: str, known: Collection[str]) -> None:
     """ConfigError that lists what there is, unless the name is among it."""
     if name not in known:
         raise on_every_rank(ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}."))

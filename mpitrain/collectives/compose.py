@@ -12,6 +12,7 @@ class Local:
     """Work between messages, as a link of a lane."""
 
     state = learn = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, work: Callable[[], None]):
@@ -33,6 +34,7 @@ class Lanes:
 
     state: dict[str, np.ndarray] | None = None
     learn: Callable[[np.ndarray], None] | None = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int):

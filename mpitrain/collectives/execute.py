@@ -38,6 +38,9 @@ class Reduction(Protocol):
         `residual` and `prediction` lie like the buffer; the residual is each rank's own, all else is the same on all ranks.
         """
 
+    algorithm: str
+    """Which all-reduce it became: what `auto` chose, or what stood in for one that this machine lacks; "" for anything else."""
+
     @property
     def learn(self) -> Callable[[np.ndarray], None] | None:
         """Where there is state: takes note of a sum like the buffer's that another reduction made in its place."""
@@ -85,6 +88,7 @@ class Execution:
     """A plan bound to an array and a tag: a Reduction. With `outgoing`, sends come out of that array instead."""
 
     state = learn = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int,

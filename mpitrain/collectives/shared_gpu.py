@@ -15,7 +15,6 @@ from mpitrain.collectives.compose import Chain, Local
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
-from mpitrain.collectives.shared import check_one_host
 from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
@@ -25,13 +24,12 @@ from mpitrain.transport.device import DeviceTransport
 def bind_shared_gpu(transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
     """Bind an all-reduce through GPU memory that all ranks have opened; it stays open as long as the reduction lives.
 
-    Collective. None on every rank, and one line from rank 0, if a rank cannot open another's memory; ConfigError if the
-    ranks are on several hosts, do not see each other's GPUs, or pass a transport of host memory.
+    Collective, over the ranks of one host. None on every rank, and one line from rank 0, if a rank cannot open another's
+    memory; ConfigError if the ranks do not see each other's GPUs, or pass a transport of host memory.
     order   chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
             ranks and in every run
     memory  the driver must not get an array's allocation back while other ranks have it open; CuPy's pools keep theirs
     """
-    check_one_host(transport)
     if not isinstance(transport, DeviceTransport):
         raise on_every_rank(ConfigError(
             "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",

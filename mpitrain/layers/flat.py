@@ -1,6 +1,6 @@
-"""Flat storage: every parameter of a model in one buffer, cut in units; gradients and optimizer state have the same plan.
+"""Flat storage: every parameter of a model in one buffer, cut in units; gradients and optimizer state lie alike.
 
-A plan says where each tensor lies; `views` turns a flat buffer into the nested names that layers compute with. Within a
+`Storage` says where each tensor lies; `weights` turns a flat buffer into the nested names that layers compute with. Within a
 unit tensors are ordered by (trainable, decayed), so that the optimizer walks a few runs instead of many tensors; a unit is
 padded to a multiple of dp x 64 bytes, so that every rank's share of it is whole cache lines. Padding stays zero.
 """
@@ -49,7 +49,7 @@ class Bucket(NamedTuple):
     first_unit: int
 
 
-class Plan:
+class Storage:
     """Where every tensor of a list of units lies.
 
     entries   all stored tensors, in order of storage; a tied tensor is stored once, in its first unit

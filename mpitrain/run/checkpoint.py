@@ -97,7 +97,7 @@ def _prepare(partial: Path) -> None:
 
 
 def _write_own(partial: Path, trainer: Trainer, done: Done) -> None:
-    entries, to_host, rank = trainer.plan.entries, trainer.backend.to_host, trainer.transport.rank
+    entries, to_host, rank = trainer.storage.entries, trainer.backend.to_host, trainer.transport.rank
     residuals = trainer.replication.buckets.residuals()
     metadata = {"format": FORMAT, "run": done.run, "step": str(done.step), "samples": str(done.samples), "rank": str(rank),
                 "ranks": str(trainer.transport.size), "residuals": "yes" if residuals else "no"}
@@ -201,7 +201,7 @@ def load(checkpoint: Checkpoint, trainer: Trainer) -> None:
 
 
 def _fill(trainer: Trainer, flat: np.ndarray, prefix: str, tensors: Mapping[str, np.ndarray]) -> None:
-    for entry in trainer.plan.entries:
+    for entry in trainer.storage.entries:
         tensor, wanted = tensors.get(prefix + entry.name), entry.parameter.shape
         if tensor is None or tensor.shape != wanted:
             has = "none" if tensor is None else f"shape {tensor.shape}"

@@ -19,7 +19,7 @@ from mpitrain.transport.windows import Windows, no_room, room_left
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-BLOCK = 1 << 20
+TYPE_BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""
 
 PART = 1 << 30
@@ -179,9 +179,9 @@ class MpiTransport:
         """One derived type of `count` elements: blocks, and what remains."""
         key = unit.handle, count
         if key not in self._large:
-            blocks, rest = divmod(count, BLOCK)
-            block = unit.Create_contiguous(BLOCK)
-            offsets = [0, blocks * BLOCK * unit.Get_size()]
+            blocks, rest = divmod(count, TYPE_BLOCK)
+            block = unit.Create_contiguous(TYPE_BLOCK)
+            offsets = [0, blocks * TYPE_BLOCK * unit.Get_size()]
             self._large[key] = self.MPI.Datatype.Create_struct([blocks, rest], offsets, [block, unit]).Commit()
         return self._large[key]
 

@@ -17,7 +17,7 @@ MOUNT = "/dev/shm"
 """Where MPI libraries keep shared windows on Linux. Docker gives it 64 MiB unless told otherwise (--shm-size)."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an array lies: byte `offset` of this rank's block of window number `window`."""
 
     window: int
@@ -66,8 +66,8 @@ class Windows:
     def _is_idle(self, window: int) -> bool:
         return all(user() is None for user in self._users[window])
 
-    def locate(self, array: np.ndarray, me: int) -> Place | None:
-        """The place of a contiguous array in this rank's own blocks; None if it lies elsewhere, or in a GPU's memory."""
+    def locate(self, array: np.ndarray, me: int) -> Location | None:
+        """The location of a contiguous array in this rank's own blocks; None if it lies elsewhere, or in a GPU's memory."""
         if on_device(array):
             return None
         address = array.ctypes.data
@@ -76,16 +76,16 @@ class Windows:
                 continue
             offset = address - blocks[me].ctypes.data
             if array.size and 0 <= offset <= blocks[me].nbytes - array.nbytes:
-                return Place(window, offset)
+                return Location(window, offset)
         return None
 
-    def views(self, place: Place, members: Sequence[int], count: int, dtype: Any) -> list[np.ndarray] | None:
-        """What lies at the same place of each member's block, by member; None if one of them is on another host."""
-        blocks = self._blocks[place.window]
+    def views(self, location: Location, members: Sequence[int], count: int, dtype: Any) -> list[np.ndarray] | None:
+        """What lies at the same location in each member's block, by member; None if one of them is on another host."""
+        blocks = self._blocks[location.window]
         if not all(member in blocks for member in members):
             return None
-        stop = place.offset + count * np.dtype(dtype).itemsize
-        return [blocks[member][place.offset:stop].view(dtype) for member in members]
+        stop = location.offset + count * np.dtype(dtype).itemsize
+        return [blocks[member][location.offset:stop].view(dtype) for member in members]
 
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
         """Numbers of the windows of `nbytes` a rank that this rank does not use, and that these ranks have to themselves.

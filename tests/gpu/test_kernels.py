@@ -10,8 +10,8 @@ import pytest
 from mpitrain.kernels.arguments import Argument
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.loader import Kernels
-from tests.unit.kernels.cases.numbers import numbers, stored, values
-from tests.unit.kernels.cases.suite import SUITE
+from tests.cases.numbers import numbers, stored, values
+from tests.cases.suite import SUITE
 
 pytestmark = pytest.mark.gpu
 GROUPS = {group.__name__: group for groups in SUITE.values() for group in groups}

@@ -11,7 +11,7 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.kernels.engines import kernels_for
-from mpitrain.ops.cuda.tiles import TILES, Measured, Plan, write_tiles
+from mpitrain.ops.cuda.tiles import TILES, Measured, Tiling, write_tiles
 from mpitrain.run.build import build
 from mpitrain.transport.mpi import connect
 from tests.mpi.test_commands import TINY, losses
@@ -70,7 +70,7 @@ def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tm
     assert len(set(said.values())) == 1 and "validation loss" in said[()]
 
 
-@pytest.mark.mpi(ranks=[4], timeout=SECONDS)
+@pytest.mark.parametrize("mpi_ranks", [4])
 @pytest.mark.parametrize("wire, adds, encodes", [("none", "add_into", set()), ("fp16", "decode_fp16", {"encode_fp16"})])
 def test_it_is_our_kernels_that_reduce_the_gradients(wire, adds, encodes, mpi_ranks, monkeypatch):
     settings = [word for word in TINY if word != "--set"]
@@ -101,7 +101,7 @@ def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
              "--set", "run.eval_every=-1"]
     done = launch(2, *words, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("The table of tiles mine.json cannot be read") == 1, done.stderr
-    write_tiles(tmp_path / "mine.json", "simulator", [Measured("float32", "NT", 64, 64, 16, Plan(TILES[1], 1))])
+    write_tiles(tmp_path / "mine.json", "simulator", [Measured("float32", "NT", 64, 64, 16, Tiling(TILES[1], 1))])
     done = launch(2, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/tiles.json").read_text() == (tmp_path / "mine.json").read_text()

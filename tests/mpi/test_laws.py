@@ -1,22 +1,21 @@
-"""The laws of transports and collectives over mpirun: one start per number of ranks runs them all."""
+"""The laws of transports and collectives over mpirun."""
 
 import numpy as np
 import pytest
 
 from mpitrain.collectives.bind import bind
 from mpitrain.transport import mpi
-from mpitrain.transport.mpi import connect
 from tests.laws.collectives import CollectiveLaws
 from tests.laws.lossy import LossyLaws
 from tests.laws.moving import MovingLaws
 from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of
-from tests.processes import SECONDS
+
+LAWS = [(cls, name) for cls in (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws) for name in laws_of(cls)]
 
 
-@pytest.mark.mpi(ranks=[3], timeout=SECONDS)
-def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks):
-    transport = connect()
+@pytest.mark.parametrize("mpi_ranks", [3])
+def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks, transport):
     for algorithm in ("ring", "halving-doubling"):
         position = np.arange(17_000_003) % (1 << 20)  # 68 MB; sums stay below 2^24, hence exact
         array = (position + transport.rank).astype("float32")
@@ -24,10 +23,9 @@ def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks):
         assert np.array_equal(array, 3 * position + 3), algorithm
 
 
-@pytest.mark.mpi(ranks=[3], timeout=SECONDS)
-def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, monkeypatch):
+@pytest.mark.parametrize("mpi_ranks", [3])
+def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, transport, monkeypatch):
     monkeypatch.setattr(mpi, "PART", 100)
-    transport = connect()
     for count in (0, 100, 701):
         array = np.arange(count) + transport.rank
         reduction = bind(transport, array, algorithm="native")
@@ -39,14 +37,8 @@ def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, monke
         assert np.array_equal(array, 9 * np.arange(count) + 9)
 
 
-@pytest.mark.mpi(ranks=[1, 2, 3, 4, 5], timeout=SECONDS)
-@pytest.mark.parametrize("cls", [TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws])
-def test_mpi_obeys(cls, mpi_ranks):
-    transport = connect()
+@pytest.mark.parametrize("mpi_ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])
+def test_mpi_obeys(cls, name, mpi_ranks, transport):
     assert transport.size == mpi_ranks
-    for name in laws_of(cls):
-        try:
-            getattr(cls(), name)(transport)
-        except BaseException as error:
-            error.add_note(f"law: {name}")
-            raise
+    getattr(cls(), name)(transport)

@@ -10,10 +10,9 @@ from mpitrain.transport.library import cuda_awareness, library
 from mpitrain.transport.mpi import connect, from_communicator
 from tests.laws.transport import laws_of
 from tests.laws.windows import WindowLaws
-from tests.processes import SECONDS
 
 
-@pytest.mark.mpi(ranks=[1], timeout=SECONDS)
+@pytest.mark.parametrize("mpi_ranks", [1])
 def test_the_library_names_itself_and_says_whether_it_reads_gpu_memory(mpi_ranks):
     connect()
     facts = library()
@@ -26,7 +25,7 @@ def test_the_library_names_itself_and_says_whether_it_reads_gpu_memory(mpi_ranks
     assert awareness.cuda is False  # neither wheel is CUDA-aware
 
 
-@pytest.mark.mpi(ranks=[2], timeout=SECONDS)
+@pytest.mark.parametrize("mpi_ranks", [2])
 def test_a_communicator_handed_in_keeps_its_own_messages(mpi_ranks):
     from mpi4py import MPI
 
@@ -41,7 +40,7 @@ def test_a_communicator_handed_in_keeps_its_own_messages(mpi_ranks):
     theirs_send.wait()
 
 
-@pytest.mark.mpi(ranks=[2], timeout=SECONDS)
+@pytest.mark.parametrize("mpi_ranks", [2])
 def test_what_is_closed_has_given_back_its_communicators_and_windows(mpi_ranks):
     from mpi4py import MPI
 
@@ -65,9 +64,7 @@ def test_what_is_closed_has_given_back_its_communicators_and_windows(mpi_ranks):
         assert len(transport.windows) == 0 and all(comm == MPI.COMM_NULL for comm in comms)
 
 
-@pytest.mark.mpi(ranks=[2, 3], timeout=SECONDS)
-def test_mpi_windows_obey(mpi_ranks):
-    from mpi4py import MPI
-
-    for name in laws_of(WindowLaws):
-        getattr(WindowLaws(), name)(from_communicator(MPI.COMM_WORLD))
+@pytest.mark.parametrize("mpi_ranks", [2, 3])
+@pytest.mark.parametrize("law", laws_of(WindowLaws))
+def test_mpi_windows_obey(law, mpi_ranks):
+    getattr(WindowLaws(), law)(connect())

@@ -5,11 +5,10 @@ import pytest
 
 from mpitrain.collectives.moving import ByCaller, ByThread, mover
 from mpitrain.transport.mpi import connect
-from tests.processes import SECONDS
 from tests.ranks.test_training import TINY, configured, curve
 
 
-@pytest.mark.mpi(ranks=[2, 3], timeout=SECONDS)
+@pytest.mark.parametrize("mpi_ranks", [2, 3])
 def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks):
     transport = connect()
     assert transport.admits_threads

@@ -6,10 +6,9 @@ import pytest
 from mpitrain.collectives.bind import bind
 from mpitrain.transport import mpi
 from tests.laws.transport import coded
-from tests.processes import SECONDS
 
 
-@pytest.mark.mpi(ranks=[2], timeout=SECONDS)
+@pytest.mark.parametrize("mpi_ranks", [2])
 def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatch, capfd):
     transport = mpi.connect()
     monkeypatch.setattr(mpi, "room_left", lambda: 1000)
@@ -23,5 +22,7 @@ def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatc
     else:
         assert said == ""
     array[:] = coded(transport.rank, 1001)
-    bind(transport, array, algorithm="shared").run()
+    reduction = bind(transport, array, algorithm="shared")
+    reduction.run()
+    assert reduction.algorithm == "ring"
     assert np.array_equal(array, coded(0, 1001) + coded(1, 1001))

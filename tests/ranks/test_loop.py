@@ -240,6 +240,22 @@ def test_some_skipped_steps_do_not_end_a_run(book, tmp_path, monkeypatch):
     assert records(tmp_path)[-1]["event"] == "end" and sum("skipped" in record for record in records(tmp_path)) == 11
 
 
+def test_skipped_steps_count_alike_whether_or_not_a_run_was_resumed(book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, {22, *range(24, 33), 60})
+    asks = iter(range(1, 1000))
+    assert go(1, [*book, *SKIP, "run.steps=60"], stop=lambda rank: next(asks) == 59)
+    assert not go(1, [*book, *SKIP, "run.steps=60"], "yes"), "one step is left, is skipped, and is not half of the run"
+    assert records(tmp_path)[-1]["event"] == "end"
+
+
+def test_a_resume_does_not_break_a_row_of_skipped_steps(book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, range(3, 1000))
+    asks = iter(range(1, 1000))
+    assert go(1, [*book, *SKIP, "run.steps=60"], stop=lambda rank: next(asks) == 8)
+    with pytest.raises(TrainingError, match=r"10 of 12 had .* the last 10 up to step 12"):
+        go(2, [*book, *SKIP, "run.steps=60"], "yes")
+
+
 def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
     from mpitrain.cli.progress import Progress
 

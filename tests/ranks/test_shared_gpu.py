@@ -136,7 +136,7 @@ def test_where_one_rank_cannot_open_memory_all_take_the_ring_and_one_line_says_s
         for _ in range(2):
             array = memory.from_host(brought(transport.rank, 100, "float32"))
             reduction = bind(transport, array, algorithm="shared")
-            assert isinstance(reduction, Execution)
+            assert isinstance(reduction, Execution) and reduction.algorithm == "ring"
             reduction.run()
             assert np.array_equal(memory.to_host(array), expected(transport.size, 100, "float32", "add"))
 

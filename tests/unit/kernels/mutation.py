@@ -23,7 +23,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.build import build_runtime, default_cache
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import FOLDER
-from tests.unit.kernels.cases.suite import SUITE
+from tests.cases.suite import SUITE
 
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
 EDGES = ("M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|work|warps|found|left|splits|k_end|k_left|t0|t|ties|"

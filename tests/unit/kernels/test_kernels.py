@@ -4,7 +4,7 @@ import pytest
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
-from tests.unit.kernels.cases.suite import SUITE
+from tests.cases.suite import SUITE
 
 pytestmark = pytest.mark.timeout(900)    # on a fresh machine g++ has about a hundred libraries to build
 MACHINES = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from tests.unit.kernels.cases import layers, products, training
+from tests.cases import layers, products, training
 
 SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "gemm": (products.ordinary,),

@@ -10,8 +10,8 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
 from mpitrain.ops.cuda.sums import sum_rows
-from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
-from tests.unit.kernels.cases.products import gelu
+from tests.cases.numbers import assert_close, numbers, stored, values
+from tests.cases.products import gelu
 
 
 def halves(names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]], dtype: str) -> None:

@@ -12,7 +12,7 @@ from mpitrain.ops import cuda, reference
 from mpitrain.ops.cuda.sums import sum_all
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import add_into, convert, decode_fp16, decode_int8, encode_fp16, encode_int8, maximum_into
-from tests.unit.kernels.cases.numbers import assert_close, numbers, stored, values
+from tests.cases.numbers import assert_close, numbers, stored, values
 
 COUNTS = (0, 1, 3, 1023, 1024, 1025, 4099)
 
