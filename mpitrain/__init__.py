@@ -4,7 +4,7 @@ What a program may count on is here, and is loaded when it is first asked for; m
 
 ranks     connect, from_communicator: a transport over MPI; run_ranks: ranks as threads, to try things out
 reduce    Group, bind: all-reduce your own arrays by an algorithm of ours
-model     Plain: constructors of layers; Unit, Chain, Residual: what lists of them are made of; normal: how weights begin;
+model     Plain: constructors of layers; Unit, Sequential, Residual: what lists of them are made of; normal: how weights begin;
           ops_for: the operations of a kind of device; gpt, mlp: whole networks
 train     parse: a Config from tables; Trainer: the step over a list of units; build: a whole run from its Config;
           replicas_equal: whether all ranks hold the same bits
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from mpitrain.config import parse as parse
     from mpitrain.errors import MpitrainError as MpitrainError
     from mpitrain.layers.base import Unit as Unit
-    from mpitrain.layers.compose import Chain as Chain
     from mpitrain.layers.compose import Residual as Residual
+    from mpitrain.layers.compose import Sequential as Sequential
     from mpitrain.layers.initial import normal as normal
     from mpitrain.layers.plain import Plain as Plain
     from mpitrain.models.gpt import gpt as gpt
@@ -43,8 +43,8 @@ else:  # hidden from type checkers, which would believe that any name is offered
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Chain": "layers.compose", "Config": "config", "Group": "collectives.group", "MpitrainError": "errors",
-    "Plain": "layers.plain", "Residual": "layers.compose", "Trainer": "run.trainer", "Unit": "layers.base",
+    "Config": "config", "Group": "collectives.group", "MpitrainError": "errors", "Plain": "layers.plain",
+    "Residual": "layers.compose", "Sequential": "layers.compose", "Trainer": "run.trainer", "Unit": "layers.base",
     "bind": "collectives.bind", "build": "run.build", "connect": "transport.mpi", "from_communicator": "transport.mpi",
     "gpt": "models.gpt", "mlp": "models.mlp", "normal": "layers.initial", "ops_for": "ops", "parse": "config",
     "replicas_equal": "run.trainer", "run_ranks": "transport.threads",

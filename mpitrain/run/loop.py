@@ -137,7 +137,6 @@ class _Run:
         self._record(record)
 
     def close(self) -> None:
-        self._watchdog.close()
         if self._metrics:
             self._metrics.close()
 

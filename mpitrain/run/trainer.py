@@ -51,7 +51,8 @@ class Trainer:
         self._weights = self.storage.weights(self.parameters)
         self._gradients, self._leaves = self.storage.gradients(self.gradients)
         self.optimizer = Optimizer(config.optimizer, self.storage, self._ops, self.backend, self.arena)
-        self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.arena))
+        # With an arena of its own: a thread may reduce while this one computes.
+        self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.backend.arena()))
         self.replication = AllReduce(
             self.group, self.storage, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
             config.replication, config.dense_steps, config.optimizer.clip,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.sweep import Request, sweep
+from mpitrain.bench.sweep import SweepRequest, sweep
 from mpitrain.cli import commands
 from mpitrain.cli.bench import _request as request
 from mpitrain.collectives import algorithms, ring
@@ -70,7 +70,7 @@ def test_an_added_algorithm_is_predicted_and_a_candidate_of_auto(hosts, added, m
 
 
 def test_an_added_algorithm_is_a_row_of_the_benchmark(added):
-    asked = Request("allreduce", (), [1 << 10], np.dtype("float32"), 1, 1, ("plain",), 1)
+    asked = SweepRequest("allreduce", (), [1 << 10], np.dtype("float32"), 1, 1, ("plain",), 1)
     rows = run_ranks(2, lambda transport: list(sweep(transport, asked, DEFAULT)))[0]
     assert [row.algorithm for row in rows] == [*algorithms.ALL_REDUCE, "auto"]
     row = next(row for row in rows if row.algorithm == NAME)
