@@ -31,10 +31,10 @@ class Requests(list[int]):
                 signal.signal(number, lambda number, frame: self.append(number))
 
     def leave_if_asked(self) -> None:
-        """End here if somebody asked before anything was started."""
+        """End here, as a run that was stopped, if somebody asked before anything was started."""
         if self:
-            say("stopped before anything was started")
-            sys.exit(128 + self[0])
+            say(NOT_BEGUN)
+            sys.exit(STOPPED)
 
 
 def run(line: list[str], settings: dict[str, str], requests: Requests, is_training: bool) -> int:
@@ -48,6 +48,7 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
         environment[TERMINAL] = str(shutil.get_terminal_size().columns)
     process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout and process.stderr
     words = Words()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
     passages = [Passage(os.dup(process.stdout.fileno()), 1, Output(words), is_training),

@@ -154,7 +154,8 @@ class Passage(threading.Thread):
 
     def __init__(self, source: int, target: int, stream: Output | Errors, is_courtesy: bool = False):
         super().__init__(daemon=True)
-        self._is_courtesy, self.lost = is_courtesy, None
+        self._is_courtesy = is_courtesy
+        self.lost: OSError | None = None
         self._source, self._target, self._stream = source, target, stream
         self._is_waiting = False
         self.start()

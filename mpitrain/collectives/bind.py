@@ -50,6 +50,7 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     if reduction is None:
         algorithm = "ring"
         reduction = ALL_REDUCE[algorithm].bind(transport, array, op, tag, arithmetic)
+    assert reduction is not None  # a ring lacks nothing
     reduction.algorithm = algorithm
     return reduction
 

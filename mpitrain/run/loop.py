@@ -116,7 +116,7 @@ class _Run:
 
     def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool],
                  watchdog: Watchdog, watcher: Watcher):
-        self._trainer, self._source, self._done = job
+        self._trainer, self._source, self._done = job.trainer, job.data, job.done
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
         self._folder, self._stop_requested, self._watchdog, self._watcher = folder, stop_requested, watchdog, watcher
