@@ -12,7 +12,7 @@ from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, Way, lossy
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.together import starting_line
 from mpitrain.collectives.algorithms import ALL_REDUCE, all_reduce_choices
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import memory_of
 from mpitrain.collectives.check import check_name
@@ -98,7 +98,7 @@ class Row(NamedTuple):
     algorithm: str
     buffers: str
     bytes: int
-    count: int
+    count: int  # type: ignore[assignment]  # in place of tuple's method, which nobody calls on a row
     dtype: str
     ranks: int
     time_us: float

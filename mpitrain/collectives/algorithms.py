@@ -1,7 +1,7 @@
 """Every algorithm there is, by operation and name."""
 
 from mpitrain.collectives import binomial, doubling, hierarchical, native, pairwise, ring, shared, star
-from mpitrain.collectives.allreduce import Algorithm, of_plan, of_plans
+from mpitrain.collectives.all_reduce import Algorithm, of_plan, of_plans
 
 ALL_REDUCE = {
     "ring": of_plan(ring.all_reduce),

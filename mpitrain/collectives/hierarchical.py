@@ -7,7 +7,7 @@ have different numbers of ranks: there are as many columns as the smallest host 
 from collections.abc import Sequence
 
 from mpitrain.collectives import ring
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds, relabel, reverse
 
 

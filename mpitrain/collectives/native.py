@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.execute import started_twice
 from mpitrain.errors import CommError
@@ -12,7 +12,7 @@ from mpitrain.transport.base import Request, Transport
 class Native:
     """The library's all-reduce bound to an array: a Reduction. Its tag and its arithmetic are MPI's own."""
 
-    state = None
+    state = learn = None
     algorithm = ""
     is_messages = False
 

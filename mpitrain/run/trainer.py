@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,8 @@ class Trainer:
         self._weights = self.storage.weights(self.parameters)
         self._gradients, self._leaves = self.storage.gradients(self.gradients)
         self.optimizer = Optimizer(config.optimizer, self.storage, self._ops, self.backend, self.arena)
-        self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.arena))
+        # With an arena of its own: a thread may reduce while this one computes.
+        self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.backend.arena()))
         self.replication = AllReduce(
             self.group, self.storage, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
             config.replication, config.dense_steps, config.optimizer.clip,
@@ -92,6 +94,7 @@ class Trainer:
             replication.close(index)
             saved.append(kept)
         flat = self.backend.from_host(targets).reshape(-1)
+        dy: Any  # None in the end: the first unit's input has no gradient
         loss, dy = replication.loss(x.reshape(len(flat), -1), flat, scale)
         dy = dy.reshape(x.shape)
         del x, kept

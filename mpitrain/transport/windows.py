@@ -27,9 +27,9 @@ class Location(NamedTuple):
 class Windows:
     """The shared windows of one rank; a split transport has its parent's.
 
-    A window is in use while an array that lies in it or a reduction through it lives. That ends on each rank at its own
-    time, so that windows are freed only where their ranks meet: those of a part that no rank uses any more when the part
-    is closed, all others when the root is. What the part was closed with may hence be used on by what borrowed it.
+    A window is in use while an array in it, or a reduction through it, lives. Use ends on each rank at its own time, so
+    windows are freed only where their ranks meet. Closing a part frees the windows it made that no rank uses any more;
+    closing the root frees all others. Whoever borrowed a window from a part may hence use it after the part is closed.
 
     next_number   free on this rank. Ranks that allocate together number a window by the largest of theirs: they may have
                   allocated differently before, each with others
@@ -90,7 +90,7 @@ class Windows:
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
         """Numbers of the windows of `nbytes` a rank that this rank does not use, and that these ranks have to themselves.
 
-        In one that others share, they may still read what was reduced last: only they know when they have done with it.
+        A window that other ranks share is not among them: those ranks may still read what was reduced in it last.
         """
         return [window for window, blocks in self._blocks.items() if self._is_idle(window) and blocks.keys() == set(members)
                 and all(block.nbytes == nbytes for block in blocks.values())]

@@ -10,7 +10,7 @@ from mpitrain.bench.sweep import SweepRequest, sweep
 from mpitrain.cli import commands
 from mpitrain.cli.bench import _request as request
 from mpitrain.collectives import algorithms, ring
-from mpitrain.collectives.allreduce import Algorithm, Situation, of_plan
+from mpitrain.collectives.all_reduce import Algorithm, Situation, of_plan
 from mpitrain.collectives.bind import bind
 from mpitrain.collectives.choose import candidates, choose
 from mpitrain.collectives.cost import predict

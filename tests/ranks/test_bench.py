@@ -20,7 +20,7 @@ from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
 from mpitrain.cli.bench import command as bench
 from mpitrain.cli.train import unmeasured
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.choose import candidates
 from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.collectives.wire import parse_wire

@@ -9,7 +9,7 @@ from mpitrain.bench.fit import check, fit
 from mpitrain.bench.sweep import Row, sizes
 from mpitrain.collectives import cost
 from mpitrain.collectives.algorithms import ALL_REDUCE
-from mpitrain.collectives.allreduce import Situation
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.choose import candidates, choose, part_bytes
 from mpitrain.collectives.cost import EAGER, KNOTS, MEMORY, Tuning, is_whole, plans_of, predict, shares, work
 from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning

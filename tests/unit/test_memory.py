@@ -93,3 +93,11 @@ def test_a_containers_limit_is_a_smaller_host(files, free, monkeypatch):
 def test_a_model_that_fits_is_built():
     job, = run_ranks(1, lambda transport: build.build(transport, config_of(), source=SOURCES["gpt"]))
     assert isinstance(job, Job)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("width", (10**9, 2 * 10**9, 4 * 10**9, 2**62))
+def test_no_width_is_so_large_that_its_number_of_parameters_looks_small(kind, width):
+    config = parse({"model": {"kind": kind, "layers": 3, "width": width, "heads": 1, "context": 8}, "device": {"kind": "cpu"}})
+    with pytest.raises(ConfigError, match=r"parameters with gradients .* are free"):
+        run_ranks(1, lambda transport: build._check_memory(transport, config, SOURCES[kind]))
