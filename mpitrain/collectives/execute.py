@@ -41,7 +41,7 @@ class Reduction(Protocol):
     """Whether it is made of messages, and of work between them, alone: any thread may then poll it, one at a time."""
 
     def learn(self, total: np.ndarray) -> None:
-        """Where there is state: take note of a sum like the buffer's that another reduction made in its place."""
+        """Where there is state: take note of a sum over this buffer that another reduction made."""
 
     def run(self) -> None:
         """`start`, then `wait`."""
