@@ -214,6 +214,7 @@ class Key(NamedTuple):
 def keys() -> Iterator[Key]:
     """Every configuration key, in the order of the file."""
     for section, field in Config.model_fields.items():
+        assert field.annotation is not None
         for name, key in field.annotation.model_fields.items():
             choices = getattr(key.annotation, "__args__", None)
             bounds = [

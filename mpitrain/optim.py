@@ -8,6 +8,7 @@ from mpitrain import config
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
+from mpitrain.ops import Ops, Writes
 
 STATE = {"sgd": (), "momentum": ("momentum",), "adamw": ("first_moment", "second_moment")}
 """The flat buffers each rule keeps beside the parameters."""
@@ -29,7 +30,7 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 class Optimizer:
     """One update rule over flat buffers; `state` maps a name to a buffer like the parameters'."""
 
-    def __init__(self, settings: config.Optimizer, storage: Storage, ops: Any, backend: Backend, arena: Arena):
+    def __init__(self, settings: config.Optimizer, storage: Storage, ops: Ops, backend: Backend, arena: Arena):
         self.settings, self.storage, self._ops, self._arena = settings, storage, ops, arena
         self.state = {name: backend.zeros(storage.length, storage.dtype) for name in STATE[settings.name]}
 
@@ -42,11 +43,12 @@ class Optimizer:
         """
         s = self.settings
         beta1 = s.beta1_delayed if delayed else s.beta1
-        rule = {
+        rules: dict[str, Writes] = {
             "sgd": self._ops.sgd,
             "momentum": partial(self._ops.momentum, beta=s.momentum),
             "adamw": partial(self._ops.adamw, beta1=beta1, beta2=s.beta2, eps=s.epsilon, step=step + 1),
-        }[s.name]
+        }
+        rule = rules[s.name]
         for run in self.storage.runs(start, self.storage.length if stop is None else stop):
             here = slice(run.start, run.stop)
             buffers = [buffer[here] for buffer in (parameters, gradients, *self.state.values())]

@@ -42,7 +42,8 @@ def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
 def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> Tuning:
     """Constants for one number of ranks from measured all-reduces."""
     n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
-    plans, whole = {}, {}
+    plans: dict[str, Constants] = {}
+    whole: dict[str, dict[str, Constants]] = {}
     for memory in dict.fromkeys(row.buffers for row in rows):
         here = [row for row in rows if row.buffers == memory]
         moved = [row for row in here if not is_whole("allreduce", row.chosen)]
@@ -67,8 +68,7 @@ def constants(rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults:
     for knot in set(range(len(KNOTS))).difference(held):
         near[:, held[np.abs(held - knot).argmin()]] += near[:, knot]
         near[:, knot] = 0
-    amounts = np.array(amounts, float)
-    columns = near[:, :, None] * amounts[:, None, :]
+    columns = near[:, :, None] * np.array(amounts, float)[:, None, :]
     found = least_absolute(columns.reshape(len(rows), -1) / seconds[:, None]).reshape(columns.shape[1:])
     known = columns.any(axis=0)
     for knot, term in np.argwhere(~known):

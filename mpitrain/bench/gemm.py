@@ -93,13 +93,14 @@ class Case(NamedTuple):
 
 def parse_shapes(text: str) -> list[Shape]:
     """Shapes from MxNxK,...; a number alone is a cube."""
-    found = []
+    found: list[Shape] = []
     for part in text.split(","):
         dims = part.strip().split("x")
         if len(dims) not in (1, 3) or not all(re.fullmatch("[0-9]{1,6}", dim) and int(dim) > 0 for dim in dims):
             raise ConfigError(f"A shape is MxNxK or N, in whole numbers from 1 to 999999, but it is {part!r}.",
                               "For example: --shapes 4096,8192x1536x768")
-        found.append(tuple(int(dim) for dim in (dims * 3)[:3]))
+        m, n, k = (int(dim) for dim in (dims * 3)[:3])
+        found.append((m, n, k))
     return found
 
 
@@ -131,12 +132,12 @@ def tune(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iter
     for shape in shapes:
         for dtype in dtypes:
             for ways in ("NT", "NN", "TN"):
-                yield _fastest(device, shape, dtype, ways)
+                yield _fastest(device, device.kernels.engine.capability, shape, dtype, ways)
 
 
-def _fastest(device: Target, shape: Shape, dtype: str, ways: str) -> Tuned:
+def _fastest(device: Target, capability: int, shape: Shape, dtype: str, ways: str) -> Tuned:
     """Every tiling on its own, then the best and the usual one in turns, so that chance does not decide between those."""
-    case, like, capability = _case(device, shape, dtype, Product(ways)), _like(dtype), device.kernels.engine.capability
+    case, like = _case(device, shape, dtype, Product(ways)), _like(dtype)
     usual = DEFAULT.tiling(like, ways, (*shape, 1), capability)
     tilings = [usual, *worth_measuring(like, *shape, capability)]
     runs = {tiling: case.by(partial(product.gemm, tiling=tiling)) for tiling in tilings}
@@ -156,7 +157,7 @@ def _fastest(device: Target, shape: Shape, dtype: str, ways: str) -> Tuned:
 
 def _sides(device: Target) -> tuple[Callable[..., None], Callable[..., None]]:
     """Ours and the library's, with the arguments of product.gemm."""
-    if device.kernels is not None:
+    if device.multiply is not None:
         return device.multiply, product.library
 
     def operands(a: Any, b: Any, transposed_a: bool = False, transposed_b: bool = False) -> tuple[Any, Any]:
@@ -168,7 +169,7 @@ def _sides(device: Target) -> tuple[Callable[..., None], Callable[..., None]]:
 
 def _planned(device: Target, what: Product, shape: Shape, dtype: str) -> str:
     """The tiling that our product takes, in words."""
-    if device.multiply is None or device.multiply is product.library:
+    if device.kernels is None or not isinstance(device.multiply, partial):    # the library's own business
         return ""
     table, capability = device.multiply.keywords["table"], device.kernels.engine.capability
     tile, splits = table.tiling(_like(dtype), what.stored, (*shape, 1), capability)

@@ -98,7 +98,7 @@ class Row(NamedTuple):
     algorithm: str
     buffers: str
     bytes: int
-    count: int
+    count: int  # type: ignore[assignment]  # in place of tuple's method, which nobody calls on a row
     dtype: str
     ranks: int
     time_us: float

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ WIRE = click.option("--wire", default="", metavar="A,B",
                     help="Formats to measure beside the algorithms, float32: fp16, bf16, int8, topk:0.01, powersgd:4.")
 
 
-def collective(name: str) -> Callable:
+def collective(name: str) -> click.Command:
     """The subcommand that measures one collective."""
     @click.command(name, help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.")
     @click.option("--algorithm", default="all", metavar="A,B|all", help="Algorithms to measure; all: every one there is.")
@@ -186,7 +186,7 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
 
     from mpitrain.bench.fit import checked, described, fit, median_of_sweeps, merged
     from mpitrain.bench.header import header, machine
-    from mpitrain.bench.sweep import SweepRequest, sizes
+    from mpitrain.bench.sweep import Row, SweepRequest, sizes
     from mpitrain.collectives.all_reduce import Situation
     from mpitrain.collectives.choose import candidates
     from mpitrain.collectives.cost import MEMORY
@@ -202,7 +202,8 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)  # windows serve `shared`, which needs one host
     request = SweepRequest("allreduce", candidates(Situation(transport.hosts)), sizes(min_bytes, max_bytes, 2),
                       np.dtype("float32"), 0, 3, places, sweeps, stops=True)
-    identity, rows, tuning = machine(transport), [], DEFAULT
+    identity, tuning = machine(transport), DEFAULT
+    rows: list[Row] = []
     measured = _swept(transport, request, DEFAULT, header(transport, request, sys.argv[1:]), json_file)
     for number, swept in groupby(measured, key=lambda row: row.sweep):
         rows += swept

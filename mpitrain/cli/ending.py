@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its thr
 
 STALL_SECONDS = 600.0  # for ranks to find each other, and until a configuration says run.stall_seconds
 MOST = 10**6  # of anything that an option counts
+LONGEST = 1e9  # seconds that a timer of the system can be set to
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
     from mpitrain.transport.mpi import connect
 
     # mpi4py starts MPI with the interpreter's lock held: a watchdog in Python would not run, this one does, and exits with 1.
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
     transport = connect()
     faulthandler.cancel_dump_traceback_later()
     try:

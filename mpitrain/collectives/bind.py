@@ -1,6 +1,6 @@
 """Binding: an operation, an algorithm and a buffer become something that runs again and again.
 
-Every function here is collective: all ranks call it, in the same order, and agree on what they bind (agree.py says what
+Every function here is collective: all ranks call it, in the same order, and agree on what they bind (check.py says what
 is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bound collective has a tag of its own.
 """
 
@@ -50,6 +50,7 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     if reduction is None:
         algorithm = "ring"
         reduction = ALL_REDUCE[algorithm].bind(transport, array, op, tag, arithmetic)
+    assert reduction is not None  # a ring lacks nothing
     reduction.algorithm = algorithm
     return reduction
 

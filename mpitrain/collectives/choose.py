@@ -22,7 +22,7 @@ def choose(tuning: Tuning, situation: Situation, count: int, itemsize: int, memo
     return min(candidates(situation), key=seconds)
 
 
-PARTS = (1, 2, 4, 8, 16, 32, 64)
+PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of parts that a buffer may be cut into."""
 
 

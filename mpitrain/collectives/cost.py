@@ -15,7 +15,7 @@ source   Hockney 1994, Parallel Computing 20(3); Thakur, Rabenseifner & Gropp 20
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ TERMS = ("host_alpha", "host_long", "host_beta", "net_alpha", "net_beta", "gamma
 MEMORY = ("window", "plain")
 """Where arrays lie: in memory shared by the ranks of a host, or anywhere else."""
 
-PLANS = {
+PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
     "reduce-scatter": algorithms.REDUCE_SCATTER, "all-gather": algorithms.ALL_GATHER, "broadcast": algorithms.BROADCAST,
     "reduce": algorithms.REDUCE, "all-to-all": algorithms.ALL_TO_ALL, "sendrecv": algorithms.PING_PONG,
 }
@@ -123,7 +123,9 @@ def _segments(algorithm: str, hosts: Sequence[str], count: int) -> int:
 def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, ...]:
     """The plans a rank runs one after the other."""
     if operation == "allreduce":
-        return algorithms.ALL_REDUCE[algorithm].plans(rank, hosts, count)
+        plans = algorithms.ALL_REDUCE[algorithm].plans
+        assert plans is not None  # asked only of what `is_whole` denies
+        return plans(rank, hosts, count)
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
 
 
@@ -166,6 +168,7 @@ def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str]
     n, nbytes = len(hosts), count * itemsize
     plans, whole = (_nearest(found, n) for found in (tuning.plans, tuning.whole))
     memory = memory if memory in plans else "plain"
+    amounts: tuple[float, ...]
     if is_whole(operation, algorithm):
         if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
             return math.nan  # measured within a host, or between hosts, and says nothing about the other

@@ -12,7 +12,7 @@ from mpitrain.transport.base import Request, Transport
 class Native:
     """The library's all-reduce bound to an array: a Reduction. Its tag and its arithmetic are MPI's own."""
 
-    state = None
+    state = learn = None
     algorithm = ""
     is_messages = False
 

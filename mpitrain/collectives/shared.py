@@ -5,6 +5,8 @@ tells that the arrays are ready, one after that they are done. Of a small array 
 copies that take turns, so that one barrier is enough.
 """
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 
 from mpitrain.collectives.all_reduce import Situation
@@ -25,10 +27,10 @@ SMALL = 1 << 12
 """Bytes of all ranks' arrays together up to which they are small: a barrier takes longer than reading them all."""
 
 
-class Shared:
+class Shared(ABC):
     """An all-reduce through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
 
-    state = None
+    state = learn = None
     algorithm = ""
     is_messages = False
     meetings = 0
@@ -66,6 +68,14 @@ class Shared:
         while self._meetings_left:
             self._meeting.wait()
             self._go_on()
+
+    @abstractmethod
+    def _bring(self) -> None:
+        """Put this rank's array where the others read it."""
+
+    @abstractmethod
+    def _met(self, left: int) -> None:
+        """All ranks have met, and will `left` times more."""
 
     def _refusal(self) -> CommError:
         """Why no run may begin: without this, what is written would not be memory any more."""
@@ -159,9 +169,10 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int, arit
     windows = None if is_small else _window_of(transport, array)
     if windows is not None:
         return InPlace(transport, array, op, tag, windows)
-    window, slots = _borrow(transport, array, 2 if is_small else 1)
-    if window is None:
+    borrowed = _borrow(transport, array, 2 if is_small else 1)
+    if borrowed is None:
         return None
+    window, slots = borrowed
     reduction = Small(transport, array, op, tag, slots) if is_small else InPlace(transport, array, op, tag, slots[0])
     transport.windows.use(window, reduction)
     return reduction
@@ -188,7 +199,7 @@ def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | No
     return views if all(p == locations[0] for p in locations) else None
 
 
-def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]]] | tuple[None, None]:
+def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]]] | None:
     """A window that is idle on every rank, or a new one, and copies of the array in it, each by rank. Collective."""
     apart = -(-array.nbytes // 64) * 64
     nbytes = 1 << max(12, (copies * apart - 1).bit_length())  # few sizes, so that they are used again
@@ -197,6 +208,6 @@ def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, 
         transport.allocate(nbytes, np.uint8), transport.members[transport.rank])
     views = [None if location is None else transport.windows.views(
         location._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
-    if not all(transport.gather_text(None not in views)):
-        return None, None
-    return location.window, views
+    slots = [view for view in views if view is not None]
+    is_whole = all(transport.gather_text(len(slots) == copies))
+    return (location.window, slots) if location is not None and is_whole else None

@@ -17,18 +17,23 @@ from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.agreed import agreed
+from mpitrain.transport.base import Transport
 from mpitrain.transport.device import DeviceTransport
 
 
-def bind_shared_gpu(transport: DeviceTransport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
+def bind_shared_gpu(transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
     """Bind an all-reduce through GPU memory that all ranks have opened; it stays open as long as the reduction lives.
 
     Collective, over the ranks of one host. None on every rank, and one line from rank 0, if a rank cannot open another's
-    memory; ConfigError if the ranks do not see each other's GPUs.
+    memory; ConfigError if the ranks do not see each other's GPUs, or pass a transport of host memory.
     order   chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
             ranks and in every run
     memory  the driver must not get an array's allocation back while other ranks have it open; CuPy's pools keep theirs
     """
+    if not isinstance(transport, DeviceTransport):
+        raise on_every_rank(ConfigError(
+            "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
+            "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring."))
     _check_gpus_are_seen(transport)
     rank, n, gpu = transport.rank, transport.size, transport.backend
     try:
@@ -70,8 +75,8 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
         return [flat] * transport.size
     gpu = transport.backend
     places = transport.gather_text(agreed(transport, lambda: gpu.export(flat)))
-    return agreed(transport, lambda: [flat if peer == transport.rank else gpu.open(*place, flat)
-                                      for peer, place in enumerate(places)])
+    return agreed(transport, lambda: [flat if peer == transport.rank else gpu.open(handle, offset, flat)
+                                      for peer, (handle, offset) in enumerate(places)])
 
 
 @cache    # many arrays are bound, one after the other

@@ -7,7 +7,7 @@ padded to a multiple of dp x 64 bytes, so that every rank's share of it is whole
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,8 +103,8 @@ class Storage:
         stored = [[leaves[e.name] for e in self.entries if start <= e.start < stop] for start, stop in self.bounds]
         return self._nested(leaves), stored
 
-    def _nested(self, leaves: dict[str, Any]) -> list[dict[str, Any]]:
-        trees = []
+    def _nested(self, leaves: dict[str, Any]) -> list[Mapping[str, Any]]:
+        trees: list[Mapping[str, Any]] = []
         for unit in self.units:
             tree: dict[str, Any] = {}
             for parameter in unit.layer.parameters():

@@ -96,7 +96,7 @@ class Buckets:
         """Whole sums teach the wire format that will follow what to expect."""
         if self._active is not self._lossy:
             for reduction, view in zip(self._lossy, self._views, strict=False):
-                if reduction.state:
+                if reduction.learn:
                     reduction.learn(view)
 
     def residuals(self) -> dict[str, np.ndarray]:

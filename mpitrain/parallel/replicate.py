@@ -2,7 +2,7 @@
 
 import math
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from mpitrain import config
 from mpitrain.collectives.group import Group
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.grid import share
@@ -18,13 +19,13 @@ from mpitrain.parallel.grid import share
 class Contribution(NamedTuple):
     """What a rank brings to the end of a step, when its backward pass is done.
 
-    index  number of the step, from 0
+    number of the step, from 0
     loss   this rank's part of the mean loss over the global batch
     lr     learning rate
     stop   whether this rank was asked to stop
     """
 
-    index: int
+    number: int
     loss: float
     lr: float
     stop: bool = False
@@ -54,7 +55,7 @@ class Outcome(NamedTuple):
 class Replication:
     """What the training step calls, unit by unit. The defaults do nothing: one replica whose parameters lie whole."""
 
-    def __init__(self, ops: Any, arena: Arena):
+    def __init__(self, ops: Ops, arena: Arena):
         self._ops, self._arena = ops, arena
 
     def share(self, rows: int) -> range:
@@ -101,7 +102,7 @@ class AllReduce(Replication):
     """
 
     def __init__(self, group: Group, storage: Storage, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
-                 ops: Any, arena: Arena, settings: config.Replication, dense_steps: int, clip: float):
+                 ops: Ops, arena: Arena, settings: config.Replication, dense_steps: int, clip: float):
         super().__init__(ops, arena)
         self._group, self._optimizer = group, optimizer
         self._parameters, self._gradients = parameters, gradients
@@ -139,7 +140,7 @@ class AllReduce(Replication):
             self.buckets.run()
         comm_s = time.perf_counter() - began
         squares = float(self._ops.square_sum(self._own, self._arena))  # waits for the device
-        nonfinite = 0 if math.isfinite(squares) else int(self._ops.count_nonfinite(self._own, self._arena))
+        nonfinite: float = 0 if math.isfinite(squares) else int(self._ops.count_nonfinite(self._own, self._arena))
         began = time.perf_counter()
         loss, squares, nonfinite, stop = self.total(mine.loss, squares, nonfinite, mine.stop)
         comm_s += time.perf_counter() - began
@@ -147,5 +148,5 @@ class AllReduce(Replication):
         updated = math.isfinite(loss) and math.isfinite(norm)
         if updated:
             scale = self._clip / norm if 0 < self._clip < norm else 1.0
-            self._optimizer.update(self._parameters, self._gradients, scale, mine.lr, mine.index, delayed=self.buckets.delay)
+            self._optimizer.update(self._parameters, self._gradients, scale, mine.lr, mine.number, delayed=self.buckets.delay)
         return Outcome(loss, norm, int(nonfinite), mine.lr, updated, stop > 0, comm_s)

@@ -37,6 +37,12 @@ class Job(NamedTuple):
     done: Done
 
     @property
+    def data(self) -> Source:
+        """The source of a job that was built with its data."""
+        assert not isinstance(self.source, Unopened)
+        return self.source
+
+    @property
     def step(self) -> int:
         """The optimizer steps behind it."""
         return self.done.step
@@ -99,7 +105,9 @@ def _size(config: Config, source: Source | Unopened) -> tuple[int, int]:
         storage = Storage(model(config.model_copy(update={"model": shallow}), source), config.precision.compute)
         return storage.length, storage.parameter_count
 
-    return tuple(one + (config.model.layers - 1) * (two - one) for one, two in zip(size(1), size(2), strict=True))
+    (length, count), (length_of_two, count_of_two) = size(1), size(2)
+    others = config.model.layers - 1
+    return length + others * (length_of_two - length), count + others * (count_of_two - count)
 
 
 def model(config: Config, source: Source | Unopened) -> list[Unit]:

@@ -103,7 +103,7 @@ def configuration(folder: Path) -> Config:
 
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
-    ignored = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
+    ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
     if not new["data.vocabulary"]:
         ignored += ("data.vocabulary",)
     if new["device.kind"] == "auto":

@@ -1,5 +1,6 @@
 """One run from start to end: its loop, its checkpoints, its metrics."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -103,7 +104,7 @@ def _check_steps(done: int, config: Config) -> None:
 
 def _past(folder: Path, step: int) -> Past:
     records = read_metrics(folder / METRICS)
-    walls = [wall for record in records if isinstance(wall := record.get("wall_s"), float)]
+    walls = [wall for record in records if isinstance(wall := record.get("wall_s"), float) and math.isfinite(wall)]
     skipped = {record.get("step") for record in records if record.get("skipped") is True}
     in_a_row = next(count for count in range(len(skipped) + 1) if step - count not in skipped)
     is_evaluated = any("val_loss" in record and record.get("step") == step for record in records)
@@ -115,7 +116,7 @@ class _Run:
 
     def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool],
                  watchdog: Watchdog, watcher: Watcher):
-        self._trainer, self._source, self._done = job
+        self._trainer, self._source, self._done = job.trainer, job.data, job.done
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
         self._folder, self._stop_requested, self._watchdog, self._watcher = folder, stop_requested, watchdog, watcher

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,7 @@ class Trainer:
             replication.close(index)
             saved.append(kept)
         flat = self.backend.from_host(targets).reshape(-1)
+        dy: Any  # None in the end: the first unit's input has no gradient
         loss, dy = replication.loss(x.reshape(len(flat), -1), flat, scale)
         dy = dy.reshape(x.shape)
         del x, kept

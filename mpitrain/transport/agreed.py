@@ -19,7 +19,8 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
     it and all may leave together. An error that not every rank has names the ranks that do. An OSError that the function
     does not catch becomes a ConfigError: the system refused a path.
     """
-    result, failure = None, None
+    result: Any = None
+    failure = None
     try:
         result = function()
     except errors.MpitrainError as error:
@@ -36,11 +37,11 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
     if len(ranks) < transport.size:
         where = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
         law = f"On rank {where}: {law}"
-    error = errors.on_every_rank(getattr(errors, kind)(law, way_out))
+    agreed_on = errors.on_every_rank(getattr(errors, kind)(law, way_out))
     try:
-        raise error
+        raise agreed_on
     finally:
-        del error, result    # an error that is named in a frame of its own traceback keeps all that the frames hold
+        del agreed_on, result    # an error that is named in a frame of its own traceback keeps all that the frames hold
 
 
 def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:

@@ -39,8 +39,9 @@ class Traffic:
 class Request(Protocol):
     """A message under way. The array belongs to the transport until `test` has said True or `wait` has returned."""
 
-    source: int
-    """The sender of a finished receive (that is how `start_recv_any` reports it); -1 for sends."""
+    @property
+    def source(self) -> int:
+        """The sender of a finished receive (that is how `start_recv_any` reports it); -1 for sends."""
 
     def test(self) -> bool:
         """True once the message is complete, and from then on; moves messages along; never blocks."""

@@ -166,6 +166,15 @@ def refusal(n, function, **options):
     return str(raised.value)
 
 
+def test_a_transport_of_host_memory_is_refused():
+    def check(transport):
+        bind(transport, CudaBackend().zeros(10, "float32"), algorithm="shared")
+
+    with pytest.raises(ConfigError, match="this transport is the host's") as raised:
+        run_ranks(2, check)
+    assert raised.value.agreed
+
+
 def test_gpus_that_are_hidden_from_other_ranks_are_refused():
     def check(transport, memory):
         cupy.see(f"0000:0{transport.rank}:00.0")

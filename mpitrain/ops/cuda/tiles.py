@@ -19,8 +19,15 @@ class Tile(NamedTuple):
     THREAD_M: int
     THREAD_N: int
 
-    kernel = "gemm"
-    shared = 0
+    @property
+    def kernel(self) -> str:
+        """Its name."""
+        return "gemm"
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return 0
 
     @property
     def threads(self) -> int:
@@ -38,7 +45,10 @@ class TensorTile(NamedTuple):
     WARP_N: int
     STAGES: int
 
-    kernel = "gemm_tensor"
+    @property
+    def kernel(self) -> str:
+        """Its name."""
+        return "gemm_tensor"
 
     @property
     def threads(self) -> int:
