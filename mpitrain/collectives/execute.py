@@ -43,7 +43,7 @@ class Reduction(Protocol):
 
     @property
     def learn(self) -> Callable[[np.ndarray], None] | None:
-        """Where there is state: takes note of a sum like the buffer's that another reduction made in its place."""
+        """Where there is state: takes note of a sum over this buffer that another reduction made."""
 
     @property
     def is_messages(self) -> bool:

@@ -133,8 +133,8 @@ class InPlace(Shared):
 class Small(Shared):
     """Every rank reduces everything: (n - 1) times the reading for one barrier less.
 
-    slots   two sets of every rank's copy, by rank. Runs use them in turn: who meets the others in one run has read what
-            the run before left, so that the next may write there
+    slots   two sets of every rank's copy, by rank. Runs use them in turn: a rank that enters the barrier of one run has
+            read the copies of the run before, so the next run may write over those
     order   ranks 0, 1, 2 ...: the same bits on all ranks and in every run
     """
 

@@ -6,8 +6,8 @@
     topk:R         the R-th part of the elements that is largest, 8 bytes each (index and value)
     powersgd:K     for each matrix (m, n) two factors of rank K, 4 K (m + n) bytes; the rest as it is
 
-The last two send only what past sums do not predict, and what they leave out is remembered and added to the next array (error
-feedback). lossy.py binds reductions that use them.
+The last two send only what past sums do not predict. A rank remembers what it left out, and adds that to the next array
+(error feedback). lossy.py binds reductions that use these formats.
 """
 
 from collections.abc import Callable
@@ -184,7 +184,7 @@ CODECS = {
 def largest(values: np.ndarray, k: int) -> np.ndarray:
     """Positions of the k elements of largest magnitude, ascending. NaN counts as the largest.
 
-    A sample tells a magnitude that somewhat more than k elements reach, so that only those are sorted out.
+    A sample tells a magnitude that somewhat more than k elements reach; only those are searched for the k largest.
     """
     sizes = np.abs(values)
     candidates = None

@@ -17,7 +17,7 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
 
     Collective. The function must not communicate. The error raised has `agreed` set: every rank has it, so one may print
     it and all may leave together. An error that not every rank has names the ranks that do. An OSError that the function
-    has no words for becomes a ConfigError: it is a path that the system does not take.
+    does not catch becomes a ConfigError: the system refused a path.
     """
     result: Any = None
     failure = None
@@ -61,7 +61,7 @@ def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
 
 
 def on_root(transport: Transport, function: Callable[[], None]) -> None:
-    """Call `function` on rank 0 while the others sleep, which in a barrier would keep their cores busy; collective."""
+    """Call `function` on rank 0 while the others sleep; in a barrier they would keep their cores busy. Collective."""
     told, tag = np.zeros(1, np.uint8), transport.claim_tag()
     if transport.rank == 0:
         function()
