@@ -5,7 +5,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from mpitrain.files import contents
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 BESIDE = (("replication", "tuning"), ("device", "tiles"))  # files that may lie with a configuration, and move with it
 KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
+LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 WHOLE = 2**63 - 1  # the largest whole number: of 64 bits
 SMALL, LARGE = 1e-30, 1e30  # sizes of the other numbers but 0: float32 has all of these
 
@@ -93,9 +94,7 @@ class Layout(Section):
 
 class Replication(Section):
     mode: Literal["all-reduce"] = Field("all-reduce", description="how replicas are kept equal")
-    algorithm: Literal[
-        "auto", "ring", "halving-doubling", "recursive-doubling", "tree", "star", "hierarchical", "shared", "native"
-    ] = Field("auto", description="the all-reduce of the gradients; auto: what the tuning predicts to be fastest")
+    algorithm: str = Field("auto", description="the all-reduce of the gradients; auto: what the tuning predicts to be fastest")
     tuning: str = Field(
         "", description="for auto: file of `mpitrain bench fit`, in a configuration file from its folder; empty: assumptions"
     )
@@ -191,7 +190,7 @@ class Config(Section):
             )
 
     @property
-    def whole_steps(self) -> int:
+    def dense_steps(self) -> int:
         """The first steps whose gradients travel whole, whatever the wire format."""
         if self.replication.dense_steps >= 0:
             return self.replication.dense_steps
@@ -215,6 +214,7 @@ class Key(NamedTuple):
 def keys() -> Iterator[Key]:
     """Every configuration key, in the order of the file."""
     for section, field in Config.model_fields.items():
+        assert field.annotation is not None
         for name, key in field.annotation.model_fields.items():
             choices = getattr(key.annotation, "__args__", None)
             bounds = [
@@ -293,8 +293,14 @@ def parse(tables: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaint(item) for item in error.errors()),
-                          "`mpitrain train --help-config` lists every key with its type and range.") from None
+        raise ConfigError("\n".join(_complaint(item) for item in error.errors()), LISTED) from None
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """ConfigError, in the words of `parse`, unless the key's value is among choices that only a room above knows."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ConfigError(_no_choice(name, f"must be {', '.join(others)} or {last}", value, choices), LISTED)
 
 
 def _complaint(item: Mapping[str, Any]) -> str:
@@ -306,18 +312,24 @@ def _complaint(item: Mapping[str, Any]) -> str:
         return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
     law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
     if item["type"] == "literal_error":
-        typed = item["input"] if isinstance(item["input"], str) else _shown(item["input"])
-        word = SYNONYMS.get(typed.lower(), typed)
-        if re.fullmatch(NOT_YET.get(name, ""), word):
-            return f"{name} {law}, but is {_shown(item['input'])}: {word} is not there yet."
-        choices = [str(choice) for key in keys() if key.name == name for choice in key.range.split(" | ")]
-        if close := difflib.get_close_matches(word, choices, 1, 0.6):
-            return f"{name} {law}, but is {_shown(item['input'])}; did you mean {close[0]}?"
+        choices = [choice for key in keys() if key.name == name for choice in key.range.split(" | ")]
+        return _no_choice(name, law, item["input"], choices)
     if item["type"] == "string_pattern_mismatch":
         law = "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
     if item["type"] == "finite_number" or (isinstance(item["input"], float) and math.isnan(item["input"])):
         law = "must be a finite number"
     return f"{name} {law}, but is {_shown(item['input'])}."
+
+
+def _no_choice(name: str, law: str, value: Any, choices: Collection[str]) -> str:
+    """What is wrong with a value that is none of the choices, and which one may be meant."""
+    typed = value if isinstance(value, str) else _shown(value)
+    word = SYNONYMS.get(typed.lower(), typed)
+    if re.fullmatch(NOT_YET.get(name, ""), word):
+        return f"{name} {law}, but is {_shown(value)}: {word} is not there yet."
+    if close := difflib.get_close_matches(word, choices, 1, 0.6):
+        return f"{name} {law}, but is {_shown(value)}; did you mean {close[0]}?"
+    return f"{name} {law}, but is {_shown(value)}."
 
 
 def _shown(value: Any) -> str:

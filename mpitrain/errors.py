@@ -1,6 +1,7 @@
 """Errors a user can meet: the law that was broken, the values that broke it, and the way out."""
 
 import re
+from typing import TypeVar
 
 
 def brief(message: str) -> str:
@@ -31,6 +32,15 @@ class MpitrainError(Exception):
         indent = "\n" + " " * len(name)
         lines = [*self.law.splitlines(), *self.way_out.splitlines()]
         return name + indent.join(map(brief, lines))
+
+
+Error = TypeVar("Error", bound=MpitrainError)
+
+
+def on_every_rank(error: Error) -> Error:
+    """Mark an error that every rank raises, so that one may print it and all may leave together."""
+    error.agreed = True
+    return error
 
 
 class ConfigError(MpitrainError):

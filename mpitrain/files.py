@@ -18,10 +18,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, durable."""
+    """Make what a file holds, or the names in a folder, durable, where the file system can do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some have it for files only
+            raise
     finally:
         os.close(descriptor)
 

@@ -5,9 +5,10 @@ from functools import partial
 from typing import Any
 
 from mpitrain import config
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
+from mpitrain.ops import Ops, Writes
 
 STATE = {"sgd": (), "momentum": ("momentum",), "adamw": ("first_moment", "second_moment")}
 """The flat buffers each rule keeps beside the parameters."""
@@ -29,9 +30,9 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 class Optimizer:
     """One update rule over flat buffers; `state` maps a name to a buffer like the parameters'."""
 
-    def __init__(self, settings: config.Optimizer, plan: Plan, ops: Any, backend: Backend, arena: Arena):
-        self.settings, self.plan, self._ops, self._arena = settings, plan, ops, arena
-        self.state = {name: backend.zeros(plan.length, plan.dtype) for name in STATE[settings.name]}
+    def __init__(self, settings: config.Optimizer, storage: Storage, ops: Ops, backend: Backend, arena: Arena):
+        self.settings, self.storage, self._ops, self._arena = settings, storage, ops, arena
+        self.state = {name: backend.zeros(storage.length, storage.dtype) for name in STATE[settings.name]}
 
     def update(self, parameters: Any, gradients: Any, scale: float, lr: float, step: int,
                start: int = 0, stop: int | None = None, delayed: bool = False) -> None:
@@ -42,12 +43,13 @@ class Optimizer:
         """
         s = self.settings
         beta1 = s.beta1_delayed if delayed else s.beta1
-        rule = {
+        rules: dict[str, Writes] = {
             "sgd": self._ops.sgd,
             "momentum": partial(self._ops.momentum, beta=s.momentum),
             "adamw": partial(self._ops.adamw, beta1=beta1, beta2=s.beta2, eps=s.epsilon, step=step + 1),
-        }[s.name]
-        for run in self.plan.runs(start, self.plan.length if stop is None else stop):
+        }
+        rule = rules[s.name]
+        for run in self.storage.runs(start, self.storage.length if stop is None else stop):
             here = slice(run.start, run.stop)
             buffers = [buffer[here] for buffer in (parameters, gradients, *self.state.values())]
             rule(*buffers, scale=scale, lr=lr, weight_decay=s.weight_decay if run.decayed else 0.0, arena=self._arena)

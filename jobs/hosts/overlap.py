@@ -47,13 +47,13 @@ def measure(transport, rows, blocks, steps, changes):
     trainer = jobs[0].trainer
     if find_spec("torch"):
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-        arrays = {entry.name: entry.view(trainer.parameters) for entry in trainer.plan.entries}
+        arrays = {entry.name: entry.view(trainer.parameters) for entry in trainer.storage.entries}
         sides["torch DDP, gloo"] = peer_class("torch", trainer.config)(transport, trainer.config, 256, arrays)
     results = dict(zip(sides, alternate(transport, jobs[0], list(sides.values()), blocks, steps), strict=True))
     if transport.rank:
         return
     compute, bare = results["each rank alone"].blocks, results["reductions alone"].blocks
-    megabytes = 1e-6 * trainer.plan.length * trainer.plan.dtype.itemsize
+    megabytes = 1e-6 * trainer.storage.length * trainer.storage.dtype.itemsize
     print(f"{transport.size} hosts, {rows} rows per rank, {megabytes:.1f} MB of gradients, "
           f"{len(jobs[-1].trainer.replication.buckets)} buckets chosen; median of {blocks} blocks of {steps} steps, least, most")
     for name, result in results.items():

@@ -37,7 +37,7 @@ def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path
             raise ConfigError(f"The metrics of {name} have no losses over {over}.",
                               "Name a run that has trained, or another --over.")
         line = smooth(trained)
-        label = f"{name}: training {line[-1][1]:.4g}" + (f", validation {validated[-1][1]:.4g}" if validated else "")
+        label = f"{legible(name)}: training {line[-1][1]:.4g}" + (f", validation {validated[-1][1]:.4g}" if validated else "")
         axes.plot(*zip(*line, strict=True), color=colour, linewidth=1.8, label=label)
         if len(trained) >= 2 * SMOOTHED:
             axes.plot(*zip(*trained, strict=True), color=colour, linewidth=0.7, alpha=0.3, zorder=1)
@@ -53,9 +53,15 @@ def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path
             ticks(ScalarFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize="small")
+    for text in axes.legend(fontsize="small").get_texts():
+        text.set_parse_math(False)  # a dollar sign is one
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def legible(name: str) -> str:
+    """A path as matplotlib shows it: bytes that are not UTF-8 escaped, and not taken for a label to be hidden."""
+    return ("./" if name.startswith("_") else "") + name.encode("utf-8", "backslashreplace").decode()
 
 
 def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[tuple[float, float]]:

@@ -9,8 +9,9 @@ import numpy as np
 from scipy.optimize import linprog
 
 from mpitrain.bench.sweep import Row
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.choose import choose
-from mpitrain.collectives.cost import KNOTS, TERMS, WHOLE, Constants, Tuning, predict, shares, work
+from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning, is_whole, predict, shares, work
 from mpitrain.collectives.tuning import DEFAULT
 
 SHORT = 1 << 14
@@ -41,14 +42,15 @@ def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
 def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> Tuning:
     """Constants for one number of ranks from measured all-reduces."""
     n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
-    plans, whole = {}, {}
+    plans: dict[str, Constants] = {}
+    whole: dict[str, dict[str, Constants]] = {}
     for memory in dict.fromkeys(row.buffers for row in rows):
         here = [row for row in rows if row.buffers == memory]
-        moved = [row for row in here if row.chosen not in WHOLE]
+        moved = [row for row in here if not is_whole("allreduce", row.chosen)]
         works = [work("allreduce", row.chosen, hosts, row.count, row.bytes // row.count, machine["cores"]) for row in moved]
         plans[memory] = constants(moved, works, defaults[memory])
         whole[memory] = {}
-        for name in dict.fromkeys(row.chosen for row in here if row.chosen in WHOLE):
+        for name in dict.fromkeys(row.chosen for row in here if is_whole("allreduce", row.chosen)):
             mine = [row for row in here if row.chosen == name]
             whole[memory][name] = constants(mine, [(1, row.bytes) for row in mine])
     return Tuning(machine, {n: plans}, {n: whole})
@@ -66,8 +68,7 @@ def constants(rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults:
     for knot in set(range(len(KNOTS))).difference(held):
         near[:, held[np.abs(held - knot).argmin()]] += near[:, knot]
         near[:, knot] = 0
-    amounts = np.array(amounts, float)
-    columns = near[:, :, None] * amounts[:, None, :]
+    columns = near[:, :, None] * np.array(amounts, float)[:, None, :]
     found = least_absolute(columns.reshape(len(rows), -1) / seconds[:, None]).reshape(columns.shape[1:])
     known = columns.any(axis=0)
     for knot, term in np.argwhere(~known):
@@ -106,7 +107,7 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
         times.setdefault((row.bytes, row.count), {})[row.chosen] = row.time_us
     choices = {}
     for (nbytes, count), measured in times.items():
-        chosen = choose(tuning, hosts, count, nbytes // count, memory=memory)
+        chosen = choose(tuning, Situation(hosts), count, nbytes // count, memory=memory)
         choices[nbytes] = chosen, measured[chosen] / min(measured.values())
     return Check(median(errors[True] + errors[False]), median(errors[True] or [math.nan]), choices)
 

@@ -12,7 +12,7 @@ from mpitrain.bench.target import Target
 from mpitrain.errors import ConfigError
 from mpitrain.ops import reference
 from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.tiles import DEFAULT, Measured, Plan, worth_measuring
+from mpitrain.ops.cuda.tiles import DEFAULT, Measured, Tiling, worth_measuring
 from mpitrain.ops.host.product import put_product
 
 Shape = tuple[int, int, int]
@@ -49,7 +49,7 @@ PRODUCTS = {"NT": Product("NT"), "NN": Product("NN"), "TN": Product("TN"),
 class Row(NamedTuple):
     """One measurement: our time beside that of the library and, for an epilogue, the kernels after it.
 
-    plan     tile and splits; empty where no kernel of ours multiplied
+    plan     the tiling in words; empty where no kernel of ours multiplied
     percent  of the library's rate
     """
 
@@ -67,13 +67,14 @@ class Row(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """The fastest plan for a shape, beside the one taken without a table.
+    """The fastest tiling for a shape, beside the one taken without a table.
 
-    wrong  elements that are wrong, over all plans
+    tried  how many tilings were
+    wrong  elements that are wrong, over all tilings
     """
 
     best: Measured
-    plans: int
+    tried: int
     time_us: float
     usual_us: float
     wrong: int
@@ -92,13 +93,14 @@ class Case(NamedTuple):
 
 def parse_shapes(text: str) -> list[Shape]:
     """Shapes from MxNxK,...; a number alone is a cube."""
-    found = []
+    found: list[Shape] = []
     for part in text.split(","):
         dims = part.strip().split("x")
         if len(dims) not in (1, 3) or not all(re.fullmatch("[0-9]{1,6}", dim) and int(dim) > 0 for dim in dims):
             raise ConfigError(f"A shape is MxNxK or N, in whole numbers from 1 to 999999, but it is {part!r}.",
                               "For example: --shapes 4096,8192x1536x768")
-        found.append(tuple(int(dim) for dim in (dims * 3)[:3]))
+        m, n, k = (int(dim) for dim in (dims * 3)[:3])
+        found.append((m, n, k))
     return found
 
 
@@ -124,27 +126,28 @@ def measure(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str], prod
 
 
 def tune(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
-    """The fastest plan for each shape, dtype and way to store the operands. ConfigError for a device without kernels."""
+    """The fastest tiling for each shape, dtype and way to store the operands. ConfigError for a device without kernels."""
     if device.kernels is None:
         raise ConfigError("Tiles belong to kernels, but --device is cpu.", "Use --device cuda or cuda-sim.")
     for shape in shapes:
         for dtype in dtypes:
             for ways in ("NT", "NN", "TN"):
-                yield _fastest(device, shape, dtype, ways)
+                yield _fastest(device, device.kernels.engine.capability, shape, dtype, ways)
 
 
-def _fastest(device: Target, shape: Shape, dtype: str, ways: str) -> Tuned:
-    """Every plan on its own, then the best and the usual one in turns, so that chance does not decide between those."""
-    case, like, capability = _case(device, shape, dtype, Product(ways)), _like(dtype), device.kernels.engine.capability
-    usual = DEFAULT.plan(like, ways, (*shape, 1), capability)
-    runs = {plan: case.by(partial(product.gemm, plan=plan)) for plan in [usual, *worth_measuring(like, *shape, capability)]}
-    times: dict[Plan, float] = {}
+def _fastest(device: Target, capability: int, shape: Shape, dtype: str, ways: str) -> Tuned:
+    """Every tiling on its own, then the best and the usual one in turns, so that chance does not decide between those."""
+    case, like = _case(device, shape, dtype, Product(ways)), _like(dtype)
+    usual = DEFAULT.tiling(like, ways, (*shape, 1), capability)
+    tilings = [usual, *worth_measuring(like, *shape, capability)]
+    runs = {tiling: case.by(partial(product.gemm, tiling=tiling)) for tiling in tilings}
+    times: dict[Tiling, float] = {}
     wrong = 0
-    for plan, run in runs.items():
+    for tiling, run in runs.items():
         run()
         device.wait()
         wrong += case.wrong()
-        times[plan], = device.seconds(run)
+        times[tiling], = device.seconds(run)
     best = min(times, key=times.__getitem__)
     seconds, usual_seconds = device.seconds(runs[best], runs[usual])
     if usual_seconds < seconds:
@@ -154,7 +157,7 @@ def _fastest(device: Target, shape: Shape, dtype: str, ways: str) -> Tuned:
 
 def _sides(device: Target) -> tuple[Callable[..., None], Callable[..., None]]:
     """Ours and the library's, with the arguments of product.gemm."""
-    if device.kernels is not None:
+    if device.multiply is not None:
         return device.multiply, product.library
 
     def operands(a: Any, b: Any, transposed_a: bool = False, transposed_b: bool = False) -> tuple[Any, Any]:
@@ -165,11 +168,11 @@ def _sides(device: Target) -> tuple[Callable[..., None], Callable[..., None]]:
 
 
 def _planned(device: Target, what: Product, shape: Shape, dtype: str) -> str:
-    """The plan that our product takes, in words."""
-    if device.multiply is None or device.multiply is product.library:
+    """The tiling that our product takes, in words."""
+    if device.kernels is None or not isinstance(device.multiply, partial):    # the library's own business
         return ""
     table, capability = device.multiply.keywords["table"], device.kernels.engine.capability
-    tile, splits = table.plan(_like(dtype), what.stored, (*shape, 1), capability)
+    tile, splits = table.tiling(_like(dtype), what.stored, (*shape, 1), capability)
     return f"{tile.TILE_M}x{tile.TILE_N}x{tile.TILE_K}" + (f"/{splits}" if splits > 1 else "")
 
 

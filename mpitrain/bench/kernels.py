@@ -1,6 +1,7 @@
 """Every operation of a training step, measured: time, rate, share of what the device can do, and elements that are wrong."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
@@ -180,21 +181,27 @@ def attentions(device: Target, peer: Peer | None) -> Iterator[Work]:
 
         true_qkv, true_dy = (values(stored(array[few], dtype)) for array in (qkv, dy))
 
+        def got(name: str, kept=kept) -> np.ndarray:
+            return values(device.get(kept[name][few]))
+
+        def true_y(x=true_qkv) -> np.ndarray:
+            return reference.attention(x, heads, None)[0]
+
         def truth(x=true_qkv, dy=true_dy) -> np.ndarray:
             return reference.attention_backward(dy, reference.attention(x, heads, None)[1], None)
 
         tolerance = {"float32": WRONG, "bfloat16": 2e-2}[dtype]
-        yield Work(f"attention {dtype}", forward, lambda kept=kept: values(device.get(kept["y"][few])),
-                   lambda x=true_qkv: reference.attention(x, heads, None)[0], pairs, "GFLOP/s", tolerance,
+        yield Work(f"attention {dtype}", forward, partial(got, "y"), true_y, pairs, "GFLOP/s", tolerance,
                    theirs.forward if theirs else None)
         if device.kernels is not None:    # the host body overwrites what it saved, once
-            yield Work(f"attention back {dtype}", backward, lambda kept=kept: values(device.get(kept["dqkv"][few])),
-                       truth, 2.5 * pairs, "GFLOP/s", tolerance, theirs.backward if theirs else None)
+            yield Work(f"attention back {dtype}", backward, partial(got, "dqkv"), truth, 2.5 * pairs,
+                       "GFLOP/s", tolerance, theirs.backward if theirs else None)
 
 
 def reductions(device: Target, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
     """Sums down columns, and what an all-reduce does to chunks: sums, and numbers that travel in 16 or 8 bits."""
     kernels, put, width = device.kernels, device.put, SHAPES[device.kind][2]
+    assert kernels is not None
     x, half, back, total = put(a), put(np.empty(a.size, np.float16)), put(np.empty_like(a)), put(b.copy())
     scales = -(-a.size // wire.BLOCK)
     coded, scale = put(np.empty(a.size, np.int8)), put(np.empty(scales, np.float32))

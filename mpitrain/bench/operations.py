@@ -1,12 +1,13 @@
 """The collectives that can be benchmarked: how each is bound, filled, checked and counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.collectives import algorithms, bind
 from mpitrain.collectives.arithmetic import Arithmetic
+from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.lossy import bind_lossy
 from mpitrain.collectives.plans import chunk_bounds
@@ -27,6 +28,14 @@ class Buffers(NamedTuple):
     other: Any
 
 
+class Way(NamedTuple):
+    """How to reduce: by which algorithm, by which tuning if that is "auto", and with what."""
+
+    algorithm: str
+    tuning: Tuning
+    arithmetic: Arithmetic
+
+
 def filled(rank: int, count: int) -> np.ndarray:
     """What a rank brings: whole numbers that tell rank and position."""
     return rank + 1 + np.arange(count) % PERIOD
@@ -35,16 +44,16 @@ def filled(rank: int, count: int) -> np.ndarray:
 class Operation(NamedTuple):
     """One benchmark.
 
-    algorithms  names that `bind` takes
-    bind        (transport, buffers, algorithm, arithmetic) -> Reduction
+    algorithms  their names; a table in use, which may grow
+    bind        (transport, buffers, way) -> Reduction
     right       (transport, count) -> (slice, expected values there) after one run
     bus         (n) -> bus bandwidth over algorithm bandwidth
     ways        runs of the network in one run: 2 for a ping-pong, whose time is that of one way
     fill        (rank, count) -> what a rank brings
     """
 
-    algorithms: tuple[str, ...]
-    bind: Callable[[Transport, Buffers, str, Arithmetic], Reduction]
+    algorithms: Collection[str]
+    bind: Callable[[Transport, Buffers, Way], Reduction]
     right: Callable[[Transport, int], tuple[slice, np.ndarray]]
     bus: Callable[[int], float]
     ways: int = 1
@@ -88,41 +97,39 @@ def lossy(wire: Wire) -> Operation:
         algorithms=(wire.name,), fill=gradient,
         right=lambda transport, count: (slice(None), np.resize(
             sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size)), count)),
-        bind=lambda transport, buffers, algorithm, arithmetic: bind_lossy(transport, buffers.array, wire, arithmetic=arithmetic))
+        bind=lambda transport, buffers, way: bind_lossy(transport, buffers.array, wire, arithmetic=way.arithmetic))
 
 
 OPERATIONS = {
     "allreduce": Operation(
-        algorithms.ALL_REDUCE_NAMES,
-        lambda transport, buffers, algorithm, arithmetic: bind.bind(
-            transport, buffers.array, "add", algorithm, arithmetic=arithmetic),
+        algorithms.ALL_REDUCE,
+        lambda transport, buffers, way: bind.bind(transport, buffers.array, "add", *way),
         lambda transport, count: (slice(None), summed(transport, count)), lambda n: 2 * (n - 1) / n),
     "reduce-scatter": Operation(
-        tuple(algorithms.REDUCE_SCATTER),
-        lambda transport, buffers, algorithm, arithmetic: bind.bind_reduce_scatter(
-            transport, buffers.array, "add", algorithm, arithmetic),
+        algorithms.REDUCE_SCATTER,
+        lambda transport, buffers, way: bind.bind_reduce_scatter(
+            transport, buffers.array, "add", way.algorithm, way.arithmetic),
         _scattered, lambda n: (n - 1) / n),
     "all-gather": Operation(
-        tuple(algorithms.ALL_GATHER),
-        lambda transport, buffers, algorithm, arithmetic: bind.bind_all_gather(transport, buffers.array, algorithm),
+        algorithms.ALL_GATHER,
+        lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, way.algorithm),
         _gathered, lambda n: (n - 1) / n),
     "broadcast": Operation(
-        tuple(algorithms.BROADCAST),
-        lambda transport, buffers, algorithm, arithmetic: bind.bind_broadcast(transport, buffers.array, 0, algorithm),
+        algorithms.BROADCAST,
+        lambda transport, buffers, way: bind.bind_broadcast(transport, buffers.array, 0, way.algorithm),
         lambda transport, count: (slice(None), filled(0, count)), lambda n: 1.0),
     "reduce": Operation(
-        tuple(algorithms.REDUCE),
-        lambda transport, buffers, algorithm, arithmetic: bind.bind_reduce(
-            transport, buffers.array, "add", 0, algorithm, arithmetic),
+        algorithms.REDUCE,
+        lambda transport, buffers, way: bind.bind_reduce(
+            transport, buffers.array, "add", 0, way.algorithm, way.arithmetic),
         _rooted, lambda n: 1.0),
     "all-to-all": Operation(
-        tuple(algorithms.ALL_TO_ALL),
-        lambda transport, buffers, algorithm, arithmetic: bind.bind_all_to_all(
-            transport, buffers.other, buffers.array, algorithm),
+        algorithms.ALL_TO_ALL,
+        lambda transport, buffers, way: bind.bind_all_to_all(transport, buffers.other, buffers.array, way.algorithm),
         _transposed, lambda n: (n - 1) / n),
     "sendrecv": Operation(
-        tuple(algorithms.PING_PONG),
-        lambda transport, buffers, algorithm, arithmetic: bind.bind_ping_pong(transport, buffers.array, algorithm),
+        algorithms.PING_PONG,
+        lambda transport, buffers, way: bind.bind_ping_pong(transport, buffers.array, way.algorithm),
         lambda transport, count: (slice(None), filled(0 if transport.rank == transport.size - 1 else transport.rank, count)),
         lambda n: 1.0, ways=2),
 }

@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, lossy
+from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, Way, lossy
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.together import starting_line
+from mpitrain.collectives.algorithms import ALL_REDUCE, all_reduce_choices
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import Arithmetic
-from mpitrain.collectives.bind import chosen_by_model, memory_of
-from mpitrain.collectives.check import check_name, everywhere
-from mpitrain.collectives.choose import candidates
+from mpitrain.collectives.bind import memory_of
+from mpitrain.collectives.check import check_name
 from mpitrain.collectives.cost import Tuning, predict
-from mpitrain.collectives.execute import Execution, Reduction
+from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.collectives.wire import Wire
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.machine.backend import Backend, backend_for, on_device
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport, aligned_zeros
@@ -32,7 +33,7 @@ LONG, LONGEST = 0.05, 1.0
 """Seconds of the fastest run after which no longer array is needed: if time grows as fast as the array, and in any case."""
 
 
-class Request(NamedTuple):
+class SweepRequest(NamedTuple):
     """What to measure.
 
     algorithms  names; none for all that can run here
@@ -61,7 +62,7 @@ class Request(NamedTuple):
 class Bench(NamedTuple):
     """What all rows of a request are measured with."""
 
-    request: Request
+    request: SweepRequest
     tuning: Tuning
     transport: Transport
     backend: Backend
@@ -88,7 +89,7 @@ class Row(NamedTuple):
     """One measurement. Times are those of the slowest rank, per run; of one way for a ping-pong.
 
     wrong   elements; for a wire format replicas
-    chosen  what `auto` is here; the algorithm itself for others
+    chosen  what the algorithm became: what `auto` is here, ring where there is no room for a window; mostly itself
     sweep   which one, from 1
     error   of a wire format: norm of what the first run loses, over that of the sum; NaN for exact operations
     """
@@ -97,7 +98,7 @@ class Row(NamedTuple):
     algorithm: str
     buffers: str
     bytes: int
-    count: int
+    count: int  # type: ignore[assignment]  # in place of tuple's method, which nobody calls on a row
     dtype: str
     ranks: int
     time_us: float
@@ -134,7 +135,7 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
     return found
 
 
-def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Row]:
+def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterator[Row]:
     """Rows as they are measured; the same ones on every rank. Collective.
 
     raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
@@ -151,7 +152,7 @@ def sweep(transport: Transport, request: Request, tuning: Tuning) -> Iterator[Ro
     return _rows(bench, subjects, counts, pools)
 
 
-def _device(request: Request) -> tuple[Backend, Arithmetic]:
+def _device(request: SweepRequest) -> tuple[Backend, Arithmetic]:
     """What computes; ConfigError where it is missing."""
     backend = backend_for(request.device)
     if request.device == "cuda" and request.dtype.name == "bfloat16":
@@ -164,14 +165,12 @@ def _algorithms(bench: Bench) -> Sequence[str]:
     request, transport = bench.request, bench.transport
     known, refused = OPERATIONS[request.operation].algorithms, {}
     if request.operation == "allreduce":
-        known = (*known, "auto")
-        able = candidates(transport.hosts, request.dtype.name in transport.native_dtypes)
-        needs = {"native": f"needs a dtype that MPI reduces, which {request.dtype} is not",
-                 "shared": "needs all ranks on one host"}
-        refused = {name: why for name, why in needs.items() if name not in able}
+        known, dtype = all_reduce_choices(), request.dtype.name
+        situation = Situation(transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda")
+        refused = {name: refusal for name in ALL_REDUCE if (refusal := ALL_REDUCE[name].refusal(situation))}
     for name in request.algorithms:
         if name in refused:
-            raise everywhere(ConfigError(f"{request.operation} algorithm {name} {refused[name]}.", "Leave it out."))
+            raise on_every_rank(ConfigError(f"{request.operation} {refused[name].law}", "Leave it out."))
     return request.algorithms or [name for name in known if name not in refused]
 
 
@@ -217,11 +216,9 @@ def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case:
     request, tuning, transport, backend, arithmetic = bench
     algorithm, operation, wire = subject
     count, dtype, n = buffers.array.size, request.dtype, transport.size
-    chosen = chosen_by_model(transport, buffers.array, tuning) if algorithm == "auto" else algorithm
     buffers.other[:] = case.original[:buffers.other.size]
-    reduction = operation.bind(transport, buffers, chosen, arithmetic)
-    if chosen == "shared" and isinstance(reduction, Execution):
-        chosen = "ring"  # there is no room for a window
+    reduction = operation.bind(transport, buffers, Way(algorithm, tuning, arithmetic))
+    chosen = reduction.algorithm or algorithm
     timed = partial(_timed, bench, starting_line(transport), reduction, buffers.array, case.original)
     cycles, _ = timed(1)
     error = math.nan if wire.name == "none" else error_norm(backend.to_host(buffers.array), case.right)

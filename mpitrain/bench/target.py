@@ -13,7 +13,7 @@ from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import cuda, ops_for
+from mpitrain.ops import Ops, cuda, ops_for
 
 BUDGET = 0.25     # seconds for the timed runs of one row
 MOMENT = 0.002    # seconds that a turn lasts
@@ -30,7 +30,7 @@ class Target(NamedTuple):
     """
 
     kind: str
-    ops: Any
+    ops: Ops
     arena: Any
     put: Callable[[np.ndarray], Any]
     get: Callable[[Any], np.ndarray]
@@ -88,7 +88,8 @@ def target(kind: str, checked: bool = False, gemm: str = "tiled", tiles: str = "
         return Target(kind, ops_for(kind), Arena(), lambda x: x, lambda x: x, lambda: None)
     multiply = cuda.multiply(gemm, tiles)
     kernels = Kernels(Simulator(checked=True)) if checked else kernels_for(kind)
-    ops, engine = cuda.body(kernels, multiply), kernels.engine
+    ops = cuda.body(kernels, multiply)
+    engine: Any = kernels.engine  # a GPU's has more to it than other engines: empty, put, get and wait
     if kind == "cuda-sim":
         return Target(kind, ops, Arena(), lambda x: x, lambda x: x, lambda: None, kernels, multiply)
     return Target(kind, ops, _Fresh(engine), engine.put, engine.get, engine.wait, kernels, multiply)

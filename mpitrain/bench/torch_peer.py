@@ -130,7 +130,8 @@ class TorchAttention:
         self._dy, self._y = split(dy, 1)[0], None
 
     def forward(self) -> None:
-        self._y = F.scaled_dot_product_attention(*self._operands, is_causal=True)
+        q, k, v = self._operands
+        self._y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def backward(self) -> None:
         torch.autograd.grad(self._y, self._operands, self._dy, retain_graph=True)

@@ -105,7 +105,7 @@ def _timed(transport: Transport, job: Job, side: Any, indices: range) -> tuple[l
     config = job.trainer.config
     times, losses = [], []
     for index in indices:
-        inputs, targets = job.source.batch(config.run.seed, index, config.batch.size, job.trainer.share())
+        inputs, targets = job.data.batch(config.run.seed, index, config.batch.size, job.trainer.share())
         transport.barrier()
         start = time.perf_counter()
         losses.append(side.step(index, inputs, targets))

@@ -42,7 +42,8 @@ class LazyGroup(click.Group):
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Each command with its whole first sentence, on as many lines as it takes."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.get_command(context, name).get_short_help_str(1000)) for name in COMMANDS])
+            formatter.write_dl([
+                (name, command.get_short_help_str(1000)) for name in COMMANDS if (command := self.get_command(context, name))])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.exit(commands.main(arguments, prog_name="mpitrain", standalone_mode=False) or 0)
     except click.ClickException as error:
-        error.message = brief(error.message)
+        error.message = brief(error.message)  # type: ignore[misc]  # final, but `show` of every subclass reads it
         leave_usage(error.show, error.exit_code)
     except MpitrainError as error:  # of a command that is rank 0's alone: no other rank would meet it at a barrier
         print(error, file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ WIRE = click.option("--wire", default="", metavar="A,B",
                     help="Formats to measure beside the algorithms, float32: fp16, bf16, int8, topk:0.01, powersgd:4.")
 
 
-def collective(name: str) -> Callable:
+def collective(name: str) -> click.Command:
     """The subcommand that measures one collective."""
     @click.command(name, help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.")
     @click.option("--algorithm", default="all", metavar="A,B|all", help="Algorithms to measure; all: every one there is.")
@@ -141,15 +141,14 @@ def _check_files(rank: int, written: Sequence[Path | None], drawn: Path | None =
 def _request(name: str, options: dict[str, Any]) -> Any:
     """The command line as what to measure; ConfigError for names that do not exist."""
     from mpitrain.bench.operations import OPERATIONS
-    from mpitrain.bench.sweep import Request, dtype_of, sizes
+    from mpitrain.bench.sweep import SweepRequest, dtype_of, sizes
+    from mpitrain.collectives.algorithms import all_reduce_choices
     from mpitrain.collectives.check import check_name
     from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.wire import parse_wire
     from mpitrain.errors import ConfigError
 
-    known = OPERATIONS[name].algorithms
-    if name == "allreduce":
-        known = (*known, "auto")
+    known = all_reduce_choices() if name == "allreduce" else OPERATIONS[name].algorithms
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
     for algorithm in algorithms:
         check_name(f"{name} algorithm", algorithm, known)
@@ -159,7 +158,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     wires = [parse_wire(text) for text in options.get("wire", "").split(",") if text]
     if wires and options["dtype"] != "float32":
         raise ConfigError(f"--wire is for arrays of float32, but these are of {options['dtype']}.", "Leave out one of the two.")
-    return Request(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
+    return SweepRequest(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
                    dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"],
                    [wire for wire in wires if wire.name != "none"], options["device"])
 
@@ -187,23 +186,24 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
 
     from mpitrain.bench.fit import checked, described, fit, median_of_sweeps, merged
     from mpitrain.bench.header import header, machine
-    from mpitrain.bench.sweep import Request, sizes
-    from mpitrain.collectives.check import everywhere
+    from mpitrain.bench.sweep import Row, SweepRequest, sizes
+    from mpitrain.collectives.all_reduce import Situation
     from mpitrain.collectives.choose import candidates
     from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
-    from mpitrain.errors import ConfigError
+    from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.transport.agreed import agreed
 
     if transport.size == 1:
-        raise everywhere(ConfigError("bench fit measures messages, and one rank sends none.",
-                                     "mpitrain launch -n 2 -- bench fit"))
+        raise on_every_rank(ConfigError("bench fit measures messages, and one rank sends none.",
+                                        "mpitrain launch -n 2 -- bench fit"))
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     agreed(transport, lambda: _check_files(transport.rank, [out, json_file]))
     places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)  # windows serve `shared`, which needs one host
-    request = Request("allreduce", candidates(transport.hosts, is_native=True), sizes(min_bytes, max_bytes, 2),
+    request = SweepRequest("allreduce", candidates(Situation(transport.hosts)), sizes(min_bytes, max_bytes, 2),
                       np.dtype("float32"), 0, 3, places, sweeps, stops=True)
-    identity, rows, tuning = machine(transport), [], DEFAULT
+    identity, tuning = machine(transport), DEFAULT
+    rows: list[Row] = []
     measured = _swept(transport, request, DEFAULT, header(transport, request, sys.argv[1:]), json_file)
     for number, swept in groupby(measured, key=lambda row: row.sweep):
         rows += swept

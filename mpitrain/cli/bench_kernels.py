@@ -124,19 +124,19 @@ def _printed(rows: Any, json_file: Path | None, name: str, line: Callable[[Any],
 
 
 def _tune(rows: Any, out: Path, name: str) -> int:
-    """Print the best plans as they are found, and write them beside those that the file has for other shapes."""
+    """Print the best tilings as they are found, and write them beside those that the file has for other shapes."""
     from mpitrain.bench.table import check_writable
     from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
 
     check_writable(out)
     table = {entry[:5]: entry for entry in (read_tiles(out).measured if out.exists() else ())}
-    click.echo(f"{'stored':<6} {'M x N x K':>18} {'dtype':>8}  {'best tile':<14} {'time us':>10} {'usual us':>10} {'plans':>6} "
+    click.echo(f"{'stored':<6} {'M x N x K':>18} {'dtype':>8}  {'best tile':<14} {'time us':>10} {'usual us':>10} {'tried':>6} "
                f"{'#wrong':>7}")
     wrong = 0
     for row in rows:
-        best, plan = row.best, "x".join(map(str, row.best.plan.tile[:3])) + f"/{row.best.plan.splits}"
-        click.echo(f"{best.stored:<6} {f'{best.m} x {best.n} x {best.k}':>18} {best.elements:>8}  {plan:<14} {row.time_us:10.1f} "
-                   f"{row.usual_us:10.1f} {row.plans:6} {row.wrong:7}")
+        best, tile = row.best, "x".join(map(str, row.best.tiling.tile[:3])) + f"/{row.best.tiling.splits}"
+        click.echo(f"{best.stored:<6} {f'{best.m} x {best.n} x {best.k}':>18} {best.elements:>8}  {tile:<14} {row.time_us:10.1f} "
+                   f"{row.usual_us:10.1f} {row.tried:6} {row.wrong:7}")
         table[best[:5]] = best
         wrong += row.wrong
         write_tiles(out, name, table.values())

@@ -56,7 +56,7 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes:
     if other:
         trainer = job.trainer
         parameters = trainer.backend.to_host(trainer.parameters)
-        arrays = {entry.name: entry.view(parameters) for entry in trainer.plan.entries}
+        arrays = {entry.name: entry.view(parameters) for entry in trainer.storage.entries}
         sides.append(other(transport, config, job.source.inputs, arrays))
     try:
         results = alternate(transport, job, sides, blocks, steps)
@@ -67,7 +67,8 @@ def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes:
         if config.replication.algorithm == "auto" and (advice := foreign(job.trainer.group.tuning, transport.hosts)):
             click.echo(f"{advice} in replication.tuning")
         tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
-        click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, {job.trainer.plan.parameter_count} parameters, "
+        click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, "
+                   f"{job.trainer.storage.parameter_count} parameters, "
                    f"all-reduce {config.replication.algorithm}, {config.device.kind}, products by {_multiplier(config)}; "
                    f"{blocks} blocks of {steps} steps")
         click.echo("\n".join(table(results, tokens)))

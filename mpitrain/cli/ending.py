@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
 from mpitrain.machine import process
 
 if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its threads
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # NumPy must not be loaded before `ranks` has limited its thr
 
 STALL_SECONDS = 600.0  # for ranks to find each other, and until a configuration says run.stall_seconds
 MOST = 10**6  # of anything that an option counts
+LONGEST = 1e9  # seconds that a timer of the system can be set to
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
     from mpitrain.transport.mpi import connect
 
     # mpi4py starts MPI with the interpreter's lock held: a watchdog in Python would not run, this one does, and exits with 1.
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
     transport = connect()
     faulthandler.cancel_dump_traceback_later()
     try:
@@ -93,12 +94,9 @@ def refuse_strangers(transport: "Transport") -> None:
     if started.rank > 0:
         time.sleep(1)  # no barrier joins these processes, and the first to leave may end the one that prints
         sys.exit(ConfigError.exit_code)
-    error = ConfigError(
+    raise on_every_rank(ConfigError(
         f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
-        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
-    )
-    error.agreed = True
-    raise error
+        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both."))
 
 
 def leave_together(transport: "Transport", show: Callable[[], None], exit_code: int) -> None:

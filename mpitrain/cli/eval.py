@@ -21,8 +21,10 @@ def command(run: Path, data: str | None, rows: int | None, device: str | None) -
         from mpitrain.run.trainer import evaluated_rows
 
         job = open_run(transport, run, settings)
-        loss, accuracy = job.trainer.evaluate(job.source)
+        found = job.trainer.evaluate(job.data)
+        assert found is not None  # nobody asks it to stop
+        loss, accuracy = found
         if transport.rank == 0:
             click.echo(f"{click.format_filename(run)} at step {job.step} on {job.trainer.config.data.source}: "
                        f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
-                       f"({evaluated_rows(job.trainer.config, job.source)} of {job.source.held_out} held-out rows)")
+                       f"({evaluated_rows(job.trainer.config, job.data)} of {job.data.held_out} held-out rows)")

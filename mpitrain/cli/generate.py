@@ -8,10 +8,14 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mpitrain.cli.ending import MOST, kind_of, ranks, settings_of
+
+if TYPE_CHECKING:
+    from mpitrain.data import Source, Unopened
 
 
 def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
@@ -67,7 +71,7 @@ def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield "".join(safe).encode(encoding, "backslashreplace")
 
 
-def _prompt(prompt: str, is_text: bool, source: object) -> list[int]:
+def _prompt(prompt: str, is_text: bool, source: "Source | Unopened") -> list[int]:
     """The prompt as tokens this model knows."""
     from mpitrain.errors import ConfigError
 

@@ -3,8 +3,7 @@
 import io
 import os
 import sys
-from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 from mpitrain.errors import MpitrainError
 
@@ -22,7 +21,7 @@ class Output(io.FileIO):
     is_courtesy = False
     is_lost = False
 
-    def write(self, data: bytes) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return len(data) if self.is_lost else super().write(data)
         except OSError as error:
@@ -45,18 +44,19 @@ def open_output() -> None:
         except OSError:    # closed: the next file that is opened would get its number, and all that libraries print
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = _stream(1, sys.stdout), _stream(2, sys.stderr)
-    sys.stderr.buffer.raw.is_courtesy = True
 
 
 def be_courtesy() -> None:
     """From now on standard output is a courtesy: a run of hours does not end because nobody takes what it prints."""
-    with suppress(AttributeError):    # of the other ranks and of tests, whose output is something else
-        sys.stdout.buffer.raw.is_courtesy = True
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(raw, Output):    # that of the other ranks and of tests is something else
+        raw.is_courtesy = True
 
 
 def _stream(descriptor: int, now: TextIO | None) -> TextIO:
     if now is not None:
         now.flush()
     raw = Output(descriptor, "w", closefd=False)
+    raw.is_courtesy = descriptor == 2
     encoding = now.encoding if now is not None else "utf-8"
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=True)

@@ -6,6 +6,7 @@ launcher's exit code. No folder need be shared with the ranks, and no variable n
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -30,10 +31,10 @@ class Requests(list[int]):
                 signal.signal(number, lambda number, frame: self.append(number))
 
     def leave_if_asked(self) -> None:
-        """End here if somebody asked before anything was started."""
+        """End here, as a run that was stopped, if somebody asked before anything was started."""
         if self:
-            say("stopped before anything was started")
-            sys.exit(128 + self[0])
+            say(NOT_BEGUN)
+            sys.exit(STOPPED)
 
 
 def run(line: list[str], settings: dict[str, str], requests: Requests, is_training: bool) -> int:
@@ -47,6 +48,7 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
         environment[TERMINAL] = str(shutil.get_terminal_size().columns)
     process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout and process.stderr
     words = Words()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
     passages = [Passage(os.dup(process.stdout.fileno()), 1, Output(words), is_training),
@@ -67,7 +69,13 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
         passage.finish(2)
     if words.killed and told < 2 and (words.began or not told):
         say(f"{words.killed}" + (". With --resume the run goes on from its last checkpoint" if words.began else ""))
-    return training_code(words, code, told) if is_training else _positive(code)
+    if is_training:
+        return training_code(words, code, told)
+    if passages[0].lost is None:
+        return _positive(code)
+    if passages[0].lost.errno != errno.EPIPE:
+        say(f"standard output takes no more, and the result is lost: {passages[0].lost.strerror}")
+    return _positive(code) or 1
 
 
 def say(text: str) -> None:

@@ -44,6 +44,7 @@ def _meant(option: str, args: list[str]) -> str:
     """How the configuration keys that an unknown option may mean are set, or why they cannot be set to this; else nothing."""
     from mpitrain.config import nearest, parse, with_settings
     from mpitrain.errors import ConfigError
+    from mpitrain.run.resolve import check_names
 
     keys = nearest(option.lstrip("-"))
     value = "VALUE"
@@ -52,7 +53,7 @@ def _meant(option: str, args: list[str]) -> str:
             value = word.partition("=")[2] or (value if following.startswith("--") else following)
     if len(keys) == 1 and value != "VALUE":
         try:
-            parse(with_settings({}, [f"{keys[0]}={value}"]))
+            check_names(parse(with_settings({}, [f"{keys[0]}={value}"])))
         except ConfigError as refusal:
             return f", and {refusal.law}"
     return f"; did you mean {' or '.join(f'--set {key}={value}' for key in keys)}?" if keys else ""
@@ -203,7 +204,9 @@ def print_keys(section: str) -> None:
     from textwrap import fill
 
     from mpitrain.config import keys
+    from mpitrain.run.resolve import choices
 
+    names = choices()
     sections = {name: list(rows) for name, rows in groupby(keys(), lambda key: key.name.partition(".")[0])}
     if section != "all" and section not in sections:
         raise click.BadParameter(f"{section!r} is no section; there are {', '.join(sections)}.", param_hint="--help-config")
@@ -211,7 +214,8 @@ def print_keys(section: str) -> None:
     for name in sections if section == "all" else [section]:
         click.echo(f"\n[{name}]")
         for key in sections[name]:
-            law = f"{key.type}, {key.range}" if key.range else key.type
+            allowed = " | ".join(names.get(key.name, ())) or key.range
+            law = f"{key.type}, {allowed}" if allowed else key.type
             head = f"{key.name} = {json.dumps(key.default)}"
             click.echo(fill(f"  {head:<40} {law}", width, subsequent_indent=" " * 43, break_on_hyphens=False))
             click.echo(fill(key.help, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False))

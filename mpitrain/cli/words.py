@@ -149,11 +149,13 @@ class Passage(threading.Thread):
     """Copies one file descriptor to another as long as bytes come.
 
     is_courtesy  a target that takes no more gets no more, and the source is read on; or else it is closed
+    lost         why the target took no more; None as long as it takes everything
     """
 
     def __init__(self, source: int, target: int, stream: Output | Errors, is_courtesy: bool = False):
         super().__init__(daemon=True)
-        self._is_courtesy, self._is_lost = is_courtesy, False
+        self._is_courtesy = is_courtesy
+        self.lost: OSError | None = None
         self._source, self._target, self._stream = source, target, stream
         self._is_waiting = False
         self.start()
@@ -182,10 +184,10 @@ class Passage(threading.Thread):
         return chunk
 
     def _write(self, data: bytes) -> None:
-        while data and not self._is_lost:
+        while data and self.lost is None:
             try:
                 data = data[os.write(self._target, data):]
-            except OSError:
+            except OSError as error:
+                self.lost = error
                 if not self._is_courtesy:
                     raise
-                self._is_lost = True

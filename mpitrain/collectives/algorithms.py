@@ -1,15 +1,19 @@
 """Every algorithm there is, by operation and name."""
 
-from mpitrain.collectives import binomial, doubling, pairwise, ring, star
+from mpitrain.collectives import binomial, doubling, hierarchical, native, pairwise, ring, shared, star
+from mpitrain.collectives.all_reduce import Algorithm, of_plan, of_plans
 
 ALL_REDUCE = {
-    "ring": ring.all_reduce,
-    "halving-doubling": doubling.halving_doubling,
-    "recursive-doubling": doubling.recursive_doubling,
-    "tree": binomial.all_reduce,
-    "star": star.all_reduce,
+    "ring": of_plan(ring.all_reduce),
+    "halving-doubling": of_plan(doubling.halving_doubling),
+    "recursive-doubling": of_plan(doubling.recursive_doubling),
+    "tree": of_plan(binomial.all_reduce),
+    "star": of_plan(star.all_reduce, is_rival=lambda situation: False),  # what the others are compared with
+    "hierarchical": of_plans(hierarchical.all_reduce, is_rival=hierarchical.is_rival),
+    "shared": Algorithm(shared.bind_shared, refusal=shared.refusal, is_rival=shared.is_rival),
+    "native": Algorithm(native.Native, refusal=native.refusal, is_rival=native.is_rival),
 }
-"""All-reduce algorithms that are one plan: functions of (rank, n, count)."""
+"""All-reduces. A line here is all it takes: configuration, help, `auto`, cost model and benchmarks read this table."""
 
 REDUCE_SCATTER = {"ring": ring.reduce_scatter, "pairwise": pairwise.reduce_scatter}
 ALL_GATHER = {"ring": ring.all_gather, "pairwise": pairwise.all_gather}
@@ -21,5 +25,7 @@ BROADCAST = {"binomial": binomial.broadcast, "scatter-ring": star.broadcast}
 REDUCE = {"binomial": binomial.reduce, "ring-gather": star.reduce}
 """Operations with a root: functions of (rank, n, count, root)."""
 
-ALL_REDUCE_NAMES = (*ALL_REDUCE, "hierarchical", "shared", "native")
-"""Every all-reduce: one plan, several, none (memory instead of messages), or MPI's own."""
+
+def all_reduce_choices() -> tuple[str, ...]:
+    """What can be asked for: an all-reduce by name, or the one that is predicted to be fastest."""
+    return (*ALL_REDUCE, "auto")

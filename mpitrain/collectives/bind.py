@@ -1,38 +1,31 @@
 """Binding: an operation, an algorithm and a buffer become something that runs again and again.
 
-Every function here is collective: all ranks call it, in the same order, and agree on what they bind (agree.py says what
+Every function here is collective: all ranks call it, in the same order, and agree on what they bind (check.py says what
 is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bound collective has a tag of its own.
 """
 
 import numpy as np
 
-from mpitrain.collectives import hierarchical
 from mpitrain.collectives.algorithms import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALL_REDUCE_NAMES,
     ALL_TO_ALL,
     BROADCAST,
     PING_PONG,
     REDUCE,
     REDUCE_SCATTER,
+    all_reduce_choices,
 )
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
-from mpitrain.collectives.check import agree, everywhere
+from mpitrain.collectives.check import agree
 from mpitrain.collectives.choose import choose
-from mpitrain.collectives.compose import Chain
 from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.execute import Execution, Reduction
-from mpitrain.collectives.native import Native
-from mpitrain.collectives.shared import bind_shared
-from mpitrain.collectives.shared_gpu import bind_shared_gpu
 from mpitrain.collectives.tuning import DEFAULT
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.base import Transport
-
-ALGORITHMS = (*ALL_REDUCE_NAMES, "auto")
-"""What `bind` accepts."""
 
 
 def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
@@ -41,34 +34,36 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
 
     array       contiguous, any shape; one count and dtype on all ranks
     op          "add" or "maximum"
-    algorithm   one of ALGORITHMS; "auto" takes the one that `tuning` predicts to be fastest
+    algorithm   one of `all_reduce_choices`; "auto" takes the one that `tuning` predicts to be fastest
     arithmetic  what combines received parts; `native`, and `shared` in host memory, have their own
-    raises      CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name
+    raises      CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name;
+                the refusal of an algorithm that cannot run here
+    returns     a reduction whose `algorithm` says what it became
     """
-    tag = agree(transport, "all-reduce", array, ALGORITHMS, algorithm, op=op)
-    rank, n, count = transport.rank, transport.size, array.size
+    tag = agree(transport, "all-reduce", array, all_reduce_choices(), algorithm, op=op)
     if algorithm == "auto":
         algorithm = chosen_by_model(transport, array, tuning)
-        agree(transport, "all-reduce by auto, from one tuning,", array, ALGORITHMS, algorithm)
-    if algorithm == "native":
-        return Native(transport, array, op)
-    if algorithm == "shared":
-        found = (bind_shared_gpu(transport, array, op, tag, arithmetic) if on_device(array)
-                 else bind_shared(transport, array, op, tag))
-        if found is not None:
-            return found
+        agree(transport, "all-reduce by auto, from one tuning,", array, tuple(ALL_REDUCE), algorithm)
+    if refusal := ALL_REDUCE[algorithm].refusal(situation(transport, array)):
+        raise on_every_rank(refusal)
+    reduction = ALL_REDUCE[algorithm].bind(transport, array, op, tag, arithmetic)
+    if reduction is None:
         algorithm = "ring"
-    if algorithm == "hierarchical":
-        plans = hierarchical.all_reduce(rank, transport.hosts, count)
-        return Chain(transport, [Execution(transport, array, op, plan, tag, arithmetic=arithmetic) for plan in plans])
-    return Execution(transport, array, op, ALL_REDUCE[algorithm](rank, n, count), tag, arithmetic=arithmetic)
+        reduction = ALL_REDUCE[algorithm].bind(transport, array, op, tag, arithmetic)
+    assert reduction is not None  # a ring lacks nothing
+    reduction.algorithm = algorithm
+    return reduction
+
+
+def situation(transport: Transport, array: np.ndarray) -> Situation:
+    """What the algorithms ask about."""
+    dtype = array.dtype.name
+    return Situation(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
 
 
 def chosen_by_model(transport: Transport, array: np.ndarray, tuning: Tuning) -> str:
     """What "auto" is for this array. Collective."""
-    is_native = array.dtype.name in transport.native_dtypes and not on_device(array)  # there MPI cannot overlap it
-    memory = memory_of(transport, array)
-    return choose(tuning, transport.hosts, array.size, array.itemsize, is_native, memory, on_device(array))
+    return choose(tuning, situation(transport, array), array.size, array.itemsize, memory_of(transport, array))
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:
@@ -115,10 +110,10 @@ def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.nda
     tag = agree(transport, "all-to-all", outgoing, tuple(ALL_TO_ALL), algorithm)
     agree(transport, "all-to-all", incoming, tuple(ALL_TO_ALL), algorithm)
     if overlap(outgoing, incoming):
-        raise everywhere(CommError(f"rank {transport.rank}: all-to-all needs two arrays that do not overlap.",
-                                   "Receive into an array of its own."))
+        raise on_every_rank(CommError(f"rank {transport.rank}: all-to-all needs two arrays that do not overlap.",
+                                      "Receive into an array of its own."))
     if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
-        raise everywhere(CommError(
+        raise on_every_rank(CommError(
             f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
             f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
             f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements."))

@@ -1,11 +1,12 @@
 """Agreement: the ranks compare what they are about to bind, so that a run need not check anything."""
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from mpitrain.collectives.execute import OPS
-from mpitrain.errors import CommError, ConfigError, MpitrainError
+from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.base import Transport
 
 
@@ -23,7 +24,7 @@ def agree(transport: Transport, operation: str, array: np.ndarray, known: tuple[
     everyone = transport.gather_text(mine)
     for rank, facts in enumerate(everyone):
         if facts["problem"] is not None:
-            raise everywhere(CommError(
+            raise on_every_rank(CommError(
                 f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but rank {rank} "
                 f"passed {facts['problem']}.",
                 "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of."))
@@ -31,14 +32,14 @@ def agree(transport: Transport, operation: str, array: np.ndarray, known: tuple[
         values = [facts.get(name) for facts in everyone]
         if any(value != values[0] or type(value) is not type(values[0]) for value in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise everywhere(CommError(
+            raise on_every_rank(CommError(
                 f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
                 "All ranks must bind the same collectives, on equal arrays, in the same order."))
     check_name(f"{operation} algorithm", algorithm, known)
     check_name("op", settings.get("op", "add"), OPS)
     root = settings.get("root", 0)
     if not isinstance(root, int) or not 0 <= root < transport.size:
-        raise everywhere(CommError(f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."))
+        raise on_every_rank(CommError(f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."))
     return mine["tag"]
 
 
@@ -57,13 +58,7 @@ def unfit(array: Any) -> str | None:
     return None
 
 
-def check_name(what: str, name: str, known: tuple[str, ...]) -> None:
+def check_name(what: str, name: str, known: Collection[str]) -> None:
     """ConfigError that lists what there is, unless the name is among it."""
     if name not in known:
-        raise everywhere(ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}."))
-
-
-def everywhere(error: MpitrainError) -> MpitrainError:
-    """Mark an error that every rank raises, so that one may print it and all may leave together."""
-    error.agreed = True
-    return error
+        raise on_every_rank(ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}."))

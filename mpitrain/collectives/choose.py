@@ -2,32 +2,27 @@
 
 from collections.abc import Sequence
 
-from mpitrain.collectives.cost import PLANS, Tuning, predict
+from mpitrain.collectives.algorithms import ALL_REDUCE
+from mpitrain.collectives.all_reduce import Situation
+from mpitrain.collectives.cost import Tuning, predict
 
 
-def candidates(hosts: Sequence[str], is_native: bool, is_on_device: bool = False) -> list[str]:
-    """Algorithms that can run: where ranks are on these hosts, MPI has the dtype or has not, a GPU the array or not."""
-    names = ["ring", "halving-doubling", "recursive-doubling", "tree"]
-    if is_native:
-        names.append("native")
-    if len(set(hosts)) == 1 and not is_on_device:
-        names.append("shared")
-    elif 1 < len(set(hosts)) < len(hosts):
-        names.append("hierarchical")
-    return names
+def candidates(situation: Situation) -> list[str]:
+    """The all-reduces that `auto` considers."""
+    return [name for name, algorithm in ALL_REDUCE.items()
+            if algorithm.refusal(situation) is None and algorithm.is_rival(situation)]
 
 
-def choose(tuning: Tuning, hosts: Sequence[str], count: int, itemsize: int, is_native: bool = True,
-           memory: str = "window", is_on_device: bool = False) -> str:
+def choose(tuning: Tuning, situation: Situation, count: int, itemsize: int, memory: str = "window") -> str:
     """The all-reduce that the model expects to be fastest, for an array in a class of host memory, or on a GPU."""
     def seconds(algorithm: str) -> float:
-        predicted = predict(tuning, "allreduce", algorithm, hosts, count, itemsize, memory)
+        predicted = predict(tuning, "allreduce", algorithm, situation.hosts, count, itemsize, memory)
         return predicted if predicted == predicted else float("inf")
 
-    return min(candidates(hosts, is_native, is_on_device), key=seconds)
+    return min(candidates(situation), key=seconds)
 
 
-PARTS = (1, 2, 4, 8, 16, 32, 64)
+PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of parts that a buffer may be cut into."""
 
 
@@ -38,7 +33,7 @@ def part_bytes(tuning: Tuning, algorithm: str, hosts: Sequence[str], count: int,
     after the last was computed. Many parts pay for many latencies, few for a long last one.
     algorithm  one that is a plan, or ring in its place
     """
-    algorithm = algorithm if algorithm in PLANS["allreduce"] or algorithm == "hierarchical" else "ring"
+    algorithm = algorithm if algorithm in ALL_REDUCE and ALL_REDUCE[algorithm].plans else "ring"
 
     def seconds(parts: int) -> float:
         return (parts + 1) * predict(tuning, "allreduce", algorithm, hosts, -(-count // parts), itemsize)

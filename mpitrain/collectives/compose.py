@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from mpitrain.collectives.execute import Reduction, started_twice
 from mpitrain.transport.base import Transport
 
@@ -9,7 +11,8 @@ from mpitrain.transport.base import Transport
 class Local:
     """Work between messages, as a link of a lane."""
 
-    state = None
+    state = learn = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, work: Callable[[], None]):
@@ -29,7 +32,9 @@ class Lanes:
     width   lanes under way at once: lane i starts when lane i - width has ended, and may use its scratch and its tags
     """
 
-    state = None
+    state: dict[str, np.ndarray] | None = None
+    learn: Callable[[np.ndarray], None] | None = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int):

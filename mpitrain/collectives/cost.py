@@ -14,13 +14,13 @@ source   Hockney 1994, Parallel Computing 20(3); Thakur, Rabenseifner & Gropp 20
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from mpitrain.collectives import algorithms
-from mpitrain.collectives.hierarchical import all_reduce as hierarchical
-from mpitrain.collectives.plans import Plan, Transfer
+from mpitrain.collectives.plans import DEPTH, Plan, Transfer, segments
 
 KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
 """Bytes of the array at which the constants are known; the first hold below, the last above."""
@@ -31,18 +31,20 @@ EAGER = 4000
 TERMS = ("host_alpha", "host_long", "host_beta", "net_alpha", "net_beta", "gamma")
 """Constants of the plans: seconds per message, per long message beside that, per byte, per message, per byte, per byte."""
 
-WHOLE = ("native", "shared")
-"""All-reduces that are no plan."""
-
 MEMORY = ("window", "plain")
 """Where arrays lie: in memory shared by the ranks of a host, or anywhere else."""
 
-PLANS = {
-    "allreduce": algorithms.ALL_REDUCE, "reduce-scatter": algorithms.REDUCE_SCATTER, "all-gather": algorithms.ALL_GATHER,
-    "broadcast": algorithms.BROADCAST, "reduce": algorithms.REDUCE, "all-to-all": algorithms.ALL_TO_ALL,
-    "sendrecv": algorithms.PING_PONG,
+PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
+    "reduce-scatter": algorithms.REDUCE_SCATTER, "all-gather": algorithms.ALL_GATHER, "broadcast": algorithms.BROADCAST,
+    "reduce": algorithms.REDUCE, "all-to-all": algorithms.ALL_TO_ALL, "sendrecv": algorithms.PING_PONG,
 }
-"""Every operation's algorithms that are plans."""
+"""The plans of every operation but the all-reduce, some of whose algorithms are none."""
+
+SEGMENTED = ("ring", "halving-doubling")
+"""Those whose plan for a long array is one for a short array again and again; so is the ring of hierarchical."""
+
+ENDS = 2
+"""Hosts at either end of a job that are looked at, and the one with most ranks: plans treat the others as one of them."""
 
 
 class Work(NamedTuple):
@@ -92,43 +94,67 @@ def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, items
     hosts   the host name of every rank, in blocks or not
     cores   of a host
     """
-    busiest = Work()
-    for host in dict.fromkeys(hosts[:32] + hosts[-32:]):  # plans repeat themselves: enough of a large job
+    distinct, times = list(dict.fromkeys(hosts)), _segments(algorithm, hosts, count)
+    short, busiest = count // times, Work()  # an array of one segment, which tells of all: a long plan takes seconds to make
+    longer = count / short if short else 1.0
+    for host in dict.fromkeys([*distinct[:ENDS], *distinct[-ENDS:], max(distinct, key=hosts.count)]):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        plans = [plans_of(operation, algorithm, rank, hosts, count) for rank in ranks]
-        works = [_of_rank(mine, rank, hosts, itemsize) for mine, rank in zip(plans, ranks, strict=True)]
+        plans = [plans_of(operation, algorithm, rank, hosts, short) for rank in ranks]
+        works = [_of_rank(mine, rank, hosts, itemsize * longer, times) for mine, rank in zip(plans, ranks, strict=True)]
         own = max(works, key=lambda w: (w.host_bytes, w.reduced_bytes, w.net_messages + w.host_messages))
         own = Work(*(max(amount, sum(amounts) / cores) for amount, *amounts in zip(own, *works, strict=True)))
         steps = [[step for plan in mine for step in plan.steps] for mine in plans]
         shared = sum(max(_moved(way, hosts, host) for way in ([t for s in level if s for t in s.sends],
                                                              [t for s in level if s for t in s.receives]))
                      for level in zip_longest(*steps))
-        own = own._replace(net_bytes=itemsize * shared)
+        own = own._replace(net_bytes=itemsize * longer * shared)
         busiest = max(busiest, own, key=lambda w: (w.net_bytes, w.host_bytes, w.reduced_bytes, w.host_messages))
     return busiest
 
 
+def _segments(algorithm: str, hosts: Sequence[str], count: int) -> int:
+    """How often the plan of one segment is repeated in that of the array; 1 where there are no segments."""
+    if algorithm == "hierarchical":
+        ranks = Counter(hosts)
+        return segments(len(ranks), count // min(ranks.values()))
+    return segments(len(hosts), count) if algorithm in SEGMENTED else 1
+
+
 def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, ...]:
     """The plans a rank runs one after the other."""
-    if algorithm == "hierarchical":
-        return hierarchical(rank, hosts, count)
+    if operation == "allreduce":
+        plans = algorithms.ALL_REDUCE[algorithm].plans
+        assert plans is not None  # asked only of what `is_whole` denies
+        return plans(rank, hosts, count)
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
 
 
-def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], itemsize: int) -> Work:
+def is_whole(operation: str, algorithm: str) -> bool:
+    """Whether an algorithm is no plan, so that its cost is measured whole."""
+    return operation == "allreduce" and algorithms.ALL_REDUCE[algorithm].plans is None
+
+
+def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], width: float, times: int) -> Work:
     """Sum over steps. A step costs as much as the larger of what it sends and receives, since both go on at once; but within
-    a host a message is mostly work for its two ranks: each counts that is sent or received, and hides behind no other."""
-    net_messages = 0.0
-    host_messages = host_long = host_elements = reduced = 0
-    for step, depth in ((step, plan.depth) for plan in plans for step in plan.steps):
-        ways = [[t for t in way if t.peer != rank] for way in (step.sends, step.receives)]
-        near = [[t for t in way if hosts[t.peer] == hosts[rank]] for way in ways]
-        host_messages += sum(map(len, near))
-        host_long += sum(itemsize * (t.stop - t.start) > EAGER for way in near for t in way)
-        host_elements += max(sum(t.stop - t.start for t in way) for way in near)
-        net_messages += max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True)) / depth
-        reduced += step.combine * sum(t.stop - t.start for t in step.receives)
-    return Work(host_messages, host_long, itemsize * host_elements, net_messages, 0, itemsize * reduced)
+    a host a message is mostly work for its two ranks: each counts that is sent or received, and hides behind no other.
+
+    plans  of one segment; of three, only the middle one is repeated, and the others move all segments at once
+    width  bytes of the array that an element of the segment stands for
+    times  how many segments there are
+    """
+    host_messages = host_long = host_bytes = net_messages = reduced = 0.0
+    for place, plan in enumerate(plans):
+        again = 1 if len(plans) == 3 and place != 1 else times
+        depth = plan.depth if again == 1 else min(DEPTH, again)
+        for step in plan.steps:
+            ways = [[t for t in way if t.peer != rank] for way in (step.sends, step.receives)]
+            near = [[t for t in way if hosts[t.peer] == hosts[rank]] for way in ways]
+            host_messages += again * sum(map(len, near))
+            host_long += again * sum(width * (t.stop - t.start) > EAGER * again for way in near for t in way)
+            host_bytes += width * max(sum(t.stop - t.start for t in way) for way in near)
+            net_messages += again * max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True)) / depth
+            reduced += step.combine * width * sum(t.stop - t.start for t in step.receives)
+    return Work(host_messages, host_long, host_bytes, net_messages, 0, reduced)
 
 
 def _moved(transfers: Sequence[Transfer], hosts: Sequence[str], host: str) -> int:
@@ -142,7 +168,8 @@ def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str]
     n, nbytes = len(hosts), count * itemsize
     plans, whole = (_nearest(found, n) for found in (tuning.plans, tuning.whole))
     memory = memory if memory in plans else "plain"
-    if algorithm in WHOLE:
+    amounts: tuple[float, ...]
+    if is_whole(operation, algorithm):
         if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
             return math.nan  # measured within a host, or between hosts, and says nothing about the other
         constants, amounts = whole[memory].get(algorithm), (1, nbytes)

@@ -1,6 +1,7 @@
 """The executor: runs a plan over one array, again and again, through views and scratch it made once."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,15 +31,23 @@ class Reduction(Protocol):
     wait in one order. All ranks `run` it or all `start` it: `shared` and `native` meet differently then.
     """
 
-    state: dict[str, np.ndarray] | None
-    """What a lossy wire format keeps from run to run, which belongs in a checkpoint; None where nothing is lost. `residual`
-    and `prediction` lie like the buffer; the residual is each rank's own, all else is the same on all ranks."""
+    @property
+    def state(self) -> dict[str, np.ndarray] | None:
+        """What a lossy wire format keeps from run to run, which belongs in a checkpoint; None where nothing is lost.
 
-    is_messages: bool
-    """Whether it is made of messages, and of work between them, alone: any thread may then poll it, one at a time."""
+        `residual` and `prediction` lie like the buffer; the residual is each rank's own, all else is the same on all ranks.
+        """
 
-    def learn(self, total: np.ndarray) -> None:
-        """Where there is state: take note of a sum like the buffer's that another reduction made in its place."""
+    algorithm: str
+    """Which all-reduce it became: what `auto` chose, or what stood in for one that this machine lacks; "" for anything else."""
+
+    @property
+    def learn(self) -> Callable[[np.ndarray], None] | None:
+        """Where there is state: takes note of a sum over this buffer that another reduction made."""
+
+    @property
+    def is_messages(self) -> bool:
+        """Whether it is made of messages, and of work between them, alone: any thread may then poll it, one at a time."""
 
     def run(self) -> None:
         """`start`, then `wait`."""
@@ -78,7 +87,8 @@ class _BoundStep(NamedTuple):
 class Execution:
     """A plan bound to an array and a tag: a Reduction. With `outgoing`, sends come out of that array instead."""
 
-    state = None
+    state = learn = None
+    algorithm = ""
     is_messages = True
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int,

@@ -15,7 +15,8 @@ from mpitrain.collectives.bind import (
 )
 from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.execute import Reduction
-from mpitrain.collectives.lossy import Matrix, bind_lossy
+from mpitrain.collectives.lossy import bind_lossy
+from mpitrain.collectives.matrices import Matrix
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.collectives.wire import Wire
 from mpitrain.transport.base import Transport

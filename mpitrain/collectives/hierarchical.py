@@ -7,6 +7,7 @@ have different numbers of ranks: there are as many columns as the smallest host 
 from collections.abc import Sequence
 
 from mpitrain.collectives import ring
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds, relabel, reverse
 
 
@@ -44,3 +45,8 @@ def _around(rank: int, hosts: list[list[int]], columns: list[tuple[int, int]]) -
     members = [ranks[column] for ranks in hosts]
     start, stop = columns[column]
     return relabel(ring.all_reduce(members.index(rank), len(members), stop - start), members, start)
+
+
+def is_rival(situation: Situation) -> bool:
+    """Of several hosts, one of which has several ranks."""
+    return 1 < len(set(situation.hosts)) < len(situation.hosts)

@@ -10,7 +10,8 @@ from mpitrain.errors import CommError, MpitrainError
 from mpitrain.transport.base import Transport
 
 PAUSE = 2e-4
-"""Shortest pause of the thread between two rounds of polls, in seconds: each may take the interpreter from the main thread."""
+"""Shortest pause of the thread between two rounds of polls, in seconds: a round may take the interpreter from the main
+thread."""
 
 TURN = 2e-4
 """Seconds after which a thread that asks for the interpreter is given it, once a process moves by thread: Python's own 5 ms leave
@@ -53,9 +54,9 @@ class ByCaller:
 class ByThread:
     """Moves reductions from a thread of its own, which lives from the first start to the wait.
 
-    Of all that may call the transport, the thread polls started reductions and does nothing else; the order in which a
-    reduction adds is that of its plan, so that results are those of `ByCaller`, bit for bit. It ends with the thread that
-    started it as well, so that a job that fails between start and wait is not held up.
+    The thread calls the transport only to poll started reductions. A reduction adds in the order of its plan, so results
+    are those of `ByCaller`, bit for bit. The thread also ends when the thread that started it does: a job that fails
+    between start and wait is not held up.
     raises  what was raised in the thread, at the next call, as an error that names the rank
     """
 
@@ -115,7 +116,8 @@ class ByThread:
 
 
 def mover(transport: Transport, reductions: Sequence[Reduction]) -> Mover:
-    """A thread where it helps and may be: ranks on several hosts, an MPI that takes calls of several threads, and reductions
-    of host memory that are messages. Within one host whoever polls: there little would hide behind anything."""
+    """What moves these reductions: a thread, if there are several hosts, MPI takes calls of several threads, and all reductions
+    are messages of host memory; otherwise whoever polls. Within one host a thread would hide little.
+    """
     can = transport.admits_threads and all(reduction.is_messages for reduction in reductions)
     return ByThread(transport) if can and len(set(transport.hosts)) > 1 else ByCaller()

@@ -2,24 +2,21 @@
 
 import numpy as np
 
+from mpitrain.collectives.all_reduce import Situation
+from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.execute import started_twice
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Request, Transport
 
 
 class Native:
-    """The library's all-reduce bound to an array: a Reduction."""
+    """The library's all-reduce bound to an array: a Reduction. Its tag and its arithmetic are MPI's own."""
 
-    state = None
+    state = learn = None
+    algorithm = ""
     is_messages = False
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str):
-        if array.dtype.name not in transport.native_dtypes:
-            error = CommError(f"rank {transport.rank}: algorithm native cannot reduce {array.dtype}; "
-                              f"MPI reduces {', '.join(sorted(transport.native_dtypes))}.",
-                              "Use algorithm ring, which reduces any type.")
-            error.agreed = True  # the ranks have compared their dtypes
-            raise error
+    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic):
         self._transport, self._array, self._op = transport, array, op
         self._request: Request | None = None
 
@@ -42,3 +39,16 @@ class Native:
         if self._request is not None:
             self._request.wait()
             self._request = None
+
+
+def refusal(situation: Situation) -> CommError | None:
+    """MPI must know the dtype."""
+    if situation.is_native:
+        return None
+    return CommError(f"algorithm native needs a dtype that MPI reduces, which {situation.dtype} is not.",
+                     "Use algorithm ring, which reduces any type.")
+
+
+def is_rival(situation: Situation) -> bool:
+    """Of host memory: MPI cannot overlap what lies on a GPU with anything."""
+    return not situation.is_on_device

@@ -5,28 +5,33 @@ tells that the arrays are ready, one after that they are done. Of a small array 
 copies that take turns, so that one barrier is enough.
 """
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 
-from mpitrain.collectives.arithmetic import HOST
-from mpitrain.collectives.check import everywhere
+from mpitrain.collectives.all_reduce import Situation
+from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
+from mpitrain.collectives.shared_gpu import bind_shared_gpu
 from mpitrain.errors import CommError, ConfigError
+from mpitrain.machine.backend import on_device
 from mpitrain.transport.base import Transport
-from mpitrain.transport.windows import Place
+from mpitrain.transport.windows import Location
 
-BLOCK = 1 << 17
+CACHED_BYTES = 1 << 17
 """Bytes reduced at a time: what every rank has of a block stays in cache from its reduction to its last copy."""
 
 SMALL = 1 << 12
 """Bytes of all ranks' arrays together up to which they are small: a barrier takes longer than reading them all."""
 
 
-class Shared:
+class Shared(ABC):
     """An all-reduce through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
 
-    state = None
+    state = learn = None
+    algorithm = ""
     is_messages = False
     meetings = 0
     """Barriers of one run."""
@@ -64,6 +69,14 @@ class Shared:
             self._meeting.wait()
             self._go_on()
 
+    @abstractmethod
+    def _bring(self) -> None:
+        """Put this rank's array where the others read it."""
+
+    @abstractmethod
+    def _met(self, left: int) -> None:
+        """All ranks have met, and will `left` times more."""
+
     def _refusal(self) -> CommError:
         """Why no run may begin: without this, what is written would not be memory any more."""
         if self._meetings_left:
@@ -94,7 +107,7 @@ class InPlace(Shared):
         self._own = windows[rank]
         self._in_window = self._array.ctypes.data == self._own.ctypes.data
         start, stop = chunk_bounds(array.size, n)[rank]
-        step = max(1, BLOCK // array.itemsize)
+        step = max(1, CACHED_BYTES // array.itemsize)
         turned = windows[rank + 1:] + windows[:rank]
         self._blocks = [
             (self._own[low:min(low + step, stop)], [window[low:min(low + step, stop)] for window in turned])
@@ -120,8 +133,8 @@ class InPlace(Shared):
 class Small(Shared):
     """Every rank reduces everything: (n - 1) times the reading for one barrier less.
 
-    slots   two sets of every rank's copy, by rank. Runs use them in turn: who meets the others in one run has read what
-            the run before left, so that the next may write there
+    slots   two sets of every rank's copy, by rank. Runs use them in turn: a rank that enters the barrier of one run has
+            read the copies of the run before, so the next run may write over those
     order   ranks 0, 1, 2 ...: the same bits on all ranks and in every run
     """
 
@@ -144,49 +157,57 @@ class Small(Shared):
             combine(array, other)
 
 
-def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int) -> Reduction | None:
+def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
     """Bind an all-reduce through shared memory: through the window the array lies in, or through one it is copied to.
 
-    Collective. None on every rank if the host has no room for a window; ConfigError if the ranks are on several hosts.
+    Collective, over the ranks of one host. None on every rank if the host has no room for a window.
+    arithmetic  of GPU memory; host memory has its own
     """
-    check_one_host(transport)
+    if on_device(array):
+        return bind_shared_gpu(transport, array, op, tag, arithmetic)
     is_small = array.nbytes * transport.size <= SMALL
     windows = None if is_small else _window_of(transport, array)
     if windows is not None:
         return InPlace(transport, array, op, tag, windows)
-    window, slots = _borrow(transport, array, 2 if is_small else 1)
-    if window is None:
+    borrowed = _borrow(transport, array, 2 if is_small else 1)
+    if borrowed is None:
         return None
+    window, slots = borrowed
     reduction = Small(transport, array, op, tag, slots) if is_small else InPlace(transport, array, op, tag, slots[0])
     transport.windows.use(window, reduction)
     return reduction
 
 
-def check_one_host(transport: Transport) -> None:
-    """ConfigError on every rank if they are on several hosts."""
-    if len(set(transport.hosts)) > 1:
-        raise everywhere(ConfigError(
-            f"algorithm shared needs all ranks on one host, but they are on {len(set(transport.hosts))}.",
-            "Use algorithm hierarchical."))
+def refusal(situation: Situation) -> ConfigError | None:
+    """Memory is shared within one host."""
+    if len(set(situation.hosts)) == 1:
+        return None
+    return ConfigError(f"algorithm shared needs all ranks on one host, but they are on {len(set(situation.hosts))}.",
+                       "Use algorithm hierarchical.")
+
+
+def is_rival(situation: Situation) -> bool:
+    """Of host memory: whether GPUs can open each other's only binding tells, and no tuning knows it."""
+    return not situation.is_on_device
 
 
 def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:
-    """What lies where `array` does in every rank's window; None unless it lies at one place on all ranks. Collective."""
-    place = transport.windows.locate(array, transport.members[transport.rank])
-    views = None if place is None else transport.windows.views(place, transport.members, array.size, array.dtype)
-    places = transport.gather_text(None if views is None else place)
-    return views if all(p == places[0] for p in places) else None
+    """What lies where `array` does in every rank's window; None unless it lies at one location on all ranks. Collective."""
+    location = transport.windows.locate(array, transport.members[transport.rank])
+    views = None if location is None else transport.windows.views(location, transport.members, array.size, array.dtype)
+    locations = transport.gather_text(None if views is None else location)
+    return views if all(p == locations[0] for p in locations) else None
 
 
-def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]]] | tuple[None, None]:
+def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]]] | None:
     """A window that is idle on every rank, or a new one, and copies of the array in it, each by rank. Collective."""
     apart = -(-array.nbytes // 64) * 64
     nbytes = 1 << max(12, (copies * apart - 1).bit_length())  # few sizes, so that they are used again
     idle = set.intersection(*map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members))))
-    place = Place(min(idle), 0) if idle else transport.windows.locate(
+    location = Location(min(idle), 0) if idle else transport.windows.locate(
         transport.allocate(nbytes, np.uint8), transport.members[transport.rank])
-    views = [None if place is None else transport.windows.views(
-        place._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
-    if not all(transport.gather_text(None not in views)):
-        return None, None
-    return place.window, views
+    views = [None if location is None else transport.windows.views(
+        location._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
+    slots = [view for view in views if view is not None]
+    is_whole = all(transport.gather_text(len(slots) == copies))
+    return (location.window, slots) if location is not None and is_whole else None

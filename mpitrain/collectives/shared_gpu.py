@@ -11,27 +11,29 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.arithmetic import Arithmetic
-from mpitrain.collectives.check import everywhere
 from mpitrain.collectives.compose import Chain, Local
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
-from mpitrain.collectives.shared import check_one_host
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.agreed import agreed
+from mpitrain.transport.base import Transport
 from mpitrain.transport.device import DeviceTransport
 
 
-def bind_shared_gpu(transport: DeviceTransport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
+def bind_shared_gpu(transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
     """Bind an all-reduce through GPU memory that all ranks have opened; it stays open as long as the reduction lives.
 
-    Collective. None on every rank, and one line from rank 0, if a rank cannot open another's memory; ConfigError if the
-    ranks are on several hosts, or do not see each other's GPUs.
+    Collective, over the ranks of one host. None on every rank, and one line from rank 0, if a rank cannot open another's
+    memory; ConfigError if the ranks do not see each other's GPUs, or pass a transport of host memory.
     order   chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
             ranks and in every run
     memory  the driver must not get an array's allocation back while other ranks have it open; CuPy's pools keep theirs
     """
-    check_one_host(transport)
+    if not isinstance(transport, DeviceTransport):
+        raise on_every_rank(ConfigError(
+            "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
+            "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring."))
     _check_gpus_are_seen(transport)
     rank, n, gpu = transport.rank, transport.size, transport.backend
     try:
@@ -61,7 +63,7 @@ def _check_gpus_are_seen(transport: DeviceTransport) -> None:
     for reader, (_, seen) in enumerate(everyone):
         for owner, (gpu, _) in enumerate(everyone):
             if gpu not in seen:
-                raise everywhere(ConfigError(
+                raise on_every_rank(ConfigError(
                     f"algorithm shared needs every rank to see the GPUs of all, but rank {reader} does not see that of rank "
                     f"{owner} ({gpu}).",
                     "Leave CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task out, or use algorithm ring."))
@@ -73,8 +75,8 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
         return [flat] * transport.size
     gpu = transport.backend
     places = transport.gather_text(agreed(transport, lambda: gpu.export(flat)))
-    return agreed(transport, lambda: [flat if peer == transport.rank else gpu.open(*place, flat)
-                                      for peer, place in enumerate(places)])
+    return agreed(transport, lambda: [flat if peer == transport.rank else gpu.open(handle, offset, flat)
+                                      for peer, (handle, offset) in enumerate(places)])
 
 
 @cache    # many arrays are bound, one after the other

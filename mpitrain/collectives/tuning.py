@@ -51,7 +51,7 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
 
 
 def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
-    """One line of advice if what is known is one host, and the ranks are on several; else nothing."""
+    """One line of advice if the tuning was measured on one host, but the ranks are on several; else nothing."""
     if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
         return ""
     return (f"predictions, and so algorithm auto, know one machine and no links, but these ranks are on {len(set(hosts))} hosts: "

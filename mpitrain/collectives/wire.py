@@ -6,8 +6,8 @@
     topk:R         the R-th part of the elements that is largest, 8 bytes each (index and value)
     powersgd:K     for each matrix (m, n) two factors of rank K, 4 K (m + n) bytes; the rest as it is
 
-The last two send only what past sums do not predict, and what they leave out is remembered and added to the next array (error
-feedback). lossy.py reduces with them, and cuts long matrices into tiles.
+The last two send only what past sums do not predict. A rank remembers what it left out, and adds that to the next array
+(error feedback). lossy.py binds reductions that use these formats.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ BLOCK = 256
 FP16_BYTES, INT8_BYTES = 4 + 2 * BLOCK, 4 + BLOCK
 """What a block becomes."""
 
-TILE = 128 * BLOCK
+CACHED = 128 * BLOCK
 """Elements that fp16 takes at a time, so that all its passes but the first find them in a cache."""
 
 DEFAULTS = {"topk": 0.01, "powersgd": 4.0}
@@ -94,8 +94,8 @@ def _encode_fp16(values: np.ndarray, coded: np.ndarray) -> None:
     """
     scales, halves = _scaled(coded, FP16_BYTES, np.int16)
     blocks = values.reshape(-1, BLOCK)
-    for start in range(0, len(blocks), TILE // BLOCK):
-        part = slice(start, start + TILE // BLOCK)
+    for start in range(0, len(blocks), CACHED // BLOCK):
+        part = slice(start, start + CACHED // BLOCK)
         bits = blocks[part].view(np.int32)
         sizes = bits & MAGNITUDE
         largest = sizes.max(axis=1, keepdims=True)
@@ -120,8 +120,8 @@ def _encode_fp16(values: np.ndarray, coded: np.ndarray) -> None:
 def _decode_fp16(coded: np.ndarray, values: np.ndarray) -> None:
     scales, halves = _scaled(coded, FP16_BYTES, np.int16)
     blocks = values.reshape(-1, BLOCK)
-    for start in range(0, len(blocks), TILE // BLOCK):
-        part = slice(start, start + TILE // BLOCK)
+    for start in range(0, len(blocks), CACHED // BLOCK):
+        part = slice(start, start + CACHED // BLOCK)
         sizes = blocks[part]
         bits = sizes.view(np.int32)
         bits[:] = halves[part]
@@ -184,7 +184,7 @@ CODECS = {
 def largest(values: np.ndarray, k: int) -> np.ndarray:
     """Positions of the k elements of largest magnitude, ascending. NaN counts as the largest.
 
-    A sample tells a magnitude that somewhat more than k elements reach, so that only those are sorted out.
+    A sample tells a magnitude that somewhat more than k elements reach; only those are searched for the k largest.
     """
     sizes = np.abs(values)
     candidates = None

@@ -9,7 +9,7 @@ import numpy as np
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.arguments import Argument
 from mpitrain.kernels.loader import Dims, Function
-from mpitrain.kernels.source import Signature, Source
+from mpitrain.kernels.source import Signature, SourceFile
 
 OPTIONS = ("--std=c++17",)
 WITHOUT_ASKING = 48 << 10    # bytes of dynamic shared memory that any kernel may have
@@ -48,7 +48,7 @@ class CudaEngine:
         """Wait for all that was started on the current stream."""
         self._cupy.cuda.get_current_stream().synchronize()
 
-    def load(self, source: Source, signature: Signature, defines: dict[str, str]) -> Function:
+    def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
         """One kernel of a source; KernelError with NVRTC's words if it does not compile."""
         key = source.path, tuple(defines.items())
         if key not in self._modules:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import Argument, argument_checks
-from mpitrain.kernels.source import FOLDER, Signature, Source, package_sources
+from mpitrain.kernels.source import FOLDER, Signature, SourceFile, package_sources
 
 MOST_THREADS = 1024
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
@@ -31,7 +31,7 @@ class Engine(Protocol):
     name: str
     """The device, in words."""
 
-    def load(self, source: Source, signature: Signature, defines: dict[str, str]) -> Function:
+    def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
         """Compile the source under the defines (or take it from a cache) and return one of its kernels."""
 
     def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:

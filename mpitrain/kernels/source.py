@@ -37,7 +37,7 @@ class Signature(NamedTuple):
     bound: str | None
 
 
-class Source(NamedTuple):
+class SourceFile(NamedTuple):
     """A .cu file ready for a compiler, and the kernels in it by name."""
 
     path: Path
@@ -70,14 +70,14 @@ def _signature(match: re.Match[str]) -> Signature:
     return Signature(match["name"], tuple(parameters), match["bound"])
 
 
-def read_source(path: Path) -> Source:
+def read_source(path: Path) -> SourceFile:
     """Read a .cu file; every kernel in it is written `extern "C" __global__ void [__launch_bounds__(n)] name(...)`."""
     text = _expand(path, set())
     kernels = [_signature(match) for match in _KERNEL.finditer(_COMMENT.sub("", text))]
-    return Source(path, text, {kernel.name: kernel for kernel in kernels})
+    return SourceFile(path, text, {kernel.name: kernel for kernel in kernels})
 
 
 @cache
-def package_sources(folder: Path = FOLDER) -> dict[str, Source]:
+def package_sources(folder: Path = FOLDER) -> dict[str, SourceFile]:
     """Every .cu file of a folder by its stem."""
     return {path.stem: read_source(path) for path in sorted(folder.glob("*.cu"))}

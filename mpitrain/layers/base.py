@@ -4,9 +4,9 @@
     dx, pending = layer.backward_input(w, dy, saved, arena)
     layer.backward_weight(pending, dw)
 
-A layer borrows its arguments: it never writes to x or dy and never assumes they outlive the call, but `saved` may refer to
-x and y, and `pending` to dy, which keeps them alive. So nobody writes into them either until the halves have run, with two
-exceptions: y of a layer whose `output_is_free`, and dx, to which `pending` never refers, belong to the caller.
+A layer borrows its arguments: it never writes to x or dy. `saved` may refer to x and y, and `pending` to dy; a reference
+keeps an array alive. So the caller writes into none of them until the halves have run, with two exceptions: dx, to which
+`pending` never refers, and y of a layer whose `output_is_free` belong to the caller.
 `backward_input` may overwrite what `saved` alone holds; `saved` and `pending` are each used once.
 """
 
@@ -66,7 +66,7 @@ Gradients = Mapping[str, Any]
 
 
 class Layer(Protocol):
-    """See the head of this file."""
+    """One forward and two backward halves, as the head of this file says."""
 
     @property
     def output_is_free(self) -> bool:

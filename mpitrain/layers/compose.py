@@ -7,7 +7,7 @@ from mpitrain.layers.base import Layer, Parameter
 NOTHING: dict = {}
 
 
-class Chain:
+class Sequential:
     """The named children, at least one, one after another; a child's parameters are found under its name."""
 
     def __init__(self, **children: Layer):

@@ -1,12 +1,13 @@
-"""Flat storage: every parameter of a model in one buffer, cut in units; gradients and optimizer state have the same plan.
+"""Flat storage: every parameter of a model in one buffer, cut in units; gradients and optimizer state lie alike.
 
-A plan says where each tensor lies; `views` turns a flat buffer into the nested names that layers compute with. Within a
+`Storage` says where each tensor lies; `weights` turns a flat buffer into the nested names that layers compute with. Within a
 unit tensors are ordered by (trainable, decayed), so that the optimizer walks a few runs instead of many tensors; a unit is
 padded to a multiple of dp x 64 bytes, so that every rank's share of it is whole cache lines. Padding stays zero.
 """
 
+import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ class Entry(NamedTuple):
 
     @property
     def stop(self) -> int:
-        return self.start + int(np.prod(self.parameter.local_shape))
+        return self.start + math.prod(self.parameter.local_shape)  # NumPy's product would wrap at 64 bits
 
     def view(self, flat: np.ndarray) -> np.ndarray:
         """This tensor's part of a flat buffer, in its shape."""
@@ -49,7 +50,7 @@ class Bucket(NamedTuple):
     first_unit: int
 
 
-class Plan:
+class Storage:
     """Where every tensor of a list of units lies.
 
     entries   all stored tensors, in order of storage; a tied tensor is stored once, in its first unit
@@ -77,7 +78,7 @@ class Plan:
     @property
     def parameter_count(self) -> int:
         """Elements of all logical tensors, each counted once, whatever part of them is held here."""
-        return sum(int(np.prod(entry.parameter.shape)) for entry in self.entries)
+        return sum(math.prod(entry.parameter.shape) for entry in self.entries)
 
     def initialize(self, flat: Any, seed: int, backend: Backend) -> None:
         """Fill the buffer with initial values, which depend on (seed, full name) alone: draw the whole, keep the part.
@@ -102,8 +103,8 @@ class Plan:
         stored = [[leaves[e.name] for e in self.entries if start <= e.start < stop] for start, stop in self.bounds]
         return self._nested(leaves), stored
 
-    def _nested(self, leaves: dict[str, Any]) -> list[dict[str, Any]]:
-        trees = []
+    def _nested(self, leaves: dict[str, Any]) -> list[Mapping[str, Any]]:
+        trees: list[Mapping[str, Any]] = []
         for unit in self.units:
             tree: dict[str, Any] = {}
             for parameter in unit.layer.parameters():

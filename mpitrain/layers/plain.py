@@ -3,11 +3,10 @@
 B batch, T tokens, C channels, H heads, V vocabulary. A sharded set has the same constructors with the same arguments.
 """
 
-from types import ModuleType
-
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.initial import Draw, normal, ones, zeros
+from mpitrain.ops import Ops
 
 
 class Linear:
@@ -17,7 +16,7 @@ class Linear:
     activation: None, "gelu" (tanh form) or "relu"
     """
 
-    def __init__(self, ops: ModuleType, inputs: int, outputs: int, draw: Draw, activation: str | None = None,
+    def __init__(self, ops: Ops, inputs: int, outputs: int, draw: Draw, activation: str | None = None,
                  bias: bool = True):
         self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
         self.output_is_free = activation is None
@@ -52,7 +51,7 @@ class LayerNorm:
 
     output_is_free = False
 
-    def __init__(self, ops: ModuleType, width: int):
+    def __init__(self, ops: Ops, width: int):
         self.ops, self.width = ops, width
 
     def parameters(self):
@@ -81,7 +80,7 @@ class Embedding:
 
     output_is_free = False
 
-    def __init__(self, ops: ModuleType, vocab: int, context: int, width: int, draw: Draw):
+    def __init__(self, ops: Ops, vocab: int, context: int, width: int, draw: Draw):
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
 
     def parameters(self):
@@ -108,7 +107,7 @@ class Attention:
 
     output_is_free = False
 
-    def __init__(self, ops: ModuleType, heads: int):
+    def __init__(self, ops: Ops, heads: int):
         self.ops, self.heads = ops, heads
 
     def parameters(self):
@@ -128,7 +127,7 @@ class Attention:
 class Plain:
     """Constructors for one rank. Column and row linear are the two halves that a sharded set splits over ranks."""
 
-    def __init__(self, ops: ModuleType):
+    def __init__(self, ops: Ops):
         self.ops = ops
 
     def embedding(self, vocab: int, context: int, width: int) -> Embedding:

@@ -50,6 +50,7 @@ class Lease:
     """Possession of one buffer; it goes back to its arena when nothing refers to the lease any more."""
 
     __slots__ = ("__array_interface__", "_arena", "_buffer", "_nbytes")
+    __array_interface__: dict[str, Any]
 
     def __init__(self, arena: "Arena", buffer: Any, nbytes: int):
         self._arena, self._buffer, self._nbytes = arena, buffer, nbytes

@@ -8,7 +8,7 @@ import platform
 import shutil
 import weakref
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class Backend(Protocol):
         """Wait for all the work that was started here."""
 
 
+@runtime_checkable
 class DeviceBackend(Backend, Protocol):
     """A backend whose memory is not the host's: what messages need to get there, and other processes of the host."""
 

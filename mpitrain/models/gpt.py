@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019) as a flat list of units: embedding, 2 x depth half-blocks x + f(norm(x)), head."""
 
 from mpitrain.layers.base import Unit
-from mpitrain.layers.compose import Chain, Residual
+from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.initial import normal
 
 
@@ -20,13 +20,13 @@ def gpt(layers, *, vocab: int, context: int, width: int, heads: int, depth: int,
     onto_residual = normal(std / (2 * max(1, depth)) ** 0.5)
     units = [Unit("embedding", layers.embedding(vocab, context, width))]
     for block in range(depth):
-        attention = Chain(
+        attention = Sequential(
             norm=layers.norm(width),
             qkv=layers.qkv(width, heads, inner),
             attention=layers.attention(width, heads),
             out=layers.row_linear(width, width, onto_residual),
         )
-        mlp = Chain(
+        mlp = Sequential(
             norm=layers.norm(width),
             up=layers.column_linear(width, 4 * width, inner, activation="gelu"),
             down=layers.row_linear(4 * width, width, onto_residual),
@@ -35,5 +35,5 @@ def gpt(layers, *, vocab: int, context: int, width: int, heads: int, depth: int,
             Unit(f"blocks.{block}.attention", Residual(attention)),
             Unit(f"blocks.{block}.mlp", Residual(mlp)),
         ]
-    head = Chain(norm=layers.norm(width), logits=layers.head(width, vocab, inner))
+    head = Sequential(norm=layers.norm(width), logits=layers.head(width, vocab, inner))
     return [*units, Unit("head", head, {"logits.weight": "embedding.tokens"} if tied else {})]

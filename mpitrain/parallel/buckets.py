@@ -8,10 +8,10 @@ from mpitrain import config
 from mpitrain.collectives.choose import part_bytes
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.lossy import Matrix, tiles
+from mpitrain.collectives.matrices import Matrix, tiles
 from mpitrain.collectives.moving import ByCaller, mover
 from mpitrain.collectives.wire import parse_wire
-from mpitrain.layers.flat import Bucket, Plan
+from mpitrain.layers.flat import Bucket, Storage
 
 WITHIN_A_HOST = 4e6
 """Bytes of a bucket between ranks of one host, where a reduction is short beside the layers of its units."""
@@ -26,10 +26,10 @@ class Buckets:
     bytes sent  as the bound reductions say; in a wire format, as its formula does
     """
 
-    def __init__(self, group: Group, plan: Plan, gradients: np.ndarray, settings: config.Replication,
+    def __init__(self, group: Group, storage: Storage, gradients: np.ndarray, settings: config.Replication,
                  dense_steps: int):
-        self._plan, self._dense_steps = plan, dense_steps
-        self._buckets = plan.buckets(1e6 * settings.bucket_mb or self._chosen_bytes(group, plan))
+        self._storage, self._dense_steps = storage, dense_steps
+        self._buckets = storage.buckets(1e6 * settings.bucket_mb or self._chosen_bytes(group, storage))
         self._views = views = [gradients[b.start:b.stop] for b in self._buckets]
         wire = parse_wire(settings.wire)
         is_lossy = wire.name != "none"
@@ -43,17 +43,17 @@ class Buckets:
         self.begin(0)
 
     @staticmethod
-    def _chosen_bytes(group: Group, plan: Plan) -> float:
+    def _chosen_bytes(group: Group, storage: Storage) -> float:
         """Bytes of a bucket where none are given."""
         hosts = group.transport.hosts
         if len(set(hosts)) == 1:
             return WITHIN_A_HOST
-        return part_bytes(group.tuning, group.algorithm, hosts, plan.length, plan.dtype.itemsize)
+        return part_bytes(group.tuning, group.algorithm, hosts, storage.length, storage.dtype.itemsize)
 
     def _matrices(self, bucket: Bucket) -> list[Matrix]:
         return [
             tile
-            for entry in self._plan.entries
+            for entry in self._storage.entries
             if bucket.start <= entry.start < bucket.stop and len(entry.parameter.local_shape) == 2
             for tile in tiles(entry.start - bucket.start, *entry.parameter.local_shape)
         ]
@@ -96,7 +96,7 @@ class Buckets:
         """Whole sums teach the wire format that will follow what to expect."""
         if self._active is not self._lossy:
             for reduction, view in zip(self._lossy, self._views, strict=False):
-                if reduction.state:
+                if reduction.learn:
                     reduction.learn(view)
 
     def residuals(self) -> dict[str, np.ndarray]:
@@ -109,7 +109,7 @@ class Buckets:
                         found[f"factors/{number}"] = kept
                     continue
                 prefix = "" if kind == "residual" else f"{kind}/"
-                for entry in self._plan.entries:
+                for entry in self._storage.entries:
                     if bucket.start <= entry.start < bucket.stop:
                         found[prefix + entry.name] = kept[entry.start - bucket.start:entry.stop - bucket.start]
         return found

@@ -21,7 +21,7 @@ class Topology(NamedTuple):
 
 
 def topology(config: Config, ranks: int) -> Topology:
-    """The grid for `ranks` ranks, with dp filled in; ConfigError if it does not come out or leaves a replica idle."""
+    """The grid for `ranks` ranks, with dp filled in; ConfigError if dp x pp x tp is not `ranks`, or rows are too few."""
     layout = config.layout
     dp = layout.dp or max(1, ranks // (layout.tp * layout.pp))
     needed = dp * layout.tp * layout.pp

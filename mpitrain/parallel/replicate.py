@@ -2,29 +2,30 @@
 
 import math
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpitrain import config
 from mpitrain.collectives.group import Group
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.grid import share
 
 
-class Step(NamedTuple):
-    """What a rank knows at the end of its backward pass.
+class Contribution(NamedTuple):
+    """What a rank brings to the end of a step, when its backward pass is done.
 
-    index  number of the step, from 0
+    number of the step, from 0
     loss   this rank's part of the mean loss over the global batch
     lr     learning rate
     stop   whether this rank was asked to stop
     """
 
-    index: int
+    number: int
     loss: float
     lr: float
     stop: bool = False
@@ -54,7 +55,7 @@ class Outcome(NamedTuple):
 class Replication:
     """What the training step calls, unit by unit. The defaults do nothing: one replica whose parameters lie whole."""
 
-    def __init__(self, ops: Any, arena: Arena):
+    def __init__(self, ops: Ops, arena: Arena):
         self._ops, self._arena = ops, arena
 
     def share(self, rows: int) -> range:
@@ -84,9 +85,9 @@ class Replication:
         """Four numbers summed over the replicas, in one small message; collective."""
         return [a, b, c, d]
 
-    def finish(self, step: Step) -> Outcome:
+    def finish(self, mine: Contribution) -> Outcome:
         """Wait for the gradients, agree on the outcome, update the parameters."""
-        return Outcome(step.loss, 0.0, 0, step.lr, False, step.stop)
+        return Outcome(mine.loss, 0.0, 0, mine.lr, False, mine.stop)
 
     def serve(self) -> None:
         """The loop of a rank that holds no model."""
@@ -100,17 +101,17 @@ class AllReduce(Replication):
     source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
     """
 
-    def __init__(self, group: Group, plan: Plan, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
-                 ops: Any, arena: Arena, settings: config.Replication, dense_steps: int, clip: float):
+    def __init__(self, group: Group, storage: Storage, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
+                 ops: Ops, arena: Arena, settings: config.Replication, dense_steps: int, clip: float):
         super().__init__(ops, arena)
         self._group, self._optimizer = group, optimizer
         self._parameters, self._gradients = parameters, gradients
         self._overlap, self._clip = settings.overlap, clip
-        self.buckets = Buckets(group, plan, gradients, settings, dense_steps)
+        self.buckets = Buckets(group, storage, gradients, settings, dense_steps)
         self._control = np.zeros(4)  # on the host
         self._agree = group.bind(self._control)
         # The norm is computed once: each rank squares its share of the reduced gradient.
-        own = share(plan.length, group.rank, group.size)
+        own = share(storage.length, group.rank, group.size)
         self._own = gradients[own.start:own.stop]
 
     def share(self, rows: int) -> range:
@@ -131,7 +132,7 @@ class AllReduce(Replication):
         self._agree.run()
         return self._control.tolist()
 
-    def finish(self, step: Step) -> Outcome:
+    def finish(self, mine: Contribution) -> Outcome:
         began = time.perf_counter()
         if self._overlap:
             self.buckets.wait()
@@ -139,13 +140,13 @@ class AllReduce(Replication):
             self.buckets.run()
         comm_s = time.perf_counter() - began
         squares = float(self._ops.square_sum(self._own, self._arena))  # waits for the device
-        nonfinite = 0 if math.isfinite(squares) else int(self._ops.count_nonfinite(self._own, self._arena))
+        nonfinite: float = 0 if math.isfinite(squares) else int(self._ops.count_nonfinite(self._own, self._arena))
         began = time.perf_counter()
-        loss, squares, nonfinite, stop = self.total(step.loss, squares, nonfinite, step.stop)
+        loss, squares, nonfinite, stop = self.total(mine.loss, squares, nonfinite, mine.stop)
         comm_s += time.perf_counter() - began
         norm = math.sqrt(squares) if squares >= 0 else math.nan
         updated = math.isfinite(loss) and math.isfinite(norm)
         if updated:
             scale = self._clip / norm if 0 < self._clip < norm else 1.0
-            self._optimizer.update(self._parameters, self._gradients, scale, step.lr, step.index, delayed=self.buckets.delay)
-        return Outcome(loss, norm, int(nonfinite), step.lr, updated, stop > 0, comm_s)
+            self._optimizer.update(self._parameters, self._gradients, scale, mine.lr, mine.number, delayed=self.buckets.delay)
+        return Outcome(loss, norm, int(nonfinite), mine.lr, updated, stop > 0, comm_s)

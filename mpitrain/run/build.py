@@ -13,7 +13,7 @@ from mpitrain.config import KEPT_ON_HOST, Config
 from mpitrain.data import Scan, Source, Unopened, as_it_is, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.gpt import gpt
@@ -23,7 +23,7 @@ from mpitrain.optim import STATE
 from mpitrain.parallel.grid import topology
 from mpitrain.run import checkpoint
 from mpitrain.run.checkpoint import Checkpoint, Done
-from mpitrain.run.resolve import settled
+from mpitrain.run.resolve import check_names, settled
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreed import agreed, check_same
 from mpitrain.transport.base import Transport
@@ -35,6 +35,12 @@ class Job(NamedTuple):
     trainer: Trainer
     source: Source | Unopened
     done: Done
+
+    @property
+    def data(self) -> Source:
+        """The source of a job that was built with its data."""
+        assert not isinstance(self.source, Unopened)
+        return self.source
 
     @property
     def step(self) -> int:
@@ -50,6 +56,7 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
     noted   an earlier scan of the tokens, on rank 0: they are scanned again if their file is another or has changed since
     raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
     """
+    agreed(transport, lambda: check_names(config))
     agreed(transport, lambda: topology(config, transport.size))
     config = settled(transport, config)
     source = source or _opened(transport, config, noted)
@@ -95,10 +102,12 @@ def _size(config: Config, source: Source | Unopened) -> tuple[int, int]:
     """Elements of a flat buffer, and parameters, of the configured network: those of one layer and as much again per other."""
     def size(layers: int) -> tuple[int, int]:
         shallow = config.model.model_copy(update={"layers": layers})
-        plan = Plan(model(config.model_copy(update={"model": shallow}), source), config.precision.compute)
-        return plan.length, plan.parameter_count
+        storage = Storage(model(config.model_copy(update={"model": shallow}), source), config.precision.compute)
+        return storage.length, storage.parameter_count
 
-    return tuple(one + (config.model.layers - 1) * (two - one) for one, two in zip(size(1), size(2), strict=True))
+    (length, count), (length_of_two, count_of_two) = size(1), size(2)
+    others = config.model.layers - 1
+    return length + others * (length_of_two - length), count + others * (count_of_two - count)
 
 
 def model(config: Config, source: Source | Unopened) -> list[Unit]:

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,14 +71,14 @@ def save(folder: Path, trainer: Trainer, done: Done, keep: int) -> Path:
     raises  TrainingError on every rank if any of them cannot write
     """
     step = done.step
-    target, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+    target, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
     is_root = trainer.transport.rank == 0
     for part in (
-        lambda: is_root and _prepare(partial),
-        lambda: _write_own(partial, trainer, done),
-        lambda: is_root and _put_in_place(partial, target, keep),
+        lambda: is_root and _prepare(unfinished),
+        lambda: _write_own(unfinished, trainer, done),
+        lambda: is_root and _put_in_place(unfinished, target, keep),
     ):
-        agreed(trainer.transport, lambda part=part: _attempt(part, step, folder))
+        agreed(trainer.transport, partial(_attempt, part, step, folder))
     return target
 
 
@@ -96,7 +97,7 @@ def _prepare(partial: Path) -> None:
 
 
 def _write_own(partial: Path, trainer: Trainer, done: Done) -> None:
-    entries, to_host, rank = trainer.plan.entries, trainer.backend.to_host, trainer.transport.rank
+    entries, to_host, rank = trainer.storage.entries, trainer.backend.to_host, trainer.transport.rank
     residuals = trainer.replication.buckets.residuals()
     metadata = {"format": FORMAT, "run": done.run, "step": str(done.step), "samples": str(done.samples), "rank": str(rank),
                 "ranks": str(trainer.transport.size), "residuals": "yes" if residuals else "no"}
@@ -154,7 +155,7 @@ def read_beside(transport: Transport, path: Path, read: Callable[[Path], Checkpo
     """
     while True:
         try:
-            return agreed(transport, lambda path=path: read(path))
+            return agreed(transport, partial(read, path))
         except CheckpointError:
             listed = steps(path.parent)
             successor = transport.gather_text(str(listed[-1]) if listed and path not in listed else "")[0]
@@ -166,6 +167,9 @@ def read_beside(transport: Transport, path: Path, read: Callable[[Path], Checkpo
 def read(path: Path) -> Checkpoint:
     """Read and verify what replicas share; CheckpointError names what is wrong with it."""
     facts, parameters = _read(path / "model.safetensors", 0)
+    named = re.search(r"step-(\d+)", path.name)
+    if named and int(named[1]) != int(facts["step"]):
+        raise CheckpointError(f"{path} holds step {facts['step']}, and not the one that its name says.", _way_out(path))
     state = _read(path / "optimizer.safetensors", 0, facts)[1]
     return Checkpoint(Done(int(facts["step"]), int(facts["samples"]), facts["run"]), parameters, state, facts)
 
@@ -200,7 +204,7 @@ def load(checkpoint: Checkpoint, trainer: Trainer) -> None:
 
 
 def _fill(trainer: Trainer, flat: np.ndarray, prefix: str, tensors: Mapping[str, np.ndarray]) -> None:
-    for entry in trainer.plan.entries:
+    for entry in trainer.storage.entries:
         tensor, wanted = tensors.get(prefix + entry.name), entry.parameter.shape
         if tensor is None or tensor.shape != wanted:
             has = "none" if tensor is None else f"shape {tensor.shape}"

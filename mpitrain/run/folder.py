@@ -21,7 +21,7 @@ from mpitrain.collectives.tuning import write_tuning
 from mpitrain.config import Config, keys, parse, read_toml
 from mpitrain.data import Scan, TokenSource, absolute
 from mpitrain.errors import ConfigError
-from mpitrain.files import write_whole
+from mpitrain.files import contents, write_whole
 from mpitrain.parallel.grid import topology
 from mpitrain.run import checkpoint
 from mpitrain.run.build import Job
@@ -103,7 +103,7 @@ def configuration(folder: Path) -> Config:
 
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
-    ignored = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
+    ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
     if not new["data.vocabulary"]:
         ignored += ("data.vocabulary",)
     if new["device.kind"] == "auto":
@@ -145,9 +145,9 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
 def noted_scan(folder: Path | None) -> Scan | None:
     """The scan that a run has noted in its directory; None if there is none, or none that can be read."""
     try:
-        scan = Scan(**json.loads((folder / TOKENS).read_text("utf-8"))) if folder else None
+        scan = Scan(**json.loads(contents(folder / TOKENS))) if folder else None
         return scan if scan and type(scan.largest) is int else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

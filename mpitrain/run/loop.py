@@ -1,5 +1,6 @@
 """One run from start to end: its loop, its checkpoints, its metrics."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from mpitrain import __version__
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import Unopened
-from mpitrain.errors import CheckpointError, ConfigError, TrainingError
+from mpitrain.errors import CheckpointError, ConfigError, TrainingError, on_every_rank
 from mpitrain.parallel.replicate import Outcome
 from mpitrain.run import checkpoint
 from mpitrain.run.build import Job, build
@@ -46,10 +47,18 @@ class Finished(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What the metrics of a run say of its time before: seconds it took, and whether its checkpoint was evaluated."""
+    """What the metrics of a run say of its time before.
+
+    wall_s        seconds it took
+    is_evaluated  whether its checkpoint was
+    skipped       steps whose update was skipped
+    in_a_row      such steps up to its checkpoint without another between
+    """
 
     wall_s: float = 0.0
     is_evaluated: bool = False
+    skipped: int = 0
+    in_a_row: int = 0
 
 
 def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher,
@@ -95,8 +104,11 @@ def _check_steps(done: int, config: Config) -> None:
 
 def _past(folder: Path, step: int) -> Past:
     records = read_metrics(folder / METRICS)
-    walls = [wall for record in records if isinstance(wall := record.get("wall_s"), float)]
-    return Past(max(walls, default=0.0), any("val_loss" in record and record.get("step") == step for record in records))
+    walls = [wall for record in records if isinstance(wall := record.get("wall_s"), float) and math.isfinite(wall)]
+    skipped = {record.get("step") for record in records if record.get("skipped") is True}
+    in_a_row = next(count for count in range(len(skipped) + 1) if step - count not in skipped)
+    is_evaluated = any("val_loss" in record and record.get("step") == step for record in records)
+    return Past(max(walls, default=0.0), is_evaluated, len(skipped), in_a_row)
 
 
 class _Run:
@@ -104,7 +116,7 @@ class _Run:
 
     def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool],
                  watchdog: Watchdog, watcher: Watcher):
-        self._trainer, self._source, self._done = job
+        self._trainer, self._source, self._done = job.trainer, job.data, job.done
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
         self._folder, self._stop_requested, self._watchdog, self._watcher = folder, stop_requested, watchdog, watcher
@@ -112,13 +124,13 @@ class _Run:
         self._evaluated_at: int | None = self._first if past.is_evaluated else None
         self._began = time.perf_counter() - past.wall_s
         self._since, self._logged_at, self._comm_s = time.perf_counter(), self._first, 0.0  # of what the next line sums up
-        self._skipped = self._in_a_row = 0  # steps whose update was skipped: of this session, and up to now
+        self._skipped, self._in_a_row = past.skipped, past.in_a_row  # steps whose update was skipped: in all, and up to now
         self._saved_at: int | None = self._first if place.saved else None
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
         record = {
             "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
             "ranks": transport.size, "hosts": len(set(transport.hosts)),
-            "parameters": self._trainer.plan.parameter_count, "held_out": self._source.held_out,
+            "parameters": self._trainer.storage.parameter_count, "held_out": self._source.held_out,
             **({"changed": place.changed} if place.changed else {}),
         }
         if self._is_root:
@@ -126,7 +138,6 @@ class _Run:
         self._record(record)
 
     def close(self) -> None:
-        self._watchdog.close()
         if self._metrics:
             self._metrics.close()
 
@@ -161,9 +172,9 @@ class _Run:
             raise self._failed(step, f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
                                      "not finite.", "Lower optimizer.lr, or go on past such steps with "
                                                     "--set run.on_nonfinite=skip.")
-        if self._in_a_row == SKIPS or (step == run.steps and self._skipped > (step - self._first) / 2):
+        if self._in_a_row == SKIPS or (step == run.steps and self._skipped > step / 2):
             raise self._failed(step, f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
-                                     f"{self._skipped} of {step - self._first} had a loss or gradient that is not finite, "
+                                     f"{self._skipped} of {step} had a loss or gradient that is not finite, "
                                      f"among them the last {self._in_a_row} up to step {step}.",
                                "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again.")
         return outcome.stop
@@ -195,10 +206,8 @@ class _Run:
         self._record({"event": "end", "step": self._config.run.steps, "replicas_equal": equal,
                       "peak_activation_bytes": self._trainer.arena.peak})
         if not equal:
-            error = TrainingError("After the last step the parameters differ between replicas.",
-                                  "This is a fault of mpitrain or of the machine's memory; please report it.")
-            error.agreed = True
-            raise error
+            raise on_every_rank(TrainingError("After the last step the parameters differ between replicas.",
+                                              "This is a fault of mpitrain or of the machine's memory; please report it."))
 
     def _log_step(self, step: int, outcome: Outcome, predictions: int) -> None:
         """A line on the steps since the last one. predictions: how many a row has."""
@@ -248,9 +257,7 @@ class _Run:
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
         """The run's last line, and the error to raise on every rank."""
         self._record({"event": "failed", "step": step})
-        error = TrainingError(law, way_out)
-        error.agreed = True
-        return error
+        return on_every_rank(TrainingError(law, way_out))
 
 
 def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:

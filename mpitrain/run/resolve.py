@@ -1,12 +1,24 @@
-"""Where a run computes: device.kind settled in the same way on every rank."""
+"""What a configuration means here: names that other rooms know, and device.kind settled in the same way on every rank."""
 
 import sys
 
-from mpitrain.config import Config, parse
+from mpitrain.collectives.algorithms import all_reduce_choices
+from mpitrain.config import Config, check_choice, parse
 from mpitrain.machine import process
 from mpitrain.machine.backend import backend_for
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
+
+
+def choices() -> dict[str, tuple[str, ...]]:
+    """{key: what it may be}, of the keys whose values are names in a table that the configuration does not know."""
+    return {"replication.algorithm": all_reduce_choices()}
+
+
+def check_names(config: Config) -> None:
+    """ConfigError for a name that is in no table."""
+    for key, known in choices().items():
+        check_choice(key, config.flat()[key], known)
 
 
 def settled(transport: Transport, config: Config) -> Config:

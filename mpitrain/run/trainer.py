@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,12 @@ from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.data import Source
 from mpitrain.layers.base import Unit
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import backend_for
 from mpitrain.ops import ops_for
 from mpitrain.optim import Optimizer, learning_rate
 from mpitrain.parallel.grid import share, topology
-from mpitrain.parallel.replicate import AllReduce, Outcome, Step
+from mpitrain.parallel.replicate import AllReduce, Contribution, Outcome
 from mpitrain.transport.base import Transport
 from mpitrain.transport.cuda_aware import over_device
 
@@ -27,7 +28,7 @@ class Trainer:
     """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
 
     transport    the one passed in, or one around it that also carries the arrays of config.device.kind
-    plan         where each tensor lies in the flat buffers
+    storage      where each tensor lies in the flat buffers
     parameters   flat buffer, equal on all replicas
     gradients    flat buffer; after a step the sum over all replicas, not clipped
     group        the replicas, and how they reduce: `tuning` is for algorithm auto
@@ -43,17 +44,18 @@ class Trainer:
         self.transport = transport = over_device(transport, self.backend, config.device.cuda_aware)
         self._ops = ops_for(self.backend.kind, config.device.gemm, config.device.tiles)
         self.arena = self.backend.arena()
-        self.plan = Plan(self.units, config.precision.compute, grid.dp)
-        self.parameters = transport.allocate(self.plan.length, self.plan.dtype)
-        self.plan.initialize(self.parameters, config.run.seed, self.backend)
-        self.gradients = transport.allocate(self.plan.length, self.plan.dtype)
-        self._weights = self.plan.weights(self.parameters)
-        self._gradients, self._leaves = self.plan.gradients(self.gradients)
-        self.optimizer = Optimizer(config.optimizer, self.plan, self._ops, self.backend, self.arena)
-        self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.arena))
+        self.storage = Storage(self.units, config.precision.compute, grid.dp)
+        self.parameters = transport.allocate(self.storage.length, self.storage.dtype)
+        self.storage.initialize(self.parameters, config.run.seed, self.backend)
+        self.gradients = transport.allocate(self.storage.length, self.storage.dtype)
+        self._weights = self.storage.weights(self.parameters)
+        self._gradients, self._leaves = self.storage.gradients(self.gradients)
+        self.optimizer = Optimizer(config.optimizer, self.storage, self._ops, self.backend, self.arena)
+        # With an arena of its own: a thread may reduce while this one computes.
+        self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.backend.arena()))
         self.replication = AllReduce(
-            self.group, self.plan, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
-            config.replication, config.whole_steps, config.optimizer.clip,
+            self.group, self.storage, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
+            config.replication, config.dense_steps, config.optimizer.clip,
         )
 
     def share(self) -> range:
@@ -79,7 +81,7 @@ class Trainer:
             here = slice(mine.start, mine.stop)
             loss += scale * self._forward_backward(inputs[here], targets[here], scale, is_last=part == parts - 1)
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        return self.replication.finish(Step(index, loss, lr, stop))
+        return self.replication.finish(Contribution(index, loss, lr, stop))
 
     def _forward_backward(self, inputs: np.ndarray, targets: np.ndarray, scale: float, is_last: bool) -> float:
         """Add one micro-batch's gradients; returns its summed loss."""
@@ -92,6 +94,7 @@ class Trainer:
             replication.close(index)
             saved.append(kept)
         flat = self.backend.from_host(targets).reshape(-1)
+        dy: Any  # None in the end: the first unit's input has no gradient
         loss, dy = replication.loss(x.reshape(len(flat), -1), flat, scale)
         dy = dy.reshape(x.shape)
         del x, kept

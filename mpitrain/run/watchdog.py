@@ -25,7 +25,7 @@ class Watchdog:
 
     def patience(self, seconds: float) -> None:
         """Wait this long from now on."""
-        self._seconds = seconds
+        self._since, self._seconds = time.monotonic(), seconds
 
     def close(self) -> None:
         self._closed.set()

@@ -17,9 +17,10 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
 
     Collective. The function must not communicate. The error raised has `agreed` set: every rank has it, so one may print
     it and all may leave together. An error that not every rank has names the ranks that do. An OSError that the function
-    has no words for becomes a ConfigError: it is a path that the system does not take.
+    does not catch becomes a ConfigError: the system refused a path.
     """
-    result, failure = None, None
+    result: Any = None
+    failure = None
     try:
         result = function()
     except errors.MpitrainError as error:
@@ -36,12 +37,11 @@ def agreed(transport: Transport, function: Callable[[], Result]) -> Result:
     if len(ranks) < transport.size:
         where = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
         law = f"On rank {where}: {law}"
-    error = getattr(errors, kind)(law, way_out)
-    error.agreed = True
+    agreed_on = errors.on_every_rank(getattr(errors, kind)(law, way_out))
     try:
-        raise error
+        raise agreed_on
     finally:
-        del error, result    # an error that is named in a frame of its own traceback keeps all that the frames hold
+        del agreed_on, result    # an error that is named in a frame of its own traceback keeps all that the frames hold
 
 
 def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
@@ -54,17 +54,14 @@ def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
     for rank, others in enumerate(everyone):
         for name in facts:
             if others[name] != everyone[0][name]:
-                error = errors.ConfigError(
+                raise errors.on_every_rank(errors.ConfigError(
                     f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({transport.hosts[0]}) and "
                     f"{others[name]!r} on rank {rank} ({transport.hosts[rank]}).",
-                    "Start all ranks with the same arguments, and let them read the same files.",
-                )
-                error.agreed = True
-                raise error
+                    "Start all ranks with the same arguments, and let them read the same files."))
 
 
 def on_root(transport: Transport, function: Callable[[], None]) -> None:
-    """Call `function` on rank 0 while the others sleep, which in a barrier would keep their cores busy; collective."""
+    """Call `function` on rank 0 while the others sleep; in a barrier they would keep their cores busy. Collective."""
     told, tag = np.zeros(1, np.uint8), transport.claim_tag()
     if transport.rank == 0:
         function()

@@ -39,8 +39,9 @@ class Traffic:
 class Request(Protocol):
     """A message under way. The array belongs to the transport until `test` has said True or `wait` has returned."""
 
-    source: int
-    """The sender of a finished receive (that is how `start_recv_any` reports it); -1 for sends."""
+    @property
+    def source(self) -> int:
+        """The sender of a finished receive (that is how `start_recv_any` reports it); -1 for sends."""
 
     def test(self) -> bool:
         """True once the message is complete, and from then on; moves messages along; never blocks."""
@@ -135,11 +136,11 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Give back the communicators and windows this transport has taken, of which MPI has a limited number. Collective.
+        """Give back the communicators and windows this transport has taken: MPI has a limited number of them. Collective.
 
-        Of windows that other parts of the job have borrowed, or in which arrays still lie, on any rank, the transport that
-        all were split from takes possession; it is closed last, and with it goes every window: touching an array that it
-        or a part of it allocated is then a crash. CommError on every rank, and nothing is closed, if a part of it is open.
+        A window stays open if arrays still lie in it, or another part of the job has borrowed it, on any rank. It then
+        belongs to the transport that all were split from. That transport is closed last and frees every window: whoever
+        touches an array in one afterwards crashes. CommError on every rank, and nothing is closed, if a part is open.
         """
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
-from mpitrain.machine.backend import Backend, DeviceBackend, backend_for, on_device
+from mpitrain.machine.backend import Backend, CudaBackend, DeviceBackend, on_device
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import DeviceTransport, Direct
 from mpitrain.transport.library import Awareness, cuda_awareness, loaded_path
@@ -29,7 +29,7 @@ SECONDS = 120.0
 
 def over_device(transport: Transport, backend: Backend, cuda_aware: str) -> Transport:
     """The transport, made to carry the backend's arrays as device.cuda_aware says; collective."""
-    if not hasattr(backend, "staging"):
+    if not isinstance(backend, DeviceBackend):
         return transport
     aware = cuda_messages(transport, cuda_aware)
     carrier = Direct(transport, backend) if aware.cuda else Staged(transport, backend)
@@ -85,7 +85,7 @@ def main() -> None:
 
     process.choose_gpu("cuda")
     try:
-        backend = backend_for("cuda")
+        backend = CudaBackend()
     except ConfigError as error:
         sys.exit(error.law)
     transport = connect()

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -16,11 +16,17 @@ from mpitrain.errors import CommError
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Several, Traffic, aligned_zeros, check_message, poll_until
 from mpitrain.transport.windows import Windows, no_room, room_left
 
-BLOCK = 1 << 20
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TYPE_BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""
 
 PART = 1 << 30
 """Elements that the library reduces in one call."""
+
+LEAST_TAG_BOUND = 32767
+"""Tags up to it are allowed by every MPI library."""
 
 
 def connect() -> "MpiTransport":
@@ -65,11 +71,10 @@ class _Receive:
             return True
         try:
             with self._turns.lock:
-                arrived = self._request.Test(self._status)
+                if self._request.Test(self._status):
+                    self._finish()
         except self._transport.MPI.Exception as error:
             self._fail(error)
-        if arrived:
-            self._finish()
         return self._done
 
     def wait(self) -> None:
@@ -85,6 +90,7 @@ class _Receive:
         self._finish()
 
     def _finish(self) -> None:
+        """The message is here; calls MPI."""
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:
@@ -92,7 +98,7 @@ class _Receive:
                             f"{arrived} from rank {self.source}.", "Make both arrays of one length and dtype.")
         self._done = True
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def _fail(self, error: "MPI.Exception") -> NoReturn:
         raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements failed: "
                         f"{error.Get_error_string()}") from error
 
@@ -121,7 +127,7 @@ class _Send:
         except self._transport.MPI.Exception as error:
             self._fail(error)
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def _fail(self, error: "MPI.Exception") -> NoReturn:
         raise CommError(f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}") from error
 
 
@@ -138,8 +144,9 @@ class MpiTransport:
         from mpi4py import MPI
 
         self.MPI, self.comm, self._root = MPI, comm, root or self
-        self.traffic, self.windows, self.turns = (
-            (root.traffic, root.windows, root.turns) if root else (Traffic(), Windows(), _Turns()))
+        self.traffic: Traffic = root.traffic if root else Traffic()
+        self.windows: Windows = root.windows if root else Windows()
+        self.turns: _Turns = root.turns if root else _Turns()
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
         self._types = {np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in self.native_dtypes}
@@ -147,7 +154,7 @@ class MpiTransport:
         self._large: dict[tuple, Any] = {}
         self._ops = {"add": MPI.SUM, "maximum": MPI.MAX}
         self._next_tag = FIRST_CLAIMED_TAG
-        self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # split communicators do not tell
+        self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND  # split communicators do not tell
         self.hosts, self.members = zip(*self.gather_text((MPI.Get_processor_name(), place)), strict=True)
         self._host: MpiTransport | None = None
         self._made: list[int] = []
@@ -172,9 +179,9 @@ class MpiTransport:
         """One derived type of `count` elements: blocks, and what remains."""
         key = unit.handle, count
         if key not in self._large:
-            blocks, rest = divmod(count, BLOCK)
-            block = unit.Create_contiguous(BLOCK)
-            offsets = [0, blocks * BLOCK * unit.Get_size()]
+            blocks, rest = divmod(count, TYPE_BLOCK)
+            block = unit.Create_contiguous(TYPE_BLOCK)
+            offsets = [0, blocks * TYPE_BLOCK * unit.Get_size()]
             self._large[key] = self.MPI.Datatype.Create_struct([blocks, rest], offsets, [block, unit]).Commit()
         return self._large[key]
 
@@ -316,6 +323,8 @@ class MpiTransport:
 
     def abort(self, message: str) -> NoReturn:
         print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        if self.MPI.COMM_WORLD.size == 1:
+            raise SystemExit(1)  # nobody else waits, and MPI_Abort would add words of its own
         self.turns.lock.acquire(timeout=1)  # another thread's call may never end
         self.comm.Abort(1)
         raise SystemExit(1)

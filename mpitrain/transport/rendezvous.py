@@ -11,6 +11,8 @@ import numpy as np
 from mpitrain.errors import CommError
 from mpitrain.transport.base import LONGEST_PAUSE
 
+NOTHING = np.empty(0, np.uint8)
+
 
 class World:
     """What the threads share: one lock, the messages that have not met, and who waits for what."""
@@ -55,8 +57,12 @@ class World:
             seen = self.posts
             if done():
                 return
-            with self.changed:
-                self.wait(rank, lambda seen=seen: self.posts != seen, Unmet(self, rank), LONGEST_PAUSE)
+            self._wait_for_post(rank, seen)
+
+    def _wait_for_post(self, rank: int, seen: int) -> None:
+        """Block this thread until there are more than `seen` posts, or for a pause."""
+        with self.changed:
+            self.wait(rank, lambda: self.posts != seen, Unmet(self, rank), LONGEST_PAUSE)
 
     def check(self, rank: int, what: Any) -> None:
         """CommError if the world has ended."""
@@ -139,6 +145,7 @@ class Message:
 
     def complete(self) -> None:
         """Copy the bytes unless the other side has. Call with the lock held, after the two have met."""
+        assert self.other is not None
         send, receive = (self, self.other) if self.sends else (self.other, self)
         receive.source = send.transport.rank
         if send.nbytes != receive.nbytes:
@@ -148,7 +155,7 @@ class Message:
         if not self.moved:
             receive.bytes[:] = send.bytes
             send.moved = receive.moved = True
-            send.bytes = receive.bytes = None  # the two messages refer to each other, and must not keep their arrays alive
+            send.bytes = receive.bytes = NOTHING  # the two messages refer to each other, and must not keep their arrays alive
 
     def test(self) -> bool:
         world = self.transport.world

@@ -1,9 +1,9 @@
 """Messages of GPU memory by way of page-locked host memory, where MPI cannot be handed device pointers.
 
 A message travels in pieces: while one is sent, the next is copied to the host; while one arrives, the one before it is
-copied to the device. All receives of a message are posted when it starts, and all its sends before `start_send` returns, so
-that it needs nobody to move it on: a rank may wait for anything else, as it may with MPI's own messages. That takes as
-much staging memory as there are bytes under way; it is used again, never given back.
+copied to the device. All receives of a message are posted when it starts, and all its sends before `start_send` returns.
+A message then needs nobody to move it on: a rank may wait for anything else, as with MPI's own messages. Staging memory
+is as large as the bytes under way ever were; it is used again, never given back.
 """
 
 from typing import Any

@@ -81,7 +81,7 @@ class ThreadTransport:
 
     def _meet(self, what: str, bring: Any) -> list[Any]:
         """What every rank brought, by rank."""
-        everyone = []
+        everyone: list[Any] = []
         Arrival(self, what, bring, list, everyone.extend).wait()
         return everyone
 

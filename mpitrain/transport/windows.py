@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ MOUNT = "/dev/shm"
 """Where MPI libraries keep shared windows on Linux. Docker gives it 64 MiB unless told otherwise (--shm-size)."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an array lies: byte `offset` of this rank's block of window number `window`."""
 
     window: int
@@ -27,9 +27,9 @@ class Place(NamedTuple):
 class Windows:
     """The shared windows of one rank; a split transport has its parent's.
 
-    A window is in use while an array that lies in it or a reduction through it lives. That ends on each rank at its own
-    time, so that windows are freed only where their ranks meet: those of a part that no rank uses any more when the part
-    is closed, all others when the root is. What the part was closed with may hence be used on by what borrowed it.
+    A window is in use while an array in it, or a reduction through it, lives. Use ends on each rank at its own time, so
+    windows are freed only where their ranks meet. Closing a part frees the windows it made that no rank uses any more;
+    closing the root frees all others. Whoever borrowed a window from a part may hence use it after the part is closed.
 
     next_number   free on this rank. Ranks that allocate together number a window by the largest of theirs: they may have
                   allocated differently before, each with others
@@ -66,8 +66,8 @@ class Windows:
     def _is_idle(self, window: int) -> bool:
         return all(user() is None for user in self._users[window])
 
-    def locate(self, array: np.ndarray, me: int) -> Place | None:
-        """The place of a contiguous array in this rank's own blocks; None if it lies elsewhere, or in a GPU's memory."""
+    def locate(self, array: np.ndarray, me: int) -> Location | None:
+        """The location of a contiguous array in this rank's own blocks; None if it lies elsewhere, or in a GPU's memory."""
         if on_device(array):
             return None
         address = array.ctypes.data
@@ -76,21 +76,21 @@ class Windows:
                 continue
             offset = address - blocks[me].ctypes.data
             if array.size and 0 <= offset <= blocks[me].nbytes - array.nbytes:
-                return Place(window, offset)
+                return Location(window, offset)
         return None
 
-    def views(self, place: Place, members: Sequence[int], count: int, dtype: Any) -> list[np.ndarray] | None:
-        """What lies at the same place of each member's block, by member; None if one of them is on another host."""
-        blocks = self._blocks[place.window]
+    def views(self, location: Location, members: Sequence[int], count: int, dtype: Any) -> list[np.ndarray] | None:
+        """What lies at the same location in each member's block, by member; None if one of them is on another host."""
+        blocks = self._blocks[location.window]
         if not all(member in blocks for member in members):
             return None
-        stop = place.offset + count * np.dtype(dtype).itemsize
-        return [blocks[member][place.offset:stop].view(dtype) for member in members]
+        stop = location.offset + count * np.dtype(dtype).itemsize
+        return [blocks[member][location.offset:stop].view(dtype) for member in members]
 
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
         """Numbers of the windows of `nbytes` a rank that this rank does not use, and that these ranks have to themselves.
 
-        In one that others share, they may still read what was reduced last: only they know when they have done with it.
+        A window that other ranks share is not among them: those ranks may still read what was reduced in it last.
         """
         return [window for window, blocks in self._blocks.items() if self._is_idle(window) and blocks.keys() == set(members)
                 and all(block.nbytes == nbytes for block in blocks.values())]
@@ -109,10 +109,9 @@ class Windows:
         parts = root.gather_text(self.parts)
         if any(parts):
             rank = next(rank for rank, count in enumerate(parts) if count)
-            error = CommError(f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} "
-                              "open part(s).", "Close the parts on all their ranks, then the transport they were split from.")
-            error.agreed = True
-            raise error
+            raise on_every_rank(CommError(
+                f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} open part(s).",
+                "Close the parts on all their ranks, then the transport they were split from."))
         self._release(sorted(self._blocks))  # two ranks number the windows they share alike, and so free them in one order
         self.closed = True
 

@@ -47,7 +47,7 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
         alpha, beta, bias = 1.5, -0.5, stored(numbers(6, n), dtype, shifted)
         truth = alpha * truth + beta * values(c) + values(bias)
         row_sums = None if batch or by_library else np.empty(m, "float64" if dtype == "float64" else "float32")
-    multiply = product.library if by_library else partial(product.gemm, plan=tile and tiles.Plan(tile, splits))
+    multiply = product.library if by_library else partial(product.gemm, tiling=tile and tiles.Tiling(tile, splits))
     multiply(kernels, Arena(), a, b, c, transposed_a=ta, transposed_b=tb, alpha=alpha, beta=beta, bias=bias,
              residual=residual if extra else None, saved=saved if extra else None, activation=activation,
              row_sums=row_sums)

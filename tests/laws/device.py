@@ -96,7 +96,7 @@ class DeviceLaws:
 
     def law_all_reduces_are_exact_run_after_run(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        for algorithm in (*algorithms.ALL_REDUCE, "hierarchical", "shared", "native", "auto"):
+        for algorithm in algorithms.all_reduce_choices():
             for count in (0, 1, 5 * PIECE + 3):
                 array = backend.zeros(count, "float64")
                 reduction = bind(transport, array, algorithm=algorithm)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.layers.base import Unit
-from mpitrain.layers.compose import Chain, Residual
+from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
@@ -75,10 +75,10 @@ def kinds(plain) -> dict[str, Any]:
 
     return {
         "linear": linear(), "relu": linear("relu"), "gelu": linear("gelu"), "norm": plain.norm(WIDTH),
-        "attention": Chain(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
-        "to linear": Chain(a=plain.norm(WIDTH), b=linear("relu"), c=linear()),
-        "to relu": Chain(a=linear(), b=linear("relu")),
-        "to a shortcut": Chain(a=linear("relu"), b=Residual(linear("relu"))),
+        "attention": Sequential(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
+        "to linear": Sequential(a=plain.norm(WIDTH), b=linear("relu"), c=linear()),
+        "to relu": Sequential(a=linear(), b=linear("relu")),
+        "to a shortcut": Sequential(a=linear("relu"), b=Residual(linear("relu"))),
         "shortcut": Residual(linear("gelu")),
     }
 

@@ -6,7 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from mpitrain.collectives.lossy import RECENT, Matrix, bind_lossy, tiles
+from mpitrain.collectives.feedback import RECENT
+from mpitrain.collectives.lossy import bind_lossy
+from mpitrain.collectives.matrices import Matrix, tiles
 from mpitrain.collectives.wire import BLOCK, CODECS, parse_wire
 from tests.laws.collectives import measured
 from tests.laws.transport import raises_comm_error

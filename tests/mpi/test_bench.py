@@ -55,7 +55,8 @@ def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
 
 
 def test_a_wrong_element_is_counted_and_is_a_failure(tmp_path):
-    code = ("from mpitrain.collectives import algorithms, ring; algorithms.ALL_REDUCE['ring'] = ring.all_gather\n"
+    code = ("from mpitrain.collectives import algorithms, ring\n"
+            "algorithms.ALL_REDUCE['ring'] = algorithms.of_plan(ring.all_gather)\n"
             "from mpitrain.cli import main; main(['bench', 'allreduce', '--algorithm', 'ring', '--max-bytes', '4K'])")
     done = python_ranks(2, code, None)
     assert done.returncode != 0

@@ -11,7 +11,7 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.kernels.engines import kernels_for
-from mpitrain.ops.cuda.tiles import TILES, Measured, Plan, write_tiles
+from mpitrain.ops.cuda.tiles import TILES, Measured, Tiling, write_tiles
 from mpitrain.run.build import build
 from mpitrain.transport.mpi import connect
 from tests.mpi.test_commands import TINY, losses
@@ -101,7 +101,7 @@ def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
              "--set", "run.eval_every=-1"]
     done = launch(2, *words, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("The table of tiles mine.json cannot be read") == 1, done.stderr
-    write_tiles(tmp_path / "mine.json", "simulator", [Measured("float32", "NT", 64, 64, 16, Plan(TILES[1], 1))])
+    write_tiles(tmp_path / "mine.json", "simulator", [Measured("float32", "NT", 64, 64, 16, Tiling(TILES[1], 1))])
     done = launch(2, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/tiles.json").read_text() == (tmp_path / "mine.json").read_text()

@@ -22,5 +22,7 @@ def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatc
     else:
         assert said == ""
     array[:] = coded(transport.rank, 1001)
-    bind(transport, array, algorithm="shared").run()
+    reduction = bind(transport, array, algorithm="shared")
+    reduction.run()
+    assert reduction.algorithm == "ring"
     assert np.array_equal(array, coded(0, 1001) + coded(1, 1001))

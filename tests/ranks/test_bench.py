@@ -14,12 +14,13 @@ from mpitrain.bench import sweep as sweeping
 from mpitrain.bench import together
 from mpitrain.bench.fit import check, fit, median_of_sweeps
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
-from mpitrain.bench.sweep import Request, dtype_of, is_long_enough, sizes, sweep
+from mpitrain.bench.sweep import SweepRequest, dtype_of, is_long_enough, sizes, sweep
 from mpitrain.bench.table import check_writable
 from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
 from mpitrain.cli.bench import command as bench
 from mpitrain.cli.train import unmeasured
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.choose import candidates
 from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.collectives.wire import parse_wire
@@ -32,7 +33,7 @@ MACHINE = {"hosts": 1, "cores": 2}
 
 
 def request(*algorithms, most=1 << 12, buffers=("window", "plain"), **more):
-    return Request("allreduce", algorithms, sizes(64, most, 4), np.dtype("float32"), 2, 1, buffers, 1, **more)
+    return SweepRequest("allreduce", algorithms, sizes(64, most, 4), np.dtype("float32"), 2, 1, buffers, 1, **more)
 
 
 def rows_of(n, asked, hosts=None):
@@ -60,7 +61,7 @@ def test_on_the_simulator_our_kernels_reduce_and_code(monkeypatch):
 
 def test_between_hosts_there_is_no_window_and_links_are_fitted():
     hosts = ("a", "b", "c")
-    rows = median_of_sweeps(rows_of(3, request(*candidates(hosts, True), "star"), hosts))
+    rows = median_of_sweeps(rows_of(3, request(*candidates(Situation(hosts)), "star"), hosts))
     assert {row.buffers for row in rows} == {"plain"}
     found = fit(MACHINE | {"hosts": 3}, hosts, rows)
     assert list(found.plans[3]) == ["plain"] and list(found.whole[3]["plain"]) == ["native"]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives import bind as binding
-from mpitrain.collectives import execute, lossy, plans
+from mpitrain.collectives import coded, execute, plans
+from mpitrain.collectives.algorithms import all_reduce_choices
 from mpitrain.collectives.bind import bind
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws, measured
@@ -46,7 +46,7 @@ def test_many_segments_obey(name, monkeypatch):
 @pytest.mark.parametrize("name", ["law_all_ranks_hold_the_same_bits", "law_coded_sums_are_as_near_as_their_rounding",
                                   "law_what_is_not_finite_stays_so_on_every_rank"])
 def test_coded_sums_in_many_lanes_obey(name, monkeypatch):
-    monkeypatch.setattr(lossy, "LANE", 500)
+    monkeypatch.setattr(coded, "LANE", 500)
     for n in (1, 2, 3, 5):
         run_ranks(n, getattr(LossyLaws(), name))
 
@@ -81,7 +81,7 @@ def test_hierarchical_sends_between_hosts_what_a_ring_of_hosts_would():
 def test_messages_between_hosts_are_cut_and_obey(name, monkeypatch):
     monkeypatch.setattr(execute, "BETWEEN_HOSTS", 400)
     monkeypatch.setattr(execute, "WINDOW", 3)
-    monkeypatch.setattr(AcrossHosts, "algorithms", tuple(a for a in binding.ALGORITHMS if a != "shared"))
+    monkeypatch.setattr(AcrossHosts, "algorithms", tuple(a for a in all_reduce_choices() if a != "shared"))
     for n in (2, 3, 5):
         run_ranks(n, getattr(AcrossHosts(), name), hosts=[f"host{rank}" for rank in range(n)])
 

@@ -1,6 +1,7 @@
 """A run from start to end on ranks that are threads: what it evaluates, what it writes, when it stops and when it fails."""
 
 import json
+import os
 import time
 from collections import Counter
 from functools import partial
@@ -11,8 +12,9 @@ import pytest
 from mpitrain.cli.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import TrainingError
-from mpitrain.run import checkpoint
+from mpitrain.run import checkpoint, watchdog
 from mpitrain.run.build import build
+from mpitrain.run.folder import noted_scan
 from mpitrain.run.loop import configured, train
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreed import on_root
@@ -240,6 +242,22 @@ def test_some_skipped_steps_do_not_end_a_run(book, tmp_path, monkeypatch):
     assert records(tmp_path)[-1]["event"] == "end" and sum("skipped" in record for record in records(tmp_path)) == 11
 
 
+def test_skipped_steps_count_alike_whether_or_not_a_run_was_resumed(book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, {22, *range(24, 33), 60})
+    asks = iter(range(1, 1000))
+    assert go(1, [*book, *SKIP, "run.steps=60"], stop=lambda rank: next(asks) == 59)
+    assert not go(1, [*book, *SKIP, "run.steps=60"], "yes"), "one step is left, is skipped, and is not half of the run"
+    assert records(tmp_path)[-1]["event"] == "end"
+
+
+def test_a_resume_does_not_break_a_row_of_skipped_steps(book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, range(3, 1000))
+    asks = iter(range(1, 1000))
+    assert go(1, [*book, *SKIP, "run.steps=60"], stop=lambda rank: next(asks) == 8)
+    with pytest.raises(TrainingError, match=r"10 of 12 had .* the last 10 up to step 12"):
+        go(2, [*book, *SKIP, "run.steps=60"], "yes")
+
+
 def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
     from mpitrain.cli.progress import Progress
 
@@ -263,3 +281,35 @@ def test_what_rank_0_does_alone_lets_the_others_sleep():
 
     for found, busy in run_ranks(3, run):
         assert found == [0] and busy < 0.2
+
+
+def test_what_moves_reductions_shares_no_scratch_with_what_computes(book):
+    def arenas(transport):
+        trainer = build(transport, parse(with_settings({}, [*book, "device.kind=cuda-sim"]))).trainer
+        before = trainer.arena.live, trainer.arena.allocations
+        trainer.group.arithmetic.largest(np.arange(4096, dtype=np.float32), 5)
+        return before == (trainer.arena.live, trainer.arena.allocations)
+
+    assert run_ranks(1, arenas) == [True]
+
+
+def test_a_watchdog_that_is_told_how_long_to_wait_begins_to_wait_then(monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(watchdog.os, "_exit", ended.append)
+    one = watchdog.Watchdog(0, 100.0)
+    one._since -= 50
+    one.patience(10.0)
+    assert time.monotonic() - one._since < 5
+    one.close()
+    assert not ended
+
+
+@pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b""))
+def test_a_note_of_tokens_that_cannot_be_read_is_none(text, tmp_path):
+    (tmp_path / "tokens.json").write_bytes(text)
+    assert noted_scan(tmp_path) is None
+
+
+def test_a_note_of_tokens_that_is_a_pipe_is_none(tmp_path):
+    os.mkfifo(tmp_path / "tokens.json")
+    assert noted_scan(tmp_path) is None

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from mpitrain.collectives.bind import bind
 from mpitrain.collectives.moving import ByCaller, ByThread, mover
 from mpitrain.errors import CommError
+from mpitrain.transport.mpi import _Receive, _Turns
 from mpitrain.transport.threads import run_ranks
 from tests.processes import run
 
@@ -120,3 +122,23 @@ ByThread(transport).start(Execution(transport, np.ones(5), "add", all_reduce(0, 
 raise SystemExit(7)
 """
     assert run([sys.executable, "-c", code]).returncode == 7
+
+
+def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
+    turns, calls = _Turns(), []
+
+    class Status:
+        source = 1
+
+        def Get_elements(self, unit):
+            calls.append(turns.lock._is_owned())
+            return 3
+
+    class Request:
+        def Test(self, status):
+            calls.append(turns.lock._is_owned())
+            return True
+
+    transport = SimpleNamespace(rank=0, turns=turns, MPI=SimpleNamespace(Status=Status, Exception=OSError))
+    receive = _Receive(transport, Request(), np.zeros(3), None, "recv")
+    assert receive.test() and receive.source == 1 and calls == [True, True]

@@ -136,7 +136,7 @@ def test_where_one_rank_cannot_open_memory_all_take_the_ring_and_one_line_says_s
         for _ in range(2):
             array = memory.from_host(brought(transport.rank, 100, "float32"))
             reduction = bind(transport, array, algorithm="shared")
-            assert isinstance(reduction, Execution)
+            assert isinstance(reduction, Execution) and reduction.algorithm == "ring"
             reduction.run()
             assert np.array_equal(memory.to_host(array), expected(transport.size, 100, "float32", "add"))
 
@@ -164,6 +164,15 @@ def refusal(n, function, **options):
         on_ranks(n, function, **options)
     assert raised.value.agreed and raised.value.exit_code == 2
     return str(raised.value)
+
+
+def test_a_transport_of_host_memory_is_refused():
+    def check(transport):
+        bind(transport, CudaBackend().zeros(10, "float32"), algorithm="shared")
+
+    with pytest.raises(ConfigError, match="this transport is the host's") as raised:
+        run_ranks(2, check)
+    assert raised.value.agreed
 
 
 def test_gpus_that_are_hidden_from_other_ranks_are_refused():

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives import lossy
+from mpitrain.collectives import coded
+from mpitrain.collectives.lossy import bind_lossy
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.errors import CommError
 from mpitrain.transport.threads import run_ranks
@@ -46,10 +47,10 @@ def test_a_barrier_that_one_rank_never_enters_is_a_deadlock():
 
 @pytest.mark.timeout(30)
 def test_lanes_that_one_rank_never_moves_are_a_deadlock(monkeypatch):
-    monkeypatch.setattr(lossy, "LANE", 500)
+    monkeypatch.setattr(coded, "LANE", 500)
 
     def stay(transport):
-        reduction = lossy.bind_lossy(transport, np.ones(20_011, "float32"), parse_wire("int8"))
+        reduction = bind_lossy(transport, np.ones(20_011, "float32"), parse_wire("int8"))
         if transport.rank:
             reduction.run()
 

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mpitrain.collectives.lossy import RECENT
+from mpitrain.collectives.feedback import RECENT
 from mpitrain.errors import CheckpointError
 from mpitrain.parallel.buckets import AGREED
 from mpitrain.run import checkpoint
@@ -62,7 +62,7 @@ def dense_then_lossy(transport, wire):
         trainer.step(index, *source.batch(0, index, 12, trainer.share()))
         expected = expected + RECENT * (trainer.gradients.astype(np.float64) - expected)
     found = trainer.replication.buckets.residuals()
-    for entry in trainer.plan.entries:
+    for entry in trainer.storage.entries:
         wanted = expected[entry.start:entry.stop]
         assert np.abs(found[f"prediction/{entry.name}"] - wanted).max() <= 1e-5 * (1e-3 + np.abs(wanted).max()), entry.name
         assert not found[entry.name].any()

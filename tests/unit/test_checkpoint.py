@@ -56,6 +56,13 @@ def test_only_the_newest_are_kept_and_one_can_be_written_again(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000010"]
 
 
+def test_one_that_was_given_another_steps_name_is_refused(tmp_path):
+    checkpoint.save(tmp_path, trained(), after(2), keep=1)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000003")
+    with pytest.raises(CheckpointError, match="step-00000003 holds step 2"):
+        checkpoint.read(checkpoint.newest(tmp_path))
+
+
 @pytest.mark.parametrize("moment, error", [
     ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
     ("sync", OSError(28, "No space left on device")),

@@ -7,8 +7,11 @@ import pytest
 
 from mpitrain.bench.fit import check, fit
 from mpitrain.bench.sweep import Row, sizes
+from mpitrain.collectives import cost
+from mpitrain.collectives.algorithms import ALL_REDUCE
+from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.choose import candidates, choose, part_bytes
-from mpitrain.collectives.cost import EAGER, KNOTS, MEMORY, WHOLE, Tuning, predict, shares, work
+from mpitrain.collectives.cost import EAGER, KNOTS, MEMORY, Tuning, is_whole, plans_of, predict, shares, work
 from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
 
@@ -16,6 +19,7 @@ ONE_HOST = ("a",) * 4
 FOUR_HOSTS = ("a", "b", "c", "d")
 MACHINE = {"hosts": 1, "cores": 2}
 MANY = 100  # cores
+WHOLE = [name for name in ALL_REDUCE if is_whole("allreduce", name)]
 
 
 def row(algorithm, nbytes, microseconds, buffers="plain"):
@@ -26,7 +30,7 @@ def row(algorithm, nbytes, microseconds, buffers="plain"):
 def rows_of(tuning, hosts, memory):
     """What a machine with these constants would measure."""
     return [row(name, nbytes, 1e6 * predict(tuning, "allreduce", name, hosts, nbytes // 4, 4, memory), memory)
-            for nbytes in sizes(1 << 6, 1 << 26, 2) for name in candidates(hosts, True)]
+            for nbytes in sizes(1 << 6, 1 << 26, 2) for name in candidates(Situation(hosts))]
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -56,6 +60,20 @@ def test_messages_between_hosts_are_counted_apart():
 def test_a_message_longer_than_mpi_sends_at_once_is_counted_as_long():
     for count, messages in ((EAGER // 4, 0), (EAGER // 4 + 1, 2)):
         assert work("allreduce", "tree", ("a", "a"), count, 4, MANY).host_long == messages
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving-doubling", "hierarchical"])
+@pytest.mark.parametrize("hosts", [list("abcdefg"), list("aabbccdd"), list("aaabbbcccdddeee"), list("abcdabcd")])
+def test_one_segment_of_a_long_array_tells_of_all_and_a_few_hosts_of_many(algorithm, hosts, monkeypatch):
+    made = []
+    monkeypatch.setattr(cost, "plans_of", lambda *a: made.append(plans_of(*a)) or made[-1])
+    counts = (0, 1, 70_000, 1_000_003, 9_000_001)
+    short = [work("allreduce", algorithm, hosts, count, 4, 2) for count in counts]
+    assert max(len(plan.steps) for plans in made for plan in plans) <= 2 * len(hosts), "as long as of one segment"
+    monkeypatch.setattr(cost, "_segments", lambda *a: 1)
+    monkeypatch.setattr(cost, "ENDS", len(hosts))
+    for count, seen in zip(counts, short, strict=True):
+        assert seen == pytest.approx(work("allreduce", algorithm, hosts, count, 4, 2), rel=2e-3, abs=1e-2 * count)
 
 
 def test_ranks_that_share_cores_take_turns():
@@ -96,7 +114,8 @@ def test_links_between_hosts_are_fitted_too():
         assert found.plans[4]["plain"][knot][3:5] == pytest.approx(truth.plans[4]["plain"][knot][3:5], rel=0.02)
         assert found.plans[4]["plain"][knot][:3] == DEFAULT.plans[2]["plain"][knot][:3], "nothing says anything about them"
     assert check(found, FOUR_HOSTS, rows_of(truth, FOUR_HOSTS, "plain"))["plain"].error < 0.01
-    assert choose(found, FOUR_HOSTS, 1 << 20, 4, memory="window") == choose(found, FOUR_HOSTS, 1 << 20, 4, memory="plain")
+    chosen, other = (choose(found, Situation(FOUR_HOSTS), 1 << 20, 4, memory) for memory in ("window", "plain"))
+    assert chosen == other
 
 
 def test_where_links_were_too_slow_for_long_arrays_the_slope_of_shorter_ones_holds():
@@ -119,7 +138,7 @@ def test_a_few_wild_measurements_change_little():
 
 
 def test_a_fit_never_goes_below_zero():
-    rows = [row(name, nbytes, 50.0) for nbytes in sizes(1 << 10, 1 << 26, 4) for name in candidates(ONE_HOST, True)]
+    rows = [row(name, nbytes, 50.0) for nbytes in sizes(1 << 10, 1 << 26, 4) for name in candidates(Situation(ONE_HOST))]
     found = fit(MACHINE, ONE_HOST, rows)
     assert all(constant >= 0 for constants in found.plans[4]["plain"].values() for constant in constants)
 
@@ -137,7 +156,7 @@ def test_predictions_are_continuous_and_never_fall_with_size_by_default(n, memor
 def test_by_default_a_short_array_is_left_to_what_needs_no_message(n, most):
     for memory in MEMORY:
         for nbytes in (64, 256, 1024):
-            chosen = choose(DEFAULT, ("a",) * n, nbytes // 4, 4, memory=memory)
+            chosen = choose(DEFAULT, Situation(("a",) * n), nbytes // 4, 4, memory=memory)
             assert chosen in WHOLE
             assert predict(DEFAULT, "allreduce", chosen, ("a",) * n, nbytes // 4, 4, memory) < most
 
@@ -150,11 +169,11 @@ def test_constants_change_from_knot_to_knot_in_a_straight_line():
 
 
 def test_the_choice_follows_hosts_and_sizes():
-    assert choose(DEFAULT, ONE_HOST, 1 << 20, 4) == "shared"
-    assert choose(DEFAULT, ("a", "a", "b", "b"), 1 << 24, 4) == "hierarchical"
-    assert choose(DEFAULT, FOUR_HOSTS, 4, 4, is_native=False) == "recursive-doubling"
-    assert choose(DEFAULT, FOUR_HOSTS, 1 << 24, 2, is_native=False) in ("ring", "halving-doubling")
-    assert choose(DEFAULT, ("a",), 100, 4) in candidates(("a",), True)
+    assert choose(DEFAULT, Situation(ONE_HOST), 1 << 20, 4) == "shared"
+    assert choose(DEFAULT, Situation(("a", "a", "b", "b")), 1 << 24, 4) == "hierarchical"
+    assert choose(DEFAULT, Situation(FOUR_HOSTS, is_native=False), 4, 4) == "recursive-doubling"
+    assert choose(DEFAULT, Situation(FOUR_HOSTS, is_native=False), 1 << 24, 2) in ("ring", "halving-doubling")
+    assert choose(DEFAULT, Situation(("a",)), 100, 4) in candidates(Situation(("a",)))
 
 
 def linked(seconds_per_message, seconds_per_byte):

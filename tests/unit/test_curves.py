@@ -6,7 +6,7 @@ import math
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.curves import points, smooth
+from mpitrain.bench.curves import draw, legible, points, smooth
 from mpitrain.cli import main
 
 LINES = [
@@ -30,6 +30,13 @@ LINES = [
 def test_a_point_lies_where_its_step_does(over, trained, validated):
     assert points(LINES, "loss", over) == trained
     assert points(LINES, "val_loss", over) == validated
+
+
+def test_a_run_of_any_name_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = ("a$\\frac{$", "bytes\udcff", "_under")
+    draw({name: LINES for name in names}, "steps", False, tmp_path / "curves.png")
+    assert [legible(name) for name in names] == ["a$\\frac{$", "bytes\\udcff", "./_under"]
 
 
 def test_odd_records_are_no_points():

@@ -1,5 +1,6 @@
 """Files: durable before they get their name; what a user names as a file may be anything and nothing waits for it."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -100,3 +101,16 @@ def test_a_path_that_is_too_long_is_one_short_error_on_all_ranks(name, tmp_path)
         return said
 
     assert run_ranks(2, main) == [[True] * 3] * 2
+
+
+def test_a_file_system_that_syncs_no_folders_can_be_written_to(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def files_only(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    write_whole(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"

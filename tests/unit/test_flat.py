@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 
 HOST = HostBackend()
@@ -40,38 +40,38 @@ UNITS = [
 @pytest.mark.parametrize("dp", (1, 2, 3))
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_tensors_fill_the_buffer_without_overlap_and_units_are_padded(dp, dtype):
-    plan = Plan(UNITS, dtype, dp)
-    flat = np.zeros(plan.length, dtype)
-    for number, entry in enumerate(plan.entries, 1):
+    storage = Storage(UNITS, dtype, dp)
+    flat = np.zeros(storage.length, dtype)
+    for number, entry in enumerate(storage.entries, 1):
         assert not entry.view(flat).any()
         entry.view(flat)[...] = number
-    assert plan.parameter_count == 21 + 3 + 15 + 5 + 2 + 7
-    assert np.count_nonzero(flat) == plan.parameter_count
-    for start, stop in plan.bounds:
-        assert start * plan.dtype.itemsize % (64 * dp) == 0 and stop * plan.dtype.itemsize % (64 * dp) == 0
+    assert storage.parameter_count == 21 + 3 + 15 + 5 + 2 + 7
+    assert np.count_nonzero(flat) == storage.parameter_count
+    for start, stop in storage.bounds:
+        assert start * storage.dtype.itemsize % (64 * dp) == 0 and stop * storage.dtype.itemsize % (64 * dp) == 0
 
 
 def test_views_nest_by_dots_and_share_memory():
-    plan = Plan(UNITS, "float32")
-    flat = np.zeros(plan.length, "f4")
-    weights = plan.weights(flat)
+    storage = Storage(UNITS, "float32")
+    flat = np.zeros(storage.length, "f4")
+    weights = storage.weights(flat)
     weights[1]["up"]["weight"][...] = 2
     assert weights[1]["up"]["weight"].shape == (5, 3) and flat.sum() == 30
 
 
 def test_a_tied_tensor_is_stored_once_and_its_gradient_is_one_sum():
-    plan = Plan(UNITS, "float32")
-    flat = np.zeros(plan.length, "f4")
-    weights = plan.weights(flat)
+    storage = Storage(UNITS, "float32")
+    flat = np.zeros(storage.length, "f4")
+    weights = storage.weights(flat)
     assert weights[3]["weight"] is weights[0]["table"]
-    gradients, leaves = plan.gradients(flat)
+    gradients, leaves = storage.gradients(flat)
     assert gradients[3]["weight"] is gradients[0]["table"]
     assert not gradients[3]["weight"].claim() and gradients[0]["table"].claim()
     assert [len(stored) for stored in leaves] == [1, 4, 0, 1]
 
 
 def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_the_whole():
-    whole, alone = Plan(UNITS, "float64"), Plan(UNITS[:1], "float64", dp=3)
+    whole, alone = Storage(UNITS, "float64"), Storage(UNITS[:1], "float64", dp=3)
     a, b, c = np.zeros(whole.length), np.zeros(alone.length), np.zeros(whole.length)
     whole.initialize(a, 5, HOST)
     alone.initialize(b, 5, HOST)
@@ -79,7 +79,7 @@ def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_t
     assert np.array_equal(whole.entries[0].view(a), alone.entries[0].view(b))
     assert not np.array_equal(a, c)
     table = tensor("table", 7, 3, slices=(slice(2, 5), slice(None)))
-    part = Plan([Unit("embedding", Described(table))], "float64")
+    part = Storage([Unit("embedding", Described(table))], "float64")
     d = np.zeros(part.length)
     part.initialize(d, 5, HOST)
     assert np.array_equal(part.entries[0].view(d), whole.entries[0].view(a)[2:5])
@@ -87,7 +87,7 @@ def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_t
 
 
 def test_float32_starts_as_the_rounded_float64():
-    wide, narrow = Plan(UNITS, "float64"), Plan(UNITS, "float32")
+    wide, narrow = Storage(UNITS, "float64"), Storage(UNITS, "float32")
     a, b = np.zeros(wide.length), np.zeros(narrow.length, "f4")
     wide.initialize(a, 0, HOST)
     narrow.initialize(b, 0, HOST)
@@ -96,22 +96,22 @@ def test_float32_starts_as_the_rounded_float64():
 
 
 def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
-    plan = Plan(UNITS, "float32")
-    covered = np.zeros(plan.length)
-    for run in plan.runs(0, plan.length):
+    storage = Storage(UNITS, "float32")
+    covered = np.zeros(storage.length)
+    for run in storage.runs(0, storage.length):
         covered[run.start:run.stop] += 1 + run.decayed
-    for entry in plan.entries:
+    for entry in storage.entries:
         wanted = 0 if not entry.parameter.trainable else 1 + entry.parameter.decayed
         assert (entry.view(covered) == wanted).all(), entry.name
-    block = list(plan.runs(*plan.bounds[1]))
+    block = list(storage.runs(*storage.bounds[1]))
     assert [run.decayed for run in block] == [False, True]
 
 
 @pytest.mark.parametrize("nbytes", (1, 100, 200, 1e9))
 def test_buckets_are_whole_units_from_the_last_to_the_first_and_cover_everything_once(nbytes):
-    plan = Plan(UNITS, "float32")
-    buckets = plan.buckets(nbytes)
-    assert [b.stop for b in buckets] == [plan.length, *(b.start for b in buckets[:-1])]
+    storage = Storage(UNITS, "float32")
+    buckets = storage.buckets(nbytes)
+    assert [b.stop for b in buckets] == [storage.length, *(b.start for b in buckets[:-1])]
     assert buckets[-1].start == 0
     for bucket in buckets:
-        assert plan.bounds[bucket.first_unit][0] == bucket.start
+        assert storage.bounds[bucket.first_unit][0] == bucket.start

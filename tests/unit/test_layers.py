@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
-from mpitrain.layers.compose import Chain, Residual
+from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
@@ -105,7 +105,7 @@ class Hoarder:
 
 def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before():
     notes, arena = [], Arena()
-    chain = Chain(a=Hoarder(notes), b=Hoarder(notes), c=Hoarder(notes))
+    chain = Sequential(a=Hoarder(notes), b=Hoarder(notes), c=Hoarder(notes))
     y, saved = chain.forward({}, np.zeros(1), arena)
     chain.backward_input({}, y, saved, arena)
     assert notes == [192, 128, 64]

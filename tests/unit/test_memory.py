@@ -9,7 +9,7 @@ import pytest
 from mpitrain.config import parse
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
 from mpitrain.optim import STATE
 from mpitrain.run import build
@@ -29,8 +29,8 @@ def config_of(kind="gpt", layers=3, **more):
 @pytest.mark.parametrize("layers", (1, 2, 3, 7))
 def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
     config = config_of(kind, layers)
-    plan = Plan(build.model(config, SOURCES[kind]), "float32")
-    assert build._size(config, SOURCES[kind]) == (plan.length, plan.parameter_count)
+    storage = Storage(build.model(config, SOURCES[kind]), "float32")
+    assert build._size(config, SOURCES[kind]) == (storage.length, storage.parameter_count)
 
 
 @pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
@@ -93,3 +93,11 @@ def test_a_containers_limit_is_a_smaller_host(files, free, monkeypatch):
 def test_a_model_that_fits_is_built():
     job, = run_ranks(1, lambda transport: build.build(transport, config_of(), source=SOURCES["gpt"]))
     assert isinstance(job, Job)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("width", (10**9, 2 * 10**9, 4 * 10**9, 2**62))
+def test_no_width_is_so_large_that_its_number_of_parameters_looks_small(kind, width):
+    config = parse({"model": {"kind": kind, "layers": 3, "width": width, "heads": 1, "context": 8}, "device": {"kind": "cpu"}})
+    with pytest.raises(ConfigError, match=r"parameters with gradients .* are free"):
+        run_ranks(1, lambda transport: build._check_memory(transport, config, SOURCES[kind]))

@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import host, ops_for, reference
+from mpitrain.ops import Ops, host, ops_for, reference
 
 BODIES = [reference, host]
 STEP = 1e-5
@@ -221,7 +221,7 @@ def test_a_token_outside_the_vocabulary_is_refused():
 def test_every_body_has_the_same_names_and_signatures():
     import inspect
     names = [name for name, f in vars(reference).items() if inspect.isfunction(f) and not name.startswith("_")]
-    assert sorted(names) == sorted(host.__all__)
+    assert sorted(names) == sorted(host.__all__) == sorted(Ops.__annotations__)
     for name in names:
         expected = list(inspect.signature(getattr(reference, name)).parameters)
         assert list(inspect.signature(getattr(host, name)).parameters) == expected, name

@@ -45,6 +45,13 @@ def supervised(code, training=True):
     return process.returncode, out, errors
 
 
+def test_a_result_that_standard_output_does_not_take_is_said_and_no_success():
+    with open("/dev/full", "wb") as full:
+        process = started("print('the result')", training=False, stdout=full)
+        errors = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 1 and errors.count(b"standard output takes no more, and the result is lost") == 1, errors
+
+
 @pytest.mark.parametrize("said, code, returned", [
     (ENDED, 0, 0), (f"{STOPPED_AT}5;", 85, 85), (f"{STOPPED_AT}5;", 0, 85), (ENDED, 1, 1), (f"{STOPPED_AT}5;", 1, 1),
     (NOT_BEGUN, 85, 85), ("failed at step 5", 1, 1), ("", 0, 1), ("", 2, 2), ("step 4/5", 0, 1),

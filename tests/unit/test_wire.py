@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.lossy import tiles
+from mpitrain.collectives.matrices import tiles
 from mpitrain.collectives.wire import BLOCK, CODECS, Wire, largest, parse_wire
 from mpitrain.errors import ConfigError
 

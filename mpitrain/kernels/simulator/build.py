@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.kernels.source import Source
+from mpitrain.kernels.source import SourceFile
 
 HERE = Path(__file__).parent
 RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "launch.cpp")
@@ -119,7 +119,7 @@ def build_runtime(folder: Path) -> Path:
     return target
 
 
-def build_kernels(source: Source, defines: dict[str, str], checked: bool, capability: int, folder: Path) -> Path:
+def build_kernels(source: SourceFile, defines: dict[str, str], checked: bool, capability: int, folder: Path) -> Path:
     """The library of one source under one set of macros."""
     runtime = build_runtime(folder)
     entries = [_ENTRY.format(name=kernel.name, bound=kernel.bound or 1024) for kernel in source.kernels.values()]

@@ -15,7 +15,7 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Dims
 from mpitrain.kernels.simulator.build import build_kernels, build_runtime, default_cache
 from mpitrain.kernels.simulator.memory import Buffer, guarded
-from mpitrain.kernels.source import Signature, Source
+from mpitrain.kernels.source import Signature, SourceFile
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -65,7 +65,7 @@ class Simulator:
         self._runtime = c.CDLL(str(build_runtime(self.cache)))
         self._libraries: dict[Path, c.CDLL] = {}
 
-    def load(self, source: Source, signature: Signature, defines: dict[str, str]) -> Any:
+    def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:
         """One kernel of a source, compiled now or found in the cache."""
         path = build_kernels(source, defines, self.checked, self.capability, self.cache)
         if path not in self._libraries:

@@ -79,7 +79,7 @@ def guarded(runtime: c.CDLL, signature: Signature, arguments: list[Any], checked
     An array passed twice stays one array. After an error nothing is copied back.
     """
     copies: list[_Copy] = []
-    cells = []
+    cells: list[Any] = []
     try:
         for parameter, argument in zip(signature.parameters, arguments, strict=True):
             if not parameter.is_pointer:

@@ -69,7 +69,7 @@ def choose(kernels: Kernels, qkv: Any, heads: int) -> Way:
         return Way("attention_tensor", 64, 128, head**-0.5 * log2(e), shared, ({"STEP": steps[0]}, {"STEP": steps[1]}))
     pitch, size = -(-head // 4) * 4 + 4, 8 if sum_type(qkv) == "float64" else 4
     for tile in (64, 32) if length > 32 else (32,):
-        shared = tuple(tile * (operands * pitch + tile + 4) * size for operands in (2, 4))
+        shared = tile * (2 * pitch + tile + 4) * size, tile * (4 * pitch + tile + 4) * size
         if shared[1] <= limit:
             return Way("attention", tile, tile * tile // 16, head**-0.5, shared, ({"TILE": tile}, {"TILE": tile}))
     raise KernelError(f"Heads of {head} channels need {shared[1]} bytes of shared memory a block; this device has {limit}.",

@@ -23,12 +23,12 @@ def sum_type(array: Any) -> str:
     return "float64" if name_of(array.dtype) == "float64" else "float32"
 
 
-def element(array: Any) -> dict[str, str]:
+def element(array: Any) -> dict[str, Any]:
     """Element and Sum of element.cuh."""
     return {"Element": c_type(array), "Sum": ELEMENTS[sum_type(array)]}
 
 
-def index(array: Any) -> dict[str, str]:
+def index(array: Any) -> dict[str, Any]:
     """Index: the type of tokens and targets."""
     if name_of(array.dtype) not in INDICES:
         raise KernelError(f"Tokens and targets are {' or '.join(INDICES)}, not {array.dtype.name}.", "Cast them first.")

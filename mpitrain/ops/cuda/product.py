@@ -7,20 +7,20 @@ from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import c_type, element, sum_type
 from mpitrain.ops.cuda.sums import sum_rows
-from mpitrain.ops.cuda.tiles import DEFAULT, Plan, Table, count
+from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
 
 ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2}
 
 
 def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
          alpha: float = 1.0, beta: float = 0.0, bias: Any = None, residual: Any = None, saved: Any = None,
-         activation: str | None = None, row_sums: Any = None, table: Table = DEFAULT, plan: Plan | None = None) -> None:
+         activation: str | None = None, row_sums: Any = None, table: Table = DEFAULT, tiling: Tiling | None = None) -> None:
     """c = activation(alpha op(a) op(b) + beta c + bias) + residual.
 
     a, b, c    (rows, columns) or (batch, rows, columns), the last dim contiguous; stored transposed where so flagged
     saved      receives what the activation is applied to; like c, as is `residual`
     row_sums   (M,): receives the sums over k of op(a), in the dtype of sums
-    table      says which plan the shape gets, where none is given
+    table      says which tiling the shape gets, where none is given
     raises     KernelError if the shapes do not fit
     """
     m, n, k = _check(a, b, c, transposed_a, transposed_b, saved, residual)
@@ -28,7 +28,7 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     if row_sums is not None and batches > 1:
         raise KernelError(f"Row sums of {batches} products have no place in one array.", "Multiply one by one.")
     stored = "NT"[transposed_a] + "NT"[transposed_b]
-    tile, splits = plan or table.plan(a, stored, (m, n, k, batches), kernels.engine.capability)
+    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine.capability)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
     parts = batches * splits * m * (n + types["ROW_SUMS"])
     workspace = arena.take((parts,), sum_type(a)) if splits > 1 else None

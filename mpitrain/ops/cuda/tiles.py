@@ -19,8 +19,15 @@ class Tile(NamedTuple):
     THREAD_M: int
     THREAD_N: int
 
-    kernel = "gemm"
-    shared = 0
+    @property
+    def kernel(self) -> str:
+        """Its name."""
+        return "gemm"
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return 0
 
     @property
     def threads(self) -> int:
@@ -38,7 +45,10 @@ class TensorTile(NamedTuple):
     WARP_N: int
     STAGES: int
 
-    kernel = "gemm_tensor"
+    @property
+    def kernel(self) -> str:
+        """Its name."""
+        return "gemm_tensor"
 
     @property
     def threads(self) -> int:
@@ -64,7 +74,7 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """A tile, and into how many parts the sum over K is split."""
 
     tile: Tile | TensorTile
@@ -72,7 +82,7 @@ class Plan(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The plan that was fastest for a shape.
+    """The tiling that was fastest for a shape.
 
     elements  dtype of the operands
     stored    how: "NT" is a product with a second operand stored transposed
@@ -83,7 +93,7 @@ class Measured(NamedTuple):
     m: int
     n: int
     k: int
-    plan: Plan
+    tiling: Tiling
 
     def distance(self, m: int, n: int, k: int) -> float:
         """The largest factor between the dims of both shapes."""
@@ -91,25 +101,26 @@ class Measured(NamedTuple):
 
 
 class Table:
-    """Which plan a product gets: that of the nearest measured shape, where one is near, or one that fills the device."""
+    """Which tiling a product gets: that of the nearest measured shape, where one is near, or one that fills the device."""
 
     def __init__(self, measured: Iterable[Measured] = ()):
         self.measured = tuple(measured)
-        self._chosen: dict[tuple, Plan] = {}    # a search for each of a step's products would cost as much as its launch
+        self._chosen: dict[tuple, Tiling] = {}    # a search for each of a step's products would cost as much as its launch
 
-    def plan(self, a: Any, stored: str, shape: tuple[int, int, int, int], capability: int) -> Plan:
-        """The plan for operands like `a`; shape: (M, N, K, batches)."""
+    def tiling(self, a: Any, stored: str, shape: tuple[int, int, int, int], capability: int) -> Tiling:
+        """The tiling for operands like `a`; shape: (M, N, K, batches)."""
         key = (a.dtype, stored, shape, capability)
         if key not in self._chosen:
             self._chosen[key] = self._choose(possible(a, capability), _elements(a), stored, shape)
         return self._chosen[key]
 
-    def _choose(self, tiles: tuple[Tile | TensorTile, ...], elements: str, stored: str, shape: tuple[int, int, int, int]) -> Plan:
+    def _choose(self, tiles: tuple[Tile | TensorTile, ...], elements: str, stored: str,
+                shape: tuple[int, int, int, int]) -> Tiling:
         *dims, batches = shape
-        known = [entry for entry in self.measured if batches == 1 and min(dims) > 0 and entry.plan.tile in tiles
+        known = [entry for entry in self.measured if batches == 1 and min(dims) > 0 and entry.tiling.tile in tiles
                  and (entry.elements, entry.stored) == (elements, stored) and entry.distance(*dims) <= NEAR]
         if known:
-            return min(known, key=lambda entry: entry.distance(*dims)).plan
+            return min(known, key=lambda entry: entry.distance(*dims)).tiling
         return usual(tiles[:USUAL], *shape)
 
 
@@ -129,23 +140,24 @@ def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
     return TENSOR_TILES if kind in ("__half", "__nv_bfloat16") and capability >= 80 else TILES
 
 
-def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int) -> Plan:
+def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int) -> Tiling:
     """The largest tile whose blocks fill the device; if none does, the last one, and the sum over K split."""
     for tile in tiles:
         blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches
         if blocks >= FILL:
-            return Plan(tile, 1)
+            return Tiling(tile, 1)
     long_enough = max(1, k // 512)
-    return Plan(tile, min(long_enough, max(1, FILL // max(1, blocks)), MOST_SPLITS))
+    return Tiling(tile, min(long_enough, max(1, FILL // max(1, blocks)), MOST_SPLITS))
 
 
-def worth_measuring(a: Any, m: int, n: int, k: int, capability: int) -> list[Plan]:
+def worth_measuring(a: Any, m: int, n: int, k: int, capability: int) -> list[Tiling]:
     """Every tile; sums over K are split where parts of some length remain and one part's blocks do not fill the device."""
-    plans = []
+    tilings = []
     for tile in possible(a, capability):
         blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N)
-        plans += [Plan(tile, splits) for splits in SPLITS if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * FILL)]
-    return plans
+        tilings += [Tiling(tile, splits) for splits in SPLITS
+                    if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * FILL)]
+    return tilings
 
 
 def read_tiles(path: Path) -> Table:
@@ -161,18 +173,19 @@ def read_tiles(path: Path) -> Table:
 
 def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
     """Write the file whole. device: the name of what it was measured on, for the reader."""
-    listed = [{**entry._asdict(), "kernel": entry.plan.tile.kernel, "plan": entry.plan} for entry in measured]
+    listed = [{**dict(zip(Measured._fields, entry[:5], strict=False)), "plan": entry.tiling, "kernel": entry.tiling.tile.kernel}
+              for entry in measured]
     write_whole(path, json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
 
 
 def _entry(elements: str, stored: str, m: int, n: int, k: int, kernel: str, plan: list) -> Measured:
-    """A line of the file; ValueError for what no kernel takes."""
+    """A line of the file, which calls a tiling plan; ValueError for what no kernel takes."""
     tile = {"gemm": Tile, "gemm_tensor": TensorTile}[kernel](*plan[0])
     is_known = tile in TILES or (isinstance(tile, TensorTile) and tile._replace(STAGES=2) in two_stages())
     numbers = (m, n, k, *plan[0], plan[1])    # of which true and 64.0 would be 1 and 64 in Python, but not in a kernel
     if not is_known or not all(type(number) is int and number > 0 for number in numbers) or plan[1] > MOST_SPLITS:
         raise ValueError(f"no kernel takes {plan} for {(m, n, k)}")
-    return Measured(elements, stored, m, n, k, Plan(tile, plan[1]))
+    return Measured(elements, stored, m, n, k, Tiling(tile, plan[1]))
 
 
 def two_stages() -> tuple[TensorTile, ...]:

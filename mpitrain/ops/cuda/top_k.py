@@ -7,7 +7,7 @@ from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.grids import POINTWISE
 
-TYPES = {"Element": "float", "Sum": "float"}
+TYPES: dict[str, Any] = {"Element": "float", "Sum": "float"}
 DIGITS = (24, 16, 8, 0)    # the lowest bit of each, highest digit first
 
 

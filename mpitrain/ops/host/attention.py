@@ -14,7 +14,7 @@ SAFE = 1e-25, 1e25  # row sums within these bounds have lost nothing to overflow
 
 
 class Block(NamedTuple):
-    """The queries `rows`, and what is kept of them."""
+    """The queries `rows`, the exponentials of their scores (B, H, Q, K), and 1 / the row sums of those (B, H, Q, 1)."""
 
     rows: slice
     exp: np.ndarray
@@ -22,6 +22,7 @@ class Block(NamedTuple):
 
 
 def attention(qkv, heads, arena):
+    """qkv: (B, T, 3C); y: (B, T, C)"""
     batch, length, packed = qkv.shape
     width = packed // 3 // heads
     y = arena.take((batch, length, packed // 3), qkv.dtype)
@@ -46,6 +47,7 @@ def attention(qkv, heads, arena):
 
 
 def attention_backward(dy, saved, arena):
+    """dy: (B, T, C); dqkv: (B, T, 3C)"""
     qkv, heads, blocks = saved
     batch, length, channels = dy.shape
     width = channels // heads
@@ -82,6 +84,7 @@ def _exponentials(q, k, mask, ones, exp, inverse):
 
     The scores are shifted by their row maximum only where they must be: a softmax does not depend on the shift, and
     finding the maximum takes NumPy twice as long as the exponentials.
+    q: (H, Q, D), scaled; k: (H, K, D); mask: (Q, K); ones: (K,); exp: (H, Q, K); inverse: (H, Q, 1)
     """
     np.matmul(q, k.swapaxes(1, 2), out=exp)
     exp += mask
@@ -98,7 +101,10 @@ def _exponentials(q, k, mask, ones, exp, inverse):
 
 
 def _write_or_add(a, b, out, first, part):
-    """The last block of queries sees every key and writes; the blocks before it add to the keys they see."""
+    """Write or add a b to out: the last block of queries sees every key and writes, the blocks before it add to what they see.
+
+    a: (H, K, Q); b: (H, Q, D); out: (H, K, D); part: scratch (H, T, D)
+    """
     if first:
         np.matmul(a, b, out=out)
     else:

@@ -7,6 +7,7 @@ from mpitrain.ops.host.blocks import sum_rows
 
 
 def embedding(tokens, table, positions, arena):
+    """tokens: (B, T); table: (V, C); positions: (T or more, C); x: (B, T, C)"""
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(table):
         law = f"tokens must lie in 0 .. {len(table) - 1}, but here they reach from {tokens.min()} to {tokens.max()}."
         raise DataError(law, "Train with the vocabulary that the data was written with.")
@@ -17,7 +18,7 @@ def embedding(tokens, table, positions, arena):
 
 
 def embedding_backward_table(dx, saved, dtable, accumulate, arena):
-    """Rows sorted by token are summed run by run, so that no token is written twice."""
+    """Rows sorted by token are summed run by run, so that no token is written twice.    dx: (B, T, C); dtable: (V, C)"""
     if not accumulate:
         dtable.fill(0)
     if saved.size == 0:
@@ -34,6 +35,7 @@ def embedding_backward_table(dx, saved, dtable, accumulate, arena):
 
 
 def embedding_backward_positions(dx, dpositions, accumulate, arena):
+    """dx: (B, T, C); dpositions: (T or more, C)"""
     batch, length, _ = dx.shape
     if not accumulate:
         dpositions[length:] = 0

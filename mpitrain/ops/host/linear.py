@@ -12,6 +12,7 @@ from mpitrain.ops.reference import GELU_CUBIC, GELU_SCALE
 
 
 def linear(x, w, b, arena):
+    """x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)"""
     y = _product(x, w, arena)
     if b is not None:
         y += b
@@ -19,22 +20,28 @@ def linear(x, w, b, arena):
 
 
 def linear_backward_input(dy, w, saved, arena):
+    """dy: (M, N); w: (N, K); dx: (M, K)"""
     dx = arena.take(saved.shape, dy.dtype)
     put_product(dy, w, dx, False, arena)
     return dx, (dy, saved)
 
 
 def linear_backward_weight(pending, dw, accumulate, arena):
+    """dw: (N, K)"""
     dy, x = pending
     put_product(dy.T, x, dw, accumulate, arena)
 
 
 def linear_backward_bias(pending, db, accumulate, arena):
+    """db: (N,)"""
     sum_rows(pending[0], db, accumulate, arena)
 
 
 def linear_gelu(x, w, b, arena):
-    """With h = (1 + tanh u) / 2 and u = c1 z + c3 z^3: y = z h, and its slope is h + (1 - h) y (2 c1 + 6 c3 z^2)."""
+    """With h = (1 + tanh u) / 2 and u = c1 z + c3 z^3: y = z h, and its slope is h + (1 - h) y (2 c1 + 6 c3 z^2).
+
+    Shapes as in `linear`; z, h, y and the slope: (M, N), computed in blocks of rows
+    """
     y = _product(x, w, arena)
     every_slope = arena.take(y.shape, y.dtype)
     scratch = arena.take((2, *block_shape(y)), y.dtype)
@@ -61,12 +68,14 @@ def linear_gelu(x, w, b, arena):
 
 
 def linear_gelu_backward_input(dy, w, saved, arena):
+    """dy and the slope: (M, N); w: (N, K); dx: (M, K). The slope becomes dz."""
     x, slope = saved
     slope *= dy
     return linear_backward_input(slope, w, x, arena)
 
 
 def linear_relu(x, w, b, arena):
+    """Shapes as in `linear`; the slope, 0 or 1: (M, N)"""
     y, _ = linear(x, w, b, arena)
     slope = arena.take(y.shape, y.dtype)
     np.greater(y, 0, out=slope)
@@ -78,7 +87,7 @@ linear_relu_backward_input = linear_gelu_backward_input
 
 
 def _product(x, w, arena):
-    """x w^T, in one call: BLAS packs w anew in every call, which at 128 rows per call costs a third of the product."""
+    """x w^T, (M, N), in one call: BLAS packs w anew in every call, which at 128 rows a call costs a third of the product."""
     y = arena.take((len(x), len(w)), x.dtype)
     put_product(x, w.T, y, False, arena)
     return y

@@ -10,6 +10,7 @@ from mpitrain.ops.reference import EPSILON
 
 
 def layer_norm(x, gain, bias, arena):
+    """x, y: (M, C); gain, bias: (C,)"""
     every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
     every_inverse = arena.take((len(x), 1), x.dtype)
     mean = np.full(x.shape[1], 1 / x.shape[1], x.dtype)
@@ -29,6 +30,7 @@ def layer_norm(x, gain, bias, arena):
 
 
 def layer_norm_backward_input(dy, gain, saved, arena):
+    """dy, dx: (M, C); gain: (C,)"""
     normal, every_inverse = saved
     dx = arena.take(dy.shape, dy.dtype)
     dgain, dbias, part = arena.take((3, dy.shape[1]), dy.dtype)
@@ -54,10 +56,12 @@ def layer_norm_backward_input(dy, gain, saved, arena):
 
 
 def layer_norm_backward_gain(pending, dgain, accumulate, arena):
+    """dgain: (C,)"""
     _put(pending[0], dgain, accumulate)
 
 
 def layer_norm_backward_bias(pending, dbias, accumulate, arena):
+    """dbias: (C,)"""
     _put(pending[1], dbias, accumulate)
 
 

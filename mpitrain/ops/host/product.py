@@ -8,7 +8,8 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,14 +33,14 @@ def mkl() -> dict[np.dtype, Callable]:
     """MKL's product for each dtype; empty where MKL is not installed or does not load."""
     try:
         paths = [file.locate() for file in files("mkl") or () if file.name.startswith("libmkl_rt.so")]
-        library = ctypes.CDLL(str(paths[0].resolve()))
+        library = ctypes.CDLL(str(Path(paths[0]).resolve()))
     except (PackageNotFoundError, IndexError, OSError):
         return {}
-    found = {}
+    found: dict[np.dtype, Callable] = {}
     for dtype, scalar, function in ((np.float32, ctypes.c_float, library.cblas_sgemm),
                                     (np.float64, ctypes.c_double, library.cblas_dgemm)):
-        matrix = [ctypes.c_void_p, ctypes.c_int]
-        function.argtypes = [ctypes.c_int] * 6 + [scalar, *matrix, *matrix, scalar, *matrix]
+        matrix: list[Any] = [ctypes.c_void_p, ctypes.c_int]
+        function.argtypes = [*[ctypes.c_int] * 6, scalar, *matrix, *matrix, scalar, *matrix]
         function.restype = None
         found[np.dtype(dtype)] = function
     return found

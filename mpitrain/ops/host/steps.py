@@ -6,6 +6,7 @@ from mpitrain.ops.host.blocks import row_blocks
 
 
 def sgd(p, g, scale, lr, weight_decay, arena):
+    """p, g: (count,)"""
     for block in row_blocks(p):
         step = np.multiply(g[block], lr * scale, out=arena.take(g[block].shape, p.dtype))
         p[block] *= 1 - lr * weight_decay
@@ -13,6 +14,7 @@ def sgd(p, g, scale, lr, weight_decay, arena):
 
 
 def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
+    """p, g, m: (count,)"""
     for block in row_blocks(p):
         part = arena.take(p[block].shape, p.dtype)
         m[block] *= beta
@@ -23,6 +25,7 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
 
 
 def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
+    """p, g, m, v: (count,)"""
     # lr m' / (sqrt(v') + eps), with the bias corrections of m' and v' moved into two scalars.
     root = (1 - beta2**step) ** 0.5
     rate, eps = lr / (1 - beta1**step) * root, eps * root
@@ -45,6 +48,7 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
 
 
 def square_sum(x, arena):
+    """x: (count,); summed in float64"""
     total = 0.0
     for block in row_blocks(x):
         wide = arena.take(x[block].shape, np.float64)
@@ -54,4 +58,5 @@ def square_sum(x, arena):
 
 
 def count_nonfinite(x, arena):
+    """x: (count,)"""
     return x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x))

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.kernels.source import Source
+from mpitrain.kernels.source import SourceFile
 
 
 class Usage(NamedTuple):
@@ -29,7 +29,7 @@ class Compiler:
         self._root = _wheels()
         self._library = c.CDLL(str(next((self._root / "lib").glob("libnvrtc.so.*"))))
 
-    def compile(self, source: Source, architecture: str, defines: dict[str, object]) -> tuple[bytes, str]:
+    def compile(self, source: SourceFile, architecture: str, defines: dict[str, object]) -> tuple[bytes, str]:
         """(cubin or PTX, log); sm_80 gives a cubin, compute_80 PTX. AssertionError with the log if it does not compile."""
         program, size = c.c_void_p(), c.c_size_t()
         library = self._library

@@ -14,7 +14,7 @@ from mpitrain.kernels.engines import kernels_for
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Plan, Table
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 
@@ -111,7 +111,7 @@ def test_a_source_is_compiled_once_for_each_set_of_macros():
 
 def test_a_measured_tile_is_the_one_that_is_launched():
     cupy, a = RememberingCupy(), np.ones((100, 100), np.float32)
-    table = Table([Measured("float32", "NT", 128, 128, 128, Plan(TILES[1], 1))])
+    table = Table([Measured("float32", "NT", 128, 128, 128, Tiling(TILES[1], 1))])
     multiply = partial(product.gemm, Kernels(CudaEngine(cupy)), Arena(), a, a, np.empty_like(a), table=table)
     for transposed_b, tile in ((True, TILES[1]), (False, TILES[2])):
         multiply(transposed_b=transposed_b)
@@ -122,7 +122,7 @@ def test_shared_memory_above_48_kib_is_asked_for_first():
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
     a = np.ones((256, 256), np.float16)
-    product.gemm(kernels, Arena(), a, a, np.empty_like(a), plan=Plan(TENSOR_TILES[0], 1))
+    product.gemm(kernels, Arena(), a, a, np.empty_like(a), tiling=Tiling(TENSOR_TILES[0], 1))
     kernel = cupy.kernels["gemm_tensor"]
     assert kernel.calls[0][3] == kernel.max_dynamic_shared_size_bytes > 48 << 10
 

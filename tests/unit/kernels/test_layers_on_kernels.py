@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.layers.flat import Plan
+from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import CudaBackend, HostBackend, SimulatorBackend
@@ -45,10 +45,10 @@ def one_step(ops, dtype: str) -> tuple[float, np.ndarray, np.ndarray]:
     """(loss, gradients, parameters after an AdamW step) of a small GPT."""
     vocab, context, rows = 19, 12, 3
     units = gpt(Plain(ops), vocab=vocab, context=context, width=16, heads=2, depth=2, tied=True)
-    plan, arena, rng = Plan(units, dtype), Arena(), np.random.default_rng(0)
-    parameters, flat = np.zeros(plan.length, dtype), np.zeros(plan.length, dtype)
-    plan.initialize(parameters, 0, HostBackend())
-    weights, (gradients, _) = plan.weights(parameters), plan.gradients(flat)
+    storage, arena, rng = Storage(units, dtype), Arena(), np.random.default_rng(0)
+    parameters, flat = np.zeros(storage.length, dtype), np.zeros(storage.length, dtype)
+    storage.initialize(parameters, 0, HostBackend())
+    weights, (gradients, _) = storage.weights(parameters), storage.gradients(flat)
     x, targets = rng.integers(vocab, size=(rows, context)), rng.integers(vocab, size=rows * context)
     saved = []
     for w, unit in zip(weights, units, strict=True):
@@ -59,7 +59,7 @@ def one_step(ops, dtype: str) -> tuple[float, np.ndarray, np.ndarray]:
     for index in reversed(range(len(units))):
         dy, pending = units[index].layer.backward_input(weights[index], dy, saved.pop(), arena)
         units[index].layer.backward_weight(pending, gradients[index])
-    moments = [np.zeros(plan.length, dtype) for _ in range(2)]
+    moments = [np.zeros(storage.length, dtype) for _ in range(2)]
     kept = flat.copy()
     ops.adamw(parameters, flat, *moments, scale=1.0, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1,
               arena=arena)

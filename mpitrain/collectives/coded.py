@@ -1,0 +1,80 @@
+"""A sum whose elements are all coded on their own, in lanes that run side by side.
+
+Nothing is coded more often than it must be: a chunk goes straight to the rank that sums it, and the coded sum to everyone;
+the rank that made it decodes it like the others.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpitrain.collectives import pairwise
+from mpitrain.collectives.compose import Lanes, Local
+from mpitrain.collectives.execute import WINDOW, Execution, Reduction
+from mpitrain.collectives.plans import Plan, at_once
+from mpitrain.collectives.wire import BLOCK, Codec
+from mpitrain.transport.base import Transport
+
+LANE = 30 << 10
+"""Elements of a rank's chunk that are coded at a time, so that coding some hides behind sending others: two bytes of each
+are one message between hosts."""
+
+
+def bind_coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> Lanes:
+    """Bind a sum in which every element is coded on its own.
+
+    traffic  2(n-1) chunks, each coded: LANE elements of every whole lane, ceil(rest / n) rounded up to blocks of the last
+    """
+    n, most = transport.size, transport.size * LANE
+    lanes = [array[start:start + most] for start in range(0, array.size, most)] or [array]
+    width = min(len(lanes), max(2, 2 * WINDOW // n))
+    tags = [tag, *(transport.claim_tag() for _ in range(2 * width - 1))]
+    desks = [Desk(lanes[0], n, codec, tags[2 * i:2 * i + 2]) for i in range(width)]
+    return Lanes(transport, [links(transport, part, codec, desks[i % width]) for i, part in enumerate(lanes)], width)
+
+
+class Desk:
+    """Scratch and tags to code one lane with, which the next lane may use: elements, and bytes to and from all ranks."""
+
+    def __init__(self, part: np.ndarray, n: int, codec: Codec, tags: Sequence[int]):
+        self.tags = tags
+        blocks = n * -(-part.size // (n * BLOCK))
+        self.values, self.scratch = (np.empty_like(part, shape=count * BLOCK) for count in (blocks, blocks // n))
+        self.outgoing, self.incoming = (np.empty_like(part, np.uint8, shape=blocks * codec.block_bytes) for _ in range(2))
+
+
+def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Desk) -> list[Reduction]:
+    """One lane: code, send each chunk to the rank that sums it; sum, code, send the sums to all; decode."""
+    rank, n = transport.rank, transport.size
+    blocks = -(-part.size // (n * BLOCK))
+    flat, scratch = desk.values[:n * blocks * BLOCK], desk.scratch[:blocks * BLOCK]
+    values = flat.reshape(n, -1)
+    outgoing, incoming = (buffer[:n * blocks * codec.block_bytes].reshape(n, -1) for buffer in (desk.outgoing, desk.incoming))
+    others = [(rank + step) % n for step in range(1, n)]
+
+    def scatter() -> None:
+        flat[:part.size] = part
+        flat[part.size:] = 0
+        for peer in others:
+            codec.encode(values[peer], outgoing[peer])
+
+    def gather() -> None:
+        for peer in others:
+            codec.add(incoming[peer], values[rank], scratch)
+        codec.encode(values[rank], incoming[rank])
+
+    def finish() -> None:
+        for owner in range(n):
+            codec.decode(incoming[owner], values[owner])
+        part[:] = flat[:part.size]
+
+    plans = without_self(pairwise.all_to_all(rank, n, incoming.size), rank), pairwise.all_gather(rank, n, incoming.size)
+    # All peers at once: a rank that is late to code its chunk then holds up nobody's exchange with the others.
+    to_all, from_all = (Execution(transport, incoming, "add", at_once(plan), tag, source)
+                        for plan, tag, source in zip(plans, desk.tags, (outgoing, incoming), strict=True))
+    return [Local(scatter), to_all, Local(gather), from_all, Local(finish)]
+
+
+def without_self(plan: Plan, rank: int) -> Plan:
+    """The plan but for what a rank sends itself."""
+    return plan._replace(steps=tuple(step for step in plan.steps if all(t.peer != rank for t in step.sends)))
