@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items):
         if item.path.is_relative_to(TESTS / "mpi"):
             item.add_marker("mpi")
             item.add_marker(pytest.mark.xdist_group("mpi"))    # two at a time would be more ranks than the cores bear
+        if item.path.is_relative_to(TESTS / "unit/kernels"):
+            item.add_marker("compile")
         if not any(item.get_closest_marker(name) for name in ("compile", "mpi", "slow", "gpu")):
             item.add_marker("fast")
     wanting = [item for item in items if item.get_closest_marker("gpu")]

@@ -7,6 +7,8 @@ import pytest
 
 from tests.golden.curves import CASES, LOSSES, losses
 
+pytestmark = pytest.mark.compile
+
 TOLERANCE = {"cpu": 1e-9, "cuda-sim": 1e-5}
 """Relative: float64 with AdamW on any BLAS, float32 with momentum on any compiler."""
 

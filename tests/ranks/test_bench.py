@@ -43,6 +43,7 @@ def rows_of(n, asked, hosts=None):
     return everyone[0]
 
 
+@pytest.mark.compile
 def test_on_the_simulator_our_kernels_reduce_and_code(monkeypatch):
     launched, launch = set(), Kernels.launch
 

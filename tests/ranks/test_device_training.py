@@ -19,6 +19,8 @@ from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
 
+pytestmark = pytest.mark.compile
+
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=8", "run.steps=5",
         "batch.micro_batches=2", "optimizer.warmup=2", "replication.bucket_mb=0.004", "replication.algorithm=ring"]
 STEPS = 5

@@ -11,6 +11,8 @@ from mpitrain.kernels.engines import kernels_for
 from mpitrain.machine.arena import Arena
 from mpitrain.transport.threads import run_ranks
 
+pytestmark = pytest.mark.compile
+
 COUNTS = (0, 1, 5, 64, 1001)
 
 

@@ -77,6 +77,7 @@ def test_hierarchical_sends_between_hosts_what_a_ring_of_hosts_would():
     assert run_ranks(6, between, hosts=hosts) == pytest.approx([inward + around + outward] * 6, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_REDUCE_LAWS)
 def test_messages_between_hosts_are_cut_and_obey(name, monkeypatch):
     monkeypatch.setattr(execute, "BETWEEN_HOSTS", 400)

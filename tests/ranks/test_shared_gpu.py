@@ -55,6 +55,7 @@ def expected(n, count, dtype, op):
     return everyone.sum(0, dtype) if op == "add" else everyone.max(0)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("op", ["add", "maximum"])
 def test_every_rank_gets_the_same_bits_by_our_kernels_run_after_run(op):
     kernels = gpu.kernels()

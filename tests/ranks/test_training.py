@@ -11,6 +11,8 @@ from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 TINY = ["model.layers=2", "model.width=16", "model.heads=2", "model.context=16", "batch.size=12", "run.steps=20",
         "optimizer.warmup=3", "optimizer.lr=0.01", "replication.bucket_mb=0.004"]

@@ -15,6 +15,8 @@ from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
 from tests.fakes import cupy, gpu
 
+pytestmark = pytest.mark.compile
+
 
 def bench(*arguments: str) -> tuple[int, list[list[str]], str]:
     """(exit code, rows as words, everything printed)"""

@@ -135,6 +135,7 @@ def evaluated(folder, *settings, ranks=1):
     return run_ranks(ranks, run)[0]
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("kind", ["cpu", "cuda-sim"])
 def test_a_run_takes_its_tuning_and_its_tiles_along(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,8 @@ import pytest
 from mpitrain.machine.process import gpus
 from tests.processes import run
 
+pytestmark = pytest.mark.compile
+
 JOBS = Path(__file__).parents[2] / "jobs"
 PRODUCT = {"product": "NT", "m": 4096, "n": 4096, "k": 4096, "dtype": "float32", "time_us": 100.0, "library_us": 95.0, "wrong": 0}
 SIDES = [{"name": "mpitrain", "blocks": [0.1, 0.2, 0.1], "losses": [2.0]},

@@ -11,7 +11,7 @@ from mpitrain.ops.cuda.attention import SHARED
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL
 from tests.unit.kernels.nvrtc import Compiler, usages
 
-pytestmark = pytest.mark.timeout(900)    # the first of them compiles everything
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("nvrtc")]    # the first of them compiles everything
 SOURCES = package_sources()
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90")
 ELEMENTS = {"float": "float", "double": "double", "__half": "float", "__nv_bfloat16": "float"}
