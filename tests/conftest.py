@@ -1,4 +1,4 @@
-"""What mpirun needs on any machine: root in a container, more ranks than cores, one BLAS thread per rank."""
+"""What mpirun needs on any machine (root in a container, more ranks than cores, one BLAS thread per rank), and marks."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ import pytest
 from mpitrain.machine.process import gpus
 from tests.processes import SECONDS
 
+TESTS = Path(__file__).parent
 SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -28,8 +29,15 @@ for name, value in SETTINGS.items():
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the mpirun of this environment
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none."""
+    """Mark tests by what they start, and skip what needs a GPU where there is none."""
+    for item in items:
+        if item.path.is_relative_to(TESTS / "mpi"):
+            item.add_marker("mpi")
+            item.add_marker(pytest.mark.xdist_group("mpi"))    # two at a time would be more ranks than the cores bear
+        if not any(item.get_closest_marker(name) for name in ("compile", "mpi", "slow", "gpu")):
+            item.add_marker("fast")
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not gpus():
         for item in wanting:

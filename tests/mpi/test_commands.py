@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.processes import PROGRAM, SECONDS, launch, mpitrain, python_ranks, run, shell
+from tests.processes import PROGRAM, SECONDS, launch, mistakes, mpitrain, python_ranks, run, shell
 
 TINY = ["--set", "model.layers=1", "--set", "model.width=16", "--set", "model.heads=2", "--set", "model.context=16",
         "--set", "batch.size=12", "--set", "run.steps=12", "--set", "run.log_every=1", "--set", "run.eval_every=-1",
-        "--set", "checkpoint.every=0"]
+        "--set", "run.sample=0", "--set", "checkpoint.every=0"]
 
 
 def ranks_below(pid):
@@ -37,7 +38,7 @@ def losses(folder):
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
 def test_a_run_leaves_what_it_promises(ranks, tmp_path):
-    done = launch(ranks, "train", "--out", "run", *TINY, "--set", "run.eval_every=0", cwd=tmp_path)
+    done = launch(ranks, "train", "--out", "run", *TINY, "--set", "run.eval_every=0", "--set", "run.sample=40", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout and "a sample of what it writes" in done.stdout
     lines = records(tmp_path / "run")
@@ -200,17 +201,8 @@ def test_every_mistake_is_one_short_message_and_exit_2_on_each_of_four_ranks(tmp
     (tmp_path / "broken.toml").write_text("[run\nsteps = ")
     (tmp_path / "garbage").write_text(json.dumps({"machine": {}, "plans": {"y " * 9000: {}}, "whole": {}}))
     os.mkfifo(tmp_path / "pipe")
-    code = ("import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
-            f"for words in {[words for words, _ in MORE_MISTAKES]!r}:\n"
-            "    ended = []\n"
-            "    try: main(['train', *words])\n"
-            "    except SystemExit as end: ended = [end.code]\n"
-            "    everyone = MPI.COMM_WORLD.gather(ended)\n"
-            "    if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=sys.stderr, flush=True)\n")
-    done = python_ranks(4, code, tmp_path)
-    said = done.stderr.split(f"=== {[[2]] * 4}\n")
-    assert len(said) == len(MORE_MISTAKES) + 1, done.stderr[-2000:]
-    for (_, complaint), text in zip(MORE_MISTAKES, said, strict=False):
+    said, _ = mistakes(4, [["train", *words] for words, _ in MORE_MISTAKES], tmp_path)
+    for (_, complaint), text in zip(MORE_MISTAKES, said, strict=True):
         assert text.count(complaint) == 1 and "Traceback" not in text and len(text) < 1200, text
     assert not any(tmp_path.glob("**/metrics.jsonl")), "nothing may be trained"
 
@@ -261,10 +253,18 @@ def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
     assert "in step 4" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """The directory of a run of two ranks that ended, with checkpoints after steps 3 and 6."""
+    folder = tmp_path_factory.mktemp("two_checkpoints")
+    done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=6", "--set", "checkpoint.every=3", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "metadata", "missing"])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(damage, tmp_path):
-    settings = [*TINY, "--set", "run.steps=6", "--set", "checkpoint.every=3"]
-    assert launch(2, "train", "--out", "run", *settings, cwd=tmp_path).returncode == 0
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(damage, two_checkpoints, tmp_path):
+    shutil.copytree(two_checkpoints, tmp_path / "run")
     newest = tmp_path / "run/checkpoints/step-00000006"
     path = newest / "model.safetensors"
     raw = path.read_bytes()
