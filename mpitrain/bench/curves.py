@@ -1,6 +1,5 @@
 """Pictures of runs: the loss of each, over steps, tokens, samples or time; needs matplotlib (the `report` extra)."""
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +11,7 @@ from mpitrain.bench.plot import COLOURS
 from mpitrain.errors import ConfigError
 
 AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "samples": "samples seen", "time": "minutes, evaluations included"}
+LARGEST = 1e300  # a log may hold a whole number that no float can be
 SMOOTHED = 60  # a curve of many points is drawn as a moving mean over this part of it, the points themselves pale behind
 
 
@@ -83,7 +83,7 @@ def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[
 
 def is_number(value: Any) -> bool:
     """Whether it can be drawn."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
 def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -19,6 +19,8 @@ BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n\0?", re.DOTALL)
 LONGEST = 4096  # bytes of a box, and of what was said before and is looked at again when more has come
 PAUSE = 0.3  # seconds without a byte after which an unfinished box is passed on
 
+TAG = rb"^(?:\[[^\]\n]*\](?:<\w+>)?: ?|\d+: ?)?"  # the beginning of a line, which a launcher may mark with its rank
+
 KILLED = (
     re.compile(rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+)\s+exited\s+on\s+"
                rb"(?P<how>signal\s+\d+ \([^)]*\))"),
@@ -64,7 +66,7 @@ class Words:
         """Understand whole lines of either stream."""
         self.began = self.began or BEGAN.encode() in text
         for sentence in (ENDED, STOPPED_AT, NOT_BEGUN):
-            if self.closing is None and sentence.encode() in text:
+            if self.closing is None and re.search(TAG + re.escape(sentence.encode()), text, re.MULTILINE):
                 self.closing = sentence
         left = LEFT.search(text)
         for pattern in KILLED:

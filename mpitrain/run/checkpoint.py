@@ -167,10 +167,10 @@ def read_beside(transport: Transport, path: Path, read: Callable[[Path], Checkpo
 def read(path: Path) -> Checkpoint:
     """Read and verify what replicas share; CheckpointError names what is wrong with it."""
     facts, parameters = _read(path / "model.safetensors", 0)
+    state = _read(path / "optimizer.safetensors", 0, facts)[1]
     named = re.search(r"step-(\d+)", path.name)
     if named and int(named[1]) != int(facts["step"]):
         raise CheckpointError(f"{path} holds step {facts['step']}, and not the one that its name says.", _way_out(path))
-    state = _read(path / "optimizer.safetensors", 0, facts)[1]
     return Checkpoint(Done(int(facts["step"]), int(facts["samples"]), facts["run"]), parameters, state, facts)
 
 

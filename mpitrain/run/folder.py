@@ -125,6 +125,8 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         lock = _lock(folder)
         if (folder / CONFIG).exists() and not place.has_run:
             raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
+        if checkpoint.steps(folder / CHECKPOINTS)[-1:] != ([place.saved] if place.saved else []):
+            raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
         write_whole(folder / CONFIG, tomli_w.dumps(_resolved(job, folder)))
         if config.replication.tuning:
             write_tuning(folder / TUNING, job.trainer.group.tuning)

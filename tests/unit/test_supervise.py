@@ -70,6 +70,11 @@ def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
 
 def test_a_tag_of_the_launcher_before_each_line_does_not_hide_the_end():
     assert supervised(f"print('[1,0]<stdout>: {BEGAN}'); print('[1,0]<stdout>: {ENDED} on all ranks')")[0] == 0
+    assert supervised(f"print('0: {BEGAN}'); print('0: {ENDED} on all ranks')")[0] == 0
+
+
+def test_a_directory_that_is_named_like_an_end_is_none():
+    assert supervised(f"print('{BEGAN}/{STOPPED_AT}5'); print('{ENDED} on all ranks')")[0] == 0
 
 
 LISTENS = ("import signal, sys, time\n"
