@@ -18,9 +18,10 @@ LAW_CLASSES = (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws
 LAWS = [(cls, name) for cls in LAW_CLASSES for name in laws_of(cls)]
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 5), pytest.param((4, 6, 7, 8), marks=pytest.mark.slow)], ids=["few", "many"])
 @pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])
-def test_threads_obey(cls, name):
-    for n in range(1, 9):
+def test_threads_obey(cls, name, sizes):
+    for n in sizes:
         run_ranks(n, getattr(cls(), name))
 
 
