@@ -5,7 +5,8 @@ What a program may count on is here, and is loaded when it is first asked for; m
 ranks     connect, from_communicator: a transport over MPI; run_ranks: ranks as threads, to try things out
 reduce    Group, bind: all-reduce your own arrays by an algorithm of ours
 model     Plain: constructors of layers; Unit, Sequential, Residual: what lists of them are made of; normal: how weights begin;
-          ops_for: the operations of a kind of device; gpt, mlp: whole networks
+          ops_for: the operations of a kind of device; gpt, mlp: whole networks; ColumnParallelLinear, RowParallelLinear: linear
+          layers that several ranks share
 train     parse: a Config from tables; Trainer: the step over a list of units; build: a whole run from its Config;
           replicas_equal: whether all ranks hold the same bits
 errors    MpitrainError: all that is raised on purpose
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from mpitrain.layers.plain import Plain as Plain
     from mpitrain.models.gpt import gpt as gpt
     from mpitrain.models.mlp import mlp as mlp
-    from mpitrain.ops import ops_for as ops_for
+    from mpitrain.ops.device import ops_for as ops_for
+    from mpitrain.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
+    from mpitrain.parallel.tensor import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
@@ -43,10 +46,11 @@ else:  # hidden from type checkers, which would believe that any name is offered
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Config": "config", "Group": "collectives.group", "MpitrainError": "errors", "Plain": "layers.plain",
-    "Residual": "layers.compose", "Sequential": "layers.compose", "Trainer": "run.trainer", "Unit": "layers.base",
-    "bind": "collectives.bind", "build": "run.build", "connect": "transport.mpi", "from_communicator": "transport.mpi",
-    "gpt": "models.gpt", "mlp": "models.mlp", "normal": "layers.initial", "ops_for": "ops", "parse": "config",
+    "ColumnParallelLinear": "parallel.tensor", "Config": "config", "Group": "collectives.group", "MpitrainError": "errors",
+    "Plain": "layers.plain", "Residual": "layers.compose", "RowParallelLinear": "parallel.tensor",
+    "Sequential": "layers.compose", "Trainer": "run.trainer", "Unit": "layers.base", "bind": "collectives.bind",
+    "build": "run.build", "connect": "transport.mpi", "from_communicator": "transport.mpi", "gpt": "models.gpt",
+    "mlp": "models.mlp", "normal": "layers.initial", "ops_for": "ops.device", "parse": "config",
     "replicas_equal": "run.trainer", "run_ranks": "transport.threads",
 }
 """Where each public name lives: for programs, as the imports above are for type checkers."""

@@ -1,17 +1,18 @@
 """Learning-rate schedules, and the update rules applied to runs of flat buffers."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from mpitrain import config
-from mpitrain.layers.flat import Storage
+from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops, Writes
 
 STATE = {"sgd": (), "momentum": ("momentum",), "adamw": ("first_moment", "second_moment")}
-"""The flat buffers each rule keeps beside the parameters."""
+"""The buffers each rule keeps beside the parameters."""
 
 
 def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
@@ -28,17 +29,25 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 
 
 class Optimizer:
-    """One update rule over flat buffers; `state` maps a name to a buffer like the parameters'."""
+    """One update rule over the pieces of a flat buffer that a rank owns.
 
-    def __init__(self, settings: config.Optimizer, storage: Storage, ops: Ops, backend: Backend, arena: Arena):
-        self.settings, self.storage, self._ops, self._arena = settings, storage, ops, arena
-        self.state = {name: backend.zeros(storage.length, storage.dtype) for name in STATE[settings.name]}
+    pieces   what it updates; together as long as each buffer of its state
+    state    {name: compact buffer}: element `place` of a piece belongs to element `start` of the flat buffer
+    """
 
-    def update(self, parameters: Any, gradients: Any, scale: float, lr: float, step: int,
-               start: int = 0, stop: int | None = None, delayed: bool = False) -> None:
-        """Update parameters[start:stop] in place from scale x gradients[start:stop].
+    def __init__(self, settings: config.Optimizer, storage: Storage, pieces: Sequence[Piece], ops: Ops, backend: Backend,
+                 arena: Arena):
+        self.settings, self.storage, self.pieces, self._ops, self._arena = settings, storage, list(pieces), ops, arena
+        length = sum(piece.stop - piece.start for piece in pieces)
+        self.state = {name: backend.zeros(length, storage.dtype) for name in STATE[settings.name]}
+        self._runs = {piece: list(storage.runs(piece.start, piece.stop)) for piece in pieces}
 
-        step     from 0
+    def update(self, piece: Piece, parameters: Any, gradients: Any, scale: float, lr: float, step: int,
+               delayed: bool = False, mirror: Any = None) -> None:
+        """Update the parameters of a piece in place from scale x its gradients; both are as long as the piece.
+
+        step     of the updates that were made, from 0
+        mirror   as long: what becomes the parameters rounded, in the same pass; frozen tensors' part stays; None: there is none
         delayed  whether part of these gradients is of earlier steps, and part of this step's will come later
         """
         s = self.settings
@@ -49,7 +58,9 @@ class Optimizer:
             "adamw": partial(self._ops.adamw, beta1=beta1, beta2=s.beta2, eps=s.epsilon, step=step + 1),
         }
         rule = rules[s.name]
-        for run in self.storage.runs(start, self.storage.length if stop is None else stop):
-            here = slice(run.start, run.stop)
-            buffers = [buffer[here] for buffer in (parameters, gradients, *self.state.values())]
-            rule(*buffers, scale=scale, lr=lr, weight_decay=s.weight_decay if run.decayed else 0.0, arena=self._arena)
+        for run in self._runs[piece]:
+            here = slice(run.start - piece.start, run.stop - piece.start)
+            kept = slice(piece.place + here.start, piece.place + here.stop)
+            rule(parameters[here], gradients[here], *(buffer[kept] for buffer in self.state.values()), scale=scale, lr=lr,
+                 weight_decay=s.weight_decay if run.decayed else 0.0, arena=self._arena,
+                 **({} if mirror is None else {"mirror": mirror[here]}))

@@ -28,19 +28,20 @@ def python_ranks(ranks, code, folder):
     return run(["mpirun", "-n", ranks, sys.executable, "-c", code], cwd=folder)
 
 
-def mistakes(ranks, calls, folder):
-    """What ranks of one start say of each wrong call, one call after another; each must end with exit code 2 on all ranks."""
-    code = ("import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
-            f"for words in {calls!r}:\n"
-            "    ended = []\n"
-            "    try: main(words)\n"
-            "    except SystemExit as end: ended = [end.code]\n"
-            "    everyone = MPI.COMM_WORLD.gather(ended)\n"
-            "    if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=sys.stderr, flush=True)\n")
-    done = python_ranks(ranks, code, folder)
-    said = done.stderr.split(f"=== {[[2]] * ranks}\n")
-    assert len(said) == len(calls) + 1, done.stderr[-2000:]
-    return said[:-1], done.stdout
+def calls_of_one_start(ranks, calls, folder, code):
+    """What ranks of one start say of each call, one call after another, and print; each must end with `code` on all ranks."""
+    program = ("import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
+               f"for words in {calls!r}:\n"
+               "    ended = []\n"
+               "    try: main(words)\n"
+               "    except SystemExit as end: ended = [end.code]\n"
+               "    everyone = MPI.COMM_WORLD.gather(ended)\n"
+               "    for stream in (sys.stdout, sys.stderr):\n"
+               "        if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=stream, flush=True)\n")
+    done = python_ranks(ranks, program, folder)
+    said, printed = (stream.split(f"=== {[[code]] * ranks}\n") for stream in (done.stderr, done.stdout))
+    assert len(said) == len(printed) == len(calls) + 1, done.stderr[-2000:] + done.stdout[-2000:]
+    return said[:-1], printed[:-1]
 
 
 def shell(line, **more):

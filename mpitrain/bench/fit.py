@@ -9,9 +9,9 @@ import numpy as np
 from scipy.optimize import linprog
 
 from mpitrain.bench.sweep import Row
-from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.choose import choose
 from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning, is_whole, predict, shares, work
+from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.tuning import DEFAULT
 
 SHORT = 1 << 14

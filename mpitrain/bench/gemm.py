@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.bench.clock import seconds
 from mpitrain.bench.kernels import count_wrong, stored, values
-from mpitrain.bench.target import Target
 from mpitrain.errors import ConfigError
 from mpitrain.ops import reference
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import DEFAULT, Measured, Tiling, worth_measuring
+from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import put_product
 
 Shape = tuple[int, int, int]
@@ -104,7 +105,7 @@ def parse_shapes(text: str) -> list[Shape]:
     return found
 
 
-def measure(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]) -> Iterator[Row]:
+def measure(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]) -> Iterator[Row]:
     """Rows as they are measured. On the CPU the body that trains there, beside NumPy's own product."""
     if device.kernels is None:
         products = [name for name in products if not PRODUCTS[name].epilogue]
@@ -117,15 +118,15 @@ def measure(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str], prod
                 case = _case(device, shape, dtype, PRODUCTS[name])
                 runs = [case.by(multiply) for multiply in _sides(device)]
                 runs[0]()
-                device.wait()
+                device.backend.synchronize()
                 wrong = case.wrong()
-                seconds, theirs = device.seconds(*runs)
+                ours, theirs = seconds(device, *runs)
                 m, n, k = shape
-                yield Row(name, *shape, dtype, _planned(device, PRODUCTS[name], shape, dtype), 1e6 * seconds, 1e6 * theirs,
-                          2 * m * n * k / seconds / 1e9, 100 * theirs / seconds, wrong)
+                yield Row(name, *shape, dtype, _planned(device, PRODUCTS[name], shape, dtype), 1e6 * ours, 1e6 * theirs,
+                          2 * m * n * k / ours / 1e9, 100 * theirs / ours, wrong)
 
 
-def tune(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
+def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
     """The fastest tiling for each shape, dtype and way to store the operands. ConfigError for a device without kernels."""
     if device.kernels is None:
         raise ConfigError("Tiles belong to kernels, but --device is cpu.", "Use --device cuda or cuda-sim.")
@@ -135,7 +136,7 @@ def tune(device: Target, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iter
                 yield _fastest(device, device.kernels.engine.capability, shape, dtype, ways)
 
 
-def _fastest(device: Target, capability: int, shape: Shape, dtype: str, ways: str) -> Tuned:
+def _fastest(device: Device, capability: int, shape: Shape, dtype: str, ways: str) -> Tuned:
     """Every tiling on its own, then the best and the usual one in turns, so that chance does not decide between those."""
     case, like = _case(device, shape, dtype, Product(ways)), _like(dtype)
     usual = DEFAULT.tiling(like, ways, (*shape, 1), capability)
@@ -145,17 +146,17 @@ def _fastest(device: Target, capability: int, shape: Shape, dtype: str, ways: st
     wrong = 0
     for tiling, run in runs.items():
         run()
-        device.wait()
+        device.backend.synchronize()
         wrong += case.wrong()
-        times[tiling], = device.seconds(run)
+        times[tiling], = seconds(device, run)
     best = min(times, key=times.__getitem__)
-    seconds, usual_seconds = device.seconds(runs[best], runs[usual])
-    if usual_seconds < seconds:
-        best, seconds = usual, usual_seconds
-    return Tuned(Measured(dtype, ways, *shape, best), len(times), 1e6 * seconds, 1e6 * usual_seconds, wrong)
+    fastest, usually = seconds(device, runs[best], runs[usual])
+    if usually < fastest:
+        best, fastest = usual, usually
+    return Tuned(Measured(dtype, ways, *shape, best), len(times), 1e6 * fastest, 1e6 * usually, wrong)
 
 
-def _sides(device: Target) -> tuple[Callable[..., None], Callable[..., None]]:
+def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
     """Ours and the library's, with the arguments of product.gemm."""
     if device.multiply is not None:
         return device.multiply, product.library
@@ -167,7 +168,7 @@ def _sides(device: Target) -> tuple[Callable[..., None], Callable[..., None]]:
             lambda kernels, arena, a, b, c, **ways: np.matmul(*operands(a, b, **ways), out=c))
 
 
-def _planned(device: Target, what: Product, shape: Shape, dtype: str) -> str:
+def _planned(device: Device, what: Product, shape: Shape, dtype: str) -> str:
     """The tiling that our product takes, in words."""
     if device.kernels is None or not isinstance(device.multiply, partial):    # the library's own business
         return ""
@@ -176,30 +177,31 @@ def _planned(device: Target, what: Product, shape: Shape, dtype: str) -> str:
     return f"{tile.TILE_M}x{tile.TILE_N}x{tile.TILE_K}" + (f"/{splits}" if splits > 1 else "")
 
 
-def _case(device: Target, shape: Shape, dtype: str, what: Product) -> Case:
+def _case(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
     """Operands whose product has elements near 1, so that GELU bends them, and the truth in float32."""
     (m, n, k), rng = shape, np.random.default_rng(shape)
     a = stored(rng.standard_normal((k, m) if what.stored[0] == "T" else (m, k), np.float32), dtype)
     b = stored(rng.standard_normal((n, k) if what.stored[1] == "T" else (k, n), np.float32) * k**-0.5, dtype)
     bias = stored(rng.standard_normal(n, np.float32), dtype)
-    x, y, added = device.put(a), device.put(b), device.put(bias)
-    z, kept = (device.put(np.zeros((m, n), a.dtype)) for _ in range(2))
-    sums = device.put(np.zeros(m, np.float32))
+    put, get, arena = device.backend.from_host, device.backend.to_host, device.arena()
+    x, y, added = put(a), put(b), put(bias)
+    z, kept = (put(np.zeros((m, n), a.dtype)) for _ in range(2))
+    sums = put(np.zeros(m, np.float32))
     extras = {"gelu": {"bias": added, "activation": "gelu", "saved": kept}, "sums": {"row_sums": sums}}.get(what.epilogue, {})
 
     def by(multiply: Callable[..., None]) -> Callable[[], None]:
-        return lambda: multiply(device.kernels, device.arena, x, y, z, transposed_a=what.stored[0] == "T",
+        return lambda: multiply(device.kernels, arena, x, y, z, transposed_a=what.stored[0] == "T",
                                 transposed_b=what.stored[1] == "T", **extras)
 
     def wrong() -> int:
         left = values(a).T if what.stored[0] == "T" else values(a)
         right = values(b) if what.stored[1] == "T" else values(b).T    # (N, K), as a weight is
         truth = (reference.linear_gelu(left, right, values(bias), None)[0] if what.epilogue == "gelu" else left @ right.T)
-        found = count_wrong(values(device.get(z)), truth, WRONG[dtype])
+        found = count_wrong(values(get(z)), truth, WRONG[dtype])
         if what.epilogue == "gelu":
-            found += count_wrong(values(device.get(kept)), left @ right.T + values(bias), WRONG[dtype])
+            found += count_wrong(values(get(kept)), left @ right.T + values(bias), WRONG[dtype])
         if what.epilogue == "sums":
-            found += count_wrong(device.get(sums), left.sum(1, dtype=np.float64), WRONG["float32"])
+            found += count_wrong(get(sums), left.sum(1, dtype=np.float64), WRONG["float32"])
         return found
 
     return Case(by, wrong)

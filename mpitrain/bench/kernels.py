@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import ml_dtypes
 import numpy as np
 
-from mpitrain.bench.target import Target
+from mpitrain.bench.clock import seconds
 from mpitrain.ops import reference
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.sums import sum_rows
+from mpitrain.ops.device import Device
 
 WRONG = 1e-4    # difference, relative to the largest element of the truth, from which on an element counts as wrong
 SHAPES = {"cpu": (8, 128, 256, 4, 512), "cuda-sim": (2, 24, 32, 2, 40), "cuda": (16, 1024, 768, 12, 50304)}
@@ -68,24 +68,25 @@ Peer = Callable[[str, np.ndarray, np.ndarray, int, str], Attention]
 """(kind of device, qkv, dy, heads, dtype) -> the peer's."""
 
 
-def measure(device: Target, peer: Peer | None = None) -> Iterator[Row]:
+def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:
     """Rows as they are measured: copying first, the ceiling of all that move bytes; a product second, that of the rest."""
-    x = device.put(np.ones(MOVED[device.kind] * SHAPES[device.kind][2], np.float32))
-    y = device.put(np.empty(x.shape, np.float32))
+    backend = device.backend
+    x = backend.from_host(np.ones(MOVED[device.kind] * SHAPES[device.kind][2], np.float32))
+    y = backend.from_host(np.empty(x.shape, np.float32))
 
     def copy() -> None:
         y[...] = x
 
-    seconds, = device.seconds(copy)
-    ceilings = {"GB/s": 2 * x.nbytes / seconds / 1e9}
-    yield Row("copy", 1e6 * seconds, ceilings["GB/s"], "GB/s", 100.0, np.nan, int((device.get(y) != 1).sum()))
+    ours, = seconds(device, copy)
+    ceilings = {"GB/s": 2 * x.nbytes / ours / 1e9}
+    yield Row("copy", 1e6 * ours, ceilings["GB/s"], "GB/s", 100.0, np.nan, int((backend.to_host(y) != 1).sum()))
     for work in works(device, peer):
         work.run()
-        wrong = count_wrong(device.get(work.result()), np.asarray(work.truth()), work.tolerance)
-        seconds, *theirs = device.seconds(work.run, *([work.peer] if work.peer else []))
-        rate = work.amount / seconds / 1e9
+        wrong = count_wrong(backend.to_host(work.result()), np.asarray(work.truth()), work.tolerance)
+        ours, *theirs = seconds(device, work.run, *([work.peer] if work.peer else []))
+        rate = work.amount / ours / 1e9
         ceiling = ceilings.setdefault(work.unit, rate)
-        yield Row(work.name, 1e6 * seconds, rate, work.unit, 100 * rate / ceiling, 1e6 * theirs[0] if theirs else np.nan, wrong)
+        yield Row(work.name, 1e6 * ours, rate, work.unit, 100 * rate / ceiling, 1e6 * theirs[0] if theirs else np.nan, wrong)
 
 
 def count_wrong(mine: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
@@ -94,18 +95,18 @@ def count_wrong(mine: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -
 
 
 def stored(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers in a dtype; bfloat16 as its bits."""
-    return x.astype(ml_dtypes.bfloat16).view(np.uint16) if dtype == "bfloat16" else x.astype(dtype)
+    """The numbers in a dtype."""
+    return x.astype(dtype)
 
 
 def values(x: np.ndarray) -> np.ndarray:
     """What is stored, in float32."""
-    return (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float32)
+    return x.astype(np.float32)
 
 
-def works(device: Target, peer: Peer | None) -> Iterator[Work]:
+def works(device: Device, peer: Peer | None) -> Iterator[Work]:
     """The operations of a GPT's step, at sizes that suit the device."""
-    ops, arena, put = device.ops, device.arena, device.put
+    ops, arena, put, get = device.ops, device.arena(), device.backend.from_host, device.backend.to_host
     batch, tokens, width, _, vocab = SHAPES[device.kind]
     rows, rng = batch * tokens, np.random.default_rng(0)
 
@@ -149,27 +150,27 @@ def works(device: Target, peer: Peer | None) -> Iterator[Work]:
     logits, targets = numbers(min(rows, 1024), vocab), rng.integers(vocab, size=min(rows, 1024))
     on_device, right = put(logits), put(targets)
     yield Work("cross_entropy_loss", keep("loss", lambda: ops.cross_entropy_loss(on_device, right, arena)),
-               lambda: np.asarray(device.get(kept["loss"])), lambda: reference.cross_entropy_loss(logits, targets, None),
+               lambda: np.asarray(get(kept["loss"])), lambda: reference.cross_entropy_loss(logits, targets, None),
                logits.nbytes)
     flat = [np.abs(numbers(many.size)) for _ in range(4)]
     p, grad, m, v = (put(a.copy()) for a in flat)
     scalars = {"scale": 1.0, "lr": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
     yield Work("adamw", lambda: ops.adamw(p, grad, m, v, arena=arena, **scalars), lambda: p, lambda: flat[0], 7 * nbytes)
-    yield Work("square_sum", keep("sum", lambda: ops.square_sum(grad, arena)), lambda: np.asarray(device.get(kept["sum"])),
+    yield Work("square_sum", keep("sum", lambda: ops.square_sum(grad, arena)), lambda: np.asarray(get(kept["sum"])),
                lambda: np.square(flat[1], dtype=np.float64).sum(), nbytes)
     if device.kernels is not None:
         yield from reductions(device, flat[0], flat[1])
 
 
-def attentions(device: Target, peer: Peer | None) -> Iterator[Work]:
+def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
     """Attention forward and backward in float32, and in bfloat16 where there are kernels for it; a peer beside it if given."""
-    ops, arena = device.ops, device.arena
+    ops, arena, backend = device.ops, device.arena(), device.backend
     batch, tokens, width, heads, _ = SHAPES[device.kind]
     pairs, rng = 2.0 * batch * tokens * tokens * width, np.random.default_rng(1)    # two products over half of all pairs
     qkv, dy = (rng.standard_normal((batch, tokens, parts * width), np.float32) for parts in (3, 1))
     few = slice(2)    # sequences that are compared: the truth is slow
     for dtype in ("float32", "bfloat16") if device.kernels is not None else ("float32",):
-        packed, pull = (device.put(stored(array, dtype)) for array in (qkv, dy))
+        packed, pull = (backend.from_host(stored(array, dtype)) for array in (qkv, dy))
         theirs = peer(device.kind, qkv, dy, heads, dtype) if peer else None
         kept: dict[str, Any] = {}
 
@@ -182,7 +183,7 @@ def attentions(device: Target, peer: Peer | None) -> Iterator[Work]:
         true_qkv, true_dy = (values(stored(array[few], dtype)) for array in (qkv, dy))
 
         def got(name: str, kept=kept) -> np.ndarray:
-            return values(device.get(kept[name][few]))
+            return values(backend.to_host(kept[name][few]))
 
         def true_y(x=true_qkv) -> np.ndarray:
             return reference.attention(x, heads, None)[0]
@@ -198,15 +199,15 @@ def attentions(device: Target, peer: Peer | None) -> Iterator[Work]:
                        "GFLOP/s", tolerance, theirs.backward if theirs else None)
 
 
-def reductions(device: Target, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
+def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
     """Sums down columns, and what an all-reduce does to chunks: sums, and numbers that travel in 16 or 8 bits."""
-    kernels, put, width = device.kernels, device.put, SHAPES[device.kind][2]
+    kernels, arena, put, width = device.kernels, device.arena(), device.backend.from_host, SHAPES[device.kind][2]
     assert kernels is not None
     x, half, back, total = put(a), put(np.empty(a.size, np.float16)), put(np.empty_like(a)), put(b.copy())
     scales = -(-a.size // wire.BLOCK)
     coded, scale = put(np.empty(a.size, np.int8)), put(np.empty(scales, np.float32))
     matrix, sums = x.reshape(-1, width), put(np.empty(width, np.float32))
-    yield Work("column sums", lambda: sum_rows(kernels, matrix, sums, False, device.arena), lambda: sums,
+    yield Work("column sums", lambda: sum_rows(kernels, matrix, sums, False, arena), lambda: sums,
                lambda: a.reshape(-1, width).sum(0, dtype=np.float64), a.nbytes)
     # Later runs add again, but what is compared is what the first one left.
     yield Work("add_into", lambda: wire.add_into(kernels, total, x), lambda: total, lambda: a + b, 3 * a.nbytes)

@@ -1,11 +1,11 @@
 """The collectives that can be benchmarked: how each is bound, filled, checked and counted."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives import algorithms, bind
+from mpitrain.collectives import bind
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.execute import Reduction
@@ -44,7 +44,6 @@ def filled(rank: int, count: int) -> np.ndarray:
 class Operation(NamedTuple):
     """One benchmark.
 
-    algorithms  their names; a table in use, which may grow
     bind        (transport, buffers, way) -> Reduction
     right       (transport, count) -> (slice, expected values there) after one run
     bus         (n) -> bus bandwidth over algorithm bandwidth
@@ -52,7 +51,6 @@ class Operation(NamedTuple):
     fill        (rank, count) -> what a rank brings
     """
 
-    algorithms: Collection[str]
     bind: Callable[[Transport, Buffers, Way], Reduction]
     right: Callable[[Transport, int], tuple[slice, np.ndarray]]
     bus: Callable[[int], float]
@@ -94,7 +92,7 @@ def gradient(rank: int, count: int) -> np.ndarray:
 def lossy(wire: Wire) -> Operation:
     """An all-reduce in a wire format, by whatever algorithm that takes."""
     return OPERATIONS["allreduce"]._replace(
-        algorithms=(wire.name,), fill=gradient,
+        fill=gradient,
         right=lambda transport, count: (slice(None), np.resize(
             sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size)), count)),
         bind=lambda transport, buffers, way: bind_lossy(transport, buffers.array, wire, arithmetic=way.arithmetic))
@@ -102,33 +100,25 @@ def lossy(wire: Wire) -> Operation:
 
 OPERATIONS = {
     "allreduce": Operation(
-        algorithms.ALL_REDUCE,
         lambda transport, buffers, way: bind.bind(transport, buffers.array, "add", *way),
         lambda transport, count: (slice(None), summed(transport, count)), lambda n: 2 * (n - 1) / n),
     "reduce-scatter": Operation(
-        algorithms.REDUCE_SCATTER,
-        lambda transport, buffers, way: bind.bind_reduce_scatter(
-            transport, buffers.array, "add", way.algorithm, way.arithmetic),
+        lambda transport, buffers, way: bind.bind_reduce_scatter(transport, buffers.array, "add", *way),
         _scattered, lambda n: (n - 1) / n),
     "all-gather": Operation(
-        algorithms.ALL_GATHER,
-        lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, way.algorithm),
+        lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, way.algorithm, way.tuning),
         _gathered, lambda n: (n - 1) / n),
     "broadcast": Operation(
-        algorithms.BROADCAST,
         lambda transport, buffers, way: bind.bind_broadcast(transport, buffers.array, 0, way.algorithm),
         lambda transport, count: (slice(None), filled(0, count)), lambda n: 1.0),
     "reduce": Operation(
-        algorithms.REDUCE,
         lambda transport, buffers, way: bind.bind_reduce(
             transport, buffers.array, "add", 0, way.algorithm, way.arithmetic),
         _rooted, lambda n: 1.0),
     "all-to-all": Operation(
-        algorithms.ALL_TO_ALL,
         lambda transport, buffers, way: bind.bind_all_to_all(transport, buffers.other, buffers.array, way.algorithm),
         _transposed, lambda n: (n - 1) / n),
     "sendrecv": Operation(
-        algorithms.PING_PONG,
         lambda transport, buffers, way: bind.bind_ping_pong(transport, buffers.array, way.algorithm),
         lambda transport, count: (slice(None), filled(0 if transport.rank == transport.size - 1 else transport.rank, count)),
         lambda n: 1.0, ways=2),

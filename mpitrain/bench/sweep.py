@@ -8,20 +8,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.bench.bound import LEASED, Bound, Leased, Staying
 from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, Way, lossy
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.together import starting_line
-from mpitrain.collectives.algorithms import ALL_REDUCE, all_reduce_choices
-from mpitrain.collectives.all_reduce import Situation
+from mpitrain.collectives.algorithms import TABLES, choices
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import memory_of
 from mpitrain.collectives.check import check_name
 from mpitrain.collectives.cost import Tuning, predict
-from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.entry import Situation
+from mpitrain.collectives.group import Group
 from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.collectives.wire import Wire
 from mpitrain.errors import ConfigError, on_every_rank
-from mpitrain.machine.backend import Backend, backend_for, on_device
+from mpitrain.machine.backend import Backend, on_device
+from mpitrain.ops.device import Device, device_for
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.cuda_aware import over_device
@@ -39,7 +41,8 @@ class SweepRequest(NamedTuple):
     algorithms  names; none for all that can run here
     iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
     warmup      runs before those, at least 1
-    buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"
+    buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"; of an all-reduce also
+                "leased": where a group leases activations
     wires       lossy formats to measure beside the algorithms of an all-reduce
     stops       leave out arrays so long that what they take follows from shorter ones
     sweeps      times that the whole list is gone through, so that rows to compare alternate
@@ -140,8 +143,8 @@ def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterat
 
     raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
     """
-    backend, arithmetic = agreed(transport, lambda: _device(request))
-    bench = Bench(request, tuning, over_device(transport, backend, "auto"), backend, arithmetic)
+    device = agreed(transport, lambda: _device(request))
+    bench = Bench(request, tuning, over_device(transport, device.backend, "auto"), device.backend, arithmetic_of(device))
     operation = OPERATIONS[request.operation]
     subjects = [Subject(algorithm, operation, Wire("none")) for algorithm in _algorithms(bench)]
     subjects += [Subject(f"wire {wire.name}" + f":{wire.amount:g}" * (wire.amount > 0), lossy(wire), wire)
@@ -152,30 +155,28 @@ def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterat
     return _rows(bench, subjects, counts, pools)
 
 
-def _device(request: SweepRequest) -> tuple[Backend, Arithmetic]:
+def _device(request: SweepRequest) -> Device:
     """What computes; ConfigError where it is missing."""
-    backend = backend_for(request.device)
-    if request.device == "cuda" and request.dtype.name == "bfloat16":
-        raise ConfigError("CuPy has no bfloat16.", "Measure --dtype float16, which is as long.")
-    return backend, arithmetic_of(backend, backend.arena())
+    return device_for(request.device)
 
 
 def _algorithms(bench: Bench) -> Sequence[str]:
     """The algorithms asked for; ConfigError on every rank for one that cannot run here."""
     request, transport = bench.request, bench.transport
-    known, refused = OPERATIONS[request.operation].algorithms, {}
-    if request.operation == "allreduce":
-        known, dtype = all_reduce_choices(), request.dtype.name
-        situation = Situation(transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda")
-        refused = {name: refusal for name in ALL_REDUCE if (refusal := ALL_REDUCE[name].refusal(situation))}
+    known, dtype = choices(request.operation), request.dtype.name
+    situation = Situation(transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda")
+    refused = {name: refusal for name, algorithm in TABLES.get(request.operation, {}).items()
+               if (refusal := algorithm.refusal(situation))}
     for name in request.algorithms:
         if name in refused:
             raise on_every_rank(ConfigError(f"{request.operation} {refused[name].law}", "Leave it out."))
     return request.algorithms or [name for name in known if name not in refused]
 
 
-def _pool(bench: Bench, operation: Operation, where: str, count: int) -> tuple[str, Buffers]:
+def _pool(bench: Bench, operation: Operation, where: str, count: int) -> tuple[str, Buffers | None]:
     """Arrays that every size is a part of, and where they came to lie: there may be no room for a window, or no need."""
+    if where == LEASED:
+        return where, None
     transport, dtype = bench.transport, bench.request.dtype
     plain = bench.backend.zeros if bench.request.device == "cuda" else aligned_zeros
     make = transport.allocate if where == "window" else plain
@@ -183,7 +184,8 @@ def _pool(bench: Bench, operation: Operation, where: str, count: int) -> tuple[s
     return ("device" if on_device(pool.array) else memory_of(transport, pool.array)), pool
 
 
-def _rows(bench: Bench, subjects: Sequence[Subject], counts: Sequence[int], pools: dict[str, Buffers]) -> Iterator[Row]:
+def _rows(bench: Bench, subjects: Sequence[Subject], counts: Sequence[int],
+          pools: dict[str, Buffers | None]) -> Iterator[Row]:
     operations = {subject.operation.fill: subject.operation for subject in subjects}
     for sweep_number in range(1, bench.request.sweeps + 1):
         before = fastest = math.inf
@@ -192,8 +194,7 @@ def _rows(bench: Bench, subjects: Sequence[Subject], counts: Sequence[int], pool
             cases = {fill: _case(bench, operation, count) for fill, operation in operations.items()}
             for subject in subjects:
                 for where, pool in pools.items():
-                    buffers = Buffers(pool.array[:count], pool.other[:count])
-                    row = _measure(bench, subject, where, buffers, cases[subject.operation.fill], sweep_number)
+                    row = _row(bench, subject, where, pool, cases[subject.operation.fill], sweep_number)
                     fastest = min(fastest, row.time_us * 1e-6)
                     yield row
             if bench.request.stops and is_long_enough(fastest, before, count / counts[index - 1]):
@@ -212,16 +213,31 @@ def _case(bench: Bench, operation: Operation, count: int) -> Case:
     return Case(bench.backend.from_host(operation.fill(bench.transport.rank, count).astype(dtype)), part, right.astype(dtype))
 
 
-def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case: Case, sweep_number: int) -> Row:
+def _row(bench: Bench, subject: Subject, where: str, pool: Buffers | None, case: Case, sweep_number: int) -> Row:
+    """Bind, measure, and let go."""
     request, tuning, transport, backend, arithmetic = bench
+    count = case.original.size
+    if pool:
+        array, other = pool.array[:count], pool.other[:count]
+        other[:] = case.original[:other.size]
+        reduction = subject.operation.bind(transport, Buffers(array, other), Way(subject.name, tuning, arithmetic))
+        return _measure(bench, subject, where, Staying(array, reduction), case, sweep_number)
+    own = transport.split(0)
+    assert own is not None
+    group = Group(own, subject.name, tuning, arithmetic, backend.arena())
+    row = _measure(bench, subject, where, Leased(group, count, request.dtype), case, sweep_number)
+    own.close()
+    return row
+
+
+def _measure(bench: Bench, subject: Subject, where: str, bound: Bound, case: Case, sweep_number: int) -> Row:
+    request, tuning, transport, backend, _ = bench
     algorithm, operation, wire = subject
-    count, dtype, n = buffers.array.size, request.dtype, transport.size
-    buffers.other[:] = case.original[:buffers.other.size]
-    reduction = operation.bind(transport, buffers, Way(algorithm, tuning, arithmetic))
-    chosen = reduction.algorithm or algorithm
-    timed = partial(_timed, bench, starting_line(transport), reduction, buffers.array, case.original)
+    count, dtype, n = case.original.size, request.dtype, transport.size
+    chosen = bound.algorithm or algorithm
+    timed = partial(_timed, bench, starting_line(transport), bound, case.original)
     cycles, _ = timed(1)
-    error = math.nan if wire.name == "none" else error_norm(backend.to_host(buffers.array), case.right)
+    error = math.nan if wire.name == "none" else error_norm(backend.to_host(bound.array), case.right)
     if request.warmup > 1:
         cycles, _ = timed(request.warmup - 1)
     spent = max(transport.gather_text(cycles.min()))
@@ -229,28 +245,28 @@ def _measure(bench: Bench, subject: Subject, where: str, buffers: Buffers, case:
     _, times = timed(iterations)
     transport.native_all_reduce(times, "maximum")
     slowest = times / operation.ways * 1e6
-    found = backend.to_host(buffers.array[case.part])
+    found = backend.to_host(bound.array[case.part])
     wrong = wrong_elements(transport, found, case.right) if wire.name == "none" else wrong_replicas(transport, found)
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     predicted = np.nan
-    if wire.name == "none" and request.device == "cpu":
+    if wire.name == "none" and request.device == "cpu" and where != LEASED:
         predicted = predict(tuning, request.operation, chosen, transport.hosts, count, dtype.itemsize, where) * 1e6
     return Row(request.operation, algorithm, where, nbytes, count, dtype.name, n, median, float(slowest.min()),
                float(np.percentile(slowest, 99)), nbytes / median / 1e3, nbytes / median / 1e3 * operation.bus(n),
                predicted, wrong, chosen, error, sweep_number)
 
 
-def _timed(bench: Bench, meet: Callable[[], None], reduction: Reduction, array: Any, original: Any,
-           runs: int) -> tuple[np.ndarray, np.ndarray]:
+def _timed(bench: Bench, meet: Callable[[], None], bound: Bound, original: Any, runs: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each run on this rank, with and without what comes before it: the same data, and all ranks ready."""
     ends, times, wait = np.empty(runs + 1), np.empty(runs), bench.backend.synchronize
     ends[0] = time.perf_counter()
     for run in range(runs):
-        array[:] = original
+        bound.renew()
+        bound.array[:] = original
         wait()
         meet()
         start = time.perf_counter()
-        reduction.run()
+        bound.run()
         wait()
         ends[run + 1] = time.perf_counter()
         times[run] = ends[run + 1] - start

@@ -91,8 +91,11 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.", "Name a file in a folder that exists.") from None
 
 
-def write_json(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Everything so far, as one whole file, a row per line: a reader never sees half a row. What is not finite is null."""
+def write_json(path: Path, header: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Everything so far, as one whole file, a row per line: a reader never sees half a row. What is not finite is null.
+
+    rows  named tuples
+    """
     listed = [json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
                           for key, value in row._asdict().items()}, allow_nan=False) for row in rows]
     write_whole(path, f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n")

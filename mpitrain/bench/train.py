@@ -1,4 +1,4 @@
-"""The speed of whole training steps: ours, and in turns with it the peer's, on the same data from the same weights."""
+"""The speed of whole training steps: ours, in turns with ours set otherwise and with a peer's, same weights, same batches."""
 
 import importlib
 import json
@@ -18,15 +18,15 @@ from mpitrain.transport.base import Transport
 WARM_UP = 3  # steps of each side before any is timed
 PEERS = {"torch": ("mpitrain.bench.torch_peer", "pip install torch==2.13.0")}
 """Where a peer lives, and how to install what it needs."""
+THE_WORK = ("run.", "data.", "model.", "precision.", "batch.size", "optimizer.name", "device.kind")
+"""Keys, or sections, that say what both sides compute, and where. Any other may differ between them."""
 
 
 class Ours:
     """Our trainer, with the interface of a peer."""
 
-    name = "mpitrain"
-
-    def __init__(self, job: Job):
-        self._trainer = job.trainer
+    def __init__(self, job: Job, name: str = "mpitrain"):
+        self.name, self.job, self._trainer = name, job, job.trainer
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
         """One optimizer step on this rank's rows, waited for; the loss of the whole batch."""
@@ -35,7 +35,8 @@ class Ours:
         return loss
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Give back what the job holds; collective."""
+        self.job.close()
 
 
 class Result(NamedTuple):
@@ -56,14 +57,30 @@ class Result(NamedTuple):
         return median(self.blocks)
 
 
-def peer_class(name: str, config: Config) -> Any:
+def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     """The class of a peer; ConfigError if it is not installed or cannot do what is configured. Local.
 
     config  with device.kind settled
+    dp      replicas
     """
-    if config.model.kind != "gpt" or config.optimizer.name != "adamw" or config.batch.micro_batches > 1:
+    if config.replication.mode != "all-reduce":
+        raise ConfigError(f"The peer has no servers, but replication.mode is {config.replication.mode}.",
+                          "Leave out --peer, or set replication.mode=all-reduce.")
+    if config.run.delay:
+        raise ConfigError(f"The peer has no stragglers, but run.delay is {config.run.delay}.",
+                          "Leave out --peer, or leave run.delay empty.")
+    if config.layout.tp > 1:
+        raise ConfigError(f"The peer shares no layers, but layout.tp is {config.layout.tp}.",
+                          "Leave out --peer, or set layout.tp=1.")
+    stages, micro_batches = config.layout.pp, config.batch.micro_batches
+    if config.model.kind != "gpt" or config.optimizer.name != "adamw" or (micro_batches > 1 and stages == 1):
         raise ConfigError("The peer trains a GPT with AdamW in one micro-batch.",
                           "Leave out --peer, or set model.kind=gpt, optimizer.name=adamw and batch.micro_batches=1.")
+    if stages > 1 and (config.pipeline.schedule not in ("gpipe", "1f1b") or config.model.tied or config.replication.zero
+                       or (micro_batches and config.batch.size % micro_batches) or dp > 1):
+        raise ConfigError("The peer trains stages by gpipe or 1f1b, untied, without ZeRO, in micro-batches of one size, as one "
+                          "replica.",
+                          "Leave out --peer, or set pipeline.schedule, batch.micro_batches and layout.dp=1 so.")
     if config.precision.compute != "float32" or config.optimizer.clip:
         raise ConfigError("The peer computes in float32 and does not clip.",
                           "Leave out --peer, or set precision.compute=float32 and optimizer.clip=0.")
@@ -80,6 +97,33 @@ def imported(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise ConfigError(f"The peer {name} needs the module {error.name}, which is not installed.",
                           f"Install it with `{way_in}`, or leave out --peer.") from None
+
+
+def check_same_work(settings: Sequence[str]) -> None:
+    """ConfigError if one of these `section.key=value` would give the other side other work than ours. Local."""
+    for key in map(key_of, settings):
+        if key.startswith(THE_WORK):
+            raise ConfigError(f"--against is for how the work is done, but {key} says what it is, or on which device.",
+                              "Set it for both sides, with --set.")
+
+
+def check_common_steps(config: Config) -> None:
+    """ConfigError if the ranks make no steps together, whose time could be measured. Local."""
+    if config.replication.mode == "server" and config.replication.update != "sync":
+        raise ConfigError("bench train measures steps that all ranks make together, but replication.update is "
+                          f"{config.replication.update}.", "Set replication.update=sync.")
+
+
+def named(config: Config, settings: Sequence[str]) -> str:
+    """The name of a side of ours: the values that it has of the keys of these `section.key=value`."""
+    values = config.flat()
+    shown = {key: json.dumps(values[key]).strip('"') for key in map(key_of, settings)}
+    return " ".join(["mpitrain", *(f"{key}={value}" for key, value in shown.items())])
+
+
+def key_of(setting: str) -> str:
+    """The key of a `section.key=value`."""
+    return setting.partition("=")[0].strip()
 
 
 def alternate(transport: Transport, job: Job, sides: Sequence[Any], blocks: int, steps: int) -> list[Result]:
@@ -102,10 +146,10 @@ def alternate(transport: Transport, job: Job, sides: Sequence[Any], blocks: int,
 
 def _timed(transport: Transport, job: Job, side: Any, indices: range) -> tuple[list[float], list[float]]:
     """Seconds of each step on the slowest rank, and the mean of the ranks' losses."""
-    config = job.trainer.config
     times, losses = [], []
     for index in indices:
-        inputs, targets = job.data.batch(config.run.seed, index, config.batch.size, job.trainer.share())
+        whose = side.job if isinstance(side, Ours) else job
+        inputs, targets = whose.trainer.replication.batch(job.data, index)
         transport.barrier()
         start = time.perf_counter()
         losses.append(side.step(index, inputs, targets))
@@ -117,23 +161,25 @@ def _timed(transport: Transport, job: Job, side: Any, indices: range) -> tuple[l
 
 
 def table(results: Sequence[Result], tokens: int) -> list[str]:
-    """Lines to print; the first result is ours. tokens: per step, over all ranks."""
-    lines = [f"{'side':<18} {'step s':>9} {'tokens/s':>10}   {'step s, blocks':<18} {'last loss':>10}"]
+    """Lines to print; the first result is the one that the others are compared with. tokens: per step, over all ranks."""
+    width = max(18, *(len(result.name) for result in results))
+    lines = [f"{'side':<{width}} {'step s':>9} {'tokens/s':>10}   {'step s, blocks':<18} {'last loss':>10}"]
     for result in results:
         spread = f"{min(result.blocks):.4f} .. {max(result.blocks):.4f}"
         rate = f"{tokens / result.step_s:10.0f}" if tokens else f"{'-':>10}"
-        lines.append(f"{result.name:<18} {result.step_s:9.4f} {rate}   {spread:<18} {result.losses[-1]:10.5f}")
-    for peer in results[1:]:
-        ratios = against(results[0], peer)
-        apart = max(abs(a - b) for a, b in zip(results[0].losses, peer.losses, strict=True))
-        lines.append(f"mpitrain is {median(ratios):.3f} times as fast as {peer.name} (neighbouring blocks "
+        lines.append(f"{result.name:<{width}} {result.step_s:9.4f} {rate}   {spread:<18} {result.losses[-1]:10.5f}")
+    ours, *others = results
+    for other in others:
+        ratios = against(ours, other)
+        apart = max(abs(a - b) for a, b in zip(ours.losses, other.losses, strict=True))
+        lines.append(f"{ours.name} is {median(ratios):.3f} times as fast as {other.name} (neighbouring blocks "
                      f"{min(ratios):.3f} .. {max(ratios):.3f}); losses at most {apart:.1e} apart")
     return lines
 
 
-def against(ours: Result, peer: Result) -> list[float]:
-    """How many times as fast as the peer, in each pair of neighbouring blocks."""
-    return [theirs / mine for mine, theirs in zip(ours.blocks, peer.blocks, strict=True)]
+def against(ours: Result, other: Result) -> list[float]:
+    """How many times as fast as the other side, in each pair of neighbouring blocks."""
+    return [theirs / mine for mine, theirs in zip(ours.blocks, other.blocks, strict=True)]
 
 
 def write_json(path: Path, device: str, results: Sequence[Result]) -> None:

@@ -1,6 +1,5 @@
-"""The command line. Each command lives in a file of its own, loaded only when it is called or described."""
+"""The command line. Each command lives in a file of its own, loaded only when it is called."""
 
-import difflib
 import importlib
 import os
 import sys
@@ -20,7 +19,19 @@ TERMINAL = "MPITRAIN_TERMINAL"  # set by `launch` to the columns of the terminal
 BEGAN, ENDED, STOPPED_AT = "; run directory ", "done: parameters bitwise equal", "stopped at step "
 NOT_BEGUN = "stopped before the run began: there is nothing to save"
 
-COMMANDS = ("train", "launch", "eval", "generate", "doctor", "bench", "plot")
+COMMANDS = {
+    "train": "Train a network, on all the ranks this was started with.",
+    "launch": "Run an mpitrain COMMAND on N ranks: mpitrain launch -n 4 -- train --set run.steps=100",
+    "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
+    "generate": "Write text with the newest checkpoint of RUN_DIR.",
+    "doctor": "Say what is here: Python, MPI, GPUs, BLAS, ranks and hosts; what works, what will go wrong, and the way out.",
+    "bench": "Measure collectives, with all the ranks this was started with: mpitrain launch -n 4 -- bench allreduce",
+    "compare": "Train one job under several modes of replication, one after the other, on all the ranks this was started with.",
+    "plan": "Print what would happen: the order of a pipeline, the steps of an all-reduce.",
+    "plot": "Draw the training and validation losses of runs.",
+    "report": "Say where the time of runs went, by what their ranks noted last; of a run that died, what each rank did.",
+}
+"""The first sentence of each command's own help, for `mpitrain --help`, which loads no command: ten take as long as Click."""
 
 
 class LazyGroup(click.Group):
@@ -36,14 +47,15 @@ class LazyGroup(click.Group):
         name = args[0]
         if name in COMMANDS or name.startswith("-"):
             return super().resolve_command(context, args)
+        import difflib
+
         close = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
         raise click.UsageError(f"No such command {name!r}" + (f"; did you mean {close[0]!r}?" if close else "."), context)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Each command with its whole first sentence, on as many lines as it takes."""
         with formatter.section("Commands"):
-            formatter.write_dl([
-                (name, command.get_short_help_str(1000)) for name in COMMANDS if (command := self.get_command(context, name))])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 def main(arguments: list[str] | None = None) -> None:

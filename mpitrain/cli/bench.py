@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.bench_kernels import DEVICES, gemm, kernels
+from mpitrain.cli.bench_kernels import gemm, kernels
 from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import MOST, ranks
+from mpitrain.machine.kinds import KINDS
 
 OPERATIONS = ("allreduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "sendrecv")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -61,10 +62,11 @@ def collective(name: str) -> click.Command:
     @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
     @click.option("--factor", type=float, default=4, show_default=True, help="From one size to the next.")
     @click.option("--dtype", default="float32", show_default=True, help="float32, float64, float16, bfloat16, int32.")
-    @click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True,
+    @click.option("--device", type=click.Choice(KINDS), default="cpu", show_default=True,
                   help="Whose memory holds the arrays, and whose kernels reduce them.")
-    @click.option("--buffers", default="window", show_default=True, metavar="window|plain|window,plain",
-                  help="Where arrays lie: in memory shared by the ranks of a host, as in training, or anywhere.")
+    @click.option("--buffers", default="window", show_default=True, metavar="window|plain|leased|A,B",
+                  help="Where arrays lie: in memory shared by the ranks of a host, as in training; anywhere; of allreduce also "
+                       "where activations that travel do, leased anew for every run.")
     @click.option("--iterations", type=click.IntRange(0, MOST), default=0, show_default=True,
                   help="Timed runs per row; 0: what fits in a quarter of a second, from 5 to 500.")
     @click.option("--warmup", type=click.IntRange(1, MOST), default=3, show_default=True, help="Runs before those.")
@@ -92,7 +94,7 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     from mpitrain.transport.agreed import agreed
 
     request = agreed(transport, lambda: _request(name, options))
-    agreed(transport, lambda: _check_files(transport.rank, [options["json_file"]], options["plot_file"]))
+    agreed(transport, lambda: check_files(transport.rank, [options["json_file"]], options["plot_file"]))
     tuning = agreed(transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT)
     facts = header(transport, request, sys.argv[1:])
     if transport.rank == 0 and (advice := foreign(tuning, transport.hosts)):
@@ -126,7 +128,7 @@ def _swept(transport: Any, request: Any, tuning: Any, facts: dict[str, Any], jso
         yield row
 
 
-def _check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
+def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
     """ConfigError unless rank 0 can write these files, and draw this one."""
     from mpitrain.bench.plot import check_drawable
     from mpitrain.bench.table import check_writable
@@ -140,22 +142,23 @@ def _check_files(rank: int, written: Sequence[Path | None], drawn: Path | None =
 
 def _request(name: str, options: dict[str, Any]) -> Any:
     """The command line as what to measure; ConfigError for names that do not exist."""
-    from mpitrain.bench.operations import OPERATIONS
+    from mpitrain.bench.bound import LEASED
     from mpitrain.bench.sweep import SweepRequest, dtype_of, sizes
-    from mpitrain.collectives.algorithms import all_reduce_choices
+    from mpitrain.collectives.algorithms import choices
     from mpitrain.collectives.check import check_name
     from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.wire import parse_wire
     from mpitrain.errors import ConfigError
 
-    known = all_reduce_choices() if name == "allreduce" else OPERATIONS[name].algorithms
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
     for algorithm in algorithms:
-        check_name(f"{name} algorithm", algorithm, known)
+        check_name(f"{name} algorithm", algorithm, choices(name))
     places = options["buffers"].split(",")
     for place in places:
-        check_name("buffers", place, MEMORY)
+        check_name(f"buffers of {name}", place, (*MEMORY, LEASED) if name == "allreduce" else MEMORY)
     wires = [parse_wire(text) for text in options.get("wire", "").split(",") if text]
+    if wires and LEASED in places:
+        raise ConfigError("--wire is for gradients, but --buffers has activations.", "Leave out one of the two.")
     if wires and options["dtype"] != "float32":
         raise ConfigError(f"--wire is for arrays of float32, but these are of {options['dtype']}.", "Leave out one of the two.")
     return SweepRequest(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
@@ -187,9 +190,9 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     from mpitrain.bench.fit import checked, described, fit, median_of_sweeps, merged
     from mpitrain.bench.header import header, machine
     from mpitrain.bench.sweep import Row, SweepRequest, sizes
-    from mpitrain.collectives.all_reduce import Situation
     from mpitrain.collectives.choose import candidates
     from mpitrain.collectives.cost import MEMORY
+    from mpitrain.collectives.entry import Situation
     from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
     from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.transport.agreed import agreed
@@ -198,7 +201,7 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
         raise on_every_rank(ConfigError("bench fit measures messages, and one rank sends none.",
                                         "mpitrain launch -n 2 -- bench fit"))
     before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
-    agreed(transport, lambda: _check_files(transport.rank, [out, json_file]))
+    agreed(transport, lambda: check_files(transport.rank, [out, json_file]))
     places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)  # windows serve `shared`, which needs one host
     request = SweepRequest("allreduce", candidates(Situation(transport.hosts)), sizes(min_bytes, max_bytes, 2),
                       np.dtype("float32"), 0, 3, places, sweeps, stops=True)

@@ -3,13 +3,16 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mpitrain.machine import process
+from mpitrain.machine.kinds import KINDS
 
-DEVICES = ("cpu", "cuda-sim", "cuda")
+if TYPE_CHECKING:    # NumPy must not be loaded before its threads are limited
+    from mpitrain.ops.device import Device
+
 PRODUCTS = ("NT", "NN", "TN", "NT+gelu", "TN+sums")
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -37,7 +40,7 @@ def on_a_device(command: Callable) -> Callable:
         click.option("--gemm", type=click.Choice(["tiled", "library"]), default="tiled", show_default=True,
                      help="Our matrix products: by our kernels, or by cuBLAS and kernels after it."),
         click.option("--checked", is_flag=True, help="Of cuda-sim: look for races, wrong addresses and uninitialised reads."),
-        click.option("--device", "kind", type=click.Choice(DEVICES), default="cpu", show_default=True, help="Where to compute."),
+        click.option("--device", "kind", type=click.Choice(KINDS), default="cpu", show_default=True, help="Where to compute."),
     ):
         command = option(command)
     return command
@@ -54,15 +57,14 @@ def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | N
     """
     def run() -> int:
         from mpitrain.bench.kernels import measure
-        from mpitrain.bench.target import target
         from mpitrain.bench.train import imported
 
         theirs = imported(peer).TorchAttention if peer else None
-        place = target(kind, checked, gemm, tiles)
-        click.echo(f"# {place.name}")
+        device, name = _device(kind, gemm, tiles, checked)
+        click.echo(f"# {name}")
         click.echo(f"{'operation':<26} {'time us':>10} {'rate':>10} {'':<8} {'percent':>8} {'peer us':>10} {'#wrong':>7}")
         return _printed(
-            measure(place, theirs), json_file, place.name,
+            measure(device, theirs), json_file, name,
             lambda row: f"{row.name:<26} {row.time_us:10.1f} {row.rate:10.2f} {row.unit:<8} {row.percent:8.1f} "
                         f"{row.peer_us:10.1f} {row.wrong:7}".replace(f"{float('nan'):10.1f}", f"{'-':>10}"))
 
@@ -88,24 +90,35 @@ def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None
     """
     def run() -> int:
         from mpitrain.bench import gemm as bench
-        from mpitrain.bench.target import target
         from mpitrain.errors import ConfigError
 
         if out and not tune:
             raise ConfigError("--out is where --tune writes its table, but --tune is not given.", "Add --tune, or use --json.")
-        place = target(kind, checked, gemm, tiles)
+        device, name = _device(kind, gemm, tiles, checked)
         wanted = bench.parse_shapes(shapes or bench.SHAPES[kind])
-        click.echo(f"# {place.name}")
+        click.echo(f"# {name}")
         if tune:
-            return _tune(bench.tune(place, wanted, dtypes), out or Path("tiles.json"), place.name)
+            return _tune(bench.tune(device, wanted, dtypes), out or Path("tiles.json"), name)
         click.echo(f"{'product':<8} {'M x N x K':>18} {'dtype':>8}  {'tile':<13} {'time us':>10} {'library us':>11} "
                    f"{'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}")
         return _printed(
-            bench.measure(place, wanted, dtypes, products), json_file, place.name,
+            bench.measure(device, wanted, dtypes, products), json_file, name,
             lambda row: f"{row.product:<8} {f'{row.m} x {row.n} x {row.k}':>18} {row.dtype:>8}  {row.plan or '-':<13} "
                         f"{row.time_us:10.1f} {row.library_us:11.1f} {row.gflops:10.2f} {row.percent:8.1f} {row.wrong:7}")
 
     _end(run)
+
+
+def _device(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, str]":
+    """What the options ask for, and its name for a header; ConfigError where it is missing or cannot do that."""
+    from mpitrain.bench.header import processor
+    from mpitrain.errors import ConfigError
+    from mpitrain.ops.device import device_for
+
+    if kind == "cpu" and (gemm != "tiled" or tiles):
+        raise ConfigError("--gemm and --tiles are about products on a GPU, but --device is cpu.", "Leave them out.")
+    device = device_for(kind, gemm, tiles, checked)
+    return device, device.kernels.engine.name if device.kernels else processor()
 
 
 def _printed(rows: Any, json_file: Path | None, name: str, line: Callable[[Any], str]) -> int:

@@ -1,4 +1,4 @@
-"""`mpitrain bench train`: seconds per training step, alone or in turns with a peer."""
+"""`mpitrain bench train`: seconds per training step, alone or in turns with other settings and a peer."""
 
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,26 @@ SEQUENCES = 16  # per rank
 @click.command("train")
 @click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
 @click.option("--gemm", metavar="WHO", help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).")
-@click.option("--peer", type=click.Choice(["torch"]), help="Measure this as well, in turns: PyTorch, DDP over gloo.")
+@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
+@click.option("--pp", type=int, metavar="N", help="Pipeline stages, each with some of the layers (default: 1).")
+@click.option("--against", "others", multiple=True, metavar="SECTION.KEY=VALUE",
+              help="Measure a second job in turns with the first: the same with this setting (repeatable; all of one job).")
+@click.option("--peer", type=click.Choice(["torch"]),
+              help="Measure this as well, in turns: PyTorch over gloo, with what it has like the first job's replication.")
 @click.option("--blocks", type=click.IntRange(1, MOST), default=5, show_default=True, help="Turns that each side has.")
 @click.option("--steps", type=click.IntRange(1, MOST), default=10, show_default=True, help="Training steps in a turn.")
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change the configuration (repeatable).")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write both sides' times there, at the end.")
-def command(device: str | None, gemm: str | None, peer: str | None, blocks: int, steps: int, settings: tuple[str, ...],
-            json_file: Path | None) -> None:
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all sides' times there, at the end.")
+def command(device: str | None, gemm: str | None, tp: int | None, pp: int | None, others: tuple[str, ...], peer: str | None,
+            blocks: int, steps: int, settings: tuple[str, ...], json_file: Path | None) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences per rank.
 
-    Both sides start from the same weights and see the same batches, so their losses show that they do the same work.
+    All sides start from the same weights and see the same batches, so their losses show that they do the same work.
     """
-    changes = [*settings, *settings_of(("device.kind", device), ("device.gemm", gemm))]
+    changes = [*settings, *settings_of(("device.kind", device), ("device.gemm", gemm), ("layout.tp", tp),
+                                        ("layout.pp", pp))]
     with ranks(kind=lambda: _configured(1, blocks, steps, changes).device.kind) as transport:
-        _measure(transport, peer, blocks, steps, changes, json_file)
+        _measure(transport, changes, list(others), peer, blocks, steps, json_file)
 
 
 def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
@@ -40,40 +46,56 @@ def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
     return parse(with_settings({}, [*(f"{key}={value}" for key, value in shape.items()), *changes]))
 
 
-def _measure(transport: Any, peer: str | None, blocks: int, steps: int, changes: list[str], json_file: Path | None) -> None:
+def _measure(transport: Any, settings: list[str], others: list[str], peer: str | None, blocks: int, steps: int,
+             json_file: Path | None) -> None:
     from mpitrain.bench.table import check_writable
-    from mpitrain.bench.train import Ours, alternate, peer_class, table, write_json
+    from mpitrain.bench.train import Ours, alternate, check_common_steps, check_same_work, named, peer_class, table, write_json
     from mpitrain.collectives.tuning import foreign
     from mpitrain.run.build import build
     from mpitrain.transport.agreed import agreed
 
+    def configured() -> list[Any]:
+        check_same_work(others)
+        both = [_configured(transport.size, blocks, steps, changes) for changes in (settings, [*settings, *others])]
+        for each in both:
+            check_common_steps(each)
+        return both
+
     if json_file:
         agreed(transport, lambda: transport.rank > 0 or check_writable(json_file))
-    job = build(transport, agreed(transport, lambda: _configured(transport.size, blocks, steps, changes)))
+    first, second = agreed(transport, configured)
+    job = build(transport, first)
+    jobs = [job, build(transport, second, source=job.source)] if others else [job]
     config = job.trainer.config    # which knows what device.kind auto has become
-    other = agreed(transport, lambda: peer_class(peer, config)) if peer else None
-    sides: list[Any] = [Ours(job)]
-    if other:
-        trainer = job.trainer
-        parameters = trainer.backend.to_host(trainer.parameters)
-        arrays = {entry.name: entry.view(parameters) for entry in trainer.storage.entries}
-        sides.append(other(transport, config, job.source.inputs, arrays))
-    try:
-        results = alternate(transport, job, sides, blocks, steps)
-    finally:
-        for side in sides:
-            side.close()
+    rival = agreed(transport, lambda: peer_class(peer, config, job.trainer.grid.axes.dp)) if peer else None
+    sides: list[Any] = [Ours(each, named(each.trainer.config, others)) for each in jobs]
+    if rival:
+        sides.append(rival(transport, config, job.source.inputs, job.trainer.tensors()))
+    results = alternate(transport, job, sides, blocks, steps)
+    for side in sides:    # not after an error, which other ranks may not have: they would be waited for
+        side.close()
     if transport.rank == 0:
-        if config.replication.algorithm == "auto" and (advice := foreign(job.trainer.group.tuning, transport.hosts)):
+        if config.replication.algorithm == "auto" and (advice := foreign(job.trainer.resolved.tuning, transport.hosts)):
             click.echo(f"{advice} in replication.tuning")
         tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
         click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, "
-                   f"{job.trainer.storage.parameter_count} parameters, "
-                   f"all-reduce {config.replication.algorithm}, {config.device.kind}, products by {_multiplier(config)}; "
+                   f"{job.trainer.parameter_count} parameters, "
+                   f"{_way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
                    f"{blocks} blocks of {steps} steps")
         click.echo("\n".join(table(results, tokens)))
         if json_file:
             write_json(json_file, config.device.kind, results)
+
+
+def _way(config: Any) -> str:
+    """How the ranks share the work, in words."""
+    r = config.replication
+    if config.layout.tp > 1:
+        rows = ", rows of norms divided" if config.layout.sequence_parallel else ""
+        return f"{config.layout.tp} of them share layers by all-reduce {config.layout.algorithm}{rows}"
+    if config.layout.pp > 1:
+        return f"{config.layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches"
+    return f"all-reduce {r.algorithm}" if r.mode == "all-reduce" else f"{r.servers} of them server(s)"
 
 
 def _multiplier(config: Any) -> str:

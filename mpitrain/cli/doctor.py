@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from mpitrain import __version__
 from mpitrain.cli.ending import ranks
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
+from mpitrain.machine.kinds import KINDS
 
 SMALL_SHM = 64 << 20  # bytes: what containers are given by default, too little for ranks that share memory
 EXTRAS = {  # module: what it is for
@@ -62,6 +62,8 @@ class Rank(NamedTuple):
 
 def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     """(name, value) lines."""
+    from importlib.metadata import version
+
     import numpy
 
     from mpitrain.ops.host.product import mkl
@@ -131,8 +133,8 @@ def _kinds() -> list[str]:
     """The kinds of device that this rank can use."""
     from mpitrain.machine.backend import backend_for
 
-    found = []
-    for kind in ("cpu", "cuda-sim", "cuda"):
+    found: list[str] = []
+    for kind in KINDS:
         with suppress(ConfigError):
             backend_for(kind)
             found.append(kind)

@@ -3,13 +3,10 @@
 import faulthandler
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import tomli_w
 
 from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
 from mpitrain.machine import process
@@ -67,6 +64,8 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
     except BaseException as error:
         if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
             raise
+        import traceback
+
         transport.abort(f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}")
 
 
@@ -76,6 +75,8 @@ def settings_of(*options: tuple[str, Any]) -> list[str]:
 
 
 def _toml(value: Any) -> str:
+    import tomli_w
+
     return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 

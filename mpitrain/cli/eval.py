@@ -1,10 +1,12 @@
 """`mpitrain eval`: the held-out loss of a checkpoint."""
 
+import math
 from pathlib import Path
 
 import click
 
 from mpitrain.cli.ending import kind_of, ranks, settings_of
+from mpitrain.errors import TrainingError, on_every_rank
 
 
 @click.command()
@@ -12,10 +14,13 @@ from mpitrain.cli.ending import kind_of, ranks, settings_of
 @click.option("--data", metavar="SOURCE", help="Evaluate on this source instead of the run's own.")
 @click.option("--rows", type=click.IntRange(min=0), metavar="N",
               help="Held-out rows to take, spread evenly; 0: all (default: as in training).")
+@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
+@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
 @click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
-def command(run: Path, data: str | None, rows: int | None, device: str | None) -> None:
+def command(run: Path, data: str | None, rows: int | None, tp: int | None, pp: int | None, device: str | None) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
-    settings = settings_of(("data.source", data), ("run.eval_rows", rows), ("device.kind", device))
+    settings = settings_of(("data.source", data), ("run.eval_rows", rows), ("layout.tp", tp), ("layout.pp", pp),
+                           ("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.run.loop import open_run
         from mpitrain.run.trainer import evaluated_rows
@@ -28,3 +33,6 @@ def command(run: Path, data: str | None, rows: int | None, device: str | None) -
             click.echo(f"{click.format_filename(run)} at step {job.step} on {job.trainer.config.data.source}: "
                        f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
                        f"({evaluated_rows(job.trainer.config, job.data)} of {job.data.held_out} held-out rows)")
+        if not math.isfinite(loss):
+            raise on_every_rank(TrainingError(f"The model's output is not finite: its validation loss is {loss}.",
+                                              "The run has diverged: train again with a lower optimizer.lr."))

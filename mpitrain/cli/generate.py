@@ -33,32 +33,32 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
 @click.option("--top-k", type=click.IntRange(0, MOST), default=40, show_default=True, help="Draw among so many; 0: all.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws.")
 @click.option("--raw", is_flag=True, help="Write the bytes as they are drawn, also where they are not text.")
+@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
+@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
 @click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
 def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int, raw: bool,
-            device: str | None) -> None:
+            tp: int | None, pp: int | None, device: str | None) -> None:
     """Write text with the newest checkpoint of RUN_DIR.
 
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
     """
-    settings = settings_of(("device.kind", device))
+    settings = settings_of(("layout.tp", tp), ("layout.pp", pp), ("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.run.generate import tokens
         from mpitrain.run.loop import open_run
-        from mpitrain.transport.agreed import agreed, on_root
+        from mpitrain.transport.agreed import agreed
 
         trainer, source, _ = open_run(transport, run, settings, needs_data=False)
         is_text = not trainer.config.data.source.startswith("tokens:")
         start = agreed(transport, lambda: _prompt(prompt, is_text, source))
 
-        def write() -> None:
-            drawn = islice(tokens(trainer, start, temperature, top_k, seed), count)
-            written = (bytes([token]) if is_text else f" {token}".encode() for token in drawn)
-            parts = chain([os.fsencode(prompt)], written, [b"\n"])
-            for part in parts if raw else readable(parts):
+        drawn = islice(tokens(trainer, start, temperature, top_k, seed), count)
+        written = (bytes([token]) if is_text else f" {token}".encode() for token in drawn)
+        parts = chain([os.fsencode(prompt)], written, [b"\n"])
+        for part in parts if raw else readable(parts):
+            if transport.rank == 0:
                 sys.stdout.buffer.write(part)
                 sys.stdout.buffer.flush()
-
-        on_root(transport, write)
 
 
 def readable(parts: Iterable[bytes]) -> Iterator[bytes]:

@@ -14,6 +14,23 @@ from mpitrain.config import Config
 from mpitrain.run.metrics import CLOSING
 
 
+def terminal() -> int | None:
+    """Columns of the terminal behind standard error: None to ask it itself, 0 if there is none."""
+    # mpirun hands a pipe to its ranks; `mpitrain launch` says what is at the other end of it.
+    return None if sys.stderr.isatty() else int(os.environ.get(TERMINAL) or 0)
+
+
+def bar(steps: int, first: int = 0) -> "tqdm[Any]":
+    """A bar of so many steps, of which `first` are done; nothing is shown where there is no terminal."""
+    columns = terminal()
+    return tqdm(total=steps, initial=first, unit="step", disable=columns == 0, file=sys.stderr, dynamic_ncols=columns is None,
+                ncols=columns)
+
+
+SKIPPED = {"skipped": "not finite", "overflow": "gradients beyond float16"}
+"""Why an update was left out, by the key of the line that says so."""
+
+
 class Silent:
     """The watcher of every rank but 0."""
 
@@ -31,22 +48,19 @@ class Progress:
     """Prints records as they come; on a terminal a bar shows loss, tokens/s and the time left."""
 
     def __init__(self) -> None:
-        # mpirun hands a pipe to its ranks; `mpitrain launch` says what is at the other end of it.
-        self._columns = None if sys.stderr.isatty() else int(os.environ.get(TERMINAL) or 0)
-        self._is_terminal = self._columns != 0
+        self._is_terminal = terminal() != 0
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
         print(f"{network}: {record['parameters']:,} parameters on {c.data.source}; {record['ranks']} rank(s), "
-              f"{c.replication.algorithm} all-reduce{BEGAN}{folder}", flush=True)
+              f"{_way(c)}{BEGAN}{folder}", flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
             print(f"all {c.run.steps} steps were done before; to train on, set run.steps to more", flush=True)
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
-        self._bar = tqdm(total=c.run.steps, initial=self._first, unit="step", disable=not self._is_terminal,
-                         file=sys.stderr, dynamic_ncols=self._columns is None, ncols=self._columns)
+        self._bar = bar(c.run.steps, self._first)
 
     def stepped(self, step: int, loss: float) -> None:
         self._bar.update()
@@ -56,12 +70,13 @@ class Progress:
         if "loss" in record:
             rate = record.get("tokens_per_s", record["samples_per_s"])
             unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
+            why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
             if self._is_terminal:
                 self._bar.set_postfix_str(f"loss {record['loss']:.3f}, {rate:,.0f} {unit}", refresh=False)
-            if not self._is_terminal or record.get("skipped"):
+            if not self._is_terminal or why:
                 self._line(f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
                            f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}  "
-                           f"left {self._left(step)}" + ("  skipped: not finite" if record.get("skipped") else ""))
+                           f"left {self._left(step)}" + why)
         elif "val_loss" in record:
             self._line(f"step {step}: validation loss {record['val_loss']:.4f} nats, "
                        f"{record['val_accuracy']:.1%} of predictions right")
@@ -85,3 +100,13 @@ class Progress:
         else:
             click.echo(text)
             sys.stdout.flush()
+
+
+def _way(config: Config) -> str:
+    """How the ranks share the work, in words."""
+    r = config.replication
+    if config.layout.pp > 1:
+        return f"{config.layout.pp} stages by {config.pipeline.schedule}, {r.algorithm} all-reduce"
+    if r.mode == "server":
+        return f"{r.servers} of them {r.update} server(s)"
+    return f"{r.algorithm} all-reduce"

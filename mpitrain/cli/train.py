@@ -17,6 +17,7 @@ import click
 from mpitrain.cli import NOT_BEGUN, STOPPED
 from mpitrain.cli.ending import STALL_SECONDS, ranks, settings_of
 from mpitrain.cli.output import be_courtesy
+from mpitrain.machine.kinds import KINDS
 
 SAMPLE_SECONDS = 10  # of drawing the sample after training, which keeps all the ranks
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -66,12 +67,14 @@ def _meant(option: str, args: list[str]) -> str:
 @click.option("--resume", type=click.Choice(["yes", "auto"]), default=None, metavar="[=auto]",
               help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.")
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
+@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
+@click.option("--pp", type=int, metavar="N", help="Pipeline stages, each with some of the layers (default: 1).")
+@click.option("--device", metavar="KIND", help=f"Where to compute: auto, {', '.join(KINDS)}.")
 @click.option("--gemm", metavar="WHO", help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).")
 @click.option("--help-config", "described", is_flag=False, flag_value="all", metavar="[SECTION]",
               help="Print the configuration keys, all or of a section, and exit.")
 def command(config_file: Path | None, settings: tuple[str, ...], out: str | None, resume: str | None, dp: int | None,
-            device: str | None, gemm: str | None, described: str | None) -> None:
+            tp: int | None, pp: int | None, device: str | None, gemm: str | None, described: str | None) -> None:
     """Train a network, on all the ranks this was started with.
 
     Without arguments: a small GPT on the text of Python's own documentation.
@@ -80,7 +83,8 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
         print_keys(described)
         return
     be_courtesy()
-    options = settings_of(("layout.dp", dp), ("device.kind", device), ("device.gemm", gemm), ("run.out", out))
+    options = settings_of(("layout.dp", dp), ("layout.tp", tp), ("layout.pp", pp), ("device.kind", device), ("device.gemm", gemm),
+                          ("run.out", out))
     overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
     stop = Stop()
@@ -133,10 +137,10 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     from mpitrain.cli.progress import Progress, Silent
     from mpitrain.run.loop import train
     from mpitrain.run.watchdog import Watchdog
-    from mpitrain.transport.agreed import agreed, check_same, on_root
+    from mpitrain.transport.agreed import agreed, check_same
 
     stop.connected(transport.rank)
-    watchdog = Watchdog(transport.rank, STALL_SECONDS)
+    watchdog = Watchdog(transport.rank, STALL_SECONDS, transport.traffic)
     config = agreed(transport, configured)
     watchdog.patience(config.run.stall_seconds)
     check_same(transport, "configuration", config.flat())
@@ -145,7 +149,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     watcher = Progress() if transport.rank == 0 else Silent()
     finished = train(transport, config, resume, lambda: stop.requested, watcher, stop.note, watchdog)
     if finished.job.step < config.run.steps and config.run.sample and finished.job.source.model == "gpt" and not finished.stopped:
-        on_root(transport, lambda: _print_sample(finished, lambda: stop.requested))
+        _print_sample(finished, lambda: stop.requested)
     return finished
 
 
@@ -168,33 +172,31 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     out = with_settings({}, settings).get("run", {}).get("out")
     if resume == "no" or not isinstance(out, str) or not (Path(out) / CONFIG).exists():
         return parse(with_settings({}, settings))
-    stored = {**configuration(Path(out)).model_dump(), "layout": {}}  # a resumed run may have other ranks
+    stored = {**configuration(Path(out)).model_dump(), "layout": {}, "pipeline": {}}  # a resumed run may have other ranks
     return parse(with_settings(stored, settings))
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
-    """A little of what the model writes after a line break; token numbers where the source is no text."""
+    """A little of what the model writes after a line break; token numbers where the source is no text. Collective."""
     from itertools import islice
 
     from mpitrain.cli.generate import readable
     from mpitrain.errors import TrainingError
     from mpitrain.run.generate import tokens
 
-    config = finished.job.trainer.config
-    is_text, until = not config.data.source.startswith("tokens:"), time.monotonic() + SAMPLE_SECONDS
-    sample = []
+    trainer = finished.job.trainer
+    is_text, until = not trainer.config.data.source.startswith("tokens:"), time.monotonic() + SAMPLE_SECONDS
     try:
-        drawn = tokens(finished.job.trainer, [ord("\n") if is_text else 0], temperature=0.8, top_k=40, seed=0)
-        for token in islice(drawn, config.run.sample):
-            sample.append(token)
-            if time.monotonic() > until or stop_requested():
-                break
+        drawn = tokens(trainer, [ord("\n") if is_text else 0], temperature=0.8, top_k=40, seed=0,
+                       stop_requested=lambda: time.monotonic() > until or stop_requested())
+        sample = list(islice(drawn, trainer.config.run.sample))
+        text = b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
+        said = b"a sample of what it writes:\n" + text + b"\n"
     except TrainingError as error:
-        print(f"no sample of what it writes: {error.law}", flush=True)
-        return
-    text = b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
-    sys.stdout.buffer.write(b"a sample of what it writes:\n" + text + b"\n")
-    sys.stdout.buffer.flush()
+        said = f"no sample of what it writes: {error.law}\n".encode()
+    if trainer.transport.rank == 0:
+        sys.stdout.buffer.write(said)
+        sys.stdout.buffer.flush()
 
 
 def print_keys(section: str) -> None:

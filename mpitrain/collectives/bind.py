@@ -6,21 +6,12 @@ is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bo
 
 import numpy as np
 
-from mpitrain.collectives.algorithms import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    PING_PONG,
-    REDUCE,
-    REDUCE_SCATTER,
-    all_reduce_choices,
-)
-from mpitrain.collectives.all_reduce import Situation
+from mpitrain.collectives.algorithms import PLANS, TABLES, choices
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.check import agree
 from mpitrain.collectives.choose import choose
 from mpitrain.collectives.cost import Tuning
+from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.execute import Execution, Reduction
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.errors import CommError, on_every_rank
@@ -34,22 +25,43 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
 
     array       contiguous, any shape; one count and dtype on all ranks
     op          "add" or "maximum"
-    algorithm   one of `all_reduce_choices`; "auto" takes the one that `tuning` predicts to be fastest
+    algorithm   one of `choices` in algorithms.py; "auto" takes the one that `tuning` predicts to be fastest
     arithmetic  what combines received parts; `native`, and `shared` in host memory, have their own
     raises      CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name;
                 the refusal of an algorithm that cannot run here
     returns     a reduction whose `algorithm` says what it became
     """
-    tag = agree(transport, "all-reduce", array, all_reduce_choices(), algorithm, op=op)
+    return _bind(transport, array, op, "allreduce", algorithm, tuning, arithmetic)
+
+
+def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
+                        tuning: Tuning = DEFAULT, arithmetic: Arithmetic = HOST) -> Reduction:
+    """Bind a reduce-scatter: chunk r (plans.chunk_bounds) ends as the reduction on rank r, the rest as scratch.
+
+    Parameters and errors are those of `bind`.
+    """
+    return _bind(transport, array, op, "reduce-scatter", algorithm, tuning, arithmetic)
+
+
+def bind_all_gather(transport: Transport, array: np.ndarray, algorithm: str = "ring", tuning: Tuning = DEFAULT) -> Reduction:
+    """Bind an all-gather: chunk r of rank r ends in everyone's array. Parameters and errors are those of `bind`."""
+    return _bind(transport, array, "add", "all-gather", algorithm, tuning, HOST)
+
+
+def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algorithm: str, tuning: Tuning,
+          arithmetic: Arithmetic) -> Reduction:
+    """Bind what has a table of algorithms."""
+    table, name = TABLES[operation], operation.replace("allreduce", "all-reduce")
+    tag = agree(transport, name, array, choices(operation), algorithm, op=op)
     if algorithm == "auto":
-        algorithm = chosen_by_model(transport, array, tuning)
-        agree(transport, "all-reduce by auto, from one tuning,", array, tuple(ALL_REDUCE), algorithm)
-    if refusal := ALL_REDUCE[algorithm].refusal(situation(transport, array)):
+        algorithm = chosen_by_model(transport, array, tuning, operation)
+        agree(transport, f"{name} by auto, from one tuning,", array, tuple(table), algorithm)
+    if refusal := table[algorithm].refusal(situation(transport, array)):
         raise on_every_rank(refusal)
-    reduction = ALL_REDUCE[algorithm].bind(transport, array, op, tag, arithmetic)
+    reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
     if reduction is None:
         algorithm = "ring"
-        reduction = ALL_REDUCE[algorithm].bind(transport, array, op, tag, arithmetic)
+        reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
     assert reduction is not None  # a ring lacks nothing
     reduction.algorithm = algorithm
     return reduction
@@ -61,9 +73,9 @@ def situation(transport: Transport, array: np.ndarray) -> Situation:
     return Situation(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
 
 
-def chosen_by_model(transport: Transport, array: np.ndarray, tuning: Tuning) -> str:
+def chosen_by_model(transport: Transport, array: np.ndarray, tuning: Tuning, operation: str = "allreduce") -> str:
     """What "auto" is for this array. Collective."""
-    return choose(tuning, situation(transport, array), array.size, array.itemsize, memory_of(transport, array))
+    return choose(tuning, situation(transport, array), array.size, array.itemsize, memory_of(transport, array), operation)
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:
@@ -72,32 +84,18 @@ def memory_of(transport: Transport, array: np.ndarray) -> str:
     return "window" if all(transport.gather_text(found is not None)) else "plain"
 
 
-def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
-                        arithmetic: Arithmetic = HOST) -> Reduction:
-    """Bind a reduce-scatter: chunk r (plans.chunk_bounds) ends as the reduction on rank r, the rest as scratch."""
-    tag = agree(transport, "reduce-scatter", array, tuple(REDUCE_SCATTER), algorithm, op=op)
-    plan = REDUCE_SCATTER[algorithm](transport.rank, transport.size, array.size)
-    return Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
-
-
-def bind_all_gather(transport: Transport, array: np.ndarray, algorithm: str = "ring") -> Reduction:
-    """Bind an all-gather: chunk r of rank r ends in everyone's array."""
-    tag = agree(transport, "all-gather", array, tuple(ALL_GATHER), algorithm)
-    return Execution(transport, array, "add", ALL_GATHER[algorithm](transport.rank, transport.size, array.size), tag)
-
-
 def bind_broadcast(transport: Transport, array: np.ndarray, root: int = 0, algorithm: str = "binomial") -> Reduction:
     """Bind a broadcast of root's array to everyone's."""
-    tag = agree(transport, "broadcast", array, tuple(BROADCAST), algorithm, root=root)
-    plan = BROADCAST[algorithm](transport.rank, transport.size, array.size, root)
+    tag = agree(transport, "broadcast", array, choices("broadcast"), algorithm, root=root)
+    plan = PLANS["broadcast"][algorithm](transport.rank, transport.size, array.size, root)
     return Execution(transport, array, "add", plan, tag)
 
 
 def bind_reduce(transport: Transport, array: np.ndarray, op: str = "add", root: int = 0,
                 algorithm: str = "binomial", arithmetic: Arithmetic = HOST) -> Reduction:
     """Bind a reduction to root's array; the other ranks' arrays end as scratch."""
-    tag = agree(transport, "reduce", array, tuple(REDUCE), algorithm, op=op, root=root)
-    plan = REDUCE[algorithm](transport.rank, transport.size, array.size, root)
+    tag = agree(transport, "reduce", array, choices("reduce"), algorithm, op=op, root=root)
+    plan = PLANS["reduce"][algorithm](transport.rank, transport.size, array.size, root)
     return Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
 
 
@@ -107,8 +105,8 @@ def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.nda
 
     raises   CommError also if the two arrays differ in count or dtype, or do not divide into as many chunks as ranks
     """
-    tag = agree(transport, "all-to-all", outgoing, tuple(ALL_TO_ALL), algorithm)
-    agree(transport, "all-to-all", incoming, tuple(ALL_TO_ALL), algorithm)
+    tag = agree(transport, "all-to-all", outgoing, choices("all-to-all"), algorithm)
+    agree(transport, "all-to-all", incoming, choices("all-to-all"), algorithm)
     if overlap(outgoing, incoming):
         raise on_every_rank(CommError(f"rank {transport.rank}: all-to-all needs two arrays that do not overlap.",
                                       "Receive into an array of its own."))
@@ -117,12 +115,12 @@ def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.nda
             f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
             f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
             f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements."))
-    plan = ALL_TO_ALL[algorithm](transport.rank, transport.size, outgoing.size)
+    plan = PLANS["all-to-all"][algorithm](transport.rank, transport.size, outgoing.size)
     return Execution(transport, incoming, "add", plan, tag, outgoing)
 
 
 def bind_ping_pong(transport: Transport, array: np.ndarray, algorithm: str = "ping-pong") -> Reduction:
     """Bind a message from rank 0 to the last rank and back."""
-    tag = agree(transport, "sendrecv", array, tuple(PING_PONG), algorithm)
-    plan = PING_PONG[algorithm](transport.rank, transport.size, array.size)
+    tag = agree(transport, "sendrecv", array, choices("sendrecv"), algorithm)
+    plan = PLANS["sendrecv"][algorithm](transport.rank, transport.size, array.size)
     return Execution(transport, array, "add", plan, tag)

@@ -1,25 +1,26 @@
-"""Which all-reduce to use, and how much to reduce at a time: pure functions of the tuning, where the ranks are, and the size."""
+"""Which algorithm to use, and how much to reduce at a time: pure functions of the tuning, where the ranks are, and the size."""
 
 from collections.abc import Sequence
 
-from mpitrain.collectives.algorithms import ALL_REDUCE
-from mpitrain.collectives.all_reduce import Situation
+from mpitrain.collectives.algorithms import ALL_REDUCE, TABLES
 from mpitrain.collectives.cost import Tuning, predict
+from mpitrain.collectives.entry import Situation
 
 
-def candidates(situation: Situation) -> list[str]:
-    """The all-reduces that `auto` considers."""
-    return [name for name, algorithm in ALL_REDUCE.items()
+def candidates(situation: Situation, operation: str = "allreduce") -> list[str]:
+    """The algorithms that `auto` considers."""
+    return [name for name, algorithm in TABLES[operation].items()
             if algorithm.refusal(situation) is None and algorithm.is_rival(situation)]
 
 
-def choose(tuning: Tuning, situation: Situation, count: int, itemsize: int, memory: str = "window") -> str:
-    """The all-reduce that the model expects to be fastest, for an array in a class of host memory, or on a GPU."""
+def choose(tuning: Tuning, situation: Situation, count: int, itemsize: int, memory: str = "window",
+           operation: str = "allreduce") -> str:
+    """The algorithm that the model expects to be fastest, for an array in a class of host memory, or on a GPU."""
     def seconds(algorithm: str) -> float:
-        predicted = predict(tuning, "allreduce", algorithm, situation.hosts, count, itemsize, memory)
+        predicted = predict(tuning, operation, algorithm, situation.hosts, count, itemsize, memory)
         return predicted if predicted == predicted else float("inf")
 
-    return min(candidates(situation), key=seconds)
+    return min(candidates(situation, operation), key=seconds)
 
 
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -1,15 +1,15 @@
-"""A sum whose elements are all coded on their own, in lanes that run side by side.
+"""A sum whose elements are all coded on their own, in lanes that run side by side; and a gather of coded chunks.
 
 Nothing is coded more often than it must be: a chunk goes straight to the rank that sums it, and the coded sum to everyone;
 the rank that made it decodes it like the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpitrain.collectives import pairwise
-from mpitrain.collectives.compose import Lanes, Local
+from mpitrain.collectives.compose import Chain, Lanes, Local
 from mpitrain.collectives.execute import WINDOW, Execution, Reduction
 from mpitrain.collectives.plans import Plan, at_once
 from mpitrain.collectives.wire import BLOCK, Codec
@@ -78,3 +78,31 @@ def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Desk) -> l
 def without_self(plan: Plan, rank: int) -> Plan:
     """The plan but for what a rank sends itself."""
     return plan._replace(steps=tuple(step for step in plan.steps if all(t.peer != rank for t in step.sends)))
+
+
+def bind_coded_all_gather(transport: Transport, array: np.ndarray, codec: Codec,
+                          bind: Callable[[np.ndarray], Reduction]) -> Chain:
+    """Bind an all-gather of coded chunks: what chunk r of rank r is decoded to ends in everyone's array, on rank r, too.
+
+    array    float32; its size divides into as many chunks as ranks
+    bind     binds an all-gather of bytes
+    traffic  as of an all-gather of n chunks, each rounded up to blocks and coded
+    """
+    chunks = array.reshape(transport.size, -1)
+    length = chunks.shape[1]
+    blocks = -(-length // BLOCK)
+    values = np.empty_like(array, shape=blocks * BLOCK)
+    coded = np.empty_like(array, np.uint8, shape=transport.size * blocks * codec.block_bytes)
+    parts = coded.reshape(transport.size, -1)
+
+    def encode() -> None:
+        values[:length] = chunks[transport.rank]
+        values[length:] = 0
+        codec.encode(values, parts[transport.rank])
+
+    def decode() -> None:
+        for chunk, part in zip(chunks, parts, strict=True):
+            codec.decode(part, values)
+            chunk[:] = values[:length]
+
+    return Chain(transport, [Local(encode), bind(coded), Local(decode)])

@@ -35,13 +35,13 @@ class Lanes:
     state: dict[str, np.ndarray] | None = None
     learn: Callable[[np.ndarray], None] | None = None
     algorithm = ""
-    is_messages = True
 
     def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int):
         self._transport = transport
         self._lanes, self._width, self._length = lanes, width, len(lanes[0])
         self._ended = [self._length] * len(lanes)  # links of each lane; -1: it has not started
         self._first = len(lanes)  # the lanes before it have ended
+        self.is_messages = all(link.is_messages for lane in lanes for link in lane)
 
     def run(self) -> None:
         self.start()
@@ -85,6 +85,12 @@ class Chain(Lanes):
 
     def __init__(self, transport: Transport, links: Sequence[Reduction]):
         super().__init__(transport, [links], 1)
+
+    def run(self) -> None:
+        if not self.poll():
+            raise started_twice()
+        for link in self._lanes[0]:
+            link.run()
 
     def wait(self) -> None:
         while not self.poll():

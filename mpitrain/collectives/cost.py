@@ -6,21 +6,20 @@ with an alpha and a beta for messages within a host and for messages between hos
 take turns: what all of them do, divided by the cores, is a bound as well. The constants hold for a number of
 ranks (which share memory, and sometimes cores) and a class of memory: MPI moves what lies in a shared window otherwise
 than other memory. They change with the size of the array, as caches end: each is known at a few sizes, and in between it
-follows a straight line over the logarithm of the size. What is not a plan has two constants of its own: a + b x bytes of
-the array.
+follows a straight line over the logarithm of the size. An all-reduce that is not a plan has two constants of its own: a + b x
+bytes of the array. Its halves, reduce-scatter and all-gather, take a part of each that their entries name.
 
 source   Hockney 1994, Parallel Computing 20(3); Thakur, Rabenseifner & Gropp 2005, Int. J. High Perform. Comput. Appl. 19(1)
 """
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from mpitrain.collectives import algorithms
-from mpitrain.collectives.plans import DEPTH, Plan, Transfer, segments
+from mpitrain.collectives.algorithms import PLANS, TABLES
+from mpitrain.collectives.plans import DEPTH, Plan, Transfer
 
 KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
 """Bytes of the array at which the constants are known; the first hold below, the last above."""
@@ -33,15 +32,6 @@ TERMS = ("host_alpha", "host_long", "host_beta", "net_alpha", "net_beta", "gamma
 
 MEMORY = ("window", "plain")
 """Where arrays lie: in memory shared by the ranks of a host, or anywhere else."""
-
-PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
-    "reduce-scatter": algorithms.REDUCE_SCATTER, "all-gather": algorithms.ALL_GATHER, "broadcast": algorithms.BROADCAST,
-    "reduce": algorithms.REDUCE, "all-to-all": algorithms.ALL_TO_ALL, "sendrecv": algorithms.PING_PONG,
-}
-"""The plans of every operation but the all-reduce, some of whose algorithms are none."""
-
-SEGMENTED = ("ring", "halving-doubling")
-"""Those whose plan for a long array is one for a short array again and again; so is the ring of hierarchical."""
 
 ENDS = 2
 """Hosts at either end of a job that are looked at, and the one with most ranks: plans treat the others as one of them."""
@@ -94,7 +84,7 @@ def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, items
     hosts   the host name of every rank, in blocks or not
     cores   of a host
     """
-    distinct, times = list(dict.fromkeys(hosts)), _segments(algorithm, hosts, count)
+    distinct, times = list(dict.fromkeys(hosts)), _segments(operation, algorithm, hosts, count)
     short, busiest = count // times, Work()  # an array of one segment, which tells of all: a long plan takes seconds to make
     longer = count / short if short else 1.0
     for host in dict.fromkeys([*distinct[:ENDS], *distinct[-ENDS:], max(distinct, key=hosts.count)]):
@@ -112,18 +102,15 @@ def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, items
     return busiest
 
 
-def _segments(algorithm: str, hosts: Sequence[str], count: int) -> int:
+def _segments(operation: str, algorithm: str, hosts: Sequence[str], count: int) -> int:
     """How often the plan of one segment is repeated in that of the array; 1 where there are no segments."""
-    if algorithm == "hierarchical":
-        ranks = Counter(hosts)
-        return segments(len(ranks), count // min(ranks.values()))
-    return segments(len(hosts), count) if algorithm in SEGMENTED else 1
+    return TABLES[operation][algorithm].segments(hosts, count) if operation in TABLES else 1
 
 
 def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, ...]:
     """The plans a rank runs one after the other."""
-    if operation == "allreduce":
-        plans = algorithms.ALL_REDUCE[algorithm].plans
+    if operation in TABLES:
+        plans = TABLES[operation][algorithm].plans
         assert plans is not None  # asked only of what `is_whole` denies
         return plans(rank, hosts, count)
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
@@ -131,7 +118,7 @@ def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], co
 
 def is_whole(operation: str, algorithm: str) -> bool:
     """Whether an algorithm is no plan, so that its cost is measured whole."""
-    return operation == "allreduce" and algorithms.ALL_REDUCE[algorithm].plans is None
+    return operation in TABLES and TABLES[operation][algorithm].plans is None
 
 
 def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], width: float, times: int) -> Work:
@@ -172,7 +159,8 @@ def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str]
     if is_whole(operation, algorithm):
         if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
             return math.nan  # measured within a host, or between hosts, and says nothing about the other
-        constants, amounts = whole[memory].get(algorithm), (1, nbytes)
+        once, per_byte = TABLES[operation][algorithm].of_all_reduce
+        constants, amounts = whole[memory].get(algorithm), (once, per_byte * nbytes)
     else:
         constants = plans[memory]
         amounts = work(operation, algorithm, hosts, count, itemsize, tuning.machine["cores"])

@@ -39,7 +39,7 @@ class Reduction(Protocol):
         """
 
     algorithm: str
-    """Which all-reduce it became: what `auto` chose, or what stood in for one that this machine lacks; "" for anything else."""
+    """Which algorithm it became: what `auto` chose, or what stood in for one that this machine lacks; "" where nobody chooses."""
 
     @property
     def learn(self) -> Callable[[np.ndarray], None] | None:

@@ -4,11 +4,12 @@ A host's array is cut among its ranks; the ranks that hold the same cut on every
 have different numbers of ranks: there are as many columns as the smallest host has ranks.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from mpitrain.collectives import ring
-from mpitrain.collectives.all_reduce import Situation
-from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds, relabel, reverse
+from mpitrain.collectives.entry import Situation
+from mpitrain.collectives.plans import Plan, Step, Transfer, chunk_bounds, relabel, reverse, segments
 
 
 def all_reduce(rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, Plan, Plan]:
@@ -45,6 +46,12 @@ def _around(rank: int, hosts: list[list[int]], columns: list[tuple[int, int]]) -
     members = [ranks[column] for ranks in hosts]
     start, stop = columns[column]
     return relabel(ring.all_reduce(members.index(rank), len(members), stop - start), members, start)
+
+
+def segments_of(hosts: Sequence[str], count: int) -> int:
+    """Into how many segments the chunks of a column's ring are cut."""
+    ranks = Counter(hosts)
+    return segments(len(ranks), count // min(ranks.values()))
 
 
 def is_rival(situation: Situation) -> bool:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import Arithmetic
+from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.execute import started_twice
 from mpitrain.errors import CommError
 from mpitrain.transport.base import Request, Transport

@@ -5,19 +5,22 @@ from functools import partial
 from typing import Any
 
 from mpitrain.collectives.arithmetic import HOST, Arithmetic, Combine, by_numpy
-from mpitrain.collectives.wire import CODECS, Codec
-from mpitrain.kernels.engines import KINDS, kernels_for
+from mpitrain.collectives.wire import BFLOAT16, CODECS, Codec
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend
 from mpitrain.ops.cuda import top_k, wire
+from mpitrain.ops.cuda.elements import FLOATS
+from mpitrain.ops.device import Device
 
 
-def arithmetic_of(backend: Backend, arena: Arena) -> Arithmetic:
-    """What adds and codes the arrays of a backend: our kernels, where they compute everything else too."""
-    if backend.kind not in KINDS:
+def arithmetic_of(device: Device) -> Arithmetic:
+    """What adds and codes the arrays of a device: its kernels, where they compute everything else too.
+
+    Scratch comes from an arena of its own: a thread may reduce while another computes.
+    """
+    if device.kernels is None:
         return HOST
-    return by_kernels(kernels_for(backend.kind), backend.holds, arena)
+    return by_kernels(device.kernels, device.backend.holds, device.arena())
 
 
 def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:
@@ -27,15 +30,15 @@ def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena)
     arena      of the same memory: scratch
     """
     def combining(array: Any, op: str) -> Combine:
-        if not is_theirs(array) or array.dtype.name not in ("float32", "float64", "float16"):
+        if not is_theirs(array) or array.dtype.name not in FLOATS:
             return by_numpy(array, op)
         return partial({"add": wire.add_into, "maximum": wire.maximum_into}[op], kernels)
 
-    def bf16() -> Codec:    # uint16 to a kernel: CuPy has no name for it
+    def bf16() -> Codec:
         return CODECS["bf16"]._replace(
-            encode=lambda values, coded: wire.convert(kernels, values, coded.view("uint16")),
-            decode=lambda coded, values: wire.convert(kernels, coded.view("uint16"), values),
-            add=lambda coded, values, scratch: wire.add_into(kernels, values, coded.view("uint16")))
+            encode=lambda values, coded: wire.convert(kernels, values, coded.view(BFLOAT16)),
+            decode=lambda coded, values: wire.convert(kernels, coded.view(BFLOAT16), values),
+            add=lambda coded, values, scratch: wire.add_into(kernels, values, coded.view(BFLOAT16)))
 
     def scaled(name: str, dtype: str, encode: Callable, decode: Callable) -> Codec:
         def parts(coded: Any) -> tuple[Any, Any]:

@@ -6,11 +6,12 @@ copies that take turns, so that one barrier is enough.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 
-from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
+from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.execute import Execution, Reduction, started_twice
 from mpitrain.collectives.pairwise import barrier
 from mpitrain.collectives.plans import chunk_bounds
@@ -28,7 +29,7 @@ SMALL = 1 << 12
 
 
 class Shared(ABC):
-    """An all-reduce through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
+    """A collective through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
 
     state = learn = None
     algorithm = ""
@@ -165,25 +166,40 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int, arit
     """
     if on_device(array):
         return bind_shared_gpu(transport, array, op, tag, arithmetic)
+    return bind_in_window(transport, array, lambda slots: Small(transport, array, op, tag, slots) if len(slots) == 2
+                          else InPlace(transport, array, op, tag, slots[0]))
+
+
+def bind_in_window(transport: Transport, array: np.ndarray,
+                   make: Callable[[list[list[np.ndarray]]], Shared]) -> Reduction | None:
+    """What is made of (slots): every rank's part of a window, by rank; two sets of copies if the array is small.
+
+    Collective, over the ranks of one host. None on every rank if the host has no room for a window.
+    """
     is_small = array.nbytes * transport.size <= SMALL
     windows = None if is_small else _window_of(transport, array)
     if windows is not None:
-        return InPlace(transport, array, op, tag, windows)
+        return make([windows])
     borrowed = _borrow(transport, array, 2 if is_small else 1)
     if borrowed is None:
         return None
     window, slots = borrowed
-    reduction = Small(transport, array, op, tag, slots) if is_small else InPlace(transport, array, op, tag, slots[0])
+    reduction = make(slots)
     transport.windows.use(window, reduction)
     return reduction
 
 
 def refusal(situation: Situation) -> ConfigError | None:
     """Memory is shared within one host."""
+    return hosts_differ(situation, "hierarchical")
+
+
+def hosts_differ(situation: Situation, instead: str) -> ConfigError | None:
+    """The refusal where ranks are on several hosts, which names what to use instead."""
     if len(set(situation.hosts)) == 1:
         return None
     return ConfigError(f"algorithm shared needs all ranks on one host, but they are on {len(set(situation.hosts))}.",
-                       "Use algorithm hierarchical.")
+                       f"Use algorithm {instead}.")
 
 
 def is_rival(situation: Situation) -> bool:

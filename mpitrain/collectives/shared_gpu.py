@@ -1,10 +1,11 @@
-"""All-reduce without messages between GPUs: the ranks of one host reduce each other's memory, opened through CUDA IPC.
+"""Collectives without messages between GPUs: the ranks of one host reduce each other's memory, opened through CUDA IPC.
 
-As in shared.py, each rank reduces its 1/n of the array out of all ranks' memory and writes the result to all of them,
+As in shared.py and shared_halves.py, each rank reads out of all ranks' memory, and an all-reduce writes to all of them,
 between two barriers. Other processes cannot wait for a rank's stream: it does so itself before each barrier.
 """
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,12 +23,59 @@ from mpitrain.transport.device import DeviceTransport
 
 
 def bind_shared_gpu(transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
-    """Bind an all-reduce through GPU memory that all ranks have opened; it stays open as long as the reduction lives.
+    """Bind an all-reduce through GPU memory, under the conditions of `_bound`.
+
+    order   chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
+            ranks and in every run
+    """
+    combine = arithmetic.combining(array, op)
+
+    def reduce(arrays: list[Any]) -> None:
+        own, *others = _turned(transport, arrays)
+        for other in others:
+            combine(own, other)
+        for other in others:
+            other[...] = own
+
+    return _bound(transport, array, tag, reduce)
+
+
+def bind_reduce_scatter_gpu(transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
+    """Bind a reduce-scatter through GPU memory, under the conditions of `_bound`, in the order of the all-reduce."""
+    combine = arithmetic.combining(array, op)
+
+    def reduce(arrays: list[Any]) -> None:
+        own, *others = _turned(transport, arrays)
+        for other in others:
+            combine(own, other)
+
+    return _bound(transport, array, tag, reduce)
+
+
+def bind_all_gather_gpu(transport: Transport, array: Any, tag: int) -> Reduction | None:
+    """Bind an all-gather through GPU memory, under the conditions of `_bound`."""
+    chunks = [slice(*bounds) for bounds in chunk_bounds(array.size, transport.size)]
+
+    def gather(arrays: list[Any]) -> None:
+        for peer, chunk in enumerate(chunks):
+            if peer != transport.rank:
+                arrays[transport.rank][chunk] = arrays[peer][chunk]
+
+    return _bound(transport, array, tag, gather)
+
+
+def _turned(transport: Transport, arrays: list[Any]) -> list[Any]:
+    """This rank's chunk of every rank's array: its own first, then those of the ranks after it."""
+    rank = transport.rank
+    start, stop = chunk_bounds(arrays[rank].size, transport.size)[rank]
+    return [whole[start:stop] for whole in arrays[rank:] + arrays[:rank]]
+
+
+def _bound(transport: Transport, array: Any, tag: int, work: Callable[[list[Any]], None]) -> Reduction | None:
+    """What does some work on every rank's array, by rank, between two barriers; they stay open as long as it lives.
 
     Collective, over the ranks of one host. None on every rank, and one line from rank 0, if a rank cannot open another's
     memory; ConfigError if the ranks do not see each other's GPUs, or pass a transport of host memory.
-    order   chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
-            ranks and in every run
     memory  the driver must not get an array's allocation back while other ranks have it open; CuPy's pools keep theirs
     """
     if not isinstance(transport, DeviceTransport):
@@ -35,26 +83,20 @@ def bind_shared_gpu(transport: Transport, array: Any, op: str, tag: int, arithme
             "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
             "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring."))
     _check_gpus_are_seen(transport)
-    rank, n, gpu = transport.rank, transport.size, transport.backend
+    gpu = transport.backend
     try:
         arrays = _opened(transport, array.reshape(-1))
     except CommError as error:
-        if rank == 0:
+        if transport.rank == 0:
             _say_once(f"mpitrain: algorithm shared falls back on ring. {error.law}")
         return None
-    start, stop = chunk_bounds(array.size, n)[rank]
-    own, *others = [whole[start:stop] for whole in arrays[rank:] + arrays[:rank]]
-    combine = arithmetic.combining(array, op)
 
-    def reduce() -> None:
-        for other in others:
-            combine(own, other)
-        for other in others:
-            other[...] = own
+    def run() -> None:
+        work(arrays)
         gpu.synchronize()
 
-    meeting = Execution(transport, np.empty(0, np.uint8), "add", barrier(rank, n), tag)
-    return Chain(transport, [Local(gpu.synchronize), meeting, Local(reduce), meeting])
+    meeting = Execution(transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag)
+    return Chain(transport, [Local(gpu.synchronize), meeting, Local(run), meeting])
 
 
 def _check_gpus_are_seen(transport: DeviceTransport) -> None:

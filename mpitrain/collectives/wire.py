@@ -17,12 +17,12 @@ import ml_dtypes
 import numpy as np
 
 from mpitrain.errors import ConfigError
-
-BLOCK = 256
-"""Elements that share one scale of fp16 and int8; chunks of coded arrays are whole blocks."""
+from mpitrain.ops.cuda.wire import BLOCK
 
 FP16_BYTES, INT8_BYTES = 4 + 2 * BLOCK, 4 + BLOCK
 """What a block becomes."""
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 CACHED = 128 * BLOCK
 """Elements that fp16 takes at a time, so that all its passes but the first find them in a cache."""
@@ -175,7 +175,7 @@ def _adding(decode: Callable[[np.ndarray, np.ndarray], None]) -> Callable[[np.nd
 
 CODECS = {
     "fp16": Codec(FP16_BYTES, _encode_fp16, _decode_fp16, _adding(_decode_fp16)),
-    "bf16": _cast(np.dtype(ml_dtypes.bfloat16)),
+    "bf16": _cast(BFLOAT16),
     "int8": Codec(INT8_BYTES, _encode_int8, _decode_int8, _adding(_decode_int8)),
 }
 """Formats that code block by block."""

@@ -53,9 +53,6 @@ def _refuse(kernel: str, parameter: Parameter, is_what: str, way_out: str) -> No
 
 
 def _array_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any], Argument]:
-    # Without a bfloat16 type of its own an array holds the bits as uint16.
-    allowed = (dtype, "uint16") if dtype == "bfloat16" else (dtype,)
-
     def check(value: Any) -> Argument:
         argument = value if isinstance(value, Argument) else Argument(value)
         array = argument.array
@@ -64,7 +61,7 @@ def _array_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any
         if not hasattr(array, "flags"):
             _refuse(kernel, parameter, f"is {value!r}, not an array of {dtype}",
                     "Pass an array, or None to leave it out.")
-        if name_of(array.dtype) not in allowed:
+        if name_of(array.dtype) != dtype:
             _refuse(kernel, parameter, f"is an array of {array.dtype.name}, the kernel takes {dtype}",
                     "Cast it first, or launch the kernel for that element type.")
         if not array.flags.c_contiguous and not (argument.strided and array.strides[-1] == array.itemsize):

@@ -65,20 +65,26 @@ extern "C" __global__ void __launch_bounds__(256) cross_entropy_loss(
         losses[blockIdx.x] = target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
 }
 
-// The vocabulary split over ranks: this rank holds columns first .. first + V - 1. In order: row_maximum; a maximum over the
-// ranks; row_exponentials; a sum over the ranks of both its outputs; cross_entropy_split.
+// The vocabulary split in parts: this one has columns first .. first + V - 1. For the loss in order: row_maximum; a maximum over
+// the parts; row_exponentials; a sum over the parts of both its outputs; cross_entropy_split. To count correct rows, after the
+// maximum over the parts: row_argmax; another maximum over the parts; place_is_target.
 
-// maxima[m] = the largest logit of this rank's columns, -infinity if V = 0.
+// The largest of the values of a block's threads, in its first warp; `scratch` has one place a warp and is used once.
+__device__ __forceinline__ Sum block_max(Sum value, Sum* scratch) {
+    const int lane = threadIdx.x % 32;
+    value = warp_max(value);
+    if (lane == 0) scratch[threadIdx.x / 32] = value;
+    __syncthreads();
+    return warp_max(lane < int(blockDim.x / 32) ? scratch[lane] : MINUS_INFINITY);
+}
+
+// maxima[m] = the largest logit of this part's columns, -infinity if V = 0.
 extern "C" __global__ void __launch_bounds__(256) row_maximum(int M, int V, const Element* __restrict__ logits, Sum* __restrict__ maxima) {
     __shared__ Sum scratch[8];
     const Element* row = logits + (long long)blockIdx.x * V;
-    const int lane = threadIdx.x % 32;
     Sum own = MINUS_INFINITY;
     for (int v = threadIdx.x; v < V; v += blockDim.x) own = larger(own, Sum(wide(row[v])));
-    own = warp_max(own);
-    if (lane == 0) scratch[threadIdx.x / 32] = own;
-    __syncthreads();
-    own = warp_max(lane < int(blockDim.x / 32) ? scratch[lane] : MINUS_INFINITY);
+    own = block_max(own, scratch);
     if (threadIdx.x == 0) maxima[blockIdx.x] = own;
 }
 
@@ -98,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(256) row_exponentials(
     target_logits[blockIdx.x] = target >= 0 && target < V ? wide(row[target]) - maximum : Sum(0);
 }
 
-// losses[m] = log(sum) - target logit, from the sums over all ranks; the gradient over this rank's logits.
+// losses[m] = log(sum) - target logit, from the sums over all parts; the gradient over this part's logits.
 extern "C" __global__ void __launch_bounds__(256) cross_entropy_split(
     int M, int V, long long first, const Index* __restrict__ targets, Sum scale, const Sum* __restrict__ maxima,
     const Sum* __restrict__ sums, const Sum* __restrict__ target_logits, Element* logits, Sum* __restrict__ losses) {
@@ -108,6 +114,30 @@ extern "C" __global__ void __launch_bounds__(256) cross_entropy_split(
     for (int v = threadIdx.x; v < V; v += blockDim.x)
         row[v] = narrow<Element>(scale * (exp(wide(row[v]) - maximum) / sum - (v == target ? Sum(1) : Sum(0))));
     if (threadIdx.x == 0) losses[blockIdx.x] = log(sum) - target_logits[blockIdx.x];
+}
+
+// places[m] = -(first + v) of the lowest column v of this part whose logit is the largest of the whole row, or a NaN; -infinity
+// if there is none. Places are exact up to 2^24 in float.
+extern "C" __global__ void __launch_bounds__(256) row_argmax(
+    int M, int V, long long first, const Element* __restrict__ logits, const Sum* __restrict__ maxima, Sum* __restrict__ places) {
+    __shared__ Sum scratch[8];
+    const Element* row = logits + (long long)blockIdx.x * V;
+    const Sum maximum = maxima[blockIdx.x];
+    Sum own = MINUS_INFINITY;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) {
+        const Sum x = wide(row[v]);
+        if (x == maximum || x != x) own = larger(own, -Sum(first + v));
+    }
+    own = block_max(own, scratch);
+    if (threadIdx.x == 0) places[blockIdx.x] = own;
+}
+
+// correct[m] = 1 if places[m], a maximum over all parts, is minus the target, else 0.    places, targets, correct: (n,)
+// One thread a row. Launch: grid (any), block (256).
+extern "C" __global__ void __launch_bounds__(256) place_is_target(
+    long long n, const Index* __restrict__ targets, const Sum* __restrict__ places, Sum* __restrict__ correct) {
+    for (long long i = blockIdx.x * 256LL + threadIdx.x; i < n; i += gridDim.x * 256LL)
+        correct[i] = -places[i] == Sum(targets[i]) ? Sum(1) : Sum(0);
 }
 
 // correct[m] = 1 if the first of the largest logits of row m is at the target, else 0. A NaN is the largest of all.

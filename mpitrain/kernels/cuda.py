@@ -14,8 +14,8 @@ from mpitrain.kernels.source import Signature, SourceFile
 OPTIONS = ("--std=c++17",)
 WITHOUT_ASKING = 48 << 10    # bytes of dynamic shared memory that any kernel may have
 NULL = np.uintp(0)
-LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14, "uint16": 14}
-"""cudaDataType by dtype; uint16 arrays hold the bits of bfloat16 numbers."""
+LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+"""cudaDataType by dtype."""
 
 
 class CudaEngine:
@@ -31,22 +31,6 @@ class CudaEngine:
         """The GPU's name."""
         runtime = self._cupy.cuda.runtime
         return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An uninitialised array on the device."""
-        return self._cupy.empty(shape, dtype)
-
-    def put(self, array: np.ndarray) -> Any:
-        """The array on the device."""
-        return self._cupy.asarray(array)
-
-    def get(self, array: Any) -> np.ndarray:
-        """The array in host memory."""
-        return self._cupy.asnumpy(array)
-
-    def wait(self) -> None:
-        """Wait for all that was started on the current stream."""
-        self._cupy.cuda.get_current_stream().synchronize()
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
         """One kernel of a source; KernelError with NVRTC's words if it does not compile."""

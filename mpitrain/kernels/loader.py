@@ -28,8 +28,9 @@ class Engine(Protocol):
     capability: int
     """Compute capability times ten: 80 for sm_80."""
 
-    name: str
-    """The device, in words."""
+    @property
+    def name(self) -> str:
+        """The device, in words."""
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
         """Compile the source under the defines (or take it from a cache) and return one of its kernels."""

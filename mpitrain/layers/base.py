@@ -2,7 +2,10 @@
 
     y, saved    = layer.forward(w, x, arena)
     dx, pending = layer.backward_input(w, dy, saved, arena)
-    layer.backward_weight(pending, dw)
+    layer.backward_weight(pending, dw, arena)
+
+A layer may have both halves in one as well, `backward(w, dy, saved, dw, arena) -> dx`, which is then used wherever nothing is to
+come between them: see `backward` below.
 
 A layer borrows its arguments: it never writes to x or dy. `saved` may refer to x and y, and `pending` to dy; a reference
 keeps an array alive. So the caller writes into none of them until the halves have run, with two exceptions: dx, to which
@@ -18,6 +21,9 @@ import numpy as np
 
 from mpitrain.machine.arena import Arena
 
+Rectangle = tuple[slice, ...]
+"""Part of a tensor: one slice per dim, from 0 <= start to stop, without a step."""
+
 
 class Parameter(NamedTuple):
     """One logical tensor, or the part of it that this rank holds.
@@ -26,23 +32,45 @@ class Parameter(NamedTuple):
     shape     of the whole logical tensor
     draw      (generator, shape) -> float64 array: the initial value of the whole tensor
     decayed   whether weight decay applies
-    slices    the part held here, one slice per dim; None for the whole
+    slices    the part held here: rectangles that differ in one dim at most, joined along it (queries, keys and values of some
+              heads are three); None for the whole
     trainable whether the optimizer updates it
+    holders   the ranks of one replica that hold the same part: "tp", or of a tied tensor its full name; empty: this rank alone
+    partial   whether each holder computes only part of the gradient: their parts are summed before replicas are
+    is_copy   of a tied tensor that another stage owns: with the same bits, and counted there
     """
 
     name: str
     shape: tuple[int, ...]
     draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
     decayed: bool
-    slices: tuple[slice, ...] | None = None
+    slices: tuple[Rectangle, ...] | None = None
     trainable: bool = True
+    holders: str = ""
+    partial: bool = False
+    is_copy: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the part held here."""
         if self.slices is None:
             return self.shape
-        return tuple(len(range(*s.indices(n))) for s, n in zip(self.slices, self.shape, strict=True))
+        shapes = [tuple(s.stop - s.start for s in rectangle) for rectangle in self.slices]
+        joined = self._joined_along
+        return tuple(sum(shape[dim] for shape in shapes) if dim == joined else length for dim, length in enumerate(shapes[0]))
+
+    def part_of(self, whole: np.ndarray) -> np.ndarray:
+        """The part held here of the whole tensor."""
+        if self.slices is None:
+            return whole
+        return np.concatenate([whole[rectangle] for rectangle in self.slices], self._joined_along)
+
+    @property
+    def _joined_along(self) -> int:
+        """The dim in which the rectangles differ; 0 if there is but one."""
+        assert self.slices is not None
+        first = self.slices[0]
+        return next((dim for other in self.slices for dim in range(len(first)) if other[dim] != first[dim]), 0)
 
 
 @dataclass
@@ -75,14 +103,44 @@ class Layer(Protocol):
     def parameters(self) -> list[Parameter]:
         """The tensors this layer computes with, named relative to it."""
 
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of y for an x of this shape."""
+
     def forward(self, w: Weights, x: np.ndarray, arena: Arena) -> tuple[np.ndarray, Any]:
         """The output, and whatever `backward_input` will need."""
 
     def backward_input(self, w: Weights, dy: np.ndarray, saved: Any, arena: Arena) -> tuple[np.ndarray | None, Any]:
         """The gradient of the input (None where the input has none), and whatever the weight half still needs."""
 
-    def backward_weight(self, pending: Any, dw: Gradients) -> None:
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write or add the gradients of the parameters, as `Gradient.claim` says."""
+
+
+def backward(layer: Layer, w: Weights, dy: np.ndarray, saved: Any, dw: Gradients, arena: Arena) -> np.ndarray | None:
+    """Both halves of a layer, in its own way where it has one; returns the gradient of the input."""
+    both = getattr(layer, "backward", None)
+    if both:
+        return both(w, dy, saved, dw, arena)
+    dx, pending = layer.backward_input(w, dy, saved, arena)
+    del saved  # its buffers may serve the weight half
+    layer.backward_weight(pending, dw, arena)
+    return dx
+
+
+class Loss(Protocol):
+    """The end of a model: what its logits (N, V) say of the right classes, the targets (N,).
+
+    Sums over the rows are numbers, or arrays without dims that the device may still be computing.
+    """
+
+    def gradient(self, logits: np.ndarray, targets: np.ndarray, scale: float, arena: Arena) -> tuple[Any, np.ndarray]:
+        """The summed loss, and the gradient of scale x that sum, which may be written over the logits."""
+
+    def value(self, logits: np.ndarray, targets: np.ndarray, arena: Arena) -> Any:
+        """The summed loss alone; logits stay as they are."""
+
+    def correct(self, logits: np.ndarray, targets: np.ndarray, arena: Arena) -> Any:
+        """How many rows have their largest logit at the target; logits stay as they are."""
 
 
 class Unit(NamedTuple):
@@ -91,8 +149,14 @@ class Unit(NamedTuple):
     name   prefix of its parameters' full names: "blocks.0.attention" holds "blocks.0.attention.qkv.weight"
     layer  what it computes
     tied   {own parameter name: full name of the tensor, in an earlier unit, that it shares}
+    held   {own parameter name: the tensor in its place, named in full, that other stages hold too}
     """
 
     name: str
     layer: Layer
     tied: Mapping[str, str] = {}
+    held: Mapping[str, Parameter] = {}
+
+    def full_name(self, parameter: Parameter) -> str:
+        """The name of the tensor that the layer's parameter is."""
+        return self.tied.get(parameter.name, f"{self.name}.{parameter.name}")

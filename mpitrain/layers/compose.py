@@ -1,8 +1,8 @@
 """Layers made of layers: one after another, and around a shortcut."""
 
-import numpy as np
-
-from mpitrain.layers.base import Layer, Parameter
+from mpitrain.layers.base import Layer, Parameter, backward
+from mpitrain.ops import Writes
+from mpitrain.ops.reference import add
 
 NOTHING: dict = {}
 
@@ -21,6 +21,11 @@ class Sequential:
             for name, child in self.children.items() for parameter in child.parameters()
         ]
 
+    def output_shape(self, shape):
+        for child in self.children.values():
+            shape = child.output_shape(shape)
+        return shape
+
     def forward(self, w, x, arena):
         saved = []
         for name, child in self.children.items():
@@ -35,10 +40,15 @@ class Sequential:
             dy, pending[name] = child.backward_input(w.get(name, NOTHING), dy, saved.pop(), arena)
         return dy, pending
 
-    def backward_weight(self, pending, dw):
+    def backward_weight(self, pending, dw, arena):
         while pending:
             name, wanted = pending.popitem()
-            self.children[name].backward_weight(wanted, dw.get(name, NOTHING))
+            self.children[name].backward_weight(wanted, dw.get(name, NOTHING), arena)
+
+    def backward(self, w, dy, saved, dw, arena):
+        for name, child in reversed(self.children.items()):
+            dy = backward(child, w.get(name, NOTHING), dy, saved.pop(), dw.get(name, NOTHING), arena)
+        return dy
 
 
 class Residual:
@@ -46,23 +56,32 @@ class Residual:
 
     output_is_free = True
 
-    def __init__(self, inner: Layer):
-        self.inner = inner
+    def __init__(self, inner: Layer, add: Writes = add):
+        """add: the operation."""
+        self.inner, self.add = inner, add
 
     def parameters(self) -> list[Parameter]:
         """Those of the inner layer."""
         return self.inner.parameters()
 
+    def output_shape(self, shape):
+        return shape
+
     def forward(self, w, x, arena):
         y, saved = self.inner.forward(w, x, arena)
         total = y if self.inner.output_is_free else arena.take(y.shape, y.dtype)
-        np.add(y, x, out=total)
+        self.add(y, x, total, arena)
         return total, saved
 
     def backward_input(self, w, dy, saved, arena):
         dx, pending = self.inner.backward_input(w, dy, saved, arena)
-        dx += dy
+        self.add(dx, dy, dx, arena)
         return dx, pending
 
-    def backward_weight(self, pending, dw):
-        self.inner.backward_weight(pending, dw)
+    def backward_weight(self, pending, dw, arena):
+        self.inner.backward_weight(pending, dw, arena)
+
+    def backward(self, w, dy, saved, dw, arena):
+        dx = backward(self.inner, w, dy, saved, dw, arena)
+        self.add(dx, dy, dx, arena)
+        return dx

@@ -4,7 +4,8 @@ B batch, T tokens, C channels, H heads, V vocabulary. A sharded set has the same
 """
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Parameter
+from mpitrain.layers.base import Layer, Loss, Parameter
+from mpitrain.layers.compose import Residual
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.ops import Ops
 
@@ -31,16 +32,18 @@ class Linear:
         weight = Parameter("weight", (self.outputs, self.inputs), self.draw, decayed=True)
         return [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)] if self.bias else [weight]
 
+    def output_shape(self, shape):
+        return (*shape[:-1], self.outputs)
+
     def forward(self, w, x, arena):
         y, saved = self.product(_rows(x), w["weight"], w.get("bias"), arena)
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
     def backward_input(self, w, dy, saved, arena):
         dx, pending = self.product_backward_input(_rows(dy), w["weight"], saved, arena)
-        return dx.reshape(*dy.shape[:-1], self.inputs), (pending, arena)
+        return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
-    def backward_weight(self, pending, dw):
-        pending, arena = pending
+    def backward_weight(self, pending, dw, arena):
         self.ops.linear_backward_weight(pending, dw["weight"].array, dw["weight"].claim(), arena)
         if self.bias:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
@@ -61,16 +64,18 @@ class LayerNorm:
             Parameter("bias", (self.width,), zeros, decayed=False),
         ]
 
+    def output_shape(self, shape):
+        return shape
+
     def forward(self, w, x, arena):
         y, saved = self.ops.layer_norm(_rows(x), w["gain"], w["bias"], arena)
         return y.reshape(x.shape), saved
 
     def backward_input(self, w, dy, saved, arena):
         dx, pending = self.ops.layer_norm_backward_input(_rows(dy), w["gain"], saved, arena)
-        return dx.reshape(dy.shape), (pending, arena)
+        return dx.reshape(dy.shape), pending
 
-    def backward_weight(self, pending, dw):
-        pending, arena = pending
+    def backward_weight(self, pending, dw, arena):
         self.ops.layer_norm_backward_gain(pending, dw["gain"].array, dw["gain"].claim(), arena)
         self.ops.layer_norm_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
@@ -90,14 +95,17 @@ class Embedding:
             Parameter("positions", (self.context, self.width), self.draw, decayed=True),
         ]
 
+    def output_shape(self, shape):
+        return (*shape, self.width)
+
     def forward(self, w, x, arena):
         return self.ops.embedding(x, w["tokens"], w["positions"], arena)
 
     def backward_input(self, w, dy, saved, arena):
-        return None, (dy, saved, arena)
+        return None, (dy, saved)
 
-    def backward_weight(self, pending, dw):
-        dy, saved, arena = pending
+    def backward_weight(self, pending, dw, arena):
+        dy, saved = pending
         self.ops.embedding_backward_table(dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena)
         self.ops.embedding_backward_positions(dy, dw["positions"].array, dw["positions"].claim(), arena)
 
@@ -114,14 +122,24 @@ class Attention:
         """None."""
         return []
 
+    def output_shape(self, shape):
+        return (*shape[:-1], shape[-1] // 3)
+
     def forward(self, w, x, arena):
         return self.ops.attention(x, self.heads, arena)
 
     def backward_input(self, w, dy, saved, arena):
         return self.ops.attention_backward(dy, saved, arena), None
 
-    def backward_weight(self, pending, dw):
+    def backward_weight(self, pending, dw, arena):
         """Nothing to do."""
+
+
+class CrossEntropy:
+    """Softmax cross-entropy over whole rows of logits: the `Loss` of a rank that holds the whole vocabulary."""
+
+    def __init__(self, ops: Ops):
+        self.gradient, self.value, self.correct = ops.cross_entropy, ops.cross_entropy_loss, ops.count_correct
 
 
 class Plain:
@@ -142,6 +160,10 @@ class Plain:
         """width -> 3 width: the queries, keys and values of all heads; `heads` is where a sharded set may cut."""
         return Linear(self.ops, width, 3 * width, draw)
 
+    def residual(self, inner: Layer) -> Residual:
+        """A shortcut around layers."""
+        return Residual(inner, self.ops.add)
+
     def attention(self, width: int, heads: int) -> Attention:
         """Causal attention; raises ConfigError if the heads do not divide the width."""
         if heads < 1 or width % heads:
@@ -153,9 +175,9 @@ class Plain:
         """A linear layer whose outputs a sharded set may split."""
         return Linear(self.ops, inputs, outputs, draw, activation)
 
-    def row_linear(self, inputs: int, outputs: int, draw: Draw) -> Linear:
+    def row_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
         """A linear layer whose inputs a sharded set may split."""
-        return Linear(self.ops, inputs, outputs, draw)
+        return Linear(self.ops, inputs, outputs, draw, activation)
 
     def linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
         """A linear layer that every rank holds whole."""
@@ -164,6 +186,10 @@ class Plain:
     def head(self, width: int, vocab: int, draw: Draw) -> Linear:
         """Logits over the vocabulary, without bias."""
         return Linear(self.ops, width, vocab, draw, bias=False)
+
+    def loss(self) -> Loss:
+        """What is made of the head's logits."""
+        return CrossEntropy(self.ops)
 
 
 def _rows(x):

@@ -7,6 +7,7 @@ exception leaks nothing. After the first step every lease is served from what ca
 import math
 from typing import Any, Protocol
 
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
 ALIGNMENT = 64  # bytes: a cache line, and a full AVX-512 register
@@ -14,7 +15,7 @@ SLAB = 32 << 20  # bytes obtained from the system at once
 
 
 class Memory(Protocol):
-    """Where an arena's buffers come from. A buffer is whatever `allocate` returns."""
+    """Where an arena's buffers come from: contiguous arrays of bytes."""
 
     def allocate(self, nbytes: int) -> Any:
         """A new buffer that starts on a multiple of 64 bytes."""
@@ -42,25 +43,31 @@ class HostMemory:
         return buffer
 
     def array(self, buffer: np.ndarray, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        lease.__array_interface__ = {"data": (buffer.ctypes.data, False), "shape": shape, "typestr": dtype.str, "version": 3}
-        return np.asarray(lease)
+        typestr = f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str  # of bfloat16, which no typestr tells
+        lease.__array_interface__ = {"data": (buffer.ctypes.data, False), "shape": shape, "typestr": typestr, "version": 3}
+        return np.asarray(lease).view(dtype)
 
 
 class Lease:
-    """Possession of one buffer; it goes back to its arena when nothing refers to the lease any more."""
+    """Possession of a buffer. When nothing refers to the lease any more, what is leased is free again.
 
-    __slots__ = ("__array_interface__", "_arena", "_buffer", "_nbytes")
+    leased  the buffer, or what keeps it alive
+    free    where it goes back to
+    """
+
+    __slots__ = ("__array_interface__", "_arena", "_free", "_leased", "_nbytes")
     __array_interface__: dict[str, Any]
 
-    def __init__(self, arena: "Arena", buffer: Any, nbytes: int):
-        self._arena, self._buffer, self._nbytes = arena, buffer, nbytes
+    def __init__(self, arena: "Arena", nbytes: int, leased: Any, free: list[Any]):
+        self._arena, self._nbytes, self._leased, self._free = arena, nbytes, leased, free
 
     def __del__(self) -> None:
-        self._arena._take_back(self._buffer, self._nbytes)
+        self._arena.live -= self._nbytes
+        self._free.append(self._leased)
 
 
 class Arena:
-    """Leases buffers by size.
+    """Leases buffers by size, and counts those that others own and lease out by it.
 
     live, peak    bytes leased now, and the most there ever were
     allocations   buffers obtained from the system since construction
@@ -74,17 +81,25 @@ class Arena:
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised, contiguous, 64-byte aligned array; its buffer returns when the array and its views die."""
         dtype = np.dtype(dtype)
-        nbytes = -(-max(1, math.prod(shape) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
+        nbytes = padded(math.prod(shape) * dtype.itemsize)
         free = self._free.setdefault(nbytes, [])
         buffer = free.pop() if free else self._allocate(nbytes)
-        self.live += nbytes
+        return self.lend(buffer, shape, dtype, buffer, free)
+
+    def lend(self, buffer: Any, shape: tuple[int, ...], dtype: np.dtype, leased: Any, free: list[Any]) -> Any:
+        """The first bytes of a buffer as an array. When that and its views have died, `leased` is added to `free`.
+
+        buffer  of bytes, contiguous, in this arena's memory; `leased` keeps it alive
+        """
+        self.live += buffer.nbytes
         self.peak = max(self.peak, self.live)
-        return self._memory.array(buffer, Lease(self, buffer, nbytes), tuple(shape), dtype)
+        return self._memory.array(buffer, Lease(self, buffer.nbytes, leased, free), tuple(shape), dtype)
 
     def _allocate(self, nbytes: int) -> Any:
         self.allocations += 1
         return self._memory.allocate(nbytes)
 
-    def _take_back(self, buffer: Any, nbytes: int) -> None:
-        self.live -= nbytes
-        self._free[nbytes].append(buffer)
+
+def padded(nbytes: int) -> int:
+    """Bytes of the buffer that so many bytes are leased in."""
+    return -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT

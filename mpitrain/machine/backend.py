@@ -7,6 +7,7 @@ import ctypes
 import platform
 import shutil
 import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.arena import Arena, Lease
+from mpitrain.machine.kinds import KINDS, Kind
 
 
 class Copy(Protocol):
@@ -29,8 +31,8 @@ class Copy(Protocol):
 class Backend(Protocol):
     """Moves arrays between host memory and the memory that the ops of `kind` work on."""
 
-    kind: str
-    """As in device.kind, and as `ops_for` takes it."""
+    kind: Kind
+    """As in device.kind, but never auto."""
 
     def arena(self) -> Arena:
         """A fresh arena of this backend's memory."""
@@ -80,7 +82,7 @@ class DeviceBackend(Backend, Protocol):
 class HostBackend:
     """NumPy arrays in host memory: nothing to move, nothing to wait for."""
 
-    kind = "cpu"
+    kind: Kind = "cpu"
 
     def arena(self) -> Arena:
         return Arena()
@@ -110,11 +112,7 @@ class SimulatorBackend(HostBackend):
     kind = "cuda-sim"
 
     def __init__(self) -> None:
-        machine = platform.machine()
-        if machine != "x86_64" or shutil.which("g++") is None:
-            missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
-            raise ConfigError(f"device.kind cuda-sim compiles kernels with g++ on x86-64, but {missing}.",
-                              "Install g++ on an x86-64 machine (apt install g++), or use --device cpu.")
+        compiler()
 
 
 class CudaBackend:
@@ -126,10 +124,10 @@ class CudaBackend:
     raises  ConfigError without CuPy, a driver or a GPU
     """
 
-    kind = "cuda"
+    kind: Kind = "cuda"
 
     def __init__(self) -> None:
-        self._cupy = _cupy()
+        self._cupy = cupy_with_gpu()
         self._copies = self._cupy.cuda.Stream(non_blocking=True)
 
     def arena(self) -> Arena:
@@ -187,11 +185,11 @@ class _CudaMemory:
         self._cupy = cupy
 
     def allocate(self, nbytes: int) -> Any:
-        return self._cupy.cuda.alloc(nbytes)  # the pool cuts at multiples of 512 bytes
+        return self._cupy.empty(nbytes, np.uint8)  # the pool cuts at multiples of 512 bytes
 
     def array(self, buffer: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         # A view keeps its memory object, and that its owner: the lease lives as long as the last of them.
-        memory = self._cupy.cuda.UnownedMemory(buffer.ptr, buffer.mem.size, lease, buffer.device_id)
+        memory = self._cupy.cuda.UnownedMemory(buffer.data.ptr, buffer.nbytes, lease, buffer.data.device_id)
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
 
@@ -243,8 +241,8 @@ def _address(array: Any) -> int:
     return array.data.ptr if on_device(array) else array.ctypes.data
 
 
-def _cupy() -> ModuleType:
-    """CuPy, if it is installed and finds a GPU."""
+def cupy_with_gpu() -> ModuleType:
+    """CuPy; ConfigError where it is not installed, or finds no driver or no GPU."""
     try:
         import cupy
     except ImportError as error:
@@ -262,11 +260,22 @@ def _cupy() -> ModuleType:
     return cupy
 
 
-BACKENDS = {backend.kind: backend for backend in (HostBackend, SimulatorBackend, CudaBackend)}
+def compiler() -> str:
+    """The path of g++, which compiles kernels for the simulator; ConfigError where it is missing, or could not work."""
+    path, machine = shutil.which("g++"), platform.machine()
+    if machine != "x86_64" or path is None:
+        missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
+        raise ConfigError(f"device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but {missing}.",
+                          "Install g++ on an x86-64 machine (apt install g++), or use --device cpu.")
+    return path
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    backend.kind: backend for backend in (HostBackend, SimulatorBackend, CudaBackend)}
 
 
 def backend_for(kind: str) -> Backend:
     """The backend of a resolved device.kind; ConfigError where this machine lacks what the kind needs."""
-    if kind not in BACKENDS:
-        raise ConfigError(f"There is no device of kind {kind!r} to compute on.", f"Name one of {', '.join(BACKENDS)}.")
+    if kind not in KINDS:
+        raise ConfigError(f"There is no device of kind {kind!r} to compute on.", f"Name one of {', '.join(KINDS)}.")
     return BACKENDS[kind]()

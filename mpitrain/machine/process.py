@@ -6,7 +6,6 @@ Everything here can be asked before NumPy and MPI are imported, from the variabl
 import contextlib
 import os
 import re
-import shutil
 from typing import NamedTuple
 
 # launcher, local rank, ranks on this host, rank, ranks in all. Under `mpirun` inside a Slurm job the SLURM_ variables
@@ -95,7 +94,10 @@ def has_driver() -> bool:
 
 def shared_memory() -> int:
     """Bytes free in /dev/shm, where ranks of one host share memory."""
-    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    if not os.path.isdir("/dev/shm"):
+        return 0
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize
 
 
 def free_memory(kind: str) -> int:

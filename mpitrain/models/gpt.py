@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019) as a flat list of units: embedding, 2 x depth half-blocks x + f(norm(x)), head."""
 
 from mpitrain.layers.base import Unit
-from mpitrain.layers.compose import Residual, Sequential
+from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
 
 
@@ -32,8 +32,8 @@ def gpt(layers, *, vocab: int, context: int, width: int, heads: int, depth: int,
             down=layers.row_linear(4 * width, width, onto_residual),
         )
         units += [
-            Unit(f"blocks.{block}.attention", Residual(attention)),
-            Unit(f"blocks.{block}.mlp", Residual(mlp)),
+            Unit(f"blocks.{block}.attention", layers.residual(attention)),
+            Unit(f"blocks.{block}.mlp", layers.residual(mlp)),
         ]
     head = Sequential(norm=layers.norm(width), logits=layers.head(width, vocab, inner))
     return [*units, Unit("head", head, {"logits.weight": "embedding.tokens"} if tied else {})]

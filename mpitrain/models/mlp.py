@@ -1,7 +1,7 @@
 """A multi-layer perceptron as a flat list of units: one per layer of weights."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import normal
@@ -13,8 +13,11 @@ def mlp(layers, *, features: int, hidden: Sequence[int], classes: int, activatio
     Weights are drawn with variance 2 / inputs (He et al. 2015, section 2.2); biases are 0.
     """
     widths = [features, *hidden]
+    # What one layer's ranks have of the outputs, those of the next take as their inputs.
+    turns = cycle((layers.column_linear, layers.row_linear))
     units = [
-        Unit(f"hidden.{i}", layers.linear(inputs, outputs, normal((2 / inputs) ** 0.5), activation))
-        for i, (inputs, outputs) in enumerate(pairwise(widths))
+        Unit(f"hidden.{i}", linear(inputs, outputs, normal((2 / inputs) ** 0.5), activation))
+        for i, ((inputs, outputs), linear) in enumerate(zip(pairwise(widths), turns, strict=False))
     ]
-    return [*units, Unit("head", layers.linear(widths[-1], classes, normal((2 / widths[-1]) ** 0.5)))]
+    last = layers.row_linear if len(hidden) % 2 else layers.linear
+    return [*units, Unit("head", last(widths[-1], classes, normal((2 / widths[-1]) ** 0.5)))]

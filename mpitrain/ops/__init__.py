@@ -6,18 +6,7 @@ private to the body; it may refer to the output. Buffers that outlive a call, an
 """
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from typing import Any, Protocol
-
-from mpitrain.errors import ConfigError
-
-BODIES = {
-    "reference": "mpitrain.ops.reference",
-    "cpu": "mpitrain.ops.host",
-    "cuda": "mpitrain.ops.cuda",
-    "cuda-sim": "mpitrain.ops.cuda",
-}
 
 Returns = Callable[..., Any]
 Pair = Callable[..., tuple[Any, Any]]
@@ -35,6 +24,10 @@ class Ops(Protocol):
     linear_gelu_backward_input: Pair
     linear_relu: Pair
     linear_relu_backward_input: Pair
+    gelu: Pair
+    gelu_backward: Returns
+    relu: Pair
+    relu_backward: Returns
     layer_norm: Pair
     layer_norm_backward_input: Pair
     layer_norm_backward_gain: Writes
@@ -47,21 +40,14 @@ class Ops(Protocol):
     cross_entropy: Pair
     cross_entropy_loss: Returns
     count_correct: Returns
+    row_maximum: Returns
+    row_exponentials: Returns
+    cross_entropy_split: Pair
+    row_argmax: Returns
+    count_correct_split: Returns
+    add: Writes
     sgd: Writes
     momentum: Writes
     adamw: Writes
     square_sum: Returns
     count_nonfinite: Returns
-
-
-@cache
-def ops_for(kind: str, gemm: str = "tiled", tiles: str = "") -> Ops:
-    """The body for a kind of device; raises ConfigError for a kind that has none.
-
-    gemm, tiles   as in the configuration of the device; bodies without kernels have one way to multiply and read neither
-    cuda and cuda-sim are the same body, launching the same kernels on the current GPU and in the simulator.
-    """
-    if kind not in BODIES:
-        raise ConfigError(f"there are no operations for device kind {kind!r}.", f"Choose one of {', '.join(BODIES)}.")
-    body: Any = import_module(BODIES[kind])
-    return body.on(kind, gemm, tiles) if hasattr(body, "on") else body

@@ -1,54 +1,64 @@
-"""The all-reduce of a flat gradient buffer, bucket by bucket: whole numbers, or in a wire format after some first steps."""
+"""The reduction of a flat gradient buffer, bucket by bucket: whole numbers, or in a wire format after some first steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpitrain import config
 from mpitrain.collectives.choose import part_bytes
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.matrices import Matrix, tiles
-from mpitrain.collectives.moving import ByCaller, mover
-from mpitrain.collectives.wire import parse_wire
-from mpitrain.layers.flat import Bucket, Storage
+from mpitrain.collectives.moving import mover
+from mpitrain.collectives.wire import Wire
+from mpitrain.config import Config
+from mpitrain.layers.flat import Bucket, Piece, Storage
+from mpitrain.parallel.kept import Kept
+
+SUMMED = -1
+"""In place of a unit: gradients of which holders had parts are whole."""
 
 WITHIN_A_HOST = 4e6
 """Bytes of a bucket between ranks of one host, where a reduction is short beside the layers of its units."""
 
-AGREED = ("factors/", "prediction/")
-"""How the names of state that is the same on all ranks begin."""
+
+def bucket_bytes(config: Config, group: Group, storage: Storage) -> float:
+    """Bytes of a bucket: as configured, or what suits where the ranks of the group are."""
+    if config.replication.bucket_mb:
+        return 1e6 * config.replication.bucket_mb
+    hosts = group.transport.hosts
+    if len(set(hosts)) == 1:
+        return WITHIN_A_HOST
+    return part_bytes(group.tuning, group.algorithm, hosts, storage.length, storage.dtype.itemsize)
 
 
 class Buckets:
-    """Reductions in place of runs of whole units, each started when its first unit's gradient is ready.
+    """Reductions in place of buckets, each started when the gradients of all its units are ready.
 
+    Ranks that reduce together make their units' gradients ready in one order.
     bytes sent  as the bound reductions say; in a wire format, as its formula does
     """
 
-    def __init__(self, group: Group, storage: Storage, gradients: np.ndarray, settings: config.Replication,
-                 dense_steps: int):
-        self._storage, self._dense_steps = storage, dense_steps
-        self._buckets = storage.buckets(1e6 * settings.bucket_mb or self._chosen_bytes(group, storage))
-        self._views = views = [gradients[b.start:b.stop] for b in self._buckets]
-        wire = parse_wire(settings.wire)
-        is_lossy = wire.name != "none"
-        needs_dense = not is_lossy or self._dense_steps > 0
-        self._dense: list[Reduction] = [group.bind(view) for view in views] if needs_dense else []
-        self._lossy: list[Reduction] = [
-            group.bind_lossy(view, wire, self._matrices(bucket))
-            for bucket, view in zip(self._buckets, views, strict=True)
-        ] if is_lossy else []
-        self._mover = ByCaller() if settings.progress_thread == "no" else mover(group.transport, [*self._dense, *self._lossy])
-        self.begin(0)
+    def __init__(self, group: Group, storage: Storage, buckets: Sequence[Bucket], gradients: np.ndarray, config: Config,
+                 wire: Wire, bind: Callable[[np.ndarray], Reduction], parts: Sequence[Reduction] = ()):
+        """Collective.
 
-    @staticmethod
-    def _chosen_bytes(group: Group, storage: Storage) -> float:
-        """Bytes of a bucket where none are given."""
-        hosts = group.transport.hosts
-        if len(set(hosts)) == 1:
-            return WITHIN_A_HOST
-        return part_bytes(group.tuning, group.algorithm, hosts, storage.length, storage.dtype.itemsize)
+        bind   what sums a bucket, where it does not travel in the wire format
+        parts  what sums the buckets that are `partial` over their holders, before they are reduced
+        """
+        self._parts = parts
+        self._storage, self._buckets, self._dense_steps = storage, buckets, config.dense_steps
+        self._views = views = [gradients[b.start:b.stop] for b in buckets]
+        needs_dense = [wire.name == "none" or config.dense_steps > 0 or bool(b.holders) for b in buckets]
+        self._dense: list[Reduction | None] = []
+        self._lossy: list[Reduction | None] = []
+        for number, (bucket, view, needed) in enumerate(zip(buckets, views, needs_dense, strict=True)):
+            with group.transport.recorder.called(f"bucket {number}"):
+                self._dense.append(bind(view) if needed else None)
+                is_lossy = wire.name != "none" and not bucket.holders
+                self._lossy.append(group.bind_lossy(view, wire, self._matrices(bucket)) if is_lossy else None)
+        bound = [reduction for reduction in (*self._dense, *self._lossy) if reduction]
+        self._mover = mover(group.transport, bound, config.replication.progress_thread)
+        self.begin(0)
 
     def _matrices(self, bucket: Bucket) -> list[Matrix]:
         return [
@@ -62,60 +72,63 @@ class Buckets:
         return len(self._buckets)
 
     def begin(self, step: int) -> None:
-        """Choose the reductions of step `step`, from 0."""
-        is_lossy = self._lossy and step >= self._dense_steps
-        self._active = self._lossy if is_lossy else self._dense
-        self._by_unit = {b.first_unit: r for b, r in zip(self._buckets, self._active, strict=True)}
+        """Choose the reductions of step `step`, from 0; no unit's gradient is ready."""
+        first, second = (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
+        self._active: list[Reduction] = [one or other for one, other in zip(first, second, strict=True)]  # type: ignore[misc]
+        self._missing = [{*bucket.units, *((SUMMED,) if bucket.partial else ())} for bucket in self._buckets]
 
     @property
     def delay(self) -> bool:
         """Whether this step's reductions keep something for later ones."""
         return any(reduction.state for reduction in self._active)
 
-    def start(self, unit: int) -> None:
-        """Start the bucket that was waiting for this unit, if any was."""
-        if unit in self._by_unit:
-            self._mover.start(self._by_unit[unit])
+    def ready(self, unit: int, is_last: bool) -> None:
+        """A micro-batch's gradient of the unit is complete; with the last one start the buckets that waited for it alone."""
+        for missing, reduction in zip(self._missing, self._active, strict=True):
+            if is_last and unit in missing:
+                missing.remove(unit)
+                if not missing:
+                    self._mover.start(reduction)
 
     def poll(self) -> None:
         """Move what is under way."""
         self._mover.poll()
 
     def wait(self) -> None:
-        """Block until all that was started is reduced."""
+        """Block until everything is reduced; every unit is ready."""
+        self._sum_parts()
+        self.ready(SUMMED, True)
         self._mover.wait()
         self._learn()
 
     def run(self) -> None:
         """Reduce everything now."""
+        self._sum_parts()
         for reduction in self._active:
             reduction.run()
         self._learn()
 
+    def _sum_parts(self) -> None:
+        for reduction in self._parts:
+            reduction.run()
+
     def _learn(self) -> None:
         """Whole sums teach the wire format that will follow what to expect."""
-        if self._active is not self._lossy:
-            for reduction, view in zip(self._lossy, self._views, strict=False):
-                if reduction.learn:
-                    reduction.learn(view)
+        for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
+            if lossy and used is not lossy and lossy.learn:
+                lossy.learn(view)
 
-    def residuals(self) -> dict[str, np.ndarray]:
-        """What this rank's wire format still owes, by full parameter name; the rest of its state under AGREED and the name."""
-        found = {}
-        for number, (bucket, reduction) in enumerate(zip(self._buckets, self._lossy, strict=False)):
-            for kind, kept in (reduction.state or {}).items():
-                if kind == "factors":
-                    if kept.size:
-                        found[f"factors/{number}"] = kept
-                    continue
-                prefix = "" if kind == "residual" else f"{kind}/"
-                for entry in self._storage.entries:
-                    if bucket.start <= entry.start < bucket.stop:
-                        found[prefix + entry.name] = kept[entry.start - bucket.start:entry.stop - bucket.start]
+    def kept(self) -> list[Kept]:
+        """What this rank's wire format still owes, what it expects, and its factors."""
+        found = []
+        for number, (bucket, reduction) in enumerate(zip(self._buckets, self._lossy, strict=True)):
+            whole = [Piece(bucket.start, bucket.stop, 0)]
+            for name, array in ((reduction.state or {}) if reduction else {}).items():
+                if name == "factors":
+                    if array.size:
+                        found.append(Kept(f"factors/{number}", array, (), "bound"))
+                elif name == "residual":
+                    found.append(Kept(name, array, whole, "own"))
+                else:
+                    found.append(Kept(name, array, whole, needed=False))
         return found
-
-    def load_residuals(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Take over what `residuals` gave; what is not there, or has another size, starts as in a new run."""
-        for name, view in self.residuals().items():
-            if name in saved and saved[name].shape == view.shape:
-                view[:] = saved[name]

@@ -1,19 +1,21 @@
-"""How replicas of one model stay equal: the Replication protocol, and data parallelism by all-reduce."""
+"""How replicas of one model stay equal: the Replication protocol, what goes into a step's end and what comes out of it."""
 
 import math
-import time
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain import config
-from mpitrain.collectives.group import Group
-from mpitrain.layers.flat import Storage
+from mpitrain.collectives.wire import Wire
+from mpitrain.config import Config
+from mpitrain.data import Source
+from mpitrain.layers.base import Gradients, Loss, Weights
+from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import Ops
-from mpitrain.optim import Optimizer
-from mpitrain.parallel.buckets import Buckets
-from mpitrain.parallel.grid import share
+from mpitrain.ops.device import Device
+from mpitrain.parallel.grid import Grid, share
+from mpitrain.parallel.kept import Kept
 
 
 class Contribution(NamedTuple):
@@ -34,13 +36,19 @@ class Contribution(NamedTuple):
 class Outcome(NamedTuple):
     """What every rank knows after a step: the same values on all of them, but for the last.
 
+    Workers that train apart know loss and grad_norm of their own alone, until a period ends.
+
     loss       mean over the global batch
     grad_norm  global 2-norm of the gradient, before clipping
     nonfinite  gradient elements that are infinite or NaN
     lr         learning rate of the step
     updated    whether the parameters were updated
     stop       whether any rank was asked to stop
-    comm_s     seconds this rank stood still for messages at the end of the step: communication that nothing hid
+    comm_s     seconds this rank stood still for messages in the step: communication that nothing hid
+    lead       of asynchronous servers: steps that a worker was ahead of the last one when it began this step, at most
+    staleness  of asynchronous servers: updates applied between a gradient's pull and its push, at most
+    loss_scale of float16: by which this step's loss was multiplied
+    overflows  of float16: steps in a row, this one included, that were skipped for gradients beyond it under a finite loss
     """
 
     loss: float
@@ -50,103 +58,189 @@ class Outcome(NamedTuple):
     updated: bool
     stop: bool
     comm_s: float = 0.0
+    lead: int = 0
+    staleness: int = 0
+    loss_scale: float = 1.0
+    overflows: int = 0
+
+
+def outcome_of(mine: Contribution, totals: Sequence[float], comm_s: float) -> Outcome:
+    """The outcome of a step; the parameters are updated if loss and norm are finite.
+
+    totals  over all ranks: loss, sum of squares, elements that are not finite, requests to stop
+    """
+    loss, squares, nonfinite, stop = totals
+    norm = math.sqrt(squares) if squares >= 0 else math.nan
+    return Outcome(loss, norm, int(nonfinite), mine.lr, math.isfinite(loss) and math.isfinite(norm), stop > 0, comm_s)
+
+
+def clipping(clip: float, norm: float) -> float:
+    """What gradients of this norm are multiplied by, so that none is longer than `clip`; 0: whatever the norm, 1."""
+    return clip / norm if 0 < clip < norm else 1.0
+
+
+class Replica(NamedTuple):
+    """One rank's part of a replica: what every mode of replication is made from.
+
+    storage  where its tensors lie in a flat buffer
+    wire     in which format gradients travel
+    loss     of this rank's logits
+    """
+
+    config: Config
+    grid: Grid
+    storage: Storage
+    wire: Wire
+    device: Device
+    arena: Arena
+    loss: Loss
+
+    def squares(self, gradients: Sequence[np.ndarray]) -> tuple[float, int]:
+        """The sum of these arrays' squares and, if it is not finite, how many of their elements are not; waits for the device."""
+        ops = self.device.ops
+        squares = sum(float(ops.square_sum(part, self.arena)) for part in gradients)
+        if math.isfinite(squares):
+            return squares, 0
+        return squares, sum(int(ops.count_nonfinite(part, self.arena)) for part in gradients)
 
 
 class Replication:
-    """What the training step calls, unit by unit. The defaults do nothing: one replica whose parameters lie whole."""
+    """What the training step calls, unit by unit; units count within this rank's list, `part` is the micro-batch.
 
-    def __init__(self, ops: Ops, arena: Arena):
-        self._ops, self._arena = ops, arena
+    Every method has a default: one replica whose parameters lie whole on each of its ranks, and which is not trained.
+
+    parameters, gradient_buffer  flat; in a mode that divides them what this rank has of them, one piece behind the other
+    mirror                       flat: in half precision the parameters, rounded, which layers compute with; None elsewhere, and
+                                 where units are gathered before they are used
+    """
+
+    mirror: Any = None
+
+    def __init__(self, replica: Replica):
+        self.replica = replica
+        self._hold_parameters()
+        self._hold_gradients()
+
+    def _hold_parameters(self) -> None:
+        """Make room for the parameters, and let them begin."""
+        storage = self.replica.storage
+        self.parameters = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
+        storage.initialize(self.parameters, self.replica.config.run.seed, self.replica.device.backend)
+        if self.replica.device.mirror:
+            self.mirror = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
+            self._write_mirror()
+        self._weights = storage.weights(self._computed)
+
+    @property
+    def _computed(self) -> Any:
+        """Flat: what layers compute with."""
+        return self.parameters if self.mirror is None else self.mirror
+
+    def _write_mirror(self) -> None:
+        """Round the parameters into the mirror, if there is one; collective."""
+        if self.replica.device.mirror:
+            self.replica.device.mirror(self.parameters, self.mirror, self.replica.arena)
+
+    def _hold_gradients(self) -> None:
+        """Make room for the gradients."""
+        storage = self.replica.storage
+        self.gradient_buffer = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
+        self._gradients, self._leaves = storage.gradients(self.gradient_buffer)
+
+    def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
+        """The steps in which this rank computes rows until step `step` is finished; the next is asked for when one is computed.
+
+        stop_requested  whether this rank is asked to stop; who computes in a step brings it to `finish`
+        """
+        return iter((step,))
+
+    def outcome(self, step: int, own: Outcome | None) -> Outcome:
+        """The outcome of a finished step. own: what `finish` made of the last step that this rank computed, if any."""
+        assert own is not None
+        return own
 
     def share(self, rows: int) -> range:
-        """The rows of a global batch that this rank computes."""
-        return range(rows)
+        """Which of so many rows of all replicas this rank computes."""
+        grid = self.replica.grid
+        return share(rows, grid.place.dp, grid.axes.dp)
+
+    def batch(self, source: Source, step: int, before: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The inputs and targets of this rank in step `step`, from 0; before: see `Source.batch`."""
+        config = self.replica.config
+        return source.batch(config.run.seed, step, config.batch.size, self.share(config.batch.size), before)
+
+    def scale(self, predictions: int) -> float:
+        """What the gradient of a summed loss is multiplied by: the mean over the rows that one update uses is taken here alone.
+
+        predictions  in a row
+        """
+        return 1 / (self.replica.config.batch.size * predictions)
 
     def begin(self, step: int) -> None:
-        """Step `step`, from 0, is about to be computed."""
+        """Step `step`, from 0, is about to be computed: nobody has written a gradient."""
+        for leaf in chain.from_iterable(self._leaves):
+            leaf.filled = False
 
-    def open(self, unit: int) -> None:
-        """The unit's parameters are about to be used."""
+    def open(self, unit: int, part: int) -> Weights:
+        """The unit's parameters, about to be used; good until `close`."""
+        return self._weights[unit]
 
-    def close(self, unit: int) -> None:
+    def close(self, unit: int, part: int) -> None:
         """They have been used."""
 
-    def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[float, np.ndarray]:
-        """Summed cross-entropy of (N, V) logits and (N,) targets, and the gradient of scale x that sum."""
-        return self._ops.cross_entropy(logits, targets, scale, self._arena)
+    def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[Any, np.ndarray]:
+        """As `Loss.gradient`: the summed loss of a micro-batch, and the gradient of scale x that sum; x the loss scale, too."""
+        return self.replica.loss.gradient(logits, targets, scale * self.loss_scale, self.replica.arena)
 
-    def gradient_ready(self, unit: int) -> None:
-        """The unit's gradient is complete on this rank; it may be communicated from now on."""
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by until parameters are updated from them."""
+        return 1.0
+
+    def gradients(self, unit: int, part: int) -> Gradients:
+        """Where the unit's gradient is summed."""
+        return self._gradients[unit]
+
+    def gradient_ready(self, unit: int, is_last: bool) -> None:
+        """A micro-batch's gradient of the unit is complete on this rank; with the last one, the step's.
+
+        What nobody wrote in the step has no gradient, and not the one of the step before.
+        """
+        if is_last:
+            for leaf in self._leaves[unit]:
+                if not leaf.filled:
+                    leaf.array.fill(0)
 
     def poll(self) -> None:
         """Move communication along; called between layers."""
 
-    def total(self, a: float, b: float, c: float, d: float) -> list[float]:
-        """Four numbers summed over the replicas, in one small message; collective."""
-        return [a, b, c, d]
+    def total(self, *numbers: float) -> list[float]:
+        """Four numbers summed over all ranks, in one small message; collective."""
+        return list(numbers)
 
     def finish(self, mine: Contribution) -> Outcome:
         """Wait for the gradients, agree on the outcome, update the parameters."""
         return Outcome(mine.loss, 0.0, 0, mine.lr, False, mine.stop)
 
-    def serve(self) -> None:
-        """The loop of a rank that holds no model."""
+    def settle(self) -> None:
+        """Make the parameters current on all ranks: before evaluations, checkpoints and comparisons. Collective."""
 
+    def kept(self) -> list[Kept]:
+        """What checkpoints keep, once settled."""
+        return [Kept("parameters", self.parameters, self._places())]
 
-class AllReduce(Replication):
-    """Data parallelism without a master: every rank computes its rows, gradients are summed by an all-reduce.
+    def _places(self) -> Sequence[Piece]:
+        """Which elements of the flat buffer lie where in `parameters`."""
+        return [Piece(0, self.replica.storage.length, 0)]
 
-    Buckets of whole units lie in the flat gradient buffer; each is reduced in place, from the last unit to the first,
-    while earlier layers still compute. With a lossy wire format replicas still end equal, bit for bit.
-    source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
-    """
+    def scalars(self) -> dict[str, float]:
+        """Numbers by name, alike on all ranks, that checkpoints keep."""
+        return {}
 
-    def __init__(self, group: Group, storage: Storage, parameters: np.ndarray, gradients: np.ndarray, optimizer: Optimizer,
-                 ops: Ops, arena: Arena, settings: config.Replication, dense_steps: int, clip: float):
-        super().__init__(ops, arena)
-        self._group, self._optimizer = group, optimizer
-        self._parameters, self._gradients = parameters, gradients
-        self._overlap, self._clip = settings.overlap, clip
-        self.buckets = Buckets(group, storage, gradients, settings, dense_steps)
-        self._control = np.zeros(4)  # on the host
-        self._agree = group.bind(self._control)
-        # The norm is computed once: each rank squares its share of the reduced gradient.
-        own = share(storage.length, group.rank, group.size)
-        self._own = gradients[own.start:own.stop]
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        """What `kept` lists was filled from a checkpoint with these scalars: go on from there. Collective."""
 
-    def share(self, rows: int) -> range:
-        return share(rows, self._group.rank, self._group.size)
-
-    def begin(self, step: int) -> None:
-        self.buckets.begin(step)
-
-    def gradient_ready(self, unit: int) -> None:
-        if self._overlap:
-            self.buckets.start(unit)
-
-    def poll(self) -> None:
-        self.buckets.poll()
-
-    def total(self, a: float, b: float, c: float, d: float) -> list[float]:
-        self._control[:] = a, b, c, d
-        self._agree.run()
-        return self._control.tolist()
-
-    def finish(self, mine: Contribution) -> Outcome:
-        began = time.perf_counter()
-        if self._overlap:
-            self.buckets.wait()
-        else:
-            self.buckets.run()
-        comm_s = time.perf_counter() - began
-        squares = float(self._ops.square_sum(self._own, self._arena))  # waits for the device
-        nonfinite: float = 0 if math.isfinite(squares) else int(self._ops.count_nonfinite(self._own, self._arena))
-        began = time.perf_counter()
-        loss, squares, nonfinite, stop = self.total(mine.loss, squares, nonfinite, mine.stop)
-        comm_s += time.perf_counter() - began
-        norm = math.sqrt(squares) if squares >= 0 else math.nan
-        updated = math.isfinite(loss) and math.isfinite(norm)
-        if updated:
-            scale = self._clip / norm if 0 < self._clip < norm else 1.0
-            self._optimizer.update(self._parameters, self._gradients, scale, mine.lr, mine.number, delayed=self.buckets.delay)
-        return Outcome(loss, norm, int(nonfinite), mine.lr, updated, stop > 0, comm_s)
+    def held(self) -> int:
+        """Bytes of parameters, gradients and optimizer state on this rank, once settled, those on their way included."""
+        arrays = [self.parameters, self._computed, self.gradient_buffer, *(kept.array for kept in self.kept())]
+        return sum({id(array): array.nbytes for array in arrays}.values())

@@ -1,15 +1,12 @@
 """The one function that makes everything of a run that is bound to a transport. Recovery is calling it again."""
 
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
 
-from mpitrain.collectives.tuning import DEFAULT, read_tuning
-from mpitrain.collectives.wire import parse_wire
-from mpitrain.config import KEPT_ON_HOST, Config
+from mpitrain.config import Config
 from mpitrain.data import Scan, Source, Unopened, as_it_is, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
@@ -18,12 +15,13 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
-from mpitrain.ops import ops_for
 from mpitrain.optim import STATE
-from mpitrain.parallel.grid import topology
+from mpitrain.parallel.grid import divisor
+from mpitrain.parallel.local import has_outer
+from mpitrain.parallel.sharded import described
 from mpitrain.run import checkpoint
-from mpitrain.run.checkpoint import Checkpoint, Done
-from mpitrain.run.resolve import check_names, settled
+from mpitrain.run.manifest import Done
+from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreed import agreed, check_same
 from mpitrain.transport.base import Transport
@@ -47,6 +45,10 @@ class Job(NamedTuple):
         """The optimizer steps behind it."""
         return self.done.step
 
+    def close(self) -> None:
+        """Give back the communicators and windows it has taken; collective. Nothing of it may be used afterwards."""
+        self.trainer.close()
+
 
 def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None,
           noted: Scan | None = None) -> Job:
@@ -56,39 +58,34 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
     noted   an earlier scan of the tokens, on rank 0: they are scanned again if their file is another or has changed since
     raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
     """
-    agreed(transport, lambda: check_names(config))
-    agreed(transport, lambda: topology(config, transport.size))
-    config = settled(transport, config)
+    resolved = resolve(transport, config)
+    config = resolved.config
     source = source or _opened(transport, config, noted)
-    agreed(transport, lambda: parse_wire(config.replication.wire))
-    file = config.replication.tuning
-    tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
-    agreed(transport, lambda: _check_memory(transport, config, source))
-    units = agreed(transport, lambda: model(config, source))
-    found = _read(transport, saved, config) if saved else None
+    agreed(transport, lambda: _check_memory(transport, resolved, source))
+    found = checkpoint.read_beside(transport, saved) if saved else None
     done = found.done if found else Done(0, 0, transport.gather_text(uuid4().hex)[0])
     check_same(transport, "data source and checkpoint", {
         "inputs": source.inputs, "classes": source.classes, "held_out": source.held_out, **done._asdict(),
     })
-    trainer = Trainer(transport, units, config, tuning)
+    trainer = Trainer(transport, lambda layers: model(config, source, layers), resolved)
     if found:
-        agreed(transport, lambda: checkpoint.load(found, trainer))
+        found = checkpoint.load(found, trainer.replication.kept(), trainer.storage, transport, trainer.backend,
+                                resolved.axes._asdict())
+        trainer.replication.restore(found.manifest.scalars)
+        done = found.done
     return Job(trainer, source, done)
 
 
-def _read(transport: Transport, saved: Path, config: Config) -> Checkpoint:
-    """The checkpoint, with residuals if the wire format keeps any; collective."""
-    read = partial(checkpoint.with_residuals, rank=transport.rank, ranks=transport.size)
-    return checkpoint.read_beside(transport, saved, read if config.replication.wire.startswith(KEPT_ON_HOST) else checkpoint.read)
-
-
-def _check_memory(transport: Transport, config: Config, source: Source | Unopened) -> None:
+def _check_memory(transport: Transport, resolved: Resolved, source: Source | Unopened) -> None:
     """Refuse a model whose parameters, gradients and optimizer state alone are more than is free here; before it is built."""
-    length, count = _size(config, source)
+    config = resolved.config
+    length, count = _size(resolved, source)
     ranks, where = transport.hosts.count(transport.hosts[transport.rank]), "on this host"
     if config.device.kind == "cuda":
         ranks, where = -(-ranks // process.gpus()), "on this GPU"
-    needed = ranks * length * np.dtype(config.precision.compute).itemsize * (2 + len(STATE[config.optimizer.name]))
+    parts = divisor(resolved.axes, transport.hosts, config.replication.shard)
+    elements = _held(resolved, length, parts) + _on_its_way(resolved, source)
+    needed = ranks * np.dtype(config.precision.stored).itemsize * elements
     free = process.free_memory(config.device.kind)
     if needed > free:
         raise ConfigError(
@@ -98,11 +95,45 @@ def _check_memory(transport: Transport, config: Config, source: Source | Unopene
         )
 
 
-def _size(config: Config, source: Source | Unopened) -> tuple[int, int]:
+def _held(resolved: Resolved, length: float, parts: int) -> float:
+    """Elements of parameters, gradients and optimizer state that a rank holds, of a flat buffer of `length` for all stages.
+
+    Where ranks hold different parts: the mean over all of them.
+
+    parts  in which ZeRO divides
+    """
+    settings, (dp, ranks) = resolved.config.replication, (resolved.axes.dp, resolved.axes.ranks)
+    length, state = length / resolved.axes.pp, len(STATE[resolved.config.optimizer.name])
+    if settings.mode == "server":    # servers hold one replica together, and each worker one without state
+        return (2 * dp + 2 + state) * length / ranks
+    if settings.mode == "master":    # rank 0 alone keeps state
+        return (2 + state / ranks) * length
+    averages = {"local": 3 if has_outer(settings) else 1, "gossip": 1}.get(settings.mode, 0)
+    is_half = resolved.config.precision.is_half    # where a mirror is divided as parameters else are, and they from stage 1 on
+    copies = ((1 if is_half else 3, 1), (2, 1), (1, state))
+    divided = sum(count / (parts if settings.zero >= stage else 1) for stage, count in copies)
+    return (averages + divided + (is_half and settings.zero < 3)) * length
+
+
+def _on_its_way(resolved: Resolved, source: Source | Unopened) -> int:
+    """Elements of what is gathered or reduced, where it is divided: at least the largest unit."""
+    config = resolved.config
+    kinds = max(0, config.replication.zero - 1)
+    shallow = config.model.model_copy(update={"layers": min(2, config.model.layers)})
+    layers = described(resolved.device.ops, resolved.config.layout)
+    units = model(config.model_copy(update={"model": shallow}), source, layers) if kinds else []
+    spans = Storage(units, config.precision.stored, resolved.axes.dp).spans
+    return kinds * max((span.stop - span.start for span in spans), default=0)
+
+
+def _size(resolved: Resolved, source: Source | Unopened) -> tuple[int, int]:
     """Elements of a flat buffer, and parameters, of the configured network: those of one layer and as much again per other."""
-    def size(layers: int) -> tuple[int, int]:
-        shallow = config.model.model_copy(update={"layers": layers})
-        storage = Storage(model(config.model_copy(update={"model": shallow}), source), config.precision.compute)
+    config, layers = resolved.config, described(resolved.device.ops, resolved.config.layout)
+
+    def size(depth: int) -> tuple[int, int]:
+        shallow = config.model.model_copy(update={"layers": depth})
+        units = model(config.model_copy(update={"model": shallow}), source, layers)
+        storage = Storage(units, config.precision.stored, resolved.axes.dp)
         return storage.length, storage.parameter_count
 
     (length, count), (length_of_two, count_of_two) = size(1), size(2)
@@ -110,9 +141,9 @@ def _size(config: Config, source: Source | Unopened) -> tuple[int, int]:
     return length + others * (length_of_two - length), count + others * (count_of_two - count)
 
 
-def model(config: Config, source: Source | Unopened) -> list[Unit]:
-    """The configured network for this source's inputs and classes."""
-    layers, m = Plain(ops_for(config.device.kind, config.device.gemm, config.device.tiles)), config.model
+def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
+    """The configured network for this source's inputs and classes, of a set of layers."""
+    m = config.model
     if m.kind == "gpt":
         return gpt(layers, vocab=source.inputs, context=m.context, width=m.width, heads=m.heads, depth=m.layers,
                    tied=m.tied)
@@ -134,7 +165,7 @@ def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
 
 
 def _source(config: Config, scan: Scan | None) -> Source:
-    source = open_source(config.data.source, config.model.context, config.precision.compute, config.data.vocabulary, scan)
+    source = open_source(config.data.source, config.model.context, config.precision.stored, config.data.vocabulary, scan)
     if source.model != config.model.kind:
         raise ConfigError(
             f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",

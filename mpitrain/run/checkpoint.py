@@ -1,261 +1,185 @@
-"""Checkpoints: safetensors by logical name, whole whatever the layout, written beside and renamed into place.
+"""Checkpoints: written by all ranks together, whole whatever the layout, beside their place and renamed into it.
 
-    checkpoints/step-00000400/model.safetensors       parameters under their full names: any tool can read them
-    checkpoints/step-00000400/optimizer.safetensors   optimizer state under <buffer>/<full name>
-    checkpoints/step-00000400/residuals-0.safetensors what the wire format of rank 0 still owes, and what it expects
+    checkpoints/step-00000400/
+        model-00001-of-00003.safetensors  parameters, whole, under their full names, with the index that is usual for
+        model.safetensors.index.json      several files: any tool can read them
+        state-00000.safetensors           what rank 0 wrote of the optimizer's state and of residuals, in pieces
+        manifest.json                     which pieces these are; the SHA-256 of every block of every file; where the run stands
 
-Each file's metadata holds what it belongs to (run, step, samples, rank, number of ranks) and a SHA-256 over everything else
-in it, so that a truncated or altered file is refused, and one of another run, step or rank too.
+Of elements that several ranks hold, one writes: no rank needs the whole model, neither to write nor to read it.
 """
 
-import hashlib
 import json
-import re
-import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
-
 from mpitrain.errors import CheckpointError, TrainingError
-from mpitrain.files import check_regular, sync
-from mpitrain.parallel.buckets import AGREED
-from mpitrain.run.trainer import Trainer
-from mpitrain.transport.agreed import agreed
+from mpitrain.layers.flat import Storage
+from mpitrain.machine.backend import Backend
+from mpitrain.parallel.kept import Kept
+from mpitrain.run.fill import fill
+from mpitrain.run.finished import prepare, put_in_place, steps
+from mpitrain.run.manifest import FORMAT, INDEX, Done, File, Manifest, Stored, read_manifest, verify, write_manifest
+from mpitrain.run.pieces import Held, described, holdings
+from mpitrain.run.shares import Shares, join, shared_out
+from mpitrain.run.stream import MOVED, Writing, WritingTensors
+from mpitrain.transport.agreed import agreed, check_same
 from mpitrain.transport.base import Transport
-
-FORMAT = "mpitrain-2"
-RESIDUALS = "residuals-{}.safetensors"
-
-
-class Done(NamedTuple):
-    """What a run has behind it.
-
-    step     optimizer steps
-    samples  rows of all global batches of those steps
-    run      the run's identity: drawn when it started from nothing, and the same ever after
-    """
-
-    step: int
-    samples: int
-    run: str
 
 
 class Checkpoint(NamedTuple):
-    """A verified checkpoint in memory.
+    """A verified checkpoint on disk, and what it consists of."""
 
-    done        where it stands
-    parameters  whole tensors by full name
-    state       of the optimizer, by <buffer>/<full name>
-    facts       the metadata that all files of this checkpoint have
-    residuals   one rank's; none before `with_residuals`
-    """
+    path: Path
+    manifest: Manifest
 
-    done: Done
-    parameters: dict[str, np.ndarray]
-    state: dict[str, np.ndarray]
-    facts: dict[str, str]
-    residuals: dict[str, np.ndarray] = {}
+    @property
+    def done(self) -> Done:
+        """Where it stands."""
+        return self.manifest.done
 
 
-def save(folder: Path, trainer: Trainer, done: Done, keep: int) -> Path:
+def save(folder: Path, kept: Sequence[Kept], storage: Storage, transport: Transport, backend: Backend, done: Done,
+         layout: Mapping[str, Any], scalars: Mapping[str, Any], keep: int) -> Path:
     """Write a checkpoint under `folder` and drop all but the newest `keep`; collective.
 
-    Rank 0 writes what replicas share, every rank its residuals, if its wire format has any. Whatever happens on the way,
-    the checkpoints that were there stay good until the new one has its final name.
-
-    raises  TrainingError on every rank if any of them cannot write
+    kept     what this rank holds; those named "parameters" are written as whole tensors
+    layout   what must be the same for "own" state to be taken over as it is, and for "bound" state to be taken over at all
+    scalars  numbers by name
+    raises   TrainingError on every rank if any of them cannot write; the checkpoints that were there stay good
     """
     step = done.step
     target, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    is_root = trainer.transport.rank == 0
-    for part in (
-        lambda: is_root and _prepare(unfinished),
-        lambda: _write_own(unfinished, trainer, done),
-        lambda: is_root and _put_in_place(unfinished, target, keep),
-    ):
-        agreed(trainer.transport, partial(_attempt, part, step, folder))
+    is_root = transport.rank == 0
+
+    def attempt(part: Callable[[], Any]) -> Any:
+        return agreed(transport, partial(_attempt, part, step, folder))
+
+    shares = shared_out([holdings(listed) for listed in transport.gather_text(described(storage, kept))])
+    attempt(lambda: is_root and prepare(unfinished))
+    files, stored = _write(unfinished, shares, kept, transport, backend, done)
+    mine = attempt(lambda: {name: File(transport.rank, *file.close()) for name, file in files.items()})
+    everyone = transport.gather_text([mine, stored])
+    written = {name: file for files, _ in everyone for name, file in files.items()}
+    manifest = Manifest(done, layout, scalars, written, [one for _, stored in everyone for one in stored])
+    attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
     return target
 
 
-def _attempt(part: Callable[[], Any], step: int, folder: Path) -> None:
+def _attempt(part: Callable[[], Any], step: int, folder: Path) -> Any:
     try:
-        part()
+        return part()
     except OSError as error:
         raise TrainingError(f"The checkpoint of step {step} cannot be written to {folder}: {error}.",
                             "Make room, then go on with --resume; the checkpoints before it are still good.") from None
 
 
-def _prepare(partial: Path) -> None:
-    for left_over in (*partial.parent.glob(".step-*.partial"), *partial.parent.glob(".step-*.dropped")):
-        shutil.rmtree(left_over)
-    partial.mkdir(parents=True)
+def _write(folder: Path, shares: Shares, kept: Sequence[Kept], transport: Transport, backend: Backend,
+           done: Done) -> tuple[dict[str, Writing], list[Stored]]:
+    """Write this rank's files, which have to be closed, and send what others write; collective."""
+    rank = transport.rank
+    metadata = {"format": FORMAT, **{name: str(value) for name, value in done._asdict().items()}, "rank": str(rank),
+                "ranks": str(transport.size)}
+    files: dict[str, Writing] = {}
+    model = None
+    names = _model_files(shares)
+    if rank in names:
+        tensors = {name: (joined.dtype, joined.shape) for name, joined in shares.tensors.items() if joined.writer == rank}
+        model = files[names[rank]] = WritingTensors(folder / names[rank], tensors, metadata)
+    join(shares, kept, model, transport, backend)
+    held = {_key(held): held for held in shares.pieces[rank]}
+    name = f"state-{rank:05d}.safetensors"
+    if held:
+        arrays = {key: (one.dtype, (one.part.length,)) for key, one in held.items()}
+        files[name] = WritingTensors(folder / name, arrays, metadata)
+    for one in held.values():
+        count = MOVED // one.dtype.itemsize
+        for piece in one.part.pieces:
+            for start in range(piece.place, stop := piece.place + piece.stop - piece.start, count):
+                files[name].write(backend.to_host(kept[one.number].array[start:min(start + count, stop)]))
+    return files, [Stored(name, key, one.name, one.kind, one.part.packed()) for key, one in held.items()]
 
 
-def _write_own(partial: Path, trainer: Trainer, done: Done) -> None:
-    entries, to_host, rank = trainer.storage.entries, trainer.backend.to_host, trainer.transport.rank
-    residuals = trainer.replication.buckets.residuals()
-    metadata = {"format": FORMAT, "run": done.run, "step": str(done.step), "samples": str(done.samples), "rank": str(rank),
-                "ranks": str(trainer.transport.size), "residuals": "yes" if residuals else "no"}
-    if residuals:
-        _write(partial / RESIDUALS.format(rank), residuals, metadata)
-    if rank != 0:
-        return
-    flat = to_host(trainer.parameters)
-    _write(partial / "model.safetensors", {e.name: e.view(flat) for e in entries}, metadata)
-    buffers = {name: to_host(buffer) for name, buffer in trainer.optimizer.state.items()}
-    _write(partial / "optimizer.safetensors",
-           {f"{name}/{e.name}": e.view(buffer) for name, buffer in buffers.items() for e in entries}, metadata)
+def _model_files(shares: Shares) -> dict[int, str]:
+    """The name of each file of whole tensors, by the rank that writes it."""
+    writers = sorted({joined.writer for joined in shares.tensors.values()})
+    return {rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors" for number, rank in enumerate(writers, 1)}
 
 
-def _put_in_place(partial: Path, target: Path, keep: int) -> None:
-    folder = target.parent
-    sync(partial)
-    replaced = folder / f".{target.name}.replaced"
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-    partial.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
-    sync(folder)
-    for old in steps(folder)[:-keep]:
-        dropped = old.rename(folder / f".{old.name.strip('.')}.dropped")  # at once: a reader finds all of it or none
-        shutil.rmtree(dropped)
+def _key(held: Held) -> str:
+    """The name of a piece in its file: of those that one rank writes, no two begin at one element."""
+    return f"{held.name}/{held.part.tensor}/{held.part.pieces[0].start}" if held.part.tensor else held.name
 
 
-def steps(folder: Path) -> list[Path]:
-    """The finished checkpoints of a folder, oldest first.
-
-    One that was being replaced when its process died counts until the new one has its name.
-    """
-    found: dict[str, Path] = {}
-    for form in (r"(step-\d{8,18})", r"\.(step-\d{8,18})\.replaced"):
-        for path in folder.glob("*"):
-            if path.is_dir() and (name := re.fullmatch(form, path.name, re.ASCII)):
-                found.setdefault(name[1], path)
-    return [found[name] for name in sorted(found, key=lambda name: int(name.removeprefix("step-")))]
+def _finish(unfinished: Path, target: Path, shares: Shares, manifest: Manifest, keep: int) -> None:
+    """Write what binds the files together, and give the checkpoint its name."""
+    names = _model_files(shares)
+    index = {"metadata": {"total_size": sum(joined.nbytes for joined in shares.tensors.values())},
+             "weight_map": {name: names[joined.writer] for name, joined in shares.tensors.items()}}
+    file = Writing(unfinished / INDEX)
+    file.write(json.dumps(index, indent=1).encode())
+    write_manifest(unfinished, manifest._replace(files={**manifest.files, INDEX: File(0, *file.close())}))
+    put_in_place(unfinished, target, keep)
 
 
-def newest(folder: Path) -> Path:
-    """The newest checkpoint of a folder; CheckpointError if there is none."""
-    found = steps(folder)
-    if not found:
-        raise CheckpointError(f"There is no checkpoint in {folder}.", "Name a run directory that has one, or train first.")
-    return found[-1]
+def read_beside(transport: Transport, path: Path) -> Checkpoint:
+    """Verify a checkpoint, or the newest one if a run that goes on drops it meanwhile; collective.
 
-
-def read_beside(transport: Transport, path: Path, read: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """What `read` makes of a checkpoint, or of the newest one if a run that goes on drops it meanwhile; collective.
-
+    Every block is read once, by one of the ranks.
     raises  CheckpointError with `agreed` set, if one that is still there cannot be read
     """
     while True:
         try:
-            return agreed(transport, partial(read, path))
+            manifest = agreed(transport, partial(_verified, path, transport.rank, transport.size))
         except CheckpointError:
-            listed = steps(path.parent)
-            successor = transport.gather_text(str(listed[-1]) if listed and path not in listed else "")[0]
+            successor = _successor(transport, path)
             if not successor:
                 raise
-            path = Path(successor)
+            path = successor
+            continue
+        check_same(transport, "checkpoint", manifest.done._asdict())
+        return Checkpoint(path, manifest)
 
 
-def read(path: Path) -> Checkpoint:
-    """Read and verify what replicas share; CheckpointError names what is wrong with it."""
-    facts, parameters = _read(path / "model.safetensors", 0)
-    state = _read(path / "optimizer.safetensors", 0, facts)[1]
-    named = re.search(r"step-(\d+)", path.name)
-    if named and int(named[1]) != int(facts["step"]):
-        raise CheckpointError(f"{path} holds step {facts['step']}, and not the one that its name says.", _way_out(path))
-    return Checkpoint(Done(int(facts["step"]), int(facts["samples"]), facts["run"]), parameters, state, facts)
+def _verified(path: Path, rank: int, ranks: int) -> Manifest:
+    manifest = read_manifest(path)
+    verify(path, manifest, rank, ranks)
+    return manifest
 
 
-def with_residuals(path: Path, rank: int, ranks: int) -> Checkpoint:
-    """The same with what the wire format of one of `ranks` ranks still owes: its own residuals, or, with another number of
-    ranks than before, an equal part of the sum of all."""
-    found = read(path)
-    written = int(found.facts["ranks"]) if found.facts["residuals"] == "yes" else 0
-    expected = [path / RESIDUALS.format(writer) for writer in range(written)]
-    for extra in sorted({*path.glob(RESIDUALS.format("*"))} - {*expected}):
-        raise CheckpointError(f"{extra} is none of the {written} files of residuals that this checkpoint was written with.",
-                              _way_out(path))
-    if written == ranks:
-        return found._replace(residuals=_read(expected[rank], rank, found.facts)[1])
-    total: dict[str, np.ndarray] = {}
-    for writer, file in enumerate(expected):
-        for name, tensor in _read(file, writer, found.facts)[1].items():
-            if name.startswith(AGREED):
-                total[name] = tensor
-            else:
-                total[name] = total[name] + tensor / ranks if name in total else tensor / ranks
-    return found._replace(residuals=total)
+def _successor(transport: Transport, path: Path) -> Path | None:
+    """The newest checkpoint beside one that is there no more; None if it is there, as rank 0 sees it; collective."""
+    listed = steps(path.parent)
+    successor = transport.gather_text(str(listed[-1]) if listed and path not in listed else "")[0]
+    return Path(successor) if successor else None
 
 
-def load(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    """Put a checkpoint into a trainer of any layout: each rank keeps its part of every tensor."""
-    _fill(trainer, trainer.parameters, "", checkpoint.parameters)
-    for name, buffer in trainer.optimizer.state.items():
-        _fill(trainer, buffer, f"{name}/", checkpoint.state)
-    trainer.replication.buckets.load_residuals(checkpoint.residuals)
+def load(found: Checkpoint, kept: Sequence[Kept], storage: Storage, transport: Transport, backend: Backend,
+         layout: Mapping[str, Any]) -> Checkpoint:
+    """Fill the arrays of any layout from a checkpoint, or from the newest one if a run drops it meanwhile; collective.
 
+    Each rank reads the ranges that it needs: "agreed" state and, at the same layout, "own" state bit for bit; else of the sum
+    of "own" state its equal part, and of "mean" state the mean. A line each says what starts from a mean, and what "bound"
+    state starts anew.
 
-def _fill(trainer: Trainer, flat: np.ndarray, prefix: str, tensors: Mapping[str, np.ndarray]) -> None:
-    for entry in trainer.storage.entries:
-        tensor, wanted = tensors.get(prefix + entry.name), entry.parameter.shape
-        if tensor is None or tensor.shape != wanted:
-            has = "none" if tensor is None else f"shape {tensor.shape}"
-            raise CheckpointError(f"The model needs {prefix}{entry.name} of shape {wanted}, but the checkpoint has {has}.",
-                                  "Use the configuration that the checkpoint was trained with.")
-        part = tensor if entry.parameter.slices is None else tensor[entry.parameter.slices]
-        entry.view(flat)[...] = trainer.backend.from_host(part)
-
-
-def _write(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    try:
-        save_file(tensors, path, {**metadata, "sha256": _digest(tensors, metadata)})
-    except SafetensorError as error:  # what a full disk becomes there
-        raise OSError(str(error)) from None
-    sync(path)
-
-
-def _read(path: Path, rank: int, facts: dict[str, str] | None = None) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Metadata, without the rank, and tensors of a file that `rank` wrote; the metadata must be `facts`, where given."""
-    try:
-        check_regular(path)
-        with safe_open(path, "numpy") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.", _way_out(path.parent)) from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}.", _way_out(path.parent)) from None
-    if metadata.pop("sha256", None) != _digest(tensors, metadata):
-        raise CheckpointError(f"{path} was altered: its contents do not match its SHA-256.", _way_out(path.parent))
-    if metadata["format"] != FORMAT:
-        raise CheckpointError(f"{path} is in format {metadata['format']}, but this version of mpitrain reads {FORMAT}.",
-                              "Go on with the version that wrote it, or start the run again.")
-    wanted = {**(facts or metadata), "rank": str(rank)}
-    if others := [f"{name} {metadata[name]} where {wanted[name]} is wanted"
-                  for name in sorted(wanted) if metadata[name] != wanted[name]]:
-        raise CheckpointError(f"{path} belongs to another checkpoint or rank: it has {', '.join(others)}.",
-                              _way_out(path.parent))
-    del metadata["rank"]
-    return metadata, tensors
-
-
-def _way_out(path: Path) -> str:
-    finished = steps(path.parent)
-    older = [other.name for other in finished[:finished.index(path)]] if path in finished else []
-    return f"Remove {path}" + (f" to go on from {older[-1]}." if older else " and start the run again.")
-
-
-def _digest(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
-    digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode())
-        digest.update(np.ascontiguousarray(tensor).data if tensor.size else b"")
-    return digest.hexdigest()
+    returns  the checkpoint that was loaded
+    raises   CheckpointError with `agreed` set, if it is of another model or cannot be read
+    """
+    while True:
+        try:
+            mine = agreed(transport, partial(fill, found.path, found.manifest, kept, storage, backend, layout, transport.rank))
+        except CheckpointError:
+            successor = _successor(transport, found.path)
+            if not successor:
+                raise
+            found = read_beside(transport, successor)
+            continue
+        changed = {name.split("/")[0]: what for named in transport.gather_text(mine) for name, what in named.items()}
+        then = ", ".join(f"{axis} {size}" for axis, size in found.manifest.layout.items())
+        for what in sorted({*changed.values()}) if transport.rank == 0 else ():
+            names = ", ".join(sorted(name for name in changed if changed[name] == what))
+            print(f"note: {names} in {found.path} {what} the ranks of {then}.", file=sys.stderr, flush=True)
+        return found

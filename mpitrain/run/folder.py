@@ -3,12 +3,14 @@
     config.toml      everything resolved            metrics.jsonl   one JSON object per line
     checkpoints/     see checkpoint.py              tuning.json     the tuning in use, if one was named
     tiles.json       the tiles, likewise            tokens.json     what a scan of the tokens found, if there are any
-    lock             held by rank 0 while the run goes on
+    lock             held by rank 0 while the run goes on    trace/      what each rank did last, see trace/ring.py
 """
 
 import fcntl
 import json
 import os
+import re
+import shutil
 import socket
 import sys
 import time
@@ -19,18 +21,18 @@ import tomli_w
 
 from mpitrain.collectives.tuning import write_tuning
 from mpitrain.config import Config, keys, parse, read_toml
-from mpitrain.data import Scan, TokenSource, absolute
+from mpitrain.data import Scan, Source, TokenSource, Unopened, absolute
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
-from mpitrain.parallel.grid import topology
-from mpitrain.run import checkpoint
-from mpitrain.run.build import Job
+from mpitrain.run.finished import steps
 from mpitrain.run.metrics import cut_after
+from mpitrain.run.resolve import Resolved
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
 METRICS, CONFIG, TUNING, TILES, TOKENS = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json", "tokens.json"
-CHECKPOINTS, LOCK = "checkpoints", "lock"
+CHECKPOINTS, LOCK, TRACE = "checkpoints", "lock", "trace"
+WHOLE = "# All {} keys of a run of mpitrain."  # the first line of its configuration
 FIXED = ("model.", "optimizer.name", "data.vocabulary")  # a checkpoint of other values of these is of another model
 
 
@@ -70,7 +72,7 @@ def _look(config: Config, resume: str) -> Place:
             raise ConfigError("--resume needs the directory of the run.", "Add --out DIR, for example --out runs/mine.")
         return Place()
     folder = Path(config.run.out)
-    saved = checkpoint.steps(folder / CHECKPOINTS)
+    saved = steps(folder / CHECKPOINTS)
     has_run = bool(saved) or (folder / CONFIG).exists()
     if resume == "no" and has_run:
         way_on = "--resume to go on with it" if saved else "--resume=auto to start it again, for it has no checkpoint"
@@ -90,11 +92,16 @@ def _look(config: Config, resume: str) -> Place:
 
 
 def configuration(folder: Path) -> Config:
-    """What a run was last trained with; ConfigError unless its file says all of it, for a default may be another value."""
+    """What a run was last trained with; ConfigError unless its file says all of it, for a default may be another value.
+
+    A file that has as many keys as its first line says was written by a version that had no others: they began with defaults
+    that change nothing.
+    """
     tables = read_toml(folder / CONFIG)
     then = parse(tables)
     missing = [key.name for key in keys() if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})]
-    if missing:
+    told = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG).decode())
+    if missing and not (told and int(told[1]) == sum(map(len, tables.values()))):
         named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise ConfigError(f"{folder / CONFIG} is not the whole configuration of its run: it lacks {named}.",
                           "Write into it what the run was trained with, or start another run with its own --out.")
@@ -111,13 +118,13 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     return {key: [old[key], value] for key, value in new.items() if old[key] != value and not key.startswith(ignored)}
 
 
-def claim(place: Place, job: Job) -> tuple[Path, int]:
-    """Make the directory, lock it, and write what a run begins with; for rank 0.
+def claim(place: Place, resolved: Resolved, source: Source | Unopened, step: int) -> tuple[Path, int]:
+    """Make the directory, lock it, and write what a run that goes on after `step` begins with; for rank 0.
 
     Returns the directory and the descriptor of its lock, which the process holds until it closes it or ends.
     raises  ConfigError if the directory cannot be written, or if another run is going on in it
     """
-    config = job.trainer.config
+    config = resolved.config
     tiles = _text(config.device.tiles) if config.device.tiles else ""
     try:
         folder = place.folder or _fresh()
@@ -125,23 +132,33 @@ def claim(place: Place, job: Job) -> tuple[Path, int]:
         lock = _lock(folder)
         if (folder / CONFIG).exists() and not place.has_run:
             raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
-        if checkpoint.steps(folder / CHECKPOINTS)[-1:] != ([place.saved] if place.saved else []):
+        if steps(folder / CHECKPOINTS)[-1:] != ([place.saved] if place.saved else []):
             raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
-        write_whole(folder / CONFIG, tomli_w.dumps(_resolved(job, folder)))
+        tables = _tables(resolved, source, folder)
+        write_whole(folder / CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}")
         if config.replication.tuning:
-            write_tuning(folder / TUNING, job.trainer.group.tuning)
+            write_tuning(folder / TUNING, resolved.tuning)
         if config.device.tiles:
             write_whole(folder / TILES, tiles)
-        if isinstance(job.source, TokenSource) and job.source.scan:
-            write_whole(folder / TOKENS, json.dumps(job.source.scan._asdict()) + "\n")
+        if isinstance(source, TokenSource) and source.scan:
+            write_whole(folder / TOKENS, json.dumps(source.scan._asdict()) + "\n")
+        if (folder / TRACE).exists():
+            shutil.rmtree(folder / TRACE)
+        if config.run.trace:
+            (folder / TRACE).mkdir()
         if place.saved is None:
             write_whole(folder / METRICS, "")
         else:
-            cut_after(folder / METRICS, job.step)
+            cut_after(folder / METRICS, step)
     except OSError as error:
         raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error}.",
                           "Choose another --out, or make room.") from None
     return folder, lock
+
+
+def trace_file(folder: Path, rank: int) -> Path:
+    """Where a rank's trace lies in a run directory."""
+    return folder / TRACE / f"rank-{rank:05d}"
 
 
 def noted_scan(folder: Path | None) -> Scan | None:
@@ -182,14 +199,14 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _resolved(job: Job, folder: Path) -> dict[str, Any]:
+def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict[str, Any]:
     """The configuration as tables, with what was left to be chosen filled in, valid from anywhere and after a move."""
-    config, ranks = job.trainer.config, job.trainer.transport.size
+    config = resolved.config
     tables = config.model_dump()
-    tables["run"]["out"], tables["layout"]["dp"] = str(folder), topology(config, ranks).dp
+    tables["run"]["out"], tables["layout"]["dp"] = str(folder), resolved.axes.dp
     tables["data"]["source"] = absolute(config.data.source)
     if config.data.source.startswith("tokens:"):
-        tables["data"]["vocabulary"] = job.source.inputs
+        tables["data"]["vocabulary"] = source.inputs
     if config.replication.tuning:
         tables["replication"]["tuning"] = TUNING
     if config.device.tiles:

@@ -1,39 +1,55 @@
 """Text from a trained GPT: one token at a time, each drawn from what the model says of the tokens before it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from mpitrain.errors import ConfigError, TrainingError
+from mpitrain.collectives.bind import bind_broadcast
+from mpitrain.errors import ConfigError, TrainingError, on_every_rank
 from mpitrain.run.trainer import Trainer
 
+NOT_FINITE = -1
+"""In place of a token: there is none to draw."""
 
-def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: int, seed: int) -> Iterator[int]:
-    """Tokens after `prompt`, without end; local.
 
-    temperature  0 takes the likeliest token
-    top_k        draw among so many of the likeliest; 0: among all
-    raises       TrainingError if the model's output is not finite
+def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: int, seed: int,
+           stop_requested: Callable[[], bool] = lambda: False) -> Iterator[int]:
+    """Tokens after `prompt`, until a stop is requested: all ranks compute, rank 0 draws and tells the others.
+
+    Collective: every rank takes the same number of tokens.
+    temperature     0 takes the likeliest token
+    top_k           draw among so many of the likeliest; 0: among all
+    stop_requested  asked on rank 0 alone, with every token; after a True this token is the last
+    raises          TrainingError on every rank if the model's output is not finite
     """
-    context = trainer.config.model.context
+    context, sharing = trainer.config.model.context, trainer.grid.axes.tp
     recent = list(prompt)[-context:]
     if not recent:
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
     generator = np.random.default_rng(seed)
-    while True:
+    told = np.zeros(2, np.int64)    # a token, and whether it is the last
+    telling = bind_broadcast(trainer.transport, told)
+    while not told[1]:
         # Tokens to the right are masked: any value will do. Few widths, so that the arena holds few buffers.
-        window = np.zeros((1, min(context, max(16, 1 << (len(recent) - 1).bit_length()))), np.int64)
+        width = max(16, 1 << (len(recent) - 1).bit_length())
+        window = np.zeros((1, min(context, -(-width // sharing) * sharing)), np.int64)
         window[0, :len(recent)] = recent
-        logits = trainer.backend.to_host(trainer.logits(window))[0, len(recent) - 1].astype(np.float64)
-        if not np.isfinite(logits).all():
-            raise TrainingError("The model's output is not finite: its training has diverged.",
-                                "Train again with a lower optimizer.lr.")
-        token = _draw(logits, temperature, top_k, generator)
+        last = np.empty(0) if trainer.grid.is_server else trainer.logits_of(window, len(recent) - 1)
+        if trainer.transport.rank == 0:
+            told[:] = _draw(last, temperature, top_k, generator), stop_requested()
+        telling.run()
+        token = int(told[0])
+        if token == NOT_FINITE:
+            raise on_every_rank(TrainingError("The model's output is not finite: its training has diverged.",
+                                              "Train again with a lower optimizer.lr."))
         yield token
         recent = [*recent, token][-context:]
 
 
 def _draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator) -> int:
+    """A token by what the model says of each, or NOT_FINITE."""
+    if not np.isfinite(logits).all():
+        return NOT_FINITE
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,15 +16,29 @@ from mpitrain.errors import CheckpointError, ConfigError, TrainingError, on_ever
 from mpitrain.parallel.replicate import Outcome
 from mpitrain.run import checkpoint
 from mpitrain.run.build import Job, build
-from mpitrain.run.checkpoint import Done
-from mpitrain.run.folder import CHECKPOINTS, CONFIG, METRICS, Place, claim, configuration, find, noted_scan
+from mpitrain.run.finished import newest
+from mpitrain.run.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    Place,
+    claim,
+    configuration,
+    find,
+    noted_scan,
+    trace_file,
+)
+from mpitrain.run.manifest import Done
 from mpitrain.run.metrics import MetricsFile, read_metrics
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.run.watchdog import Watchdog
+from mpitrain.trace.recorder import Recorder
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
+from mpitrain.transport.recorded import Recorded, clock_offset
 
 SKIPS = 10  # so many skipped steps in a row end a run
+OVERFLOWS = 20  # and so many whose gradients were beyond float16
 
 
 class Watcher(Protocol):
@@ -72,7 +87,9 @@ def train(transport: Transport, config: Config, resume: str, stop_requested: Cal
     watchdog        one that has watched what came before; closed at the end
     raises          MpitrainError with `agreed` set where all ranks stop together
     """
-    with closing(watchdog or Watchdog(transport.rank, config.run.stall_seconds)) as watchdog:
+    if config.run.trace and not transport.recorder.is_on:
+        transport = Recorded(transport, Recorder())
+    with closing(watchdog or Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)) as watchdog:
         return _train(transport, config, resume, stop_requested, watcher, begins, watchdog)
 
 
@@ -85,8 +102,10 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
     watchdog.alive("claiming the run directory")
     begins()
     agreed(transport, lambda: _check_steps(job.step, config))
-    claimed = agreed(transport, lambda: claim(place, job) if transport.rank == 0 else None)
+    claimed = agreed(transport, lambda: claim(place, job.trainer.resolved, job.source, job.step)
+                     if transport.rank == 0 else None)
     folder, past = transport.gather_text((str(claimed[0]), _past(claimed[0], job.step)) if claimed else None)[0]
+    _keep_trace(transport, job, Path(folder))
     run = _Run(job, place, Path(folder), Past(*past), stop_requested, watchdog, watcher)
     try:
         return Finished(run.loop(), job)
@@ -94,6 +113,22 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
         run.close()
         if claimed:
             os.close(claimed[1])
+
+
+def _keep_trace(transport: Transport, job: Job, folder: Path) -> None:
+    """Give the recorder its file in the run directory; collective. A disk that has no room for it does not end a run."""
+    recorder = transport.recorder
+    if not recorder.is_on:
+        return
+    rank, grid = transport.rank, job.trainer.grid
+    offset = clock_offset(transport, recorder.clock)
+    recorder.facts(rank=rank, ranks=transport.size, host=transport.hosts[rank], process=os.getpid(), offset=offset,
+                   clock=recorder.clock(), time=time.time(), device=job.trainer.backend.kind,
+                   place=None if grid.is_server else grid.place._asdict())
+    try:
+        recorder.keep(trace_file(folder, rank))
+    except OSError as error:
+        print(f"warning: rank {rank} cannot keep a trace in {folder}: {error.strerror}.", file=sys.stderr, flush=True)
 
 
 def _check_steps(done: int, config: Config) -> None:
@@ -117,6 +152,8 @@ class _Run:
     def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool],
                  watchdog: Watchdog, watcher: Watcher):
         self._trainer, self._source, self._done = job.trainer, job.data, job.done
+        self._recorder = job.trainer.transport.recorder
+        self._batch_name = self._recorder.name("its rows")
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
         self._folder, self._stop_requested, self._watchdog, self._watcher = folder, stop_requested, watchdog, watcher
@@ -130,7 +167,7 @@ class _Run:
         record = {
             "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
             "ranks": transport.size, "hosts": len(set(transport.hosts)),
-            "parameters": self._trainer.storage.parameter_count, "held_out": self._source.held_out,
+            "parameters": self._trainer.parameter_count, "held_out": self._source.held_out,
             **({"changed": place.changed} if place.changed else {}),
         }
         if self._is_root:
@@ -147,7 +184,9 @@ class _Run:
         for index in range(self._first, self._config.run.steps):
             if is_stopped:
                 break
-            is_stopped = self._pause(index + 1, self._step(index))
+            with self._recorder.stepping(index):
+                is_asked = self._step(index)
+            is_stopped = self._pause(index + 1, is_asked)
         if is_stopped:
             self._record({"event": "stopped", "step": self._saved_at})
         else:
@@ -158,17 +197,27 @@ class _Run:
         """One optimizer step, its line, and what follows from a skipped update; returns whether a rank was asked to stop."""
         run, step = self._config.run, index + 1
         self._watchdog.alive(f"step {step}")
-        rows, before = self._trainer.share(), self._after(index).samples
-        inputs, targets = self._source.batch(run.seed, index, self._config.batch.size, rows, before)
-        outcome = self._trainer.step(index, inputs, targets, self._stop_requested())
+        replication, own = self._trainer.replication, None
+        for number in replication.steps(index, self._stop_requested):
+            self._watchdog.alive(f"step {number + 1}")
+            span = self._recorder.compute(self._batch_name)
+            inputs, targets = replication.batch(self._source, number, self._after(number).samples)
+            self._recorder.end(span)
+            own = self._trainer.step(number, inputs, targets, self._stop_requested())
+        outcome = replication.outcome(index, own)
         self._comm_s += outcome.comm_s
-        self._skipped += not outcome.updated
-        self._in_a_row = 0 if outcome.updated else self._in_a_row + 1
+        is_skipped = not outcome.updated and not outcome.overflows    # what overflows is the loss scale's to mend
+        self._skipped += is_skipped
+        self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         if self._is_root:
             self._watcher.stepped(step, outcome.loss)
         if step == 1 or step % run.log_every == 0 or step == run.steps or outcome.stop or not outcome.updated:
-            self._log_step(step, outcome, targets[0].size)
-        if not outcome.updated and run.on_nonfinite == "stop":
+            self._log_step(step, outcome)
+        if outcome.overflows >= OVERFLOWS:
+            raise self._failed(step, f"The last {outcome.overflows} steps up to step {step} had gradients beyond float16, "
+                                     f"at last with a loss scale of {outcome.loss_scale:g}.",
+                               "Lower optimizer.lr, or set precision.compute to bfloat16, and start again.")
+        if is_skipped and run.on_nonfinite == "stop":
             raise self._failed(step, f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
                                      "not finite.", "Lower optimizer.lr, or go on past such steps with "
                                                     "--set run.on_nonfinite=skip.")
@@ -209,15 +258,21 @@ class _Run:
             raise on_every_rank(TrainingError("After the last step the parameters differ between replicas.",
                                               "This is a fault of mpitrain or of the machine's memory; please report it."))
 
-    def _log_step(self, step: int, outcome: Outcome, predictions: int) -> None:
-        """A line on the steps since the last one. predictions: how many a row has."""
+    def _log_step(self, step: int, outcome: Outcome) -> None:
+        """A line on the steps since the last one."""
         now, size, steps = time.perf_counter(), self._config.batch.size, step - self._logged_at
         step_s, comm_s = (now - self._since) / steps, self._comm_s / steps
         self._since, self._logged_at, self._comm_s = now, step, 0.0
         rates = {"samples_per_s": size / step_s, "samples_seen": self._after(step).samples}
         if self._source.model == "gpt":
-            rates |= {"tokens_per_s": size * predictions / step_s, "tokens_seen": predictions * rates["samples_seen"]}
-        skipped = {} if outcome.updated else {"skipped": True, "nonfinite_elements": outcome.nonfinite}
+            context = self._config.model.context
+            rates |= {"tokens_per_s": size * context / step_s, "tokens_seen": context * rates["samples_seen"]}
+        if self._config.replication.mode == "server" and self._config.replication.update != "sync":
+            rates |= {"lead": outcome.lead, "staleness": outcome.staleness}
+        skipped = {} if outcome.updated else {
+            "overflow" if outcome.overflows else "skipped": True, "nonfinite_elements": outcome.nonfinite}
+        if self._config.precision.compute == "float16":
+            rates |= {"loss_scale": outcome.loss_scale}
         self._record({"step": step, "loss": outcome.loss, "lr": outcome.lr, "grad_norm": outcome.grad_norm, "step_s": step_s,
                       "comm_s": comm_s, **rates, "peak_activation_bytes": self._trainer.arena.peak, **skipped})
 
@@ -227,7 +282,8 @@ class _Run:
             self._watchdog.alive(f"the evaluation after step {step}")
             return self._stop_requested()
 
-        found = self._trainer.evaluate(self._source, stop_requested)
+        with self._recorder.pausing("evaluation"):
+            found = self._trainer.evaluate(self._source, stop_requested)
         if found:
             self._record({"step": step, "val_loss": found[0], "val_accuracy": found[1]})
         return found is not None
@@ -240,7 +296,12 @@ class _Run:
         if self._saved_at == step:
             return
         self._watchdog.alive(f"the checkpoint of step {step}")
-        checkpoint.save(self._folder / CHECKPOINTS, self._trainer, self._after(step), self._config.checkpoint.keep)
+        trainer = self._trainer
+        with self._recorder.pausing("checkpoint"):
+            trainer.replication.settle()
+            checkpoint.save(self._folder / CHECKPOINTS, trainer.replication.kept(), trainer.storage, trainer.transport,
+                            trainer.backend, self._after(step), trainer.resolved.axes._asdict(), trainer.replication.scalars(),
+                            self._config.checkpoint.keep)
         self._saved_at = step
 
     def _record(self, record: dict[str, Any]) -> None:
@@ -266,8 +327,9 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
         raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
     then = configuration(folder)
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))  # at once on a rank, in training
-    anew = ["layout.dp=0", "batch.micro_batches=1", f"batch.size={rows * ranks}"]
-    alone = {**then.model_dump(), "replication": {}}  # how gradients were summed concerns nobody any more
+    anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows * ranks}"]
+    # Which ranks held what, and how gradients were made, concerns nobody any more.
+    alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     return parse(with_settings(alone, [*anew, *settings]))
 
 
@@ -278,7 +340,7 @@ def open_run(transport: Transport, folder: Path, settings: list[str], needs_data
     needs_data  False: a token model is built without its data source
     """
     config = agreed(transport, lambda: configured(folder, settings, transport.size))
-    saved = transport.gather_text(agreed(transport, lambda: str(checkpoint.newest(folder / CHECKPOINTS))))[0]
+    saved = transport.gather_text(agreed(transport, lambda: str(newest(folder / CHECKPOINTS))))[0]
     vocabulary = config.data.vocabulary or 256
     is_enough = not needs_data and config.model.kind == "gpt"
     return build(transport, config, Path(saved), Unopened("gpt", vocabulary, vocabulary) if is_enough else None,

@@ -1,18 +1,65 @@
-"""What a configuration means here: names that other rooms know, and device.kind settled in the same way on every rank."""
+"""What a configuration means here, found once, in the same way on every rank, and passed on."""
 
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
-from mpitrain.collectives.algorithms import all_reduce_choices
+from mpitrain.collectives import algorithms
+from mpitrain.collectives.cost import Tuning
+from mpitrain.collectives.tuning import DEFAULT, read_tuning
+from mpitrain.collectives.wire import Wire, parse_wire
 from mpitrain.config import Config, check_choice, parse
+from mpitrain.errors import ConfigError
 from mpitrain.machine import process
-from mpitrain.machine.backend import backend_for
+from mpitrain.ops.device import Device, device_for
+from mpitrain.parallel.grid import Axes, axes, divisor
+from mpitrain.pipeline.files import find_plan
+from mpitrain.pipeline.instructions import Plan
+from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
 
+class Resolved(NamedTuple):
+    """A configuration, and what it means on these ranks.
+
+    config  with device.kind and batch.micro_batches settled
+    axes    with dp filled in
+    plan    what each stage computes, and where the parts of the model lie
+    wire    in which format gradients travel
+    tuning  what `auto` chooses by
+    device  this rank's
+    """
+
+    config: Config
+    axes: Axes
+    plan: Plan
+    wire: Wire
+    tuning: Tuning
+    device: Device
+
+
+def resolve(transport: Transport, config: Config) -> Resolved:
+    """Resolve a configuration; collective.
+
+    raises  ConfigError on every rank if it cannot work here
+    """
+    agreed(transport, lambda: check_names(config))
+    found = agreed(transport, lambda: axes(config, transport.size))
+    agreed(transport, lambda: divisor(found, transport.hosts, config.replication.shard))
+    plan = agreed(transport, lambda: _planned(config, found))
+    batch = config.batch.model_copy(update={"micro_batches": plan.micro_batches})
+    config, device = _settled(transport, config.model_copy(update={"batch": batch}))
+    agreed(transport, lambda: axes(config, transport.size))  # as many shares as there are now need rows
+    wire = agreed(transport, lambda: parse_wire(config.replication.wire))
+    file = config.replication.tuning
+    tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
+    return Resolved(config, found, plan, wire, tuning, device)
+
+
 def choices() -> dict[str, tuple[str, ...]]:
     """{key: what it may be}, of the keys whose values are names in a table that the configuration does not know."""
-    return {"replication.algorithm": all_reduce_choices()}
+    return dict.fromkeys(("replication.algorithm", "layout.algorithm"), algorithms.choices("allreduce"))
 
 
 def check_names(config: Config) -> None:
@@ -21,19 +68,34 @@ def check_names(config: Config) -> None:
         check_choice(key, config.flat()[key], known)
 
 
-def settled(transport: Transport, config: Config) -> Config:
-    """The configuration with `auto` replaced: cuda if every rank finds a GPU, else cpu; collective.
+def _planned(config: Config, found: Axes) -> Plan:
+    """What the stages compute: by the configured schedule, or by that of a file; ConfigError if it cannot serve these numbers."""
+    settings, stages, micro_batches = config.pipeline, found.pp, config.batch.micro_batches
+    rows = config.batch.size // found.dp
+    if not micro_batches and settings.schedule in SCHEDULES:
+        micro_batches = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
+    plan = find_plan(settings.schedule, stages, micro_batches or None, settings.chunks or None)
+    if plan.micro_batches < stages:
+        raise ConfigError(
+            f"A pipeline of {stages} stages is never full with fewer micro-batches, but there are {plan.micro_batches}.",
+            f"Set batch.micro_batches to at least {stages}, or --pp to at most {plan.micro_batches}.")
+    return plan
+
+
+def _settled(transport: Transport, config: Config) -> tuple[Config, Device]:
+    """The configuration with `auto` replaced, cuda if every rank finds a GPU, else cpu; and the device. Collective.
 
     raises  ConfigError on every rank if the kind needs what one of them lacks, or cannot do what is configured
     """
     kind = config.device.kind
     if kind == "auto":
         kind = "cuda" if all(transport.gather_text(process.gpus() > 0)) else "cpu"
-    agreed(transport, lambda: backend_for(kind))
+    wanted, compute = config.device, config.precision.compute
+    device = agreed(transport, lambda: device_for(kind, wanted.gemm, wanted.tiles, compute=compute))
     if kind == "cuda":
         _say_who_shares(transport)
     chosen = config.model_copy(update={"device": config.device.model_copy(update={"kind": kind})})
-    return agreed(transport, lambda: parse(chosen.model_dump()))    # what `auto` has become has laws of its own
+    return agreed(transport, lambda: parse(chosen.model_dump())), device  # what `auto` has become has laws of its own
 
 
 def _say_who_shares(transport: Transport) -> None:

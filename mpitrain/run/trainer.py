@@ -1,25 +1,29 @@
 """The training step over a list of units, and what else a trained list of units can do."""
 
 import hashlib
+import math
+import time
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.cost import Tuning
-from mpitrain.collectives.group import Group
 from mpitrain.collectives.on_kernels import arithmetic_of
-from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.config import Config
+from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
-from mpitrain.layers.base import Unit
-from mpitrain.layers.flat import Storage
-from mpitrain.machine.backend import backend_for
-from mpitrain.ops import ops_for
-from mpitrain.optim import Optimizer, learning_rate
-from mpitrain.parallel.grid import share, topology
-from mpitrain.parallel.replicate import AllReduce, Contribution, Outcome
+from mpitrain.errors import MpitrainError
+from mpitrain.layers.base import Loss, Unit
+from mpitrain.layers.flat import Piece, Storage
+from mpitrain.optim import learning_rate
+from mpitrain.parallel.grid import Grid, share
+from mpitrain.parallel.modes import replication_for
+from mpitrain.parallel.replicate import Contribution, Outcome, Replica
+from mpitrain.parallel.sharded import Alone, check_shared, layers_for
+from mpitrain.pipeline.partition import cut, dealt
+from mpitrain.pipeline.pipe import Pipe, own
+from mpitrain.run.resolve import Resolved, resolve
+from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 from mpitrain.transport.cuda_aware import over_device
 
@@ -27,36 +31,97 @@ from mpitrain.transport.cuda_aware import over_device
 class Trainer:
     """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
 
-    transport    the one passed in, or one around it that also carries the arrays of config.device.kind
+    units        those that lie on this rank
+    transport    of its own, split off the one passed in; it also carries the arrays of config.device.kind
+    grid         this rank's place among the others, and the groups along each axis
     storage      where each tensor lies in the flat buffers
-    parameters   flat buffer, equal on all replicas
-    gradients    flat buffer; after a step the sum over all replicas, not clipped
-    group        the replicas, and how they reduce: `tuning` is for algorithm auto
-    optimizer    its `state` maps names to buffers like `parameters`
+    replication  how replicas are kept in step: it owns parameters, gradients and the state of the optimizer
     arena        where activations come from
     """
 
-    def __init__(self, transport: Transport, units: Sequence[Unit], config: Config, tuning: Tuning = DEFAULT):
-        grid = topology(config, transport.size)
-        self.config, self.units = config, list(units)
-        assert self.units[-1].layer.output_is_free, "the loss writes its gradient over the logits"
-        self.backend = backend_for(config.device.kind)
-        self.transport = transport = over_device(transport, self.backend, config.device.cuda_aware)
-        self._ops = ops_for(self.backend.kind, config.device.gemm, config.device.tiles)
-        self.arena = self.backend.arena()
-        self.storage = Storage(self.units, config.precision.compute, grid.dp)
-        self.parameters = transport.allocate(self.storage.length, self.storage.dtype)
-        self.storage.initialize(self.parameters, config.run.seed, self.backend)
-        self.gradients = transport.allocate(self.storage.length, self.storage.dtype)
-        self._weights = self.storage.weights(self.parameters)
-        self._gradients, self._leaves = self.storage.gradients(self.gradients)
-        self.optimizer = Optimizer(config.optimizer, self.storage, self._ops, self.backend, self.arena)
-        # With an arena of its own: a thread may reduce while this one computes.
-        self.group = Group(transport, config.replication.algorithm, tuning, arithmetic_of(self.backend, self.backend.arena()))
-        self.replication = AllReduce(
-            self.group, self.storage, self.parameters, self.gradients, self.optimizer, self._ops, self.arena,
-            config.replication, config.dense_steps, config.optimizer.clip,
-        )
+    def __init__(self, transport: Transport, units: Sequence[Unit] | Callable[[Alone], Sequence[Unit]],
+                 config: Config | Resolved, loss: Loss | None = None):
+        """Collective.
+
+        units   or what makes them of a set of layers: that of the configured layout
+        config  resolved here, where it is not yet
+        loss    None: that of the set of layers
+        """
+        self.resolved = resolved = config if isinstance(config, Resolved) else resolve(transport, config)
+        self.config = resolved.config
+        self.backend, self.arena = resolved.device.backend, resolved.device.arena()
+        mine = transport.split(0)
+        assert mine is not None
+        self._own: Transport | None = mine
+        self.transport = over_device(mine, self.backend, self.config.device.cuda_aware)
+        self.grid = Grid(self.transport, resolved.axes, self.config.replication.algorithm, resolved.tuning,
+                         arithmetic_of(resolved.device), arena=self.arena, tp_algorithm=self.config.layout.algorithm)
+        try:
+            self._build(units, loss)
+        except MpitrainError as error:
+            if error.agreed:
+                self.grid.close()
+                mine.close()
+            raise
+        transport.tenants.add(self.close)    # not before: a trainer that could not be made has nothing to settle
+
+    def _build(self, units: Sequence[Unit] | Callable[[Alone], Sequence[Unit]], loss: Loss | None) -> None:
+        """What stands on the grid."""
+        resolved, grid = self.resolved, self.grid
+        self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
+        model = agreed(self.transport, lambda: list(units(layers) if callable(units) else units))
+        agreed(self.transport, lambda: check_shared(model, resolved.axes.tp))
+        assert model[-1].layer.output_is_free, "the loss writes its gradient over the logits"
+        self.parameter_count = parameter_count(model)
+        place = resolved.plan.place
+        parts, tied = agreed(self.transport, lambda: dealt(model, cut(model, len(place), self.config.pipeline.partition), place))
+        grid.deal(place, tied)
+        self.units = [unit for part in own(place, grid.place.pp) for unit in parts[part]]
+        self._loss = loss or layers.loss()
+        self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
+        self.replication = replication_for(self.config.replication, Replica(
+            self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss))
+        micro_batches = self.config.batch.micro_batches
+        self._pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
+        self._recorder = recorder = self.transport.recorder
+        self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
+        self._loss_sums = self.backend.zeros(micro_batches, np.float64)  # of a step; read at its end, when the device is done
+
+    def close(self) -> None:
+        """Give back the communicators and windows it has taken; collective. Nothing of it may be used afterwards.
+
+        The transport that it was made with does so when it is closed, if nobody has.
+        """
+        if self._own is None:
+            return
+        self.replication.settle()  # nothing may be under way
+        del self._pipe, self.replication  # and with them the arrays that lie in windows
+        self.grid.close()
+        self._own.close()
+        self._own = None
+
+    @property
+    def parameters(self) -> np.ndarray:
+        """The flat buffer, or with replication.zero 3 this rank's pieces; `tensors` has all of them."""
+        return self.replication.parameters
+
+    @property
+    def gradients(self) -> np.ndarray:
+        """The flat buffer; after a step, where every rank has all of it, the sum over all replicas, not clipped."""
+        return self.replication.gradient_buffer
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Copies of this rank's parameters in host memory, by full name, in order of storage. Collective, once settled."""
+        found = {}
+        for index, unit in enumerate(self.units):
+            weights = self.replication.open(index, 0)
+            for parameter in unit.layer.parameters():
+                tensor: Any = weights
+                for part in parameter.name.split("."):
+                    tensor = tensor[part]
+                found[unit.full_name(parameter)] = self.backend.to_host(tensor).copy()
+            self.replication.close(index, 0)
+        return {entry.name: found[entry.name] for entry in self.storage.entries}
 
     def share(self) -> range:
         """The rows of the global batch that this rank computes."""
@@ -66,75 +131,89 @@ class Trainer:
         """One optimizer step; collective.
 
         index    number of the step, from 0
-        inputs   this rank's rows (see `share`) of the global batch
+        inputs   this rank's rows (see `share`) of the global batch; none on a server
         targets  their classes: (rows,) or (rows, tokens)
         stop     ask all ranks to stop after this step; the outcome tells them
         """
-        rows, parts = len(inputs), self.config.batch.micro_batches
-        scale = 1 / (self.config.batch.size * targets[0].size)
+        rows, micro_batches = len(inputs), self.config.batch.micro_batches
+        scale = self.replication.scale(math.prod(targets.shape[1:]))
+
+        shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
+
+        def of(micro: int, array: np.ndarray) -> Any:
+            """A micro-batch's rows, in this backend's memory."""
+            return self.backend.from_host(array[shares[micro].start:shares[micro].stop])
+
+        def loss(micro: int, logits: Any) -> Any:
+            span = self._recorder.compute(self._loss_name, micro=micro)
+            right = of(micro, targets).reshape(-1)
+            value, gradient = self.replication.loss(logits.reshape(len(right), -1), right, scale)
+            self._loss_sums[micro:micro + 1] = value  # copied on the device; an element would be read first
+            self._recorder.end(span)
+            return gradient.reshape(logits.shape)
+
         self.replication.begin(index)
-        for leaf in chain.from_iterable(self._leaves):
-            leaf.filled = False
-        loss = 0.0
-        for part in range(parts):
-            mine = share(rows, part, parts)
-            here = slice(mine.start, mine.stop)
-            loss += scale * self._forward_backward(inputs[here], targets[here], scale, is_last=part == parts - 1)
+        if rows:    # a server has none
+            self._straggle(index)
+            self._pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
+        total = 0.0
+        for each in self.backend.to_host(self._loss_sums).tolist() if self.grid.speaks else ():
+            total += scale * each
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        return self.replication.finish(Contribution(index, loss, lr, stop))
+        return self.replication.finish(Contribution(index, total, lr, stop))
 
-    def _forward_backward(self, inputs: np.ndarray, targets: np.ndarray, scale: float, is_last: bool) -> float:
-        """Add one micro-batch's gradients; returns its summed loss."""
-        replication, arena = self.replication, self.arena
-        saved = []
-        x = self.backend.from_host(inputs)
-        for index, unit in enumerate(self.units):
-            replication.open(index)
-            x, kept = unit.layer.forward(self._weights[index], x, arena)
-            replication.close(index)
-            saved.append(kept)
-        flat = self.backend.from_host(targets).reshape(-1)
-        dy: Any  # None in the end: the first unit's input has no gradient
-        loss, dy = replication.loss(x.reshape(len(flat), -1), flat, scale)
-        dy = dy.reshape(x.shape)
-        del x, kept
-        for index in reversed(range(len(self.units))):
-            layer = self.units[index].layer
-            replication.open(index)
-            dy, pending = layer.backward_input(self._weights[index], dy, saved.pop(), arena)
-            replication.close(index)
-            layer.backward_weight(pending, self._gradients[index])
-            del pending
-            if is_last:
-                for leaf in self._leaves[index]:  # what nobody wrote has no gradient, and not the one of the last step
-                    if not leaf.filled:
-                        leaf.array.fill(0)
-                replication.gradient_ready(index)
-            replication.poll()
-        return float(loss)
+    def _straggle(self, step: int) -> None:
+        """Sleep for as long as run.delay says that the step takes longer here: who computes other rows draws anew."""
+        run, here = self.config.run, self.grid.place
+        if run.delay:
+            span = self._recorder.compute(self._delay_name)
+            time.sleep(delay_s(delays(run.delay), self.transport.rank, run.seed, step, self.share().start, here.tp, here.pp))
+            self._recorder.end(span)
 
-    def logits(self, inputs: np.ndarray) -> np.ndarray:
-        """What the model says of these rows: (rows, [tokens,] classes), in this backend's memory. Local."""
-        x = self.backend.from_host(inputs)
-        for weights, unit in zip(self._weights, self.units, strict=True):
-            x, _ = unit.layer.forward(weights, x, self.arena)
-        return x
+    def logits(self, inputs: np.ndarray) -> np.ndarray | None:
+        """What the model says of these rows: (rows, [tokens,] classes), in this backend's memory; None but on the last stage.
+
+        Collective where parameters do not lie whole on every rank: all ranks but servers, which have no model, call it, each
+        with rows of its own, ranks of a replica with the same.
+        """
+        logits = self._asked(inputs)
+        return None if logits is None else self._layers.whole(logits, self.arena)
+
+    def _asked(self, inputs: np.ndarray) -> Any:
+        """As `logits`, but of these this rank's columns."""
+        return self._pipe.ask(inputs.shape, lambda: self.backend.from_host(inputs))
+
+    def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
+        """What the model says of one token of the first row: (classes,) float64 in host memory; good on the first stage.
+
+        Collective as `logits`.
+        """
+        logits = self._asked(inputs)
+        found = np.empty(self._layers.columns(self._pipe.output_shape(inputs.shape)[-1]))
+        if logits is not None:
+            found[:] = self.backend.to_host(self._layers.whole(logits[0, token], self.arena))
+        self._pipe.tell_first(found)
+        return found
 
     def evaluate(self, source: Source, stop_requested: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:
         """Mean loss (nats per prediction) and share of right predictions over held-out rows; collective.
 
-        The rows are `evaluated_rows` of them, spread evenly; a batch has no more on a rank than a micro-batch of training.
+        The rows are `evaluated_rows` of them, spread evenly; a batch has no more on a rank than a micro-batch of training. All
+        ranks compute equally many batches: one that has no row left computes one that does not count.
 
         stop_requested  asked before every batch; a True on any rank ends the evaluation on all, which then return None
         """
-        rows, ranks = evaluated_rows(self.config, source), self.group.size
-        together = ranks * max(1, self.config.batch.size // (ranks * self.config.batch.micro_batches))
+        self.replication.settle()
+        rows, replicas = evaluated_rows(self.config, source), self.grid.axes.dp
+        together = replicas * max(1, self.config.batch.size // (replicas * self.config.batch.micro_batches))
         totals = np.zeros(3)
         for start in range(0, rows, together):
-            mine = share(min(together, rows - start), self.group.rank, ranks)
+            mine = share(min(together, rows - start), self.grid.place.dp, replicas)
             is_asked = stop_requested()
-            batch = [] if is_asked else [(start + i) * source.held_out // rows for i in mine]
-            *sums, stop = self.replication.total(*(self._losses(source, batch) if batch else (0.0, 0, 0)), is_asked)
+            numbers = [(start + i) * source.held_out // rows for i in mine] or [0]
+            found = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
+            does_count = bool(mine) and self.grid.speaks
+            *sums, stop = self.replication.total(*(found if does_count else (0.0, 0, 0)), is_asked)
             if stop:
                 return None
             totals += sums
@@ -142,12 +221,20 @@ class Trainer:
         return loss / count, right / count
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Summed loss, right predictions and number of predictions over these held-out rows. Local."""
+        """Summed loss, right predictions and number of predictions over these held-out rows."""
         inputs, targets = source.held_out_rows(rows)
         flat = self.backend.from_host(targets).reshape(-1)
-        logits = self.logits(inputs).reshape(len(flat), -1)
-        right = self._ops.count_correct(logits, flat, self.arena)
-        return float(self._ops.cross_entropy_loss(logits, flat, self.arena)), int(right), len(flat)
+        logits = self._asked(inputs)
+        if logits is None:
+            return 0.0, 0, 0
+        logits = logits.reshape(len(flat), -1)
+        right = self._loss.correct(logits, flat, self.arena)
+        return float(self._loss.value(logits, flat, self.arena)), int(right), len(flat)
+
+
+def parameter_count(units: Sequence[Unit]) -> int:
+    """Elements of all tensors of a model, each counted once."""
+    return sum(math.prod(p.shape) for unit in units for p in unit.layer.parameters() if p.name not in unit.tied)
 
 
 def evaluated_rows(config: Config, source: Source) -> int:
@@ -156,6 +243,33 @@ def evaluated_rows(config: Config, source: Source) -> int:
 
 
 def replicas_equal(trainer: Trainer) -> bool:
-    """Whether the parameters are bitwise equal on all replicas; collective."""
-    digest = hashlib.sha256(trainer.backend.to_host(trainer.parameters).tobytes()).hexdigest()
-    return len(set(trainer.transport.gather_text(digest))) == 1
+    """Whether every tensor that several ranks hold has the same bits on all of them; collective. True if none is."""
+    trainer.replication.settle()
+    grid = trainer.grid
+    parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
+    flat = trainer.backend.to_host(parameters.array)
+    equal = _same_bits(grid.dp.transport, parameters.pieces, flat)
+    for name, holders in sorted(grid.holders.items()):
+        for span in trainer.storage.spans:
+            if span.holders == name:
+                equal &= _same_bits(holders.transport, parts_of(parameters.pieces, span.start, span.stop), flat)
+    if grid.axes.servers:
+        served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers:]
+        whole = [Piece(start, stop, start) for pieces in served for start, stop, _ in pieces]    # as a worker holds them
+        equal &= _same_bits(trainer.transport, parameters.pieces if grid.is_server else whole, flat)
+    return all(trainer.transport.gather_text(equal))
+
+
+def parts_of(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """What of [start, stop) of a flat buffer lies in these pieces, counted from `start`."""
+    cut = [(max(piece.start, start), min(piece.stop, stop), piece) for piece in pieces]
+    return [Piece(low - start, high - start, piece.place + low - piece.start) for low, high, piece in cut if low < high]
+
+
+def _same_bits(transport: Transport, pieces: Sequence[Piece], array: np.ndarray) -> bool:
+    """Whether ranks that hold the same piece hold equal bits of it; collective."""
+    parts = [array[piece.place:piece.place + piece.stop - piece.start] for piece in pieces]
+    held = [(piece.start, piece.stop, hashlib.sha256(part.tobytes()).hexdigest())
+            for piece, part in zip(pieces, parts, strict=True)]
+    told = {tuple(one) for mine in transport.gather_text(held) for one in mine}
+    return len(told) == len({(start, stop) for start, stop, _ in told})

@@ -6,15 +6,18 @@ import sys
 import threading
 import time
 
+from mpitrain.transport.base import Traffic
+
 
 class Watchdog:
-    """Ends the process when nobody has called `alive` for `seconds`: says where each thread stands, then exits 1.
+    """Ends the process when nobody has called `alive` for `seconds`: says what it waits for and where threads stand, exits 1.
 
     It is a thread that makes no MPI call; a launcher that sees a rank leave without MPI_Finalize ends the job.
     """
 
-    def __init__(self, rank: int, seconds: float):
-        self._rank, self._seconds = rank, seconds
+    def __init__(self, rank: int, seconds: float, traffic: Traffic | None = None):
+        """traffic: of this rank's transport, which knows what message it waits for."""
+        self._rank, self._seconds, self._traffic = rank, seconds, traffic or Traffic()
         self._doing, self._since = "starting", time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -34,7 +37,9 @@ class Watchdog:
         while not self._closed.wait(min(1.0, self._seconds / 4)):
             silent = time.monotonic() - self._since
             if silent > self._seconds:
-                print(f"rank {self._rank}: no progress for {silent:.0f} s in {self._doing}; ending the job "
+                waits_for = self._traffic.waits_for
+                waiting = f", waiting for {waits_for}" if waits_for else ""
+                print(f"rank {self._rank}: no progress for {silent:.0f} s in {self._doing}{waiting}; ending the job "
                       f"(run.stall_seconds is {self._seconds:g}). Where it stands:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.stderr)
                 os._exit(1)

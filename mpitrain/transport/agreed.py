@@ -1,10 +1,7 @@
 """Errors that only some ranks can see become errors on all of them, so that nobody waits for a rank that gave up."""
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-import numpy as np
 
 from mpitrain import errors
 from mpitrain.transport.base import Transport
@@ -58,16 +55,3 @@ def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
                     f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({transport.hosts[0]}) and "
                     f"{others[name]!r} on rank {rank} ({transport.hosts[rank]}).",
                     "Start all ranks with the same arguments, and let them read the same files."))
-
-
-def on_root(transport: Transport, function: Callable[[], None]) -> None:
-    """Call `function` on rank 0 while the others sleep; in a barrier they would keep their cores busy. Collective."""
-    told, tag = np.zeros(1, np.uint8), transport.claim_tag()
-    if transport.rank == 0:
-        function()
-        for peer in range(1, transport.size):
-            transport.send(told, peer, tag)
-        return
-    done = transport.start_recv(told, 0, tag)
-    while not done.test():
-        time.sleep(0.01)

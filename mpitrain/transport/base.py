@@ -6,7 +6,8 @@ are relative to this transport: `split` makes smaller ones.
 """
 
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import sched_yield
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import CommError
+from mpitrain.trace.recorder import Recorder
 from mpitrain.transport.windows import Windows
 
 FIRST_CLAIMED_TAG = 1 << 14
@@ -30,14 +32,45 @@ class Traffic:
 
     Shared by a transport and what was split from it. Barriers, `gather_text` and the library's own reductions are not
     point-to-point and are not counted.
+
+    waits_for  what this rank stands still for, if it does and that has a name: read by whoever reports a rank that hangs
     """
 
     messages: int = 0
     nbytes: int = 0
+    waits_for: Any = None
+
+
+class Tenants:
+    """What others have built on a transport, with communicators and windows of their own: closed before it, if it still lives.
+
+    What is built on all ranks dies on each at its own time, so the ranks tell each other what lives.
+    """
+
+    def __init__(self) -> None:
+        self._closing: list[weakref.WeakMethod] = []
+
+    def add(self, close: Callable[[], None]) -> None:
+        """Remember the method that closes something; it may have been called before. Collective."""
+        self._closing.append(weakref.WeakMethod(close))
+
+    def close(self, transport: "Transport") -> None:
+        """Close what lives on every rank, the newest first; what lives on some alone nobody can close. Collective."""
+        living = [method() for method in self._closing]
+        self._closing.clear()
+        if not living:
+            return
+        told = transport.gather_text([close is not None for close in living])
+        while living:
+            close = living.pop()
+            if close and all(lives[len(living)] for lives in told):
+                close()
 
 
 class Request(Protocol):
-    """A message under way. The array belongs to the transport until `test` has said True or `wait` has returned."""
+    """A message under way, which `str` names. The array belongs to the transport until `test` has said True or `wait` has
+    returned.
+    """
 
     @property
     def source(self) -> int:
@@ -65,6 +98,9 @@ class Several:
         for request in self._requests:
             request.wait()
 
+    def __str__(self) -> str:
+        return named(self._requests)
+
 
 class Transport(Protocol):
     """Moves arrays between `size` ranks. Waits have no deadline of their own; the watchdog has."""
@@ -78,8 +114,11 @@ class Transport(Protocol):
     traffic: Traffic
     windows: Windows
     """The shared memory allocated so far; `windows.locate` tells whether an array lies in it."""
+    tenants: Tenants
     native_dtypes: frozenset[str]
     """Names of the dtypes that `native_all_reduce` takes."""
+    recorder: Recorder
+    """What notes this rank's messages and waits: SILENT but on a transport that is recorded."""
     admits_threads: bool
     """Whether a second thread may send and receive beside the main one."""
 
@@ -104,10 +143,19 @@ class Transport(Protocol):
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
         """Begin a receive from whoever sends first under `tag`; `request.source` names the sender afterwards."""
 
-    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6) -> None:
-        """Call `done`, which polls what is under way, until it says True.
+    def wait_any(self, requests: Sequence[Request]) -> int:
+        """Block until a request is complete, and return its place in the list: the first, if there are several.
 
-        The pauses between calls rise from `pause` seconds to LONGEST_PAUSE, and start again when something was sent.
+        A request stays complete: leave it out next time. Polls and pauses as `wait_until` does.
+        raises  CommError if the list is empty
+        """
+
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
+        """Call `done`, which polls messages under way, until it says True: beneath `wait_any`, for what is no request.
+
+        The pauses between calls rise from `pause` seconds to LONGEST_PAUSE, and start again when something was sent. Other
+        threads of this rank may send and receive between calls.
+        what   str() of it names the wait in a deadlock; if None, this rank's messages under way are named
         """
 
     def admit_thread(self) -> None:
@@ -138,6 +186,7 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give back the communicators and windows this transport has taken: MPI has a limited number of them. Collective.
 
+        Its tenants are closed first.
         A window stays open if arrays still lie in it, or another part of the job has borrowed it, on any rank. It then
         belongs to the transport that all were split from. That transport is closed last and frees every window: whoever
         touches an array in one afterwards crashes. CommError on every rank, and nothing is closed, if a part is open.
@@ -153,9 +202,10 @@ class Transport(Protocol):
         """Print the message and end every rank of the job at once, non-zero. Does not return."""
 
 
-def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float) -> None:
+def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float, what: Any = None) -> None:
     """`Transport.wait_until` where nobody tells that a message has come."""
     now, sent = pause, traffic.messages
+    traffic.waits_for = what
     while not done():
         if traffic.messages != sent:
             now, sent = pause, traffic.messages
@@ -164,6 +214,38 @@ def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float) -> None
         else:
             time.sleep(now)
         now = min(1.1 * now, LONGEST_PAUSE)
+    traffic.waits_for = None
+
+
+def wait_any(transport: Transport, requests: Sequence[Request]) -> int:
+    """`Transport.wait_any`, by its `wait_until`."""
+    if not requests:
+        raise CommError(f"rank {transport.rank}: wait_any needs a request to wait for, but was given none.",
+                        "Leave the loop when no request is left.")
+    found = -1
+
+    def one_is_complete() -> bool:
+        nonlocal found
+        found = next((i for i, request in enumerate(requests) if request.test()), -1)
+        return found >= 0
+
+    transport.wait_until(one_is_complete, what=_AnyOf(requests))
+    return found
+
+
+class _AnyOf:
+    """The name of a wait for any of several requests, made when somebody asks."""
+
+    def __init__(self, requests: Sequence[Request]):
+        self._requests = requests
+
+    def __str__(self) -> str:
+        return f"wait_any of ({named(self._requests)})"
+
+
+def named(requests: Iterable[Any]) -> str:
+    """The names of all requests."""
+    return "; ".join(map(str, requests))
 
 
 def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int) -> None:

@@ -6,11 +6,11 @@ that a receive will overwrite, must have ended before MPI or a copy beside the s
 for the current stream, once, as the first thing that a start does, and nobody else has to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mpitrain.machine.backend import DeviceBackend, on_device
-from mpitrain.transport.base import Request, Transport, poll_until
+from mpitrain.transport.base import Request, Transport, wait_any
 
 
 class Carrier(Protocol):
@@ -27,6 +27,9 @@ class Carrier(Protocol):
 
     def start_recv_any(self, array: Any, tag: int) -> Request:
         """As Transport.start_recv_any."""
+
+    def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
+        """As Transport.wait_until; `done` may poll messages of the host's memory, too."""
 
     def native_all_reduce(self, array: Any, op: str) -> None:
         """As Transport.native_all_reduce."""
@@ -53,6 +56,9 @@ class Direct:
         self._backend.synchronize()
         return self._host.start_recv_any(array, tag)
 
+    def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
+        self._host.wait_until(done, pause, what)
+
     def native_all_reduce(self, array: Any, op: str) -> None:
         self._backend.synchronize()
         self._host.native_all_reduce(array, op)
@@ -72,6 +78,7 @@ class DeviceTransport:
         self._host, self.backend, self._carrier = host, backend, carrier
         self.rank, self.size, self.hosts, self.members = host.rank, host.size, host.hosts, host.members
         self.traffic, self.windows, self.native_dtypes = host.traffic, host.windows, host.native_dtypes
+        self.tenants, self.recorder = host.tenants, host.recorder
 
     def claim_tag(self) -> int:
         return self._host.claim_tag()
@@ -96,8 +103,11 @@ class DeviceTransport:
         self.start_send(outgoing, to, tag).wait()
         receive.wait()
 
-    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6) -> None:
-        poll_until(done, self.traffic, pause)  # the host's may be told of messages, but not of copies
+    def wait_any(self, requests: Sequence[Request]) -> int:
+        return wait_any(self, requests)
+
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
+        self._carrier.wait_until(done, pause, what)
 
     def admit_thread(self) -> None:
         self._host.admit_thread()

@@ -6,18 +6,26 @@ BLAS threads comes first.
 
 import json
 import sys
-from collections.abc import Callable
-from threading import RLock
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.transport.base import FIRST_CLAIMED_TAG, Several, Traffic, aligned_zeros, check_message, poll_until
+from mpitrain.trace.recorder import SILENT, Recorder
+from mpitrain.transport.base import (
+    FIRST_CLAIMED_TAG,
+    Request,
+    Several,
+    Tenants,
+    Traffic,
+    aligned_zeros,
+    check_message,
+    poll_until,
+    wait_any,
+)
+from mpitrain.transport.mpi_requests import Receive, Send, Turns
 from mpitrain.transport.windows import Windows, no_room, room_left
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 TYPE_BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""
@@ -45,98 +53,13 @@ def from_communicator(comm: Any) -> "MpiTransport":
     return MpiTransport(comm.Dup(), comm.rank)
 
 
-class _Turns:
-    """Which thread may call MPI. Started as "serialized", it takes calls of several threads, but one at a time.
-
-    lock    held during every call
-    guests  threads beside the main one that call now; as long as there are any, nobody waits for a message with the lock held
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.guests = RLock(), 0
-
-
-class _Receive:
-    """A receive under way."""
-
-    def __init__(self, transport: "MpiTransport", request: Any, array: np.ndarray, unit: Any, what: str):
-        self._transport, self._request, self._unit, self._what = transport, request, unit, what
-        self._turns, self._count = transport.turns, array.size
-        self._status = transport.MPI.Status()
-        self.source = -1
-        self._done = False
-
-    def test(self) -> bool:
-        if self._done:
-            return True
-        try:
-            with self._turns.lock:
-                if self._request.Test(self._status):
-                    self._finish()
-        except self._transport.MPI.Exception as error:
-            self._fail(error)
-        return self._done
-
-    def wait(self) -> None:
-        if self._done:
-            return
-        if self._turns.guests:
-            self._transport.wait_until(self.test)
-            return
-        try:
-            self._request.Wait(self._status)
-        except self._transport.MPI.Exception as error:
-            self._fail(error)
-        self._finish()
-
-    def _finish(self) -> None:
-        """The message is here; calls MPI."""
-        arrived = self._status.Get_elements(self._unit)
-        self.source = self._status.source
-        if arrived != self._count:
-            raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements met a message of "
-                            f"{arrived} from rank {self.source}.", "Make both arrays of one length and dtype.")
-        self._done = True
-
-    def _fail(self, error: "MPI.Exception") -> NoReturn:
-        raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements failed: "
-                        f"{error.Get_error_string()}") from error
-
-
-class _Send:
-    """A send, or a collective of the library, under way."""
-
-    source = -1
-
-    def __init__(self, transport: "MpiTransport", request: Any, what: str):
-        self._transport, self._turns, self._request, self._what = transport, transport.turns, request, what
-
-    def test(self) -> bool:
-        try:
-            with self._turns.lock:
-                return self._request.Test()
-        except self._transport.MPI.Exception as error:
-            self._fail(error)
-
-    def wait(self) -> None:
-        if self._turns.guests:
-            self._transport.wait_until(self.test)
-            return
-        try:
-            self._request.Wait()
-        except self._transport.MPI.Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: "MPI.Exception") -> NoReturn:
-        raise CommError(f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}") from error
-
-
 class MpiTransport:
     """One rank's transport over an mpi4py communicator that nobody else uses.
 
     Types that MPI lacks travel as integers of the same width; messages may have more than 2^31 elements.
     """
 
+    recorder: Recorder = SILENT
     native_dtypes = frozenset(
         ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
 
@@ -146,7 +69,7 @@ class MpiTransport:
         self.MPI, self.comm, self._root = MPI, comm, root or self
         self.traffic: Traffic = root.traffic if root else Traffic()
         self.windows: Windows = root.windows if root else Windows()
-        self.turns: _Turns = root.turns if root else _Turns()
+        self.turns: Turns = root.turns if root else Turns()
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
         self._types = {np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in self.native_dtypes}
@@ -156,7 +79,10 @@ class MpiTransport:
         self._next_tag = FIRST_CLAIMED_TAG
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND  # split communicators do not tell
         self.hosts, self.members = zip(*self.gather_text((MPI.Get_processor_name(), place)), strict=True)
+        self._names = [f"rank {rank}" + (f" (of all ranks {place})" if place != rank else "")
+                       for rank, place in enumerate(self.members)]
         self._host: MpiTransport | None = None
+        self.tenants = Tenants()
         self._made: list[int] = []
         self._inherited: list[Any] = []
 
@@ -185,26 +111,27 @@ class MpiTransport:
             self._large[key] = self.MPI.Datatype.Create_struct([blocks, rest], offsets, [block, unit]).Commit()
         return self._large[key]
 
-    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> _Send:
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Send:
         check_message(array, self.rank, (to,), self.size)
         with self.turns.lock:
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
             message, _ = self._message(array)
-            return _Send(self, self.comm.Isend(message, to, tag), f"send to rank {to}, tag {tag}")
+            return Send(self, self.comm.Isend(message, to, tag), f"send to {self._names[to]}, tag {tag}")
 
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> _Receive:
+    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Receive:
         check_message(array, self.rank, (source,), self.size)
         with self.turns.lock:
             message, unit = self._message(array)
-            return _Receive(self, self.comm.Irecv(message, source, tag), array, unit, f"recv from rank {source}, tag {tag}")
+            request = self.comm.Irecv(message, source, tag)
+            return Receive(self, request, array, unit, f"recv from {self._names[source]}, tag {tag}")
 
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> _Receive:
+    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Receive:
         check_message(array, self.rank, (), self.size)
         with self.turns.lock:
             message, unit = self._message(array)
             request = self.comm.Irecv(message, self.MPI.ANY_SOURCE, tag)
-            return _Receive(self, request, array, unit, f"recv from any rank, tag {tag}")
+            return Receive(self, request, array, unit, f"recv from any rank, tag {tag}")
 
     def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
         self.start_send(array, to, tag).wait()
@@ -217,8 +144,11 @@ class MpiTransport:
         self.start_send(outgoing, to, tag).wait()
         receive.wait()
 
-    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6) -> None:
-        poll_until(done, self.traffic, pause)
+    def wait_any(self, requests: Sequence[Request]) -> int:
+        return wait_any(self, requests)
+
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
+        poll_until(done, self.traffic, pause, what)
 
     def admit_thread(self) -> None:
         with self.turns.lock:
@@ -238,15 +168,16 @@ class MpiTransport:
         """One of the library's collectives, begun and waited for."""
         with self.turns.lock:
             request = getattr(self.comm, name)(*arguments)
-        _Send(self, request, name).wait()
+        Send(self, request, name).wait()
 
     def split(self, color: int | None, key: int = 0) -> "MpiTransport | None":
         with self.turns.lock:
             part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
         if color is None:
             return None
-        self.windows.parts += 1
-        return MpiTransport(part, self.members[self.rank], self._root)
+        transport = MpiTransport(part, self.members[self.rank], self._root)
+        self.windows.parts.add(transport)
+        return transport
 
     def gather_text(self, value: Any) -> list[Any]:
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -286,6 +217,7 @@ class MpiTransport:
         return self._host
 
     def close(self) -> None:
+        self.tenants.close(self)
         host = [] if self._host is None else [self._host.comm]
         if self._root is self:
             self.windows.close(self)
@@ -306,7 +238,7 @@ class MpiTransport:
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Several:
         self._check_native(array)
         with self.turns.lock:
-            return Several([_Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
+            return Several([Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
                             for message in self._parts(array)])
 
     def _parts(self, array: np.ndarray) -> list[list]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.transport.base import LONGEST_PAUSE
+from mpitrain.transport.base import LONGEST_PAUSE, named
 
 NOTHING = np.empty(0, np.uint8)
 
@@ -46,23 +46,24 @@ class World:
             while not ready():
                 self.find_deadlock()
                 self.check(rank, what)
-                if not self.changed.wait(seconds):
+                if not self.changed.wait(seconds) and self.end is None:
                     return
         finally:
             del self.waits[me]
 
-    def wait_until(self, rank: int, done: Callable[[], bool]) -> None:
-        """Call `done`, which polls, after every post and now and then; CommError when no post can come any more."""
+    def wait_until(self, rank: int, done: Callable[[], bool], what: Any = None) -> None:
+        """Call `done`, which polls messages, after every post and now and then; CommError when no post can come any more."""
+        what = what or Unmet(self, rank)
         while True:
             seen = self.posts
             if done():
                 return
-            self._wait_for_post(rank, seen)
+            self._wait_for_post(rank, seen, what)
 
-    def _wait_for_post(self, rank: int, seen: int) -> None:
+    def _wait_for_post(self, rank: int, seen: int, what: Any) -> None:
         """Block this thread until there are more than `seen` posts, or for a pause."""
         with self.changed:
-            self.wait(rank, lambda: self.posts != seen, Unmet(self, rank), LONGEST_PAUSE)
+            self.wait(rank, lambda: self.posts != seen, what, LONGEST_PAUSE)
 
     def check(self, rank: int, what: Any) -> None:
         """CommError if the world has ended."""
@@ -98,14 +99,14 @@ class World:
 
 
 class Unmet:
-    """The wait for any of a rank's messages under way, in words."""
+    """The name of a wait for whatever of a rank's messages is under way."""
 
     def __init__(self, world: World, rank: int):
         self._world, self._rank = world, rank
 
     def __str__(self) -> str:
         mine = [m for messages in self._world.unmet.values() for m in messages if m.transport.me == self._rank]
-        return (str(mine[0]) if mine else "no message") + (f" and {len(mine) - 1} more" if len(mine) > 1 else "")
+        return named(mine) or "no message"
 
 
 class Message:
@@ -145,6 +146,8 @@ class Message:
 
     def complete(self) -> None:
         """Copy the bytes unless the other side has. Call with the lock held, after the two have met."""
+        if self.moved:
+            return
         assert self.other is not None
         send, receive = (self, self.other) if self.sends else (self.other, self)
         receive.source = send.transport.rank
@@ -152,15 +155,19 @@ class Message:
             raise CommError(f"rank {self.transport.me}: a message must fill its receive exactly, but {send} "
                             f"met {receive} on rank {receive.transport.me}.",
                             "Make both arrays of one length and dtype.")
-        if not self.moved:
-            receive.bytes[:] = send.bytes
-            send.moved = receive.moved = True
-            send.bytes = receive.bytes = NOTHING  # the two messages refer to each other, and must not keep their arrays alive
+        receive.bytes[:] = send.bytes
+        send.moved = receive.moved = True
+        send.other = receive.other = None  # nothing may keep the other's transport alive, nor the arrays
+        send.bytes = receive.bytes = NOTHING
+
+    def has_met(self) -> bool:
+        """Whether it can be completed, or is complete."""
+        return self.moved or self.other is not None
 
     def test(self) -> bool:
         world = self.transport.world
         with world.changed:
-            if self.other is not None:
+            if self.has_met():
                 self.complete()
                 return True
             world.check(self.transport.me, str(self))
@@ -170,7 +177,7 @@ class Message:
     def wait(self) -> None:
         world = self.transport.world
         with world.changed:
-            world.wait(self.transport.me, lambda: self.other is not None, str(self))
+            world.wait(self.transport.me, self.has_met, str(self))
             self.complete()
 
 
@@ -186,6 +193,7 @@ class Meeting:
         if not self.combined:  # as late as permitted: an array changed after its start spoils the sum
             self.result = self.combine([self.brought[rank] for rank in range(self.size)])
             self.combined = True
+            self.brought.clear()  # nobody's array is kept alive by what others have not let go of
         return self.result
 
 
@@ -211,7 +219,7 @@ class Arrival:
                 world.post()
 
     def all_here(self) -> bool:
-        return len(self.meeting.brought) == self.meeting.size
+        return self.meeting.combined or len(self.meeting.brought) == self.meeting.size
 
     def finish(self) -> None:
         if not self.done:
@@ -227,6 +235,9 @@ class Arrival:
             world.check(self.transport.me, self.what)
         time.sleep(0)
         return False
+
+    def __str__(self) -> str:
+        return self.what
 
     def wait(self) -> None:
         world = self.transport.world

@@ -6,14 +6,15 @@ A message then needs nobody to move it on: a rank may wait for anything else, as
 is as large as the bytes under way ever were; it is used again, never given back.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena, HostMemory
-from mpitrain.machine.backend import DeviceBackend
-from mpitrain.transport.base import Request, Several, Transport, check_message
+from mpitrain.machine.backend import Copy, DeviceBackend
+from mpitrain.transport.base import Request, Several, Transport, check_message, named
 
 PIECE = 1 << 20
 """Bytes of a piece: long enough for links and copy engines to reach their rates, short enough to overlap early."""
@@ -29,19 +30,35 @@ class _StagingMemory(HostMemory):
         return self._backend.staging(nbytes)
 
 
+class _Copies:
+    """Asks copies whether they have ended, and notes in `under_way` that one has not."""
+
+    def __init__(self) -> None:
+        self.under_way = False
+
+    def ended(self, copies: Sequence[Copy]) -> bool:
+        if all(copy.test() for copy in copies):
+            return True
+        self.under_way = True
+        return False
+
+
 class Staged:
     """Copies device arrays through host memory.
 
     piece   bytes; the same on all ranks
-    buffers arena of staging memory, shared by what was split from one transport
+
+    What was split from one transport shares its staging memory.
     """
 
-    def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE, buffers: Arena | None = None):
+    def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE):
         self._host, self._backend, self._piece = host, backend, piece
-        self._buffers = buffers or Arena(_StagingMemory(backend))
+        self._buffers, self._copies = Arena(_StagingMemory(backend)), _Copies()
 
     def over(self, host: Transport) -> "Staged":
-        return Staged(host, self._backend, self._piece, self._buffers)
+        part = Staged(host, self._backend, self._piece)
+        part._buffers, part._copies = self._buffers, self._copies
+        return part
 
     def start_send(self, array: Any, to: int, tag: int) -> Request:
         check_message(array, self._host.rank, (to,), self._host.size)
@@ -63,7 +80,7 @@ class Staged:
         flat, buffer = self._staged(array)
         pieces = self._pieces(flat)
         receives = [self._host.start_recv(buffer[piece], source, tag) for piece in pieces]
-        return _Receive(self._backend, receives, [(flat[piece], buffer[piece]) for piece in pieces])
+        return _Receive(self._backend, self._copies, receives, [(flat[piece], buffer[piece]) for piece in pieces])
 
     def start_recv_any(self, array: Any, tag: int) -> Request:
         check_message(array, self._host.rank, (), self._host.size)
@@ -74,7 +91,20 @@ class Staged:
                 f"but this array has {array.nbytes}.",
                 "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.")
         self._backend.synchronize()
-        return _Receive(self._backend, [self._host.start_recv_any(buffer, tag)], [(flat, buffer)])
+        return _Receive(self._backend, self._copies, [self._host.start_recv_any(buffer, tag)], [(flat, buffer)])
+
+    def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
+        ended = False
+
+        def goes_on() -> bool:
+            """True also while a copy is under way: the host's transport must not take that for a wait that nothing can end."""
+            nonlocal ended
+            self._copies.under_way = False
+            ended = done()
+            return ended or self._copies.under_way
+
+        while not ended:
+            self._host.wait_until(goes_on, pause, what)
 
     def native_all_reduce(self, array: Any, op: str) -> None:
         self._backend.synchronize()
@@ -99,9 +129,10 @@ class _Receive:
     ends   (device, staging) of every piece
     """
 
-    def __init__(self, backend: DeviceBackend, receives: list[Request], ends: list[tuple[Any, np.ndarray]]):
-        self._backend, self._receives, self._ends = backend, receives, ends
-        self._copies: list[Any] = []
+    def __init__(self, backend: DeviceBackend, all_copies: _Copies, receives: list[Request],
+                 ends: list[tuple[Any, np.ndarray]]):
+        self._backend, self._all_copies, self._receives, self._ends = backend, all_copies, receives, ends
+        self._copies: list[Copy] = []
 
     @property
     def source(self) -> int:
@@ -112,7 +143,7 @@ class _Receive:
             if not self._receives[len(self._copies)].test():
                 return False
             self._start_copy()
-        return all(copy.test() for copy in self._copies)
+        return self._all_copies.ended(self._copies)
 
     def wait(self) -> None:
         while len(self._copies) < len(self._ends):
@@ -120,6 +151,9 @@ class _Receive:
             self._start_copy()
         for copy in self._copies:
             copy.wait()
+
+    def __str__(self) -> str:
+        return named(self._receives)
 
     def _start_copy(self) -> None:
         """The next piece has arrived."""

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.transport.base import FIRST_CLAIMED_TAG, Traffic, aligned_zeros, check_message
+from mpitrain.trace.recorder import SILENT, Recorder
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Request, Tenants, Traffic, aligned_zeros, check_message, wait_any
 from mpitrain.transport.rendezvous import Arrival, Message, World
 from mpitrain.transport.windows import Windows
 
@@ -24,6 +25,7 @@ OPS = {"add": np.add, "maximum": np.maximum}
 class ThreadTransport:
     """One rank's transport; `run_ranks` makes them."""
 
+    recorder: Recorder = SILENT
     native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
     admits_threads = True
 
@@ -33,6 +35,7 @@ class ThreadTransport:
         self.rank, self.size, self.me = rank, len(members), members[rank]
         self.hosts, self.traffic, self.windows = tuple(hosts), traffic, windows
         self._made: list[int] = []
+        self.tenants = Tenants()
         self.next_meeting = 0
         self._next_tag = FIRST_CLAIMED_TAG
 
@@ -70,8 +73,11 @@ class ThreadTransport:
         self.start_send(outgoing, to, tag).wait()
         receive.wait()
 
-    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6) -> None:
-        self.world.wait_until(self.me, done)
+    def wait_any(self, requests: Sequence[Request]) -> int:
+        return wait_any(self, requests)
+
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
+        self.world.wait_until(self.me, done, what)
 
     def admit_thread(self) -> None:
         self.world.admit()
@@ -98,9 +104,10 @@ class ThreadTransport:
             return None
         chosen = sorted((k, rank) for rank, (c, k) in enumerate(everyone) if c == color)
         ranks = [rank for _, rank in chosen]
-        self.windows.parts += 1
-        return ThreadTransport(self.world, context, [self.members[rank] for rank in ranks], ranks.index(self.rank),
+        part = ThreadTransport(self.world, context, [self.members[rank] for rank in ranks], ranks.index(self.rank),
                                [self.hosts[rank] for rank in ranks], self.traffic, self.windows)
+        self.windows.parts.add(part)
+        return part
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         array = aligned_zeros(count, dtype)
@@ -115,6 +122,7 @@ class ThreadTransport:
         return self.windows.lend(number, self.me).view(dtype)
 
     def close(self) -> None:
+        self.tenants.close(self)
         if self.context:
             self.windows.leave(self, self._made)
         else:

@@ -33,7 +33,7 @@ class Windows:
 
     next_number   free on this rank. Ranks that allocate together number a window by the largest of theirs: they may have
                   allocated differently before, each with others
-    parts         transports of this rank that were split off and are open
+    parts         transports of this rank that were split off, are open, and are known to somebody
     closed        the root is closed, and no window is left
     """
 
@@ -42,7 +42,7 @@ class Windows:
         self._free: dict[int, Callable[[], None]] = {}
         self._users: dict[int, list[weakref.ref]] = {}
         self.next_number = 0
-        self.parts = 0
+        self.parts: weakref.WeakSet[Transport] = weakref.WeakSet()
         self.closed = False
 
     def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
@@ -101,12 +101,12 @@ class Windows:
         told = dict(zip(part.members, reported, strict=True))
         idle = [window for window in made if all(window in told[member] for member in self._blocks[window])]
         self._release(idle)
-        self.parts -= 1
+        self.parts.discard(part)
         return len(idle) == len(made)
 
     def close(self, root: "Transport") -> None:
         """Free everything that is left. Collective; CommError on every rank if one of them has an open part."""
-        parts = root.gather_text(self.parts)
+        parts = root.gather_text(len(self.parts))
         if any(parts):
             rank = next(rank for rank, count in enumerate(parts) if count)
             raise on_every_rank(CommError(

@@ -5,13 +5,11 @@ from functools import partial
 
 import numpy as np
 
-from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
 from mpitrain.ops.cuda.sums import sum_rows
 from tests.cases.numbers import assert_close, numbers, stored, values
-from tests.cases.products import gelu
 
 
 def halves(names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]], dtype: str) -> None:
@@ -42,11 +40,14 @@ def check_linear(kernels: Kernels, m: int, k: int, n: int, activation: str = "",
 
 
 def check_activation(kernels: Kernels, n: int, activation: str) -> None:
-    """activation_forward alone, on an array without alignment."""
-    x, y = stored(numbers(1, n), "float32", shifted=True), np.empty(n, np.float32)
-    kernels.launch("activation_forward", (-(-n // 1024),), (256,), (n, cuda.product.ACTIVATIONS[activation], x, fresh(y)),
-                   Element="float", Sum="float")
-    assert_close(y, gelu(values(x)) if activation == "gelu" else np.maximum(values(x), 0))
+    """An activation alone, forward and backward, on arrays without alignment."""
+    ops = cuda.body(kernels)
+    z, dy = (stored(numbers(seed, n), "float32", shifted=True) for seed in (1, 2))
+    true_y, true_saved = getattr(reference, activation)(values(z), None)
+    truth = getattr(reference, f"{activation}_backward")(values(dy), true_saved, None)
+    y, saved = getattr(ops, activation)(z, Arena())
+    assert_close(y, true_y)
+    assert_close(getattr(ops, f"{activation}_backward")(dy, saved, Arena()), truth)
 
 
 def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool) -> None:
@@ -78,17 +79,21 @@ def check_embedding(kernels: Kernels, b: int, t: int, v: int, c: int, dtype: str
     tokens = np.random.default_rng(0).integers(v, size=(b, t)).astype(index)
     table, positions, dx = (stored(a, dtype) for a in (numbers(1, v, c), numbers(2, t + 2, c), numbers(3, b, t, c)))
     x, saved = ops.embedding(tokens, table, positions, Arena())
-    assert_close(x, reference.embedding(tokens, values(table), values(positions), None)[0], dtype, "x")
-    halves(["embedding_backward_table"], ops, (dx, saved), (values(dx), tokens), [(v, c)], dtype)
+    true_x, truth = reference.embedding(tokens, values(table), values(positions), None)
+    assert_close(x, true_x, dtype, "x")
+    halves(["embedding_backward_table"], ops, (dx, saved), (values(dx), truth), [(v, c)], dtype)
     halves(["embedding_backward_positions"], ops, (dx,), (values(dx),), [(t + 2, c)], dtype)
 
 
-def check_stray_tokens(kernels: Kernels) -> None:
-    """A token outside the table gives a row of NaN and disturbs no other."""
-    table, positions = stored(numbers(1, 5, 6), "float32"), np.zeros((4, 6), np.float32)
-    x, _ = cuda.body(kernels).embedding(np.array([[4, 5, -1, 0]]), table, positions, Arena())
-    assert np.isnan(x[0, 1:3]).all()
-    np.testing.assert_array_equal(x[0, [0, 3]], table[[4, 0]])
+def check_part_of_table(kernels: Kernels, v: int, first: int, positions: bool) -> None:
+    """A row that the part does not hold counts as zero, and its gradient is nobody's."""
+    ops, tokens = cuda.body(kernels), np.array([[first + v - 1, first + v, first - 1, first]])
+    table, dx = stored(numbers(1, v, 6), "float32"), stored(numbers(3, 1, 4, 6), "float32")
+    added = stored(numbers(2, 4, 6), "float32") if positions else None
+    x, saved = ops.embedding(tokens, table, added, Arena(), first)
+    true_x, truth = reference.embedding(tokens, values(table), values(added) if positions else None, None, first)
+    assert_close(x, true_x)
+    halves(["embedding_backward_table"], ops, (dx, saved), (values(dx), truth), [(v, 6)], "float32")
 
 
 def check_attention(kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False) -> None:
@@ -154,7 +159,8 @@ def embeddings() -> Iterator[Callable]:
         yield partial(check_embedding, b=b, t=t, v=v, c=c)
     yield partial(check_embedding, b=3, t=50, v=40, c=36, dtype="float64", index="int32")
     yield partial(check_embedding, b=2, t=5, v=7, c=12, dtype="bfloat16")
-    yield check_stray_tokens
+    for v, first in ((5, 0), (5, 9), (32, 64), (0, 3)):
+        yield partial(check_part_of_table, v=v, first=first, positions=first == 9)
 
 
 def attentions() -> Iterator[Callable]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
@@ -13,10 +14,7 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
 
 
 def stored(x: np.ndarray, dtype: str, shifted: bool = False) -> np.ndarray:
-    """The numbers in a dtype; bfloat16 as its bits in uint16. `shifted` starts one element off any alignment."""
-    if dtype == "bfloat16":
-        bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
-        x, dtype = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), "uint16"
+    """The numbers in a dtype. `shifted` starts one element off any alignment."""
     flat = np.empty(x.size + 1, dtype)[int(shifted):][:x.size]
     flat[...] = np.ravel(x)
     return flat.reshape(x.shape)
@@ -24,10 +22,7 @@ def stored(x: np.ndarray, dtype: str, shifted: bool = False) -> np.ndarray:
 
 def values(x: Any) -> np.ndarray:
     """What is stored, in float64."""
-    x = np.asarray(x)
-    if x.dtype == np.uint16:
-        return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return x.astype(np.float64)
+    return np.asarray(x).astype(np.float64)
 
 
 def assert_close(mine: Any, truth: Any, dtype: str = "float32", what: str = "", size: float = 0.0) -> None:

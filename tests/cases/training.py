@@ -62,6 +62,10 @@ def check_split_vocabulary(kernels: Kernels, m: int, v: int, ranks: int, dtype: 
     true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None)
     parts = [logits[:, a:b].copy() for a, b in pairwise(cuts)]
     maximum = np.max([ops.row_maximum(part, Arena()) for part in parts], axis=0)
+    np.testing.assert_array_equal(maximum, values(logits).max(1))
+    places = np.max([ops.row_argmax(part, first, maximum, Arena()) for part, first in zip(parts, cuts, strict=False)], axis=0)
+    np.testing.assert_array_equal(-places, values(logits).argmax(1))
+    assert int(ops.count_correct_split(places, targets, Arena())) == (values(logits).argmax(1) == targets).sum()
     facts = np.sum([ops.row_exponentials(part, targets, first, maximum, Arena())
                     for part, first in zip(parts, cuts, strict=False)], axis=0)
     losses = [ops.cross_entropy_split(part, targets, first, maximum, facts, 0.125, Arena())
@@ -88,7 +92,7 @@ def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     assert_close(ops.square_sum(x, Arena()), (values(x)**2).sum(), "float64" if dtype == "float64" else "float32")
     assert_close(sum_all(kernels, x, Arena()), values(x).sum(), "float64" if dtype == "float64" else "float32")
     assert int(ops.count_nonfinite(x, Arena())) == 0
-    if count > 2 and dtype != "bfloat16":
+    if count > 2:
         x[[0, count // 2, count - 1]] = np.nan, np.inf, -np.inf
         assert int(ops.count_nonfinite(x, Arena())) == 3
 
@@ -105,12 +109,12 @@ def check_conversion(kernels: Kernels, count: int, source: str, target: str) -> 
     np.testing.assert_array_equal(y, stored(values(x), target))
 
 
-def check_combination(kernels: Kernels, count: int, wire: str) -> None:
-    """Received chunks, decoded, are added to or replace the smaller of what is here."""
+def check_combination(kernels: Kernels, count: int, wire: str, here: str = "float32") -> None:
+    """Received chunks, decoded, are added to or replace the smaller of what is here: in float32, rounded once."""
     x = stored(numbers(1, count), wire, shifted=count % 2 == 1)
     for combine, truth in ((add_into, np.add), (maximum_into, np.maximum)):
-        y = stored(numbers(2, count), "float32")
-        expected = truth(y, values(x).astype(np.float32))
+        y = stored(numbers(2, count), here)
+        expected = truth(*(values(array).astype(np.float32) for array in (y, x))).astype(y.dtype)
         combine(kernels, y, x)
         np.testing.assert_array_equal(y, expected)
 
@@ -227,6 +231,7 @@ def wires() -> Iterator[Callable]:
     for wire in ("float32", "float16", "bfloat16"):
         for count in COUNTS:
             yield partial(check_combination, count=count, wire=wire)
+    yield partial(check_combination, count=1031, wire="bfloat16", here="bfloat16")
     for count in (0, 1, 255, 256, 257, 2049, 2305):
         yield partial(check_int8, count=count)
         yield partial(check_fp16, count=count, size=1e-6)

@@ -117,7 +117,8 @@ def _bytes(ptr, nbytes):
 
 def _block_of(ptr):
     with _lock:
-        return next((b for b in _blocks.values() if b.ptr <= ptr < b.ptr + max(1, b.size)), None)
+        blocks = (ref() for ref in _blocks.valuerefs())  # a list of its own: blocks die in any thread, without the lock
+        return next((b for b in blocks if b and b.ptr <= ptr < b.ptr + max(1, b.size)), None)
 
 
 def _in_use(ptr, nbytes):
@@ -176,8 +177,9 @@ def _open(handle):
 
 
 def _alloc_pinned(nbytes):
-    _pinned.append(np.full(nbytes, GARBAGE, np.uint8))
-    return _pinned[-1]
+    memory = np.full(nbytes, GARBAGE, np.uint8)
+    _pinned.append(memory)
+    return memory
 
 
 def get_current_stream():
@@ -191,7 +193,7 @@ cuda = SimpleNamespace(
     Stream=Stream, Event=Event, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
     get_current_stream=get_current_stream, alloc_pinned_memory=_alloc_pinned,
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
-    Device=lambda index: SimpleNamespace(use=lambda: devices.used.append(index)),
+    Device=lambda index=0: SimpleNamespace(use=lambda: devices.used.append(index), compute_capability="90"),
     runtime=SimpleNamespace(getDeviceCount=_get_device_count, memcpyAsync=_memcpy_async, memcpyDefault=4,
                             CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0, memGetInfo=lambda: devices.memory,
                             deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
@@ -254,6 +256,8 @@ class ndarray:
 
     @property
     def __cuda_array_interface__(self):
+        if self.dtype.kind == "V":
+            raise TypeError(f"{self.dtype} has no typestr")
         log().append(("pointer", self.nbytes))
         if self.nbytes and _in_use(self.data.ptr, self.nbytes):
             faults.append("a pointer to memory that work on the stream uses")
@@ -268,6 +272,8 @@ class ndarray:
             raise TypeError(f"Unsupported type numpy.ndarray for {ufunc}")
         (result,) = out or (None,)
         arrays = [x for x in inputs if isinstance(x, ndarray)]
+        if any(x.dtype.kind == "V" for x in arrays):
+            raise TypeError(f"{ufunc} has no bfloat16")
         if result is None:
             result = ndarray(np.broadcast_shapes(*(a.shape for a in arrays)), arrays[0].dtype)
         plain = [x.truth if isinstance(x, ndarray) else x for x in inputs]

@@ -1,6 +1,9 @@
 """Kernels for the fake GPU: run by the simulator on what the stream will find, and seen once the stream was waited for."""
 
+import sys
+
 from mpitrain.kernels.arguments import Argument
+from mpitrain.kernels.engines import KERNELS
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from tests.fakes import cupy
@@ -13,11 +16,7 @@ class FakeEngine:
         self._simulator = Simulator()
         self.capability = self._simulator.capability
 
-    name, empty = "a fake GPU", staticmethod(cupy.empty)
-    put, get = staticmethod(cupy.asarray), staticmethod(cupy.asnumpy)
-
-    def wait(self):
-        cupy.get_current_stream().synchronize()
+    name = "a fake GPU"
 
     def load(self, source, signature, defines):
         function = self._simulator.load(source, signature, defines)
@@ -40,3 +39,11 @@ class FakeEngine:
 def kernels():
     """All kernels, on the fake GPU."""
     return Kernels(FakeEngine())
+
+
+def play(monkeypatch):
+    """A machine with a GPU: the fake one, whose kernels the simulator runs."""
+    made = kernels()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(KERNELS, "cuda", lambda: made)
+    cupy.faults.clear()

@@ -4,8 +4,7 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.backend import backend_for
-from mpitrain.ops import ops_for
+from mpitrain.ops.device import device_for
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of
 
@@ -14,7 +13,7 @@ from tests.laws.transport import laws_of
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
 def test_layers_on_the_gpu_obey(law):
     try:
-        backend = backend_for("cuda")
+        device = device_for("cuda")
     except ConfigError as error:
         pytest.skip(f"no GPU: {error}")
-    getattr(LayerLaws(), law)(Plain(ops_for("cuda")), backend)
+    getattr(LayerLaws(), law)(Plain(device.ops), device.backend)

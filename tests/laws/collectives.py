@@ -1,12 +1,14 @@
 """What every collective must do, over any transport: values, traffic, agreement, repetition."""
 
+from itertools import product
+
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
 from mpitrain.collectives import algorithms
 from mpitrain.collectives import bind as binding
-from mpitrain.collectives.algorithms import all_reduce_choices
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.algorithms import choices
+from mpitrain.collectives.bind import bind, chosen_by_model
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.errors import ConfigError
@@ -38,19 +40,33 @@ def measured(transport, call) -> tuple[int, int]:
 class CollectiveLaws:
     """A law is a function of one rank's transport; all ranks run it together."""
 
-    algorithms = all_reduce_choices()
+    algorithms = choices("allreduce")
 
     def law_all_reduce_is_exact_on_every_rank(self, transport):
+        """Every length meets every type, and both of them either op."""
         for algorithm in self.algorithms:
-            for op, truth in REDUCERS.items():
-                for dtype in DTYPES:
-                    if algorithm == "native" and dtype not in transport.native_dtypes:
-                        continue  # refused: a law of its own
-                    for count in LENGTHS:
-                        mine = small(transport.rank, count, dtype)
-                        bind(transport, mine, op, algorithm).run()
-                        right = truth(np.stack([small(rank, count) for rank in range(transport.size)]))
-                        assert np.array_equal(mine.astype("float64"), right), (algorithm, op, dtype, count)
+            for (i, dtype), (j, count) in product(enumerate(DTYPES), enumerate(LENGTHS)):
+                if algorithm == "native" and dtype not in transport.native_dtypes:
+                    continue  # refused: a law of its own
+                op = ("add", "maximum")[(i + j) % 2]
+                mine = small(transport.rank, count, dtype)
+                bind(transport, mine, op, algorithm).run()
+                right = REDUCERS[op](np.stack([small(rank, count) for rank in range(transport.size)]))
+                assert np.array_equal(mine.astype("float64"), right), (algorithm, op, dtype, count)
+
+    def law_a_sum_of_bfloat16_is_rounded_once_an_addition_and_alike_on_all_ranks(self, transport):
+        """The error is at most n - 1 half-ulps of the largest partial sum: an ulp is at most 2^-7 of a number."""
+        n, count = transport.size, 1001
+        brought = np.stack([np.random.default_rng(rank).standard_normal(count) for rank in range(n)]).astype("bfloat16")
+        truth, largest = (array.astype("float64").sum(axis=0) for array in (brought, np.abs(brought)))
+        for algorithm in self.algorithms:
+            if algorithm == "native":
+                continue  # MPI has no bfloat16
+            mine = brought[transport.rank].copy()
+            bind(transport, mine, algorithm=algorithm).run()
+            error = np.abs(mine.astype("float64") - truth)
+            assert (error <= (n - 1) * 2**-8 * 1.01 * largest).all(), (algorithm, error.max())
+            assert len({*transport.gather_text(mine.tobytes().hex())}) == 1, algorithm
 
     def law_a_long_message_is_reduced_exactly(self, transport):
         for algorithm in self.algorithms:
@@ -65,7 +81,7 @@ class CollectiveLaws:
             assert np.array_equal(mine, everyone(transport.size, 24).sum(axis=0).reshape(2, 3, 4))
 
     def law_reduce_scatter_leaves_chunk_r_on_rank_r(self, transport):
-        for algorithm in algorithms.REDUCE_SCATTER:
+        for algorithm in choices("reduce-scatter"):
             for op, truth in REDUCERS.items():
                 for count in (*LENGTHS, LONG):
                     mine = coded(transport.rank, count)
@@ -75,7 +91,7 @@ class CollectiveLaws:
                     assert np.array_equal(mine[start:stop], right[start:stop]), (algorithm, op, count)
 
     def law_all_gather_brings_chunk_r_from_rank_r(self, transport):
-        for algorithm in algorithms.ALL_GATHER:
+        for algorithm in choices("all-gather"):
             for count in (*LENGTHS, LONG):
                 bounds = chunk_bounds(count, transport.size)
                 mine = np.full(count, np.nan)
@@ -85,8 +101,56 @@ class CollectiveLaws:
                 right = [coded(rank, stop - start) for rank, (start, stop) in enumerate(bounds)]
                 assert np.array_equal(mine, np.concatenate(right)), (algorithm, count)
 
+    def law_halves_run_after_each_other_are_the_all_reduce_bit_by_bit(self, transport):
+        for algorithm in ("ring", "shared"):
+            for op in REDUCERS:
+                for count in (*LENGTHS, LONG):
+                    for halves in (np.empty(count), transport.allocate(count, "float64")):
+                        whole = np.random.default_rng(transport.rank).standard_normal(count)
+                        whole[count // 3:count // 3 + 1] = (np.nan, np.inf, -0.0)[transport.rank % 3]
+                        halves[:] = whole
+                        bind(transport, whole, op, algorithm).run()
+                        scatter = binding.bind_reduce_scatter(transport, halves, op, algorithm)
+                        scatter.run()
+                        binding.bind_all_gather(transport, halves, algorithm).run()
+                        assert halves.tobytes() == whole.tobytes(), (algorithm, op, count)
+                        assert scatter.algorithm == algorithm or transport.size == 1
+
+    def law_halves_are_polled_in_any_order_run_after_run(self, transport):
+        n, counts = transport.size, (3, 1001, LONG)
+        for algorithm in choices("all-gather"):
+            arrays = [transport.allocate(count, "float64") if count == LONG else np.empty(count) for count in counts]
+            for operation in ("reduce_scatter", "all_gather"):
+                bound = [getattr(Group(transport, algorithm), f"bind_{operation}")(array) for array in arrays]
+                for repetition in range(3):  # no barrier between: a fast rank is already in the next run
+                    for array in arrays:
+                        array[:] = coded(transport.rank + repetition, array.size)
+                    for reduction in bound:
+                        reduction.start()
+                    open_ones = bound[::-1] if transport.rank % 2 else bound[:]
+                    while open_ones:
+                        open_ones = [reduction for reduction in open_ones if not reduction.poll()]
+                    for array in arrays:
+                        bounds, stack = chunk_bounds(array.size, n), [coded(rank + repetition, array.size) for rank in range(n)]
+                        mine = slice(*bounds[transport.rank])
+                        if operation == "reduce_scatter":
+                            assert np.array_equal(array[mine], sum(stack)[mine]), algorithm
+                        else:
+                            right = [stack[rank][slice(*chunk)] for rank, chunk in enumerate(bounds)]
+                            assert np.array_equal(array, np.concatenate(right)), algorithm
+
+    def law_a_group_s_halves_are_by_its_algorithm_or_what_auto_chooses(self, transport):
+        array = transport.allocate(1001, "float64")
+        for algorithm in self.algorithms:
+            group = Group(transport, algorithm)
+            for operation, reduction in (("reduce-scatter", group.bind_reduce_scatter(array)),
+                                         ("all-gather", group.bind_all_gather(array))):
+                wanted = algorithm if algorithm in algorithms.TABLES[operation] else "auto"
+                chosen = {"auto": chosen_by_model(transport, array, group.tuning, operation)}.get(wanted, wanted)
+                assert reduction.algorithm == chosen or transport.size == 1, (algorithm, operation)
+
     def law_broadcast_reaches_all_from_any_root(self, transport):
-        for algorithm in algorithms.BROADCAST:
+        for algorithm in choices("broadcast"):
             for root in range(transport.size):
                 for count in (*LENGTHS, LONG):
                     mine = coded(transport.rank, count)
@@ -94,7 +158,7 @@ class CollectiveLaws:
                     assert np.array_equal(mine, coded(root, count)), (algorithm, root, count)
 
     def law_reduce_ends_at_any_root(self, transport):
-        for algorithm in algorithms.REDUCE:
+        for algorithm in choices("reduce"):
             for op, truth in REDUCERS.items():
                 for root in range(transport.size):
                     for count in (*LENGTHS, LONG):
@@ -105,7 +169,7 @@ class CollectiveLaws:
 
     def law_all_to_all_transposes_chunks(self, transport):
         n, rank = transport.size, transport.rank
-        for algorithm in algorithms.ALL_TO_ALL:
+        for algorithm in choices("all-to-all"):
             for length in (*LENGTHS, LONG // 8):
                 incoming = np.full(n * length, np.nan)
                 outgoing = coded(rank, n * length)
@@ -121,15 +185,15 @@ class CollectiveLaws:
         stack = np.stack([small(peer, count) for peer in range(n)])
         total, gathered = stack.sum(axis=0), np.concatenate([stack[peer, slice(*bounds[peer])] for peer in range(n)])
         for dtype in DTYPES:
-            cases = [(binding.bind_reduce_scatter, name, ("add",), own, total) for name in algorithms.REDUCE_SCATTER]
-            cases += [(binding.bind_reduce, name, ("add", root), kept, total) for name in algorithms.REDUCE]
-            cases += [(binding.bind_all_gather, name, (), slice(None), gathered) for name in algorithms.ALL_GATHER]
-            cases += [(binding.bind_broadcast, name, (root,), slice(None), stack[root]) for name in algorithms.BROADCAST]
+            cases = [(binding.bind_reduce_scatter, name, ("add",), own, total) for name in choices("reduce-scatter")]
+            cases += [(binding.bind_reduce, name, ("add", root), kept, total) for name in choices("reduce")]
+            cases += [(binding.bind_all_gather, name, (), slice(None), gathered) for name in choices("all-gather")]
+            cases += [(binding.bind_broadcast, name, (root,), slice(None), stack[root]) for name in choices("broadcast")]
             for function, name, words, part, right in cases:
                 mine = small(rank, count, dtype)
                 function(transport, mine, *words, name).run()
                 assert np.array_equal(mine[part].astype("float64"), right[part]), (function, name, dtype)
-            for name in algorithms.ALL_TO_ALL:
+            for name in choices("all-to-all"):
                 incoming = np.zeros(5 * n, dtype)
                 binding.bind_all_to_all(transport, small(rank, 5 * n, dtype), incoming, name).run()
                 right = np.concatenate([small(peer, 5 * n)[5 * rank:5 * rank + 5] for peer in range(n)])
@@ -171,6 +235,8 @@ class CollectiveLaws:
                 reduction.run() if op else (reduction.start(), reduction.wait())
                 right = sum(coded(rank + op, part.size) for rank in range(transport.size))
                 assert np.array_equal(part, right)
+            binding.bind_reduce_scatter(transport, part, algorithm="shared").run()
+            binding.bind_all_gather(transport, part, "shared").run()
             if transport.size > 1 and part.size:
                 assert len(transport.windows) == before, "a staging window was allocated"
 
@@ -237,13 +303,18 @@ class CollectiveLaws:
     def law_a_second_start_is_refused(self, transport):
         if transport.size == 1:
             return  # a run of one rank has ended when it has started
+        last, word = transport.size - 1, np.zeros(1)
         for algorithm in self.algorithms:
             reduction = Group(transport, algorithm).bind(np.ones(4))
-            reduction.start()
-            transport.barrier()
-            if not reduction.poll():
+            if transport.rank == last:
+                reduction.start()    # it cannot end: nobody else has begun
                 assert "started again" in raises_comm_error(reduction.start), algorithm
                 assert "started again" in raises_comm_error(reduction.run), algorithm
+                for peer in range(last):
+                    transport.send(word, peer, tag=99)    # a barrier would be one of MPI's collectives, as `native` is
+            else:
+                transport.recv(word, last, tag=99)
+                reduction.start()
             reduction.wait()
             reduction.run()
 
@@ -293,7 +364,7 @@ class CollectiveLaws:
 
     def law_unknown_names_are_refused_with_the_known_ones(self, transport):
         for call, known in (
-            (lambda: Group(transport, "rign").bind(np.ones(3)), ", ".join(all_reduce_choices())),
+            (lambda: Group(transport, "rign").bind(np.ones(3)), ", ".join(choices("allreduce"))),
             (lambda: Group(transport).bind(np.ones(3), "mean"), "add, maximum"),
         ):
             try:

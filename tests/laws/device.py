@@ -19,6 +19,11 @@ PIECE = 64
 CARRIERS = {"direct": Direct, "staged": lambda host, backend: Staged(host, backend, PIECE * 8)}
 
 
+def next_complete(transport, requests):
+    """The name of a request that is complete."""
+    return list(requests)[transport.wait_any(list(requests.values()))]
+
+
 class DeviceLaws:
     """A law is a function of one rank's host transport, the name of the carrier, and the backend."""
 
@@ -94,9 +99,24 @@ class DeviceLaws:
             text = raises_comm_error(lambda: transport.start_recv_any(backend.zeros(PIECE + 1, "float64"), 3))
             assert f"rank {host.rank}: a receive from any rank holds at most 512 bytes" in text and "520" in text
 
+    def law_wait_any_takes_messages_of_a_device_and_of_the_host_together(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
+        header, incoming = np.zeros(2), backend.zeros(3 * PIECE + 1, "float64")
+        requests = {"array": transport.start_recv(incoming, before, 5), "header": transport.start_recv_any(header, 6)}
+        requests["array sent"] = transport.start_send(backend.from_host(coded(host.rank, 3 * PIECE + 1)), after, 5)
+        transport.barrier()  # ranks then wait for copies alone, which must not look like a deadlock
+        del requests[next_complete(transport, {name: requests[name] for name in ("array",)})]
+        assert np.array_equal(backend.to_host(incoming), coded(before, 3 * PIECE + 1))
+        requests["header sent"] = transport.start_send(np.full(2, host.rank + 1.0), after, 6)
+        source = requests["header"]
+        while requests:
+            del requests[next_complete(transport, requests)]
+        assert source.source == before and np.array_equal(header, np.full(2, before + 1.0))
+
     def law_all_reduces_are_exact_run_after_run(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        for algorithm in algorithms.all_reduce_choices():
+        for algorithm in algorithms.choices("allreduce"):
             for count in (0, 1, 5 * PIECE + 3):
                 array = backend.zeros(count, "float64")
                 reduction = bind(transport, array, algorithm=algorithm)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, backward
 from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.backend import Backend
@@ -42,9 +42,9 @@ class Watched:
         self._check(seen, "its input half was over")
         return dx, (pending, seen)
 
-    def backward_weight(self, pending, dw):
+    def backward_weight(self, pending, dw, arena):
         pending, seen = pending
-        self.inner.backward_weight(pending, dw)
+        self.inner.backward_weight(pending, dw, arena)
         self._check(seen, "its weight half was over")
 
     def _check(self, seen, when):
@@ -104,15 +104,19 @@ def numbers(seed, *shape):
 class LayerLaws:
     """A law is a function of a set of constructors and a backend."""
 
-    def law_outputs_stay_as_they_are_until_the_weight_half_has_run(self, plain: Plain, backend: Backend):
+    def law_outputs_stay_until_the_weight_half_has_run_and_both_at_once_are_the_halves(self, plain: Plain, backend: Backend):
         watched = WatchedPlain(plain, backend)
         for name, kind in kinds(watched).items():
             for layer in (kind, Residual(kind), Residual(Residual(kind))):
-                weights, gradients, _, _ = placed(layer, backend)
-                arena = backend.arena()
-                _, saved = layer.forward(weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena)
-                dy = backend.from_host(numbers(4, 2, 5, WIDTH))
-                _noted(lambda: _both_halves(layer, weights, dy, saved, gradients, arena), name)  # noqa: B023
+                found = []
+                for way in (_both_halves, backward):
+                    weights, gradients, _, slots = placed(layer, backend)
+                    arena = backend.arena()
+                    _, saved = layer.forward(weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena)
+                    dy = backend.from_host(numbers(4, 2, 5, WIDTH))
+                    dx = _noted(lambda: way(layer, weights, dy, saved, gradients, arena), name)  # noqa: B023
+                    found.append([backend.to_host(array).copy() for array in (dx, *(slot.array for slot in slots.values()))])
+                assert all(map(np.array_equal, *found)), f"{name}: the halves, and both at once, have other bits"
 
     def law_a_whole_model_writes_only_into_its_logits(self, plain: Plain, backend: Backend):
         units = gpt(WatchedPlain(plain, backend), **GPT)
@@ -144,7 +148,7 @@ class LayerLaws:
                     first = backend.to_host(dx).copy()
                     if spoil:
                         dx.fill(np.nan)
-                    layer.backward_weight(pending, gradients)
+                    layer.backward_weight(pending, gradients, arena)
                     found[spoil] = [first, *(backend.to_host(slot.array).copy() for slot in slots.values())]
                 for clean, spoilt in zip(found[False], found[True], strict=True):
                     assert np.array_equal(clean, spoilt), name
@@ -157,7 +161,7 @@ class LayerLaws:
 
 def _noted(call, name):
     try:
-        call()
+        return call()
     except Exception as error:
         error.add_note(f"layer: {name}")
         raise
@@ -165,7 +169,7 @@ def _noted(call, name):
 
 def _both_halves(layer, weights, dy, saved, gradients, arena):
     dx, pending = layer.backward_input(weights, dy, saved, arena)
-    layer.backward_weight(pending, gradients)
+    layer.backward_weight(pending, gradients, arena)
     return dx
 
 

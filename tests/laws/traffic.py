@@ -112,6 +112,10 @@ class TrafficLaws:
             assert measured(transport, reduction.run) == (0, 0)
             messages = barriers * ceil_lg(transport.size)  # empty ones
             assert measured(transport, lambda r=reduction: (r.start(), r.wait())) == (messages, 0)
+            for half in (binding.bind_reduce_scatter(transport, np.ones(count), algorithm="shared"),
+                         binding.bind_all_gather(transport, np.ones(count), "shared")):
+                assert measured(transport, half.run) == (0, 0)
+                assert measured(transport, lambda r=half: (r.start(), r.wait())) == (messages, 0)
 
     def law_native_sends_nothing_by_hand(self, transport):
         assert measured(transport, bind(transport, np.ones(10), algorithm="native").run) == (0, 0)

@@ -1,7 +1,11 @@
 """What every transport must do. A law is a function of one rank's transport; all ranks run it together."""
 
+import threading
+import time
+
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
+import pytest
 
 from mpitrain.errors import CommError
 
@@ -18,6 +22,45 @@ def raises_comm_error(call) -> str:
     except CommError as error:
         return str(error)
     raise AssertionError("no CommError was raised")
+
+
+def serve(transport, expected: int, count: int) -> None:
+    """Answer each message with its negative: several receives from any rank, and the replies, are under way together."""
+    incoming = np.zeros((min(3, expected), count))
+    requests = [transport.start_recv_any(array, tag=3) for array in incoming]
+    arrays, posted, served = list(incoming), len(requests), 0
+    while requests:
+        i = transport.wait_any(requests)
+        request, array = requests.pop(i), arrays.pop(i)
+        if request.source < 0:
+            continue  # a reply
+        served += 1
+        reply = -array
+        requests.append(transport.start_send(reply, request.source, tag=4))
+        arrays.append(reply)
+        if posted < expected:
+            requests.append(transport.start_recv_any(array, tag=3))
+            arrays.append(array)
+            posted += 1
+    assert served == posted == expected
+
+
+def share_of_a_core(transport, seconds: float, clock) -> float:
+    """CPU time by `clock` over time that passed while this rank waited for any of two messages; rank 0 sends them late."""
+    transport.barrier()
+    if transport.rank == 0:
+        time.sleep(seconds)
+        for peer in range(1, transport.size):
+            transport.send(np.zeros(1), peer, tag=8)
+            transport.send(np.zeros(1), peer, tag=7)
+        return 0.0
+    requests = [transport.start_recv(np.zeros(1), 0, tag) for tag in (7, 8)]
+    began, used = time.perf_counter(), clock()
+    transport.wait_any(requests)
+    share = (clock() - used) / (time.perf_counter() - began)
+    for request in requests:
+        request.wait()
+    return share
 
 
 class TransportLaws:
@@ -66,6 +109,64 @@ class TransportLaws:
             assert seen == set(range(transport.size))
         for send in sends:
             send.wait()
+
+    def law_wait_any_returns_a_finished_request_whichever_ends_first(self, transport):
+        after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+        for count in (1, 70_000):  # below and above eager limits
+            incoming = np.zeros((4, count))
+            requests = [transport.start_recv(array, before, tag) for tag, array in enumerate(incoming)]
+            waiting = list(range(4))
+            for tag in (2, 0, 3, 1):
+                send = transport.start_send(coded(transport.rank, count) + tag, after, tag)
+                assert waiting.pop(transport.wait_any([requests[i] for i in waiting])) == tag
+                assert np.array_equal(incoming[tag], coded(before, count) + tag)
+                assert transport.wait_any([send]) == 0
+                transport.barrier()
+        pending = transport.start_recv(np.zeros(1), before, tag=5)
+        assert transport.wait_any([pending, requests[3]]) == 1, "what is complete stays so"
+        transport.barrier()
+        transport.start_send(np.zeros(1), after, tag=5).wait()
+        pending.wait()
+
+    def law_wait_any_takes_reductions_of_the_library_too(self, transport):
+        array = coded(transport.rank, 1001)
+        assert transport.wait_any([transport.start_native_all_reduce(array)]) == 0
+        assert np.array_equal(array, sum(coded(rank, 1001) for rank in range(transport.size)))
+
+    def law_a_server_waits_for_any_message_and_any_reply(self, transport):
+        rounds, count = 5, 3000
+        if transport.rank == 0:
+            serve(transport, rounds * (transport.size - 1), count)
+            return
+        for i in range(rounds):
+            transport.send(coded(transport.rank, count) + i, 0, tag=3)
+            answer = np.zeros(count)
+            transport.recv(answer, 0, tag=4)
+            assert np.array_equal(answer, -coded(transport.rank, count) - i)
+
+    def law_wait_any_keeps_out_no_thread_that_was_admitted(self, transport):
+        if not transport.admits_threads:
+            return
+        after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+        transport.barrier()
+
+        def late():
+            time.sleep(0.05)
+            transport.send(coded(transport.rank, 70_000), after, tag=6)
+            transport.dismiss_thread()
+
+        transport.admit_thread()
+        sender, incoming = threading.Thread(target=late), np.zeros(70_000)
+        receive = transport.start_recv(incoming, before, tag=6)
+        sender.start()
+        assert transport.wait_any([receive]) == 0
+        assert np.array_equal(incoming, coded(before, 70_000))
+        sender.join()
+
+    def law_wait_any_of_nothing_is_refused(self, transport):
+        text = raises_comm_error(lambda: transport.wait_any([]))
+        assert f"rank {transport.rank}: wait_any needs a request to wait for, but was given none" in text
+        assert "Leave the loop" in text
 
     def law_gather_text_brings_values_of_any_length(self, transport):
         value = {"rank": transport.rank, "text": "ä" * 1000 * transport.rank, "none": None}
@@ -138,6 +239,11 @@ class TransportLaws:
         assert "Make both arrays of one length and dtype" in text
         raises_comm_error(send.wait) if type(transport).__name__ == "ThreadTransport" else send.wait()
         transport.barrier()
+
+
+def few_and(*many: int):
+    """Parametrizes a test with `sizes`, numbers of ranks: 1 to 3 among the fast tests, `many` among the slow ones."""
+    return pytest.mark.parametrize("sizes", [(1, 2, 3), pytest.param(many, marks=pytest.mark.slow)], ids=["few", "many"])
 
 
 def laws_of(cls) -> list[str]:

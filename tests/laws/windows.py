@@ -1,9 +1,13 @@
 """What closing transports may take away: windows that nobody uses. A law is given a transport of its own, which it closes."""
 
-import numpy as np
+import gc
 
-from mpitrain.collectives.bind import bind
+import numpy as np
+import pytest
+
+from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter
 from mpitrain.config import parse, with_settings
+from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from tests.laws.collectives import everyone
 from tests.laws.transport import coded, raises_comm_error
@@ -61,6 +65,54 @@ class WindowLaws:
         second.close()
         root.close()
 
+    def law_jobs_interleave_and_one_that_is_closed_leaves_nothing_while_others_go_on(self, root):
+        halves = root.split(root.rank % 2)
+        where = [(halves, "replication.zero=1"), (root, "model.tied=false"), (halves, "model.tied=true")]
+
+        def job(number):
+            transport, setting = where[number]
+            config = parse(with_settings({}, [*TINY, "run.steps=9", f"batch.size={2 * root.size}", setting]))
+            return build(transport, config)
+
+        def step(job, index):
+            return job.trainer.step(index, *job.trainer.replication.batch(job.data, index)).loss
+
+        alone = []
+        for number in range(3):
+            one = job(number)
+            alone.append([step(one, index) for index in range(4 - number)])
+            one.close()
+        assert len(root.windows) == 0
+        jobs, losses = [job(number) for number in range(3)], [[], [], []]
+        for index in range(4):
+            for number, one in enumerate(jobs):
+                losses[number].append(step(one, index))
+            if index:
+                jobs.pop().close()
+        assert losses == alone and not jobs
+        assert len(root.windows) == 0
+        halves.close()
+        root.close()
+
+    def law_a_job_that_cannot_be_made_has_given_back_what_it_took(self, root):
+        settings = [*TINY, f"batch.size={2 * root.size}", 'pipeline.partition="1"']
+        with pytest.raises(ConfigError) as kept:
+            build(root, parse(with_settings({}, settings)))
+        root.close()
+        assert "add up to" in str(kept.value) and len(root.windows) == 0
+
+    def law_what_was_built_and_lives_on_some_ranks_alone_is_an_open_part_there_and_nobody_waits_for_it(self, root):
+        left = build(root, parse(with_settings({}, [*TINY, f"batch.size={2 * root.size}"]))) if root.size > 1 else None
+        if root.rank:
+            left = None
+            gc.collect()
+        if left or root.rank:
+            assert "but rank 0 has " in raises_comm_error(root.close)
+        left = None
+        gc.collect()
+        root.close()
+        assert len(root.windows) == 0
+
     def law_an_array_lives_on_when_the_part_that_allocated_it_is_closed(self, root):
         first, second = root.split(0), root.split(0)
         view = first.allocate(5001, "float64")[1:]
@@ -110,6 +162,9 @@ class WindowLaws:
 
     def law_a_reduction_whose_window_is_gone_is_refused(self, root):
         reductions = [bound(root, count, "shared")[1] for count in (16, 5001)]
+        for count in (16, 5001):
+            reductions.append(bind_reduce_scatter(root, np.empty(count), algorithm="shared"))
+            reductions.append(bind_all_gather(root, np.empty(count), algorithm="shared"))
         root.close()
         for reduction in reductions if root.size > 1 else ():
             for begin in (reduction.run, reduction.start):

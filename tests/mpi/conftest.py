@@ -3,6 +3,7 @@
 A rank that fails ends its start, and what comes after the failed test gets another: no failure hides another.
 """
 
+import fcntl
 import json
 import os
 import subprocess
@@ -32,15 +33,30 @@ def transport():
     return connect()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def alone(tmp_path_factory):
+    """Fail on all workers of pytest-xdist but one: two starts at a time are more ranks than the cores bear."""
+    if FOLDER or "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "mpi.lock").open("w") as lock:    # a folder that the workers share
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why = "Two workers run tests of mpi/ at a time: they do not use the scheduler of tests/conftest.py."
+            pytest.fail(why, pytrace=False)
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """In place of a call: report what came of the test on its ranks."""
     if FOLDER or not _ranks(pyfuncitem):
         return None
-    ranks, name = _ranks(pyfuncitem), _name(pyfuncitem)
+    ranks, name = _ranks(pyfuncitem), pyfuncitem.nodeid
     known = pyfuncitem.config.stash.setdefault(OUTCOMES, {})
     if name not in known:
-        wanted = [_name(item) for item in pyfuncitem.session.items if _ranks(item) == ranks]
+        wanted = [item.nodeid for item in pyfuncitem.session.items if _ranks(item) == ranks]
         known |= _start(ranks, wanted[wanted.index(name):])
     outcome, text = known[name]
     if outcome == "skipped":
@@ -53,10 +69,6 @@ def pytest_pyfunc_call(pyfuncitem):
 def _ranks(item):
     """The number of ranks of mpirun that a test wants, or None."""
     return item.callspec.params.get("mpi_ranks") if hasattr(item, "callspec") else None
-
-
-def _name(item):
-    return item.nodeid.partition("@")[0]    # pytest-xdist appends a test's group
 
 
 def _start(ranks, names):

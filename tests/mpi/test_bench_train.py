@@ -5,9 +5,11 @@ import json
 import pytest
 
 from mpitrain.bench import train
+from mpitrain.cli.bench_train import _measure as measure
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
-from tests.processes import launch
+from mpitrain.transport.threads import run_ranks
+from tests.processes import calls_of_one_start, launch
 
 TINY = ["--blocks", "2", "--steps", "3", "--set", "model.layers=1", "--set", "model.width=16", "--set", "model.context=16",
         "--set", "batch.size=6"]
@@ -23,15 +25,33 @@ def test_alone_it_prints_one_side():
     assert "2 ranks, 6 rows per step" in done.stdout and "\nmpitrain " in done.stdout and "times as fast" not in done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_both_sides_do_the_same_work(ranks):
+def test_all_sides_do_the_same_work(tmp_path):
+    """Ours, ours with other settings, and what PyTorch has like the first one's mode."""
     pytest.importorskip("torch")
-    done = bench(ranks, "--peer", "torch", "--set", "model.tied=true")
-    assert done.returncode == 0, done.stderr
-    *_, verdict = done.stdout.strip().splitlines()
-    assert verdict.startswith("mpitrain is ")
-    apart = float(verdict.split("losses at most ")[1].split()[0])
-    assert apart <= 1e-4, verdict
+    peers = ["torch DDP, gloo", "torch ZeroRedundancyOptimizer, gloo",
+             "torch FSDP2 (reshard_after_forward=False), gloo", "torch FSDP2, gloo"]    # by replication.zero
+    calls = [["bench", "train", *TINY, "--peer", "torch", "--set", "model.tied=true", "--set", f"replication.zero={zero}",
+              "--against", "replication.algorithm=star", "--against", "replication.overlap=false", "--json", f"{zero}.json"]
+             for zero in range(len(peers))]
+    schedules = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+    calls += [["bench", "train", *TINY, "--peer", "torch", "--pp", "3", "--set", f"pipeline.schedule={name}", "--set",
+               "batch.micro_batches=3", "--json", f"{name}.json"] for name in schedules]
+    _, printed = calls_of_one_start(3, calls, tmp_path, code=0)
+    printed, of_stages = printed[:len(peers)], printed[len(peers):]
+    for (name, peer), text in zip(schedules.items(), of_stages, strict=True):
+        ours, theirs = json.loads((tmp_path / f"{name}.json").read_text())["sides"]
+        assert (ours["name"], theirs["name"]) == ("mpitrain", f"torch {peer}, gloo") and f"3 stages by {name}, 3 micro" in text
+        assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    for zero, (peer, text) in enumerate(zip(peers, printed, strict=True)):
+        names = ["mpitrain replication.algorithm=auto replication.overlap=true",
+                 "mpitrain replication.algorithm=star replication.overlap=false", peer]
+        sides = json.loads((tmp_path / f"{zero}.json").read_text())["sides"]
+        assert [side["name"] for side in sides] == names
+        *_, second, third = text.strip().splitlines()
+        for line, name in zip((second, third), names[1:], strict=True):
+            assert line.startswith(f"{names[0]} is ") and f" times as fast as {name} (" in line
+            apart = float(line.split("losses at most ")[1].split()[0])
+            assert apart <= 1e-4, line
 
 
 def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
@@ -66,10 +86,27 @@ def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
 
 
 @pytest.mark.parametrize("setting", ["optimizer.name=sgd", "batch.micro_batches=2", "precision.compute=float64",
-                                     "optimizer.clip=1.0"])
+                                     "optimizer.clip=1.0", "layout.pp=2,pipeline.schedule=zb-v", "layout.pp=2,model.tied=true",
+                                     "layout.pp=2,replication.zero=1", "layout.pp=2,batch.micro_batches=5"])
 def test_a_peer_that_would_do_other_work_is_refused(setting):
     with pytest.raises(ConfigError, match="The peer "):
-        train.peer_class("torch", parse(with_settings({}, ["optimizer.clip=0.0", setting])))
+        train.peer_class("torch", parse(with_settings({}, ["optimizer.clip=0.0", *setting.split(",")])))
+
+
+@pytest.mark.parametrize("setting", ["model.width=8", "data.source=digits", "batch.size=3", "precision.compute=float64",
+                                     "optimizer.name=sgd", "run.seed=1", "device.kind=cuda"])
+def test_another_side_that_would_do_other_work_is_refused(setting):
+    key = setting.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"--against is for how the work is done, but {key} says what it is"):
+        train.check_same_work(["replication.algorithm=ring", setting])
+
+
+def test_a_side_is_named_by_its_values_of_the_keys_that_differ():
+    config = parse({"replication": {"overlap": False, "bucket_mb": 2.0}})
+    keys = ["replication.overlap=true", "replication.algorithm=ring", "replication.bucket_mb=1.0"]
+    assert train.named(config, keys) == ("mpitrain replication.overlap=false replication.algorithm=auto "
+                                         "replication.bucket_mb=2.0")
+    assert train.named(config, []) == "mpitrain"
 
 
 def test_the_ratio_is_taken_between_neighbouring_blocks():
@@ -78,3 +115,14 @@ def test_the_ratio_is_taken_between_neighbouring_blocks():
     assert lines[1].split()[:3] == ["mpitrain", "1.0000", "100"]
     assert "mpitrain is 1.500 times as fast as peer (neighbouring blocks 1.500 .. 2.000)" in lines[-1]
     assert lines[-1].endswith("losses at most 2.5e-01 apart")
+
+
+def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
+    def alternate(transport, *_):
+        if transport.rank == 1:
+            raise RuntimeError("planted")
+        transport.barrier()
+
+    monkeypatch.setattr(train, "alternate", alternate)
+    with pytest.raises(RuntimeError, match="planted"):
+        run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], None, 1, 1, None)

@@ -1,17 +1,21 @@
 """The laws of transports and collectives over mpirun."""
 
+import time
+
 import numpy as np
 import pytest
 
 from mpitrain.collectives.bind import bind
 from mpitrain.transport import mpi
 from tests.laws.collectives import CollectiveLaws
+from tests.laws.exchange import ExchangeLaws
 from tests.laws.lossy import LossyLaws
 from tests.laws.moving import MovingLaws
 from tests.laws.traffic import TrafficLaws
-from tests.laws.transport import TransportLaws, laws_of
+from tests.laws.transport import TransportLaws, laws_of, share_of_a_core
 
-LAWS = [(cls, name) for cls in (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws) for name in laws_of(cls)]
+LAW_CLASSES = (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws, ExchangeLaws)
+LAWS = [(cls, name) for cls in LAW_CLASSES for name in laws_of(cls)]
 
 
 @pytest.mark.parametrize("mpi_ranks", [3])
@@ -37,7 +41,12 @@ def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, trans
         assert np.array_equal(array, 9 * np.arange(count) + 9)
 
 
-@pytest.mark.parametrize("mpi_ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("mpi_ranks", [2])
+def test_a_rank_idle_in_wait_any_uses_less_than_a_tenth_of_a_core(mpi_ranks, transport):
+    assert share_of_a_core(transport, 2.0, time.process_time) < 0.1
+
+
+@pytest.mark.parametrize("mpi_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])
 def test_mpi_obeys(cls, name, mpi_ranks, transport):
     assert transport.size == mpi_ranks

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives.bind import bind
+from mpitrain.config import parse, with_settings
+from mpitrain.run.build import build
 from mpitrain.transport.library import cuda_awareness, library
 from mpitrain.transport.mpi import connect, from_communicator
 from tests.laws.transport import laws_of
-from tests.laws.windows import WindowLaws
+from tests.laws.windows import TINY, WindowLaws
 
 
 @pytest.mark.parametrize("mpi_ranks", [1])
@@ -62,6 +64,21 @@ def test_what_is_closed_has_given_back_its_communicators_and_windows(mpi_ranks):
         assert len(transport.windows) == 2, "its own window goes on, and is used again"
         transport.close()
         assert len(transport.windows) == 0 and all(comm == MPI.COMM_NULL for comm in comms)
+
+
+@pytest.mark.parametrize("mpi_ranks", [2])
+def test_a_job_that_is_closed_has_given_back_its_communicators(mpi_ranks):
+    from mpi4py import MPI
+
+    root = from_communicator(MPI.COMM_WORLD)
+    job = build(root, parse(with_settings({}, [*TINY, "batch.size=2", "replication.zero=1"])))
+    job.trainer.step(0, *job.trainer.replication.batch(job.data, 0))
+    own = [root.windows, *root.windows.parts]
+    comms = [part.comm for part in own[1:]] + [part._host.comm for part in own[1:] if part._host]
+    assert len(own) == 7 and len(comms) > 6, "its own part of the world, one along each of three axes, and the two of ZeRO"
+    job.close()
+    assert all(comm == MPI.COMM_NULL for comm in comms) and not root.windows.parts and not len(root.windows)
+    root.close()
 
 
 @pytest.mark.parametrize("mpi_ranks", [2, 3])

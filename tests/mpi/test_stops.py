@@ -22,11 +22,11 @@ RANK = "import os, signal, time; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK
 
 
 def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(tmp_path):
-    code = (f"{RANK}import mpitrain.run.loop as session\n"
+    code = (f"{RANK}from mpitrain.run import loop\n"
             "def build(transport, *rest, **named):\n"
             "    if rank == 1: transport.barrier()\n"
             "    print('building', flush=True); time.sleep(600)\n"
-            f"session.build = build\n{MAIN.replace('2.0', '600.0')}")
+            f"loop.build = build\n{MAIN.replace('2.0', '600.0')}")
     supervised = ("import sys; from mpitrain.cli.supervise import Requests, run\n"
                   f"sys.exit(run(['mpirun', '-n', '2', sys.executable, '-c', {code!r}], {{}}, Requests(), True))")
     job = subprocess.Popen([sys.executable, "-c", supervised], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -41,12 +41,12 @@ def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(
 
 @pytest.mark.parametrize("place, reported", [
     (f"{RANK}if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n", r"Timeout \(0:00:02\)!\n.*in connect\n"),
-    (f"{RANK}import mpitrain.run.loop as session\n"
-     "find = session.find\n"
+    (f"{RANK}from mpitrain.run import loop\n"
+     "find = loop.find\n"
      "def stopped(*rest):\n"
      "    if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
      "    return find(*rest)\n"
-     "session.find = stopped\n", r"rank 0: no progress for \d+ s in looking for the run directory"),
+     "loop.find = stopped\n", r"rank 0: no progress for \d+ s in looking for the run directory"),
 ], ids=["before-it-is-connected", "at-a-first-message"])
 def test_a_rank_that_stands_still_before_the_run_began_ends_the_job(place, reported, tmp_path):
     done = python_ranks(2, place + MAIN, tmp_path)

@@ -1,7 +1,9 @@
 """The laws of messages in GPU memory, on threads, by both ways."""
 
 import sys
+import threading
 
+import numpy as np
 import pytest
 
 from mpitrain.machine import backend
@@ -9,14 +11,50 @@ from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.fakes.pointers import PointerThreads
 from tests.laws.device import CARRIERS, DeviceLaws, cuda_backend
-from tests.laws.transport import laws_of
+from tests.laws.transport import few_and, laws_of, raises_comm_error
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("name", laws_of(DeviceLaws))
-def test_threads_obey(name, carrier, monkeypatch):
+@few_and(5)
+def test_threads_obey(name, carrier, sizes, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
     cupy.faults.clear()
-    for n in (1, 2, 3, 5):
+    for n in sizes:
         run_ranks(n, lambda threads: getattr(DeviceLaws(), name)(PointerThreads(threads), carrier, cuda_backend()))
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_deadlock_of_messages_in_gpu_memory_is_found_and_named(carrier, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+    def wait(threads):
+        transport, backend = DeviceLaws().device(PointerThreads(threads), carrier, cuda_backend()), cuda_backend()
+        other = 1 - transport.rank
+        receive, lost = (transport.start_recv(backend.zeros(4, "float64"), other, tag) for tag in (1, 2))
+        transport.start_send(backend.zeros(4, "float64"), other, 1).wait()
+        assert transport.wait_any([lost, receive]) == 1
+        return raises_comm_error(lambda: transport.wait_any([lost])), raises_comm_error(lambda: transport.wait_until(lost.test))
+
+    for texts in run_ranks(2, wait):
+        for rank in (0, 1):
+            assert f"rank {rank} waits in wait_any of (recv from rank {1 - rank}, tag 2, 32 bytes)" in texts[0]
+        assert "recv from rank" in texts[1]
+
+
+def test_page_locked_memory_is_its_own_whoever_else_asks_meanwhile(monkeypatch):
+    """Of the fake GPU, by which the laws of staging are proven."""
+    class Crowded(list):
+        def append(self, memory):
+            super().append(memory)
+            if len(self) == 1:
+                other = threading.Thread(target=lambda: found.append(cuda_backend().staging(64)))
+                other.start()
+                other.join()
+
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy, "_pinned", Crowded())
+    found = []
+    found.append(cuda_backend().staging(64))
+    assert not np.shares_memory(*found)

@@ -1,23 +1,18 @@
 """The training step where arrays are not NumPy's, and where GPU kernels compute."""
 
-import sys
-
 import numpy as np
 import pytest
 
-from mpitrain.collectives import on_kernels
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.machine import backend
-from mpitrain.ops.cuda import body, multiply
-from mpitrain.run import build as build_module
-from mpitrain.run import checkpoint, trainer
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint import Done
+from mpitrain.run.manifest import Done
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
+from tests.saving import save
 
 pytestmark = pytest.mark.compile
 
@@ -32,11 +27,11 @@ def curve(transport, folder, settings):
     outcomes = []
     for index in range(STEPS):
         outcomes.append(trainer.step(index, *source.batch(0, index, 8, trainer.share())))
-    saved = checkpoint.save(folder, trainer, Done(STEPS, 8 * STEPS, "run"), keep=1)
+    saved = save(folder, trainer, Done(STEPS, 8 * STEPS, "run"), keep=1)
     again = build(transport, config, saved)
     assert replicas_equal(trainer) and again.step == STEPS
-    parts = (trainer.parameters, *trainer.optimizer.state.values()), (
-        again.trainer.parameters, *again.trainer.optimizer.state.values())
+    parts = (trainer.parameters, *trainer.replication.optimizer.state.values()), (
+        again.trainer.parameters, *again.trainer.replication.optimizer.state.values())
     for one, other in zip(*parts, strict=True):
         assert np.array_equal(trainer.backend.to_host(one), trainer.backend.to_host(other)), "a checkpoint is all there is"
     assert trainer.arena.live == 0
@@ -76,12 +71,12 @@ def test_a_library_s_products_train_as_our_own_do(tmp_path):
 
 
 @pytest.mark.parametrize("cuda_aware, wire, gemm", [
-    ("yes", "none", "tiled"), ("no", "none", "library"), ("no", "fp16", "tiled"), ("yes", "int8", "tiled")])
+    ("yes", "none", "tiled"), ("no", "fp16", "library"), ("yes", "int8", "tiled")])
 def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, gemm, tmp_path, monkeypatch):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
     travel = f"replication.wire={wire}", f"device.gemm={gemm}"
     simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", *travel)
-    play_gpu(monkeypatch)
+    gpu.play(monkeypatch)
     on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", *travel)
     assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
     assert cupy.faults == []
@@ -89,7 +84,7 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, gemm, t
 
 def test_gpus_that_reduce_each_other_s_memory_train_as_by_messages(tmp_path, monkeypatch):
     """Bit by bit on two ranks, since a sum of two has one order."""
-    play_gpu(monkeypatch)
+    gpu.play(monkeypatch)
     monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
     by_ring, by_memory = (curves(2, tmp_path / algorithm, "device.kind=cuda", "device.cuda_aware=no",
                                  f"replication.algorithm={algorithm}") for algorithm in ("ring", "shared"))
@@ -97,21 +92,37 @@ def test_gpus_that_reduce_each_other_s_memory_train_as_by_messages(tmp_path, mon
     assert cupy.faults == []
 
 
-def play_gpu(monkeypatch):
-    """A machine with a GPU: the fake one, whose kernels the simulator runs."""
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    kernels = gpu.kernels()
-    monkeypatch.setattr(on_kernels, "kernels_for", lambda kind: kernels)
-    for module in (trainer, build_module):
-        monkeypatch.setattr(module, "ops_for", lambda kind, gemm, tiles: body(kernels, multiply(gemm, tiles)))
-    cupy.faults.clear()
-
-
 @pytest.mark.parametrize("wire", ["topk:0.1", "powersgd:2"])
 def test_residuals_are_the_simulator_s_too_and_not_those_of_a_gpu_that_auto_has_found(wire, tmp_path, monkeypatch):
     facts, _ = curves(2, tmp_path / "sim", "device.kind=cuda-sim", f"replication.wire={wire}")
     assert np.isfinite(facts).all()
-    play_gpu(monkeypatch)
+    gpu.play(monkeypatch)
     with pytest.raises(ConfigError, match=r"device\.kind is cuda\.\n +Set replication\.wire to fp16") as refused:
         curves(2, tmp_path / "gpu", f"replication.wire={wire}")
     assert refused.value.agreed
+
+
+def by_mode(transport, settings):
+    """Losses and norms, an evaluation and the settled parameters of a run by replication.mode."""
+    trainer, source, _ = build(PointerThreads(transport), parse(with_settings({}, [*TINY, *settings])))
+    outcomes = [trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)]
+    loss, accuracy = trainer.evaluate(_few(source))
+    assert replicas_equal(trainer) and trainer.arena.live == 0
+    return (np.array([[o.loss, o.grad_norm] for o in outcomes] + [[loss, accuracy]]),
+            trainer.backend.to_host(trainer.parameters).copy())
+
+
+@pytest.mark.parametrize("settings", [
+    ["replication.mode=master"], ["replication.mode=server"],
+    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=24", "model.tied=true"],
+    ["replication.mode=gossip", "replication.period=2"],
+    ["replication.mode=local", "replication.period=2", "replication.outer_lr=0.7", "replication.outer_momentum=0.9"],
+    ["layout.pp=3", "pipeline.schedule=zero-bubble", "batch.micro_batches=4", "model.tied=true"]])
+def test_modes_and_pipelines_train_on_a_gpu_bit_by_bit_as_on_the_simulator_and_as_the_cpu_does(settings, monkeypatch):
+    on_cpu, simulated = (run_ranks(3, by_mode, [*settings, f"device.kind={kind}"]) for kind in ("cpu", "cuda-sim"))
+    assert np.all(np.abs(simulated[0][0] / on_cpu[0][0] - 1) <= 1e-4)
+    gpu.play(monkeypatch)
+    on_gpu = run_ranks(3, by_mode, [*settings, "device.kind=cuda", "device.cuda_aware=no"])
+    for one, other in zip(simulated, on_gpu, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert cupy.faults == []

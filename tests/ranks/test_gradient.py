@@ -29,7 +29,7 @@ class Way:
 
     def __init__(self, trainer):
         self.files = set()
-        last, first, optimizer = trainer.units[-1].layer, trainer.units[0].layer, trainer.optimizer
+        last, first, optimizer = trainer.units[-1].layer, trainer.units[0].layer, trainer.replication.optimizer
         backward_input, backward_weight, update = last.backward_input, first.backward_weight, optimizer.update
 
         def begins(*arguments):

@@ -5,10 +5,9 @@ import pytest
 
 from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.on_kernels import by_kernels
+from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.collectives.wire import parse_wire
-from mpitrain.kernels.engines import kernels_for
-from mpitrain.machine.arena import Arena
+from mpitrain.ops.device import device_for
 from mpitrain.transport.threads import run_ranks
 
 pytestmark = pytest.mark.compile
@@ -18,20 +17,20 @@ COUNTS = (0, 1, 5, 64, 1001)
 
 def simulated():
     """Arithmetic by kernels, for every array."""
-    return by_kernels(kernels_for("cuda-sim"), lambda array: True, Arena())
+    return arithmetic_of(device_for("cuda-sim"))
 
 
 def brought(rank, count, dtype="float32"):
-    """Different on every rank and place; whole numbers, so that sums are exact."""
-    return (np.arange(count) % 97 + 100 * rank).astype(dtype)
+    """Different on every rank and place; whole numbers, so that sums are exact, in bfloat16 up to 256."""
+    return (np.arange(count) % 13 + 17 * rank).astype(dtype)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "star", "halving-doubling", "recursive-doubling", "tree"])
 @pytest.mark.parametrize("op", ["add", "maximum"])
 def test_all_reduce_by_kernels_is_exact(algorithm, op):
     def check(transport):
-        kernels = kernels_for("cuda-sim")
-        for dtype in ("float32", "float64", "float16", "int32"):
+        kernels = device_for("cuda-sim").kernels
+        for dtype in ("float32", "float64", "float16", "bfloat16", "int32"):
             for count in COUNTS:
                 array, before = brought(transport.rank, count, dtype), kernels.launches
                 Group(transport, algorithm, arithmetic=simulated()).all_reduce(array, op)

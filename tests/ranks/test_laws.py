@@ -1,28 +1,38 @@
-"""The laws of transports and collectives on threads: every number of ranks from 1 to 8."""
+"""The laws of transports and collectives on threads: 1 to 5 and 8 ranks, up to 3 among the fast tests; sums on 6 and 7, too."""
 
 import numpy as np
 import pytest
 
 from mpitrain.collectives import coded, execute, plans
-from mpitrain.collectives.algorithms import all_reduce_choices
+from mpitrain.collectives.algorithms import choices
 from mpitrain.collectives.bind import bind
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws, measured
+from tests.laws.exchange import ExchangeLaws
 from tests.laws.lossy import LossyLaws
 from tests.laws.moving import MovingLaws
 from tests.laws.traffic import TrafficLaws
-from tests.laws.transport import TransportLaws, laws_of
+from tests.laws.transport import TransportLaws, few_and, laws_of
 from tests.laws.windows import WindowLaws
 
-LAW_CLASSES = (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws, WindowLaws)
+LAW_CLASSES = (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws, WindowLaws, ExchangeLaws)
 LAWS = [(cls, name) for cls in LAW_CLASSES for name in laws_of(cls)]
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 3, 5), pytest.param((4, 6, 7, 8), marks=pytest.mark.slow)], ids=["few", "many"])
+@few_and(4, 5, 8)
 @pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])
 def test_threads_obey(cls, name, sizes):
     for n in sizes:
         run_ranks(n, getattr(cls(), name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [
+    "law_all_reduce_is_exact_on_every_rank", "law_reduce_scatter_leaves_chunk_r_on_rank_r",
+    "law_all_gather_brings_chunk_r_from_rank_r", "law_broadcast_reaches_all_from_any_root", "law_reduce_ends_at_any_root"])
+def test_six_and_seven_ranks_obey(name):
+    for n in (6, 7):
+        run_ranks(n, getattr(CollectiveLaws(), name))
 
 
 ALL_REDUCE_LAWS = ["law_all_reduce_is_exact_on_every_rank", "law_a_long_message_is_reduced_exactly",
@@ -35,20 +45,23 @@ class SegmentLaws(CollectiveLaws, TrafficLaws):
     algorithms = ("ring", "halving-doubling")
 
 
-@pytest.mark.parametrize("name", [*ALL_REDUCE_LAWS, "law_reduce_scatter_leaves_chunk_r_on_rank_r", "law_ring",
-                                  "law_halving_doubling",
-                                  "law_all_gather_brings_chunk_r_from_rank_r"])
-def test_many_segments_obey(name, monkeypatch):
-    monkeypatch.setattr(plans, "SEGMENT", 100)
-    for n in (2, 3, 5):
+@pytest.mark.parametrize(("name", "segment"), [
+    ("law_all_reduce_is_exact_on_every_rank", 100), ("law_a_long_message_is_reduced_exactly", 1000),
+    ("law_several_reductions_are_polled_in_any_order", 1000), ("law_reduce_scatter_leaves_chunk_r_on_rank_r", 100),
+    ("law_ring", 100), ("law_halving_doubling", 100), ("law_all_gather_brings_chunk_r_from_rank_r", 100)])
+@few_and(5)
+def test_many_segments_obey(name, segment, sizes, monkeypatch):
+    monkeypatch.setattr(plans, "SEGMENT", segment)
+    for n in sizes:
         run_ranks(n, getattr(SegmentLaws(), name))
 
 
 @pytest.mark.parametrize("name", ["law_all_ranks_hold_the_same_bits", "law_coded_sums_are_as_near_as_their_rounding",
                                   "law_what_is_not_finite_stays_so_on_every_rank"])
-def test_coded_sums_in_many_lanes_obey(name, monkeypatch):
+@few_and(5)
+def test_coded_sums_in_many_lanes_obey(name, sizes, monkeypatch):
     monkeypatch.setattr(coded, "LANE", 500)
-    for n in (1, 2, 3, 5):
+    for n in sizes:
         run_ranks(n, getattr(LossyLaws(), name))
 
 
@@ -79,11 +92,12 @@ def test_hierarchical_sends_between_hosts_what_a_ring_of_hosts_would():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL_REDUCE_LAWS)
-def test_messages_between_hosts_are_cut_and_obey(name, monkeypatch):
-    monkeypatch.setattr(execute, "BETWEEN_HOSTS", 400)
+@pytest.mark.parametrize(("name", "longest"), [*zip(ALL_REDUCE_LAWS, (400, 40_000, 40_000), strict=True)])
+def test_messages_between_hosts_are_cut_and_obey(name, longest, monkeypatch):
+    """An array becomes 20 messages and more, three of which are under way at a time."""
+    monkeypatch.setattr(execute, "BETWEEN_HOSTS", longest)
     monkeypatch.setattr(execute, "WINDOW", 3)
-    monkeypatch.setattr(AcrossHosts, "algorithms", tuple(a for a in all_reduce_choices() if a != "shared"))
+    monkeypatch.setattr(AcrossHosts, "algorithms", tuple(a for a in choices("allreduce") if a != "shared"))
     for n in (2, 3, 5):
         run_ranks(n, getattr(AcrossHosts(), name), hosts=[f"host{rank}" for rank in range(n)])
 

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 from mpitrain.collectives.bind import bind
 from mpitrain.collectives.moving import ByCaller, ByThread, mover
 from mpitrain.errors import CommError
-from mpitrain.transport.mpi import _Receive, _Turns
+from mpitrain.transport.mpi_requests import Receive, Turns
 from mpitrain.transport.threads import run_ranks
-from tests.processes import run
+from tests.processes import SECONDS, run
 
 
 def test_a_thread_moves_messages_between_hosts_and_nothing_else():
@@ -69,7 +70,7 @@ def test_what_fails_in_the_thread_is_raised_in_the_main_one_and_names_the_rank(e
         by_thread = ByThread(transport)
         if transport.rank == 1:
             by_thread.start(Failing(error))
-            by_thread._thread.join(10)
+            by_thread._thread.join(SECONDS)
             getattr(by_thread, call)()
 
     with pytest.raises(CommError) as caught:
@@ -77,7 +78,6 @@ def test_what_fails_in_the_thread_is_raised_in_the_main_one_and_names_the_rank(e
     assert str(caught.value).startswith(f"CommError: {wanted}")
 
 
-@pytest.mark.timeout(30)
 def test_a_reduction_that_one_rank_never_starts_is_a_deadlock_beside_a_thread_too():
     def stay(transport):
         reduction, by_thread = bind(transport, np.ones(5)), ByThread(transport)
@@ -89,7 +89,6 @@ def test_a_reduction_that_one_rank_never_starts_is_a_deadlock_beside_a_thread_to
         run_ranks(2, stay, hosts="ab")
 
 
-@pytest.mark.timeout(30)
 def test_the_thread_ends_with_the_one_that_started_it():
     threads = []
 
@@ -102,8 +101,34 @@ def test_the_thread_ends_with_the_one_that_started_it():
 
     with pytest.raises(KeyboardInterrupt):
         run_ranks(2, leave, hosts="ab")
-    threads[0].join(10)
+    threads[0].join(SECONDS)
     assert not threads[0].is_alive()
+
+
+def test_to_wait_for_what_has_ended_does_not_disturb_the_thread_that_moves_the_rest():
+    def move(transport):
+        arrays = [np.full(5, 1.0 + transport.rank), np.full(7, 1.0 + transport.rank)]
+        first, second = (bind(transport, array) for array in arrays)
+        by_thread, sums = ByThread(transport), []
+        by_thread.start(first)
+        thread = by_thread._thread
+        for _ in range(3):
+            late = time.monotonic() + SECONDS / 2
+            while id(first) not in by_thread._ended and time.monotonic() < late:
+                time.sleep(0.001)
+            by_thread.start(second)
+            by_thread.wait(first)
+            assert by_thread._thread is thread and thread.is_alive()
+            sums.append(arrays[0][0])
+            arrays[0][:] = 1.0 + transport.rank
+            by_thread.start(first)  # again, while the thread moves the second
+            by_thread.wait(second)
+            thread = by_thread._thread
+        by_thread.wait()
+        assert not thread.is_alive()
+        return [*sums, arrays[0][0], arrays[1][0]]
+
+    assert run_ranks(2, move, hosts="ab") == [[3.0, 3.0, 3.0, 3.0, 12.0]] * 2
 
 
 def test_the_thread_does_not_keep_a_program_from_ending():
@@ -125,7 +150,7 @@ raise SystemExit(7)
 
 
 def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
-    turns, calls = _Turns(), []
+    turns, calls = Turns(), []
 
     class Status:
         source = 1
@@ -140,5 +165,5 @@ def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
             return True
 
     transport = SimpleNamespace(rank=0, turns=turns, MPI=SimpleNamespace(Status=Status, Exception=OSError))
-    receive = _Receive(transport, Request(), np.zeros(3), None, "recv")
+    receive = Receive(transport, Request(), np.zeros(3), None, "recv")
     assert receive.test() and receive.source == 1 and calls == [True, True]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives import shared_gpu
-from mpitrain.collectives.bind import bind
+from mpitrain.collectives.bind import bind, bind_all_gather, bind_reduce_scatter
 from mpitrain.collectives.compose import Chain
 from mpitrain.collectives.execute import Execution
+from mpitrain.collectives.group import Group
 from mpitrain.collectives.on_kernels import by_kernels
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine import backend
@@ -98,6 +99,26 @@ def test_sums_that_round_are_the_same_bits_on_all_ranks():
         return memory.to_host(array).tobytes()
 
     assert len(set(on_ranks(5, check))) == 1
+
+
+def test_halves_after_each_other_are_the_all_reduce_bit_by_bit_and_only_barriers_travel():
+    def check(transport, memory):
+        for count in COUNTS:
+            brings = np.random.default_rng(transport.rank).standard_normal(count).astype(np.float32)
+            whole, halves = memory.from_host(brings), memory.from_host(brings)
+            reductions = [bind(transport, whole, algorithm="shared"), bind_reduce_scatter(transport, halves, algorithm="shared"),
+                          bind_all_gather(transport, halves, "shared")]
+            messages = transport.traffic.nbytes
+            for run in range(2):
+                whole[...] = halves[...] = memory.from_host(brings * (run + 1))
+                for reduction in reductions:
+                    started_and_waited(reduction)
+                assert memory.to_host(whole).tobytes() == memory.to_host(halves).tobytes(), count
+            assert transport.traffic.nbytes == messages
+            assert [reduction.algorithm for reduction in reductions] == ["shared"] * 3
+
+    for n in (1, 2, 3, 5):
+        on_ranks(n, check)
 
 
 def test_two_reductions_may_be_under_way_and_one_may_not_start_twice():
@@ -198,3 +219,24 @@ def test_auto_does_not_choose_it():
         assert on_device(array) and not isinstance(bind(transport, array, algorithm="auto"), Chain)
 
     on_ranks(4, check)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "shared"])
+def test_activations_are_leased_in_gpu_memory_and_found_again(algorithm):
+    def run(transport, memory):
+        group = Group(transport, algorithm, arena=memory.arena())
+        places = []
+        for step in range(3):
+            lease, other = (group.exchange((3, 5), "float32") for _ in range(2))
+            assert on_device(lease.array) and lease.array.shape == (3, 5)
+            lease.array[...] = memory.from_host(brought(transport.rank, 15, "float32").reshape(3, 5) + step)
+            lease.all_reduce().run()
+            right = expected(transport.size, 15, "float32", "add") + transport.size * step
+            assert np.array_equal(memory.to_host(lease.array).reshape(-1), right)
+            places.append((lease.array.data.ptr, other.array.data.ptr, lease.all_reduce().algorithm, group.arena.live))
+            del lease, other
+        assert places == places[:1] * 3 and group.arena.live == 0 and group.arena.allocations == 2
+        transport.barrier()  # what others have open stays
+        return places[0][2:]
+
+    assert on_ranks(2, run) == [(algorithm, 128)] * 2

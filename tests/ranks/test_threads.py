@@ -1,5 +1,7 @@
 """What only the threads transport promises: strictness, and an end to every wait."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -45,19 +47,80 @@ def test_a_barrier_that_one_rank_never_enters_is_a_deadlock():
         run_ranks(3, stay)
 
 
-@pytest.mark.timeout(30)
-def test_lanes_that_one_rank_never_moves_are_a_deadlock(monkeypatch):
+def test_lanes_that_one_rank_never_moves_are_a_deadlock_that_names_every_message(monkeypatch):
     monkeypatch.setattr(coded, "LANE", 500)
 
     def stay(transport):
         reduction = bind_lossy(transport, np.ones(20_011, "float32"), parse_wire("int8"))
-        if transport.rank:
-            reduction.run()
+        return raises_comm_error(reduction.run) if transport.rank else None
 
-    with pytest.raises(CommError) as caught:
-        run_ranks(3, stay)
-    for rank in (1, 2):
-        assert f"rank {rank} waits in recv from rank 0, tag 16384, 520 bytes and 9 more" in str(caught.value)
+    for text in run_ranks(3, stay)[1:]:
+        assert "every rank waits and no message can move" in text
+        rows = [row for row in text.splitlines() if " waits in " in row]
+        assert [row.split(" waits in ")[0].strip() for row in rows] == ["rank 1", "rank 2"]
+        assert all(row.count("recv from rank 0, ") == row.count("send to rank 0, ") == 5 for row in rows), text
+
+
+@pytest.mark.parametrize("way", ["fp16", "bf16", "int8", "topk:0.1", "powersgd:2"])
+def test_a_lossy_all_reduce_that_one_rank_leaves_is_a_deadlock(way):
+    def leave(transport):
+        reduction = bind_lossy(transport, np.ones((40, 50), "float32"), parse_wire(way))
+        if transport.rank == 1:
+            return raises_comm_error(lambda: transport.recv(np.zeros(1), 0))
+        return raises_comm_error(reduction.run)
+
+    for rank, text in enumerate(run_ranks(3, leave)):
+        assert text.startswith(f"CommError: rank {rank}: ")
+        assert "rank 1 waits in recv from rank 0, tag 0, 8 bytes" in text
+        assert text.count(" waits in ") == 3 and "no message\n" not in text, text
+
+
+def test_a_deadlock_in_wait_any_is_found_at_once_and_names_each_request_of_every_rank():
+    def wait(transport):
+        n, rank = transport.size, transport.rank
+        elsewhere = transport.start_recv(np.zeros(9), rank)
+        requests = [transport.start_recv(np.zeros(2), (rank + 1) % n, tag=4), transport.start_recv_any(np.zeros(3), tag=5)]
+        text = raises_comm_error(lambda: transport.wait_any(requests))
+        assert "72 bytes" not in text and elsewhere.source == -1, "only what is waited for is named"
+        return text
+
+    waits = [f"wait_any of (recv from rank {after}, tag 4, 16 bytes; recv from any rank, tag 5, 24 bytes)" for after in (1, 2, 0)]
+    for rank, text in enumerate(run_ranks(3, wait)):
+        assert text == (f"CommError: rank {rank}: {waits[rank]} cannot complete: every rank waits and no message can move.\n"
+                        + "\n".join(f"           rank {other} waits in {waits[other]}" for other in range(3)))
+
+
+def test_two_ranks_that_wait_for_anybody_are_a_deadlock():
+    def listen(transport):
+        request = transport.start_recv_any(np.zeros(1), tag=2)
+        return raises_comm_error(lambda: transport.wait_any([request]))
+
+    for text in run_ranks(2, listen):
+        for rank in (0, 1):
+            assert f"rank {rank} waits in wait_any of (recv from any rank, tag 2, 8 bytes)" in text
+
+
+def test_ranks_that_wait_in_different_ways_are_one_deadlock():
+    def wait(transport):
+        receive = transport.start_recv(np.zeros(1), 0, tag=transport.rank)
+        ways = [lambda: transport.wait_any([receive]), receive.wait, lambda: transport.wait_until(receive.test)]
+        return raises_comm_error([*ways, transport.barrier][transport.rank])
+
+    for text in run_ranks(4, wait):
+        for what in ("wait_any of (recv from rank 0, tag 0, 8 bytes)", "recv from rank 0, tag 1, 8 bytes",
+                     "recv from rank 0, tag 2, 8 bytes", "barrier"):
+            assert f" waits in {what}" in text
+
+
+def test_a_rank_that_waits_while_another_computes_is_no_deadlock():
+    def late(transport):
+        if transport.rank == 0:
+            time.sleep(0.1)
+            transport.send(np.ones(1), 1)
+        else:
+            transport.wait_any([transport.start_recv(np.zeros(1), 0), transport.start_recv_any(np.zeros(1), tag=9)])
+
+    run_ranks(2, late)
 
 
 def test_different_collective_calls_do_not_meet():

@@ -40,5 +40,5 @@ def run(units, weights, gradients, x, loss, arena):
     value, dy = loss(x)
     for unit in reversed(units):
         dy, pending = unit.layer.backward_input(weights[unit.name], dy, saved.pop(), arena)
-        unit.layer.backward_weight(pending, gradients[unit.name])
+        unit.layer.backward_weight(pending, gradients[unit.name], arena)
     return value

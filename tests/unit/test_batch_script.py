@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import SECONDS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,12 +30,12 @@ def test_the_batch_script_queues_itself_again_only_near_its_time_limit(asked, en
     (folder / "activate").write_text(f"PATH={folder}:$PATH\n")
     job = subprocess.Popen(["bash", str(ROOT / "jobs/train.sbatch")], cwd=tmp_path, stdout=subprocess.DEVNULL,
                            env={**os.environ, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "17"})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SECONDS
     while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     for name in asked.split():
         job.send_signal(getattr(signal, f"SIG{name}"))
         time.sleep(0.2)    # the shell takes one after the other
     (tmp_path / "go").touch()
-    assert job.wait(60) == (0 if requeued else ends)
+    assert job.wait(SECONDS) == (0 if requeued else ends)
     assert (tmp_path / "requeued").exists() == requeued

@@ -7,10 +7,9 @@ from functools import partial
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench import gemm, kernels, target
+from mpitrain.bench import clock, gemm, kernels
 from mpitrain.cli.bench import command
-from mpitrain.kernels.engines import kernels_for
-from mpitrain.kernels.simulator import build
+from mpitrain.machine import backend
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
 from tests.fakes import cupy, gpu
@@ -62,14 +61,12 @@ def test_products_are_right_in_every_way(words):
 
 def test_on_a_gpu_nothing_is_taken_for_numpy_s(monkeypatch, tmp_path):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
-    launched = gpu.kernels()
-    monkeypatch.setattr(target, "kernels_for", lambda kind: launched)
-    monkeypatch.setattr(target, "FEWEST", 1)
-    monkeypatch.setattr(target, "BUDGET", 0.0)
-    monkeypatch.setattr(target, "MOMENT", 0.0)
+    gpu.play(monkeypatch)
+    monkeypatch.setattr(clock, "FEWEST", 1)
+    monkeypatch.setattr(clock, "BUDGET", 0.0)
+    monkeypatch.setattr(clock, "MOMENT", 0.0)
     monkeypatch.setitem(kernels.SHAPES, "cuda", kernels.SHAPES["cuda-sim"])
     monkeypatch.setitem(kernels.MOVED, "cuda", kernels.MOVED["cuda-sim"])
-    cupy.faults.clear()
     for words in (("kernels",), ("kernels", "--gemm", "library"), ("gemm", "--shapes", "33x20x41", "--dtype", "float32,bfloat16"),
                   ("gemm", "--shapes", "9x8x4", "--tune", "--out", str(tmp_path / "tiles.json"))):
         code, _, text = bench(*words, "--device", "cuda")
@@ -126,7 +123,6 @@ def test_only_the_simulator_checks():
 
 @pytest.mark.parametrize("name", ["kernels", "gemm"])
 def test_without_cupy_it_says_what_to_install(name, monkeypatch):
-    kernels_for.cache_clear()
     monkeypatch.setitem(sys.modules, "cupy", None)
     code, _, text = bench(name, "--device", "cuda")
     assert code == 2 and "pip install 'mpitrain[cuda13]'" in text
@@ -134,8 +130,6 @@ def test_without_cupy_it_says_what_to_install(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["kernels", "gemm"])
 def test_without_a_compiler_the_simulator_says_what_to_install(name, monkeypatch):
-    for remembered in (kernels_for, build.compiler, build._machine):
-        remembered.cache_clear()
-    monkeypatch.setattr(build.shutil, "which", lambda program: None)
+    monkeypatch.setattr(backend.shutil, "which", lambda program: None)
     code, _, text = bench(name, "--device", "cuda-sim")
-    assert code == 2 and "needs g++ 11 or later on x86-64; g++ is not installed" in text
+    assert code == 2 and "compiles kernels with g++ 11 or later on x86-64, but there is no g++ here." in text

@@ -57,6 +57,7 @@ def test_sizes_are_readable(nbytes, text):
     assert readable(nbytes) == text
 
 
+@pytest.mark.slow
 def test_the_picture_tells_the_machine_the_sizes_and_what_auto_chose(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [row(*what) for nbytes, chosen in ((4096, "shared"), (1 << 20, "ring"))

@@ -7,15 +7,18 @@ import os
 
 import numpy as np
 import pytest
-from safetensors import SafetensorError
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import CheckpointError, TrainingError
-from mpitrain.run import checkpoint
+from mpitrain.run import checkpoint, finished, manifest, stream
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint import Done
+from mpitrain.run.finished import newest, steps
+from mpitrain.run.manifest import INDEX, MANIFEST, Done
 from mpitrain.run.metrics import MetricsFile, cut_after, read_metrics, strict
 from mpitrain.transport.threads import run_ranks
+from tests.saving import load, save
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=4"]
 
@@ -35,177 +38,189 @@ def trained(*settings, steps=2, seed=0):
     return run_ranks(1, run)[0]
 
 
+MODEL, STATE = "model-00001-of-00001.safetensors", "state-00000.safetensors"
+
+
+def read(path):
+    """A verified checkpoint; of one rank."""
+    return run_ranks(1, checkpoint.read_beside, path)[0]
+
+
 @pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
 @pytest.mark.parametrize("precision", ("float32", "float64"))
 def test_parameters_and_optimizer_state_come_back_bitwise(tmp_path, optimizer, precision):
     settings = [f"optimizer.name={optimizer}", f"precision.compute={precision}", "model.tied=true"]
     first, other = trained(*settings), trained(*settings, steps=0, seed=1)
-    checkpoint.save(tmp_path, first, after(2), keep=1)
-    found = checkpoint.read(checkpoint.newest(tmp_path))
-    checkpoint.load(found, other)
-    assert found.done == after(2)
+    save(tmp_path, first, after(2), keep=1)
+    assert load(newest(tmp_path), other).done == after(2)
     assert np.array_equal(first.parameters, other.parameters)
-    for name, buffer in first.optimizer.state.items():
-        assert np.array_equal(buffer, other.optimizer.state[name])
+    for name, buffer in first.replication.optimizer.state.items():
+        assert np.array_equal(buffer, other.replication.optimizer.state[name])
+
+
+def test_any_tool_can_read_the_parameters(tmp_path):
+    trainer = trained("model.tied=true")
+    folder = save(tmp_path, trainer, after(2), keep=1)
+    index = json.loads((folder / INDEX).read_text())
+    tensors = load_file(folder / MODEL)
+    assert index["weight_map"] == dict.fromkeys((entry.name for entry in trainer.storage.entries), MODEL)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for entry in trainer.storage.entries:
+        assert np.array_equal(tensors[entry.name], entry.view(trainer.parameters))
+    with safe_open(folder / STATE, "numpy") as file:
+        assert file.metadata()["step"] == "2"
+        assert file.get_tensor("first_moment/embedding.tokens/0").shape == (256 * 16,)
 
 
 def test_only_the_newest_are_kept_and_one_can_be_written_again(tmp_path):
     trainer = trained()
     for step in (1, 2, 3, 10, 10):
-        checkpoint.save(tmp_path, trainer, after(step), keep=2)
+        save(tmp_path, trainer, after(step), keep=2)
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000010"]
 
 
 def test_one_that_was_given_another_steps_name_is_refused(tmp_path):
-    checkpoint.save(tmp_path, trained(), after(2), keep=1)
+    save(tmp_path, trained(), after(2), keep=1)
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000003")
     with pytest.raises(CheckpointError, match="step-00000003 holds step 2"):
-        checkpoint.read(checkpoint.newest(tmp_path))
+        read(newest(tmp_path))
 
 
-@pytest.mark.parametrize("moment, error", [
-    ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
-    ("sync", OSError(28, "No space left on device")),
-])
-def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, moment, error):
+@pytest.mark.parametrize("module, moment", [(stream.os, "fsync"), (stream.Path, "open"), (finished, "sync")])
+def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, module, moment):
     trainer = trained()
-    checkpoint.save(tmp_path, trainer, after(1), keep=1)
+    save(tmp_path, trainer, after(1), keep=1)
 
-    def full(*arguments):
-        raise error
+    def full(*arguments, **more):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, moment, full)
-    with pytest.raises(TrainingError, match="cannot be written"):
-        checkpoint.save(tmp_path, trainer, after(2), keep=1)
+    monkeypatch.setattr(module, moment, full)
+    with pytest.raises(TrainingError, match=r"cannot be written.*No space left"):
+        save(tmp_path, trainer, after(2), keep=1)
     monkeypatch.undo()
-    assert checkpoint.read(checkpoint.newest(tmp_path)).done == after(1)
-    checkpoint.save(tmp_path, trainer, after(2), keep=1)
+    assert read(newest(tmp_path)).done == after(1)
+    save(tmp_path, trainer, after(2), keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     events = []
-    monkeypatch.setattr(checkpoint, "sync", lambda path: events.append(path.name))
-    rename = type(tmp_path).rename
+    fsync, rename = os.fsync, type(tmp_path).rename
+
+    def noted(file):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(type(tmp_path), "rename", lambda path, to: (events.append(to.name), rename(path, to))[1])
-    checkpoint.save(tmp_path / "c", trained(), after(5), keep=1)
-    assert events == ["model.safetensors", "optimizer.safetensors", ".step-00000005.partial", "step-00000005", "c"]
+    save(tmp_path / "c", trained(), after(5), keep=1)
+    assert events == [MODEL, STATE, INDEX, MANIFEST, ".step-00000005.partial", "step-00000005", "c"]
 
 
 def test_what_is_dropped_is_gone_at_once_and_left_overs_are_swept(tmp_path, monkeypatch):
     trainer = trained()
-    checkpoint.save(tmp_path, trainer, after(1), keep=1)
+    save(tmp_path, trainer, after(1), keep=1)
     listed = []
-    monkeypatch.setattr(checkpoint.shutil, "rmtree",
-                        lambda path, **_: listed.append([p.name for p in checkpoint.steps(tmp_path)] if path.exists() else None))
-    checkpoint.save(tmp_path, trainer, after(2), keep=1)
+    monkeypatch.setattr(finished.shutil, "rmtree",
+                        lambda path, **_: listed.append([p.name for p in steps(tmp_path)] if path.exists() else None))
+    save(tmp_path, trainer, after(2), keep=1)
     monkeypatch.undo()
     assert [names for names in listed if names] == [["step-00000002"]]
     assert (tmp_path / ".step-00000001.dropped").exists(), "the process died here"
-    checkpoint.save(tmp_path, trainer, after(3), keep=1)
+    save(tmp_path, trainer, after(3), keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.parametrize("moment", ("_verified", "fill"))
 @pytest.mark.parametrize("ranks", (1, 3))
-def test_one_that_a_live_run_drops_while_it_is_read_is_followed_by_the_next(tmp_path, ranks):
+def test_one_that_a_live_run_drops_while_it_is_read_is_followed_by_the_next(tmp_path, monkeypatch, ranks, moment):
     trainer = trained()
-    first = checkpoint.save(tmp_path, trainer, after(1), keep=1)
+    first = save(tmp_path, trainer, after(1), keep=1)
+    real, calls = getattr(checkpoint, moment), []
+
+    def look(path, *rest):
+        rank = rest[-1] if moment == "fill" else rest[0]
+        if rank == 0:
+            calls.append(path.name)
+            if len(calls) < 3:
+                save(tmp_path, trainer, after(1 + len(calls)), keep=1)
+        return real(path, *rest)
+
+    monkeypatch.setattr(checkpoint, moment, look)
 
     def run(transport):
-        calls = []
+        other = build(transport, parse(with_settings({}, TINY))).trainer
+        assert load(first, other).done == after(3)
+        for one, same in zip(trainer.storage.entries, other.storage.entries, strict=True):
+            assert np.array_equal(one.view(trainer.parameters), same.view(other.parameters))
 
-        def read(path):
-            calls.append(path.name)
-            if transport.rank == 0 and len(calls) < 3:
-                checkpoint.save(tmp_path, trainer, after(1 + len(calls)), keep=1)
-            return checkpoint.read(path)
-
-        return checkpoint.read_beside(transport, first, read).done, calls
-
-    assert run_ranks(ranks, run) == [(after(3), ["step-00000001", "step-00000002", "step-00000003"])] * ranks
+    run_ranks(ranks, run)
+    assert calls == ["step-00000001", "step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("name", ("model.safetensors", "optimizer.safetensors"))
+@pytest.mark.parametrize("name", (MODEL, STATE, INDEX, MANIFEST))
 def test_one_that_is_still_listed_and_cannot_be_read_is_called_damaged(tmp_path, name):
     trainer = trained()
     for step in (1, 2):
-        newest = checkpoint.save(tmp_path, trainer, after(step), keep=2)
-    (newest / name).unlink()
+        last = save(tmp_path, trainer, after(step), keep=2)
+    (last / name).unlink()
 
     def run(transport):
         with pytest.raises(CheckpointError, match=rf"{name} is missing.[^$]*to go on from step-00000001") as raised:
-            checkpoint.read_beside(transport, newest, checkpoint.read)
+            checkpoint.read_beside(transport, last)
         return raised.value.agreed
 
     assert run_ranks(2, run) == [True, True]
 
 
-def test_a_checkpoint_of_an_earlier_format_is_refused_in_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", "mpitrain-1")
-    folder = checkpoint.save(tmp_path, trained(), after(1), keep=1)
+@pytest.mark.parametrize("earlier", ("mpitrain-1", "mpitrain-2"))
+def test_a_checkpoint_of_an_earlier_format_is_refused_in_words(tmp_path, earlier):
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    save_file({"a": np.zeros(3)}, folder / "model.safetensors", {"format": earlier, "step": "1"})
+    with pytest.raises(CheckpointError, match=rf"is in format {earlier}, but this version of mpitrain reads mpitrain-3"):
+        read(folder)
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_in_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT", "mpitrain-4")
+    folder = save(tmp_path, trained(), after(1), keep=1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"is in format mpitrain-1, but this version of mpitrain reads mpitrain-2"):
-        checkpoint.read(folder)
+    with pytest.raises(CheckpointError, match=r"is in format mpitrain-4, but this version of mpitrain reads mpitrain-3"):
+        read(folder)
 
 
 def test_one_that_was_being_replaced_still_counts_and_other_names_do_not(tmp_path):
     trainer = trained()
     for step in (1, 2):
-        checkpoint.save(tmp_path, trainer, after(step), keep=3)
+        save(tmp_path, trainer, after(step), keep=3)
     (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.replaced")
     others = ("step-00000009.bak", ".step-junk.replaced", ".step-.replaced", "step-٠٠٠٠٠٠٠٩", "step-" + "9" * 200)
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000008").touch()
-    assert checkpoint.read(checkpoint.newest(tmp_path)).done == after(2)
-    checkpoint.save(tmp_path, trainer, after(2), keep=1)
+    assert read(newest(tmp_path)).done == after(2)
+    save(tmp_path, trainer, after(2), keep=1)
     assert {p.name for p in tmp_path.iterdir()} == {"step-00000002", "step-00000008", *others}
 
 
-def test_a_pipe_in_a_checkpoint_is_refused_at_once(tmp_path):
-    folder = checkpoint.save(tmp_path, trained(), after(1), keep=1)
-    (folder / "optimizer.safetensors").unlink()
-    os.mkfifo(folder / "optimizer.safetensors")
-    with pytest.raises(CheckpointError, match="it is not a regular file"):
-        checkpoint.read(folder)
-
-
-@pytest.mark.parametrize("name", ("model.safetensors", "optimizer.safetensors"))
-def test_every_altered_byte_is_noticed(tmp_path, name):
-    folder = checkpoint.save(tmp_path, trained(), after(1), keep=1)
-    path = folder / name
-    raw = bytearray(path.read_bytes())
-    generator = np.random.default_rng(0)
-    for place in [0, 7, 8, 40, len(raw) - 1, *generator.integers(len(raw), size=60)]:
-        altered = raw.copy()
-        altered[place] ^= 1 << generator.integers(8)
-        path.write_bytes(altered)
-        if altered[:8] == raw[:8] and json_header(altered) == json_header(raw):
-            continue  # white space in the header: nothing that is said has changed
-        with pytest.raises(CheckpointError, match=r"altered|damaged"):
-            checkpoint.read(folder)
-    for length in (0, 7, 100, len(raw) - 1):
-        path.write_bytes(raw[:length])
-        with pytest.raises(CheckpointError, match="damaged"):
-            checkpoint.read(folder)
-
-
-def json_header(raw):
-    """The header's meaning and the tensors' bytes, or None where the header is not JSON."""
-    size = int.from_bytes(raw[:8], "little")
-    try:
-        return json.loads(raw[8:8 + size].decode()), bytes(raw[8 + size:])
-    except ValueError:
-        return None
+@pytest.mark.parametrize("name", (STATE, MANIFEST))
+def test_a_pipe_in_a_checkpoint_is_refused_at_once(tmp_path, name):
+    folder = save(tmp_path, trained(), after(1), keep=1)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: .*it is not a regular file"):
+        read(folder)
 
 
 def test_another_models_checkpoint_names_the_first_tensor_that_differs(tmp_path):
-    checkpoint.save(tmp_path, trained(), after(1), keep=1)
-    found = checkpoint.read(checkpoint.newest(tmp_path))
+    folder = save(tmp_path, trained(), after(1), keep=1)
     with pytest.raises(CheckpointError, match=r"needs embedding.tokens of shape \(256, 32\)"):
-        checkpoint.load(found, trained("model.width=32"))
+        load(folder, trained("model.width=32"))
     with pytest.raises(CheckpointError, match=r"blocks.1.attention.\S+ of shape .* but the checkpoint has none"):
-        checkpoint.load(found, trained("model.layers=2"))
+        load(folder, trained("model.layers=2"))
+    with pytest.raises(CheckpointError, match=r"needs momentum/embedding.tokens of shape .* but the checkpoint has none"):
+        load(folder, trained("optimizer.name=momentum"))
 
 
 def test_metrics_are_strict_json_and_a_cut_drops_what_came_after(tmp_path):

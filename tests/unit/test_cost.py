@@ -9,9 +9,9 @@ from mpitrain.bench.fit import check, fit
 from mpitrain.bench.sweep import Row, sizes
 from mpitrain.collectives import cost
 from mpitrain.collectives.algorithms import ALL_REDUCE
-from mpitrain.collectives.all_reduce import Situation
 from mpitrain.collectives.choose import candidates, choose, part_bytes
 from mpitrain.collectives.cost import EAGER, KNOTS, MEMORY, Tuning, is_whole, plans_of, predict, shares, work
+from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
 
@@ -62,6 +62,7 @@ def test_a_message_longer_than_mpi_sends_at_once_is_counted_as_long():
         assert work("allreduce", "tree", ("a", "a"), count, 4, MANY).host_long == messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", "halving-doubling", "hierarchical"])
 @pytest.mark.parametrize("hosts", [list("abcdefg"), list("aabbccdd"), list("aaabbbcccdddeee"), list("abcdabcd")])
 def test_one_segment_of_a_long_array_tells_of_all_and_a_few_hosts_of_many(algorithm, hosts, monkeypatch):
@@ -174,6 +175,21 @@ def test_the_choice_follows_hosts_and_sizes():
     assert choose(DEFAULT, Situation(FOUR_HOSTS, is_native=False), 4, 4) == "recursive-doubling"
     assert choose(DEFAULT, Situation(FOUR_HOSTS, is_native=False), 1 << 24, 2) in ("ring", "halving-doubling")
     assert choose(DEFAULT, Situation(("a",)), 100, 4) in candidates(Situation(("a",)))
+
+
+def test_halves_are_chosen_by_hosts_and_memory_and_cost_as_many_barriers_and_fewer_bytes():
+    for operation in ("reduce-scatter", "all-gather"):
+        def chosen(hosts, operation=operation, **where):
+            return choose(DEFAULT, Situation(hosts, **where), 1 << 20, 4, operation=operation)
+
+        assert chosen(ONE_HOST) == "shared"
+        assert chosen(FOUR_HOSTS) == chosen(("a", "a", "b", "b")) == chosen(ONE_HOST, is_on_device=True) == "ring"
+        truth = planted(ONE_HOST)
+        for nbytes in (0, 1 << 12, 1 << 26):
+            half, whole, empty = (predict(truth, name, "shared", ONE_HOST, count, 4, "window")
+                                  for name, count in ((operation, nbytes // 4), ("allreduce", nbytes // 4), ("allreduce", 0)))
+            assert empty / 2 < half <= whole and half >= whole / 2
+        assert predict(truth, operation, "shared", ONE_HOST, 0, 4) == predict(truth, "allreduce", "shared", ONE_HOST, 0, 4)
 
 
 def linked(seconds_per_message, seconds_per_byte):

@@ -32,6 +32,7 @@ def test_a_point_lies_where_its_step_does(over, trained, validated):
     assert points(LINES, "val_loss", over) == validated
 
 
+@pytest.mark.slow
 def test_a_run_of_any_name_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     names = ("a$\\frac{$", "bytes\udcff", "_under")
@@ -69,6 +70,7 @@ def plot(*words):
     return CliRunner().invoke(commands, ["plot", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_runs_are_drawn_into_one_picture(tmp_path):
     pytest.importorskip("matplotlib")
     write(tmp_path / "one", LINES)

@@ -8,7 +8,7 @@ from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.machine import backend, process
 from mpitrain.machine.backend import backend_for
-from mpitrain.run.resolve import settled
+from mpitrain.run.resolve import resolve
 from mpitrain.transport import cuda_aware
 from mpitrain.transport.cuda_aware import cuda_messages, exchange_is_right, over_device, self_test
 from mpitrain.transport.device import DeviceTransport, Direct
@@ -59,19 +59,19 @@ def test_with_every_gpu_hidden_cuda_names_the_variable(one_gpu):
 
 def test_the_simulator_says_where_it_cannot_work(monkeypatch):
     monkeypatch.setattr(backend.shutil, "which", lambda name: None)
-    assert "compiles kernels with g++ on x86-64, but there is no g++ here." in refusal("cuda-sim")
+    assert "compiles kernels with g++ 11 or later on x86-64, but there is no g++ here." in refusal("cuda-sim")
     monkeypatch.setattr(backend.platform, "machine", lambda: "aarch64")
     assert "but this machine is aarch64." in refusal("cuda-sim")
 
 
 def test_an_unknown_kind_lists_those_there_are():
-    assert "Name one of cpu, cuda-sim, cuda." in refusal("auto")
+    assert "Name one of cpu, cuda, cuda-sim." in refusal("auto")
 
 
 @pytest.mark.parametrize("gpus, kind", [((1, 1, 2), "cuda"), ((1, 0, 1), "cpu"), ((0, 0, 0), "cpu")])
 def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypatch):
     def run(transport):
-        return settled(transport, parse({})).device.kind
+        return resolve(transport, parse({})).config.device.kind
 
     seen = iter(gpus * 2)
     monkeypatch.setattr(process, "gpus", lambda: next(seen))
@@ -80,17 +80,18 @@ def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypa
 
 def test_what_auto_has_become_is_held_to_its_laws(one_gpu):
     with pytest.raises(ConfigError, match=r"keeps its residuals in host memory, but device\.kind is cuda") as raised:
-        run_ranks(2, lambda transport: settled(transport, parse({"replication": {"wire": "topk:0.01"}})))
+        run_ranks(2, lambda transport: resolve(transport, parse({"replication": {"wire": "topk:0.01"}})))
     assert raised.value.agreed
     config = parse({"run": {"seed": 3}})
-    found, = run_ranks(1, lambda transport: settled(transport, config))
-    assert found == config.model_copy(update={"device": config.device.model_copy(update={"kind": "cuda"})})
+    found, = run_ranks(1, lambda transport: resolve(transport, config))
+    assert found.config == config.model_copy(update={"device": config.device.model_copy(update={"kind": "cuda"}),
+                                                     "batch": config.batch.model_copy(update={"micro_batches": 1})})
 
 
 def test_what_one_rank_lacks_all_refuse(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match="needs CuPy") as raised:
-        run_ranks(2, lambda transport: settled(transport, parse({"device": {"kind": "cuda"}})))
+        run_ranks(2, lambda transport: resolve(transport, parse({"device": {"kind": "cuda"}})))
     assert raised.value.agreed
 
 
@@ -101,7 +102,7 @@ def test_what_one_rank_lacks_all_refuse(monkeypatch):
 ])
 def test_sharing_a_gpu_is_said_in_one_line(gpus, hosts, line, one_gpu, capsys):
     one_gpu.count = gpus
-    run_ranks(len(hosts), lambda transport: settled(transport, parse({"device": {"kind": "cuda"}})), hosts=hosts)
+    run_ranks(len(hosts), lambda transport: resolve(transport, parse({"device": {"kind": "cuda"}})), hosts=hosts)
     assert capsys.readouterr().err == (line and f"warning: {line}: they take turns, and each needs its own memory.\n")
 
 
@@ -227,3 +228,12 @@ def test_a_cuda_arena_serves_from_what_came_back(one_gpu):
     del view
     assert (arena.live, arena.peak) == (0, 64)
     assert arena.take((2,), "float64").data.ptr == place and arena.allocations == 1
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_arena_s_bfloat16_is_bfloat16_and_no_two_bytes_of_anything(kind, one_gpu):
+    arena = backend_for(kind).arena()
+    taken = arena.take((4, 4), "bfloat16")
+    assert (taken.dtype.name, taken.shape, arena.live) == ("bfloat16", (4, 4), 64)
+    del taken
+    assert arena.live == 0

@@ -47,7 +47,7 @@ def test_tensors_fill_the_buffer_without_overlap_and_units_are_padded(dp, dtype)
         entry.view(flat)[...] = number
     assert storage.parameter_count == 21 + 3 + 15 + 5 + 2 + 7
     assert np.count_nonzero(flat) == storage.parameter_count
-    for start, stop in storage.bounds:
+    for start, stop, *_ in storage.spans:
         assert start * storage.dtype.itemsize % (64 * dp) == 0 and stop * storage.dtype.itemsize % (64 * dp) == 0
 
 
@@ -78,12 +78,21 @@ def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_t
     whole.initialize(c, 6, HOST)
     assert np.array_equal(whole.entries[0].view(a), alone.entries[0].view(b))
     assert not np.array_equal(a, c)
-    table = tensor("table", 7, 3, slices=(slice(2, 5), slice(None)))
+    table = tensor("table", 7, 3, slices=((slice(2, 5), slice(0, 3)),))
     part = Storage([Unit("embedding", Described(table))], "float64")
     d = np.zeros(part.length)
     part.initialize(d, 5, HOST)
     assert np.array_equal(part.entries[0].view(d), whole.entries[0].view(a)[2:5])
     assert part.parameter_count == 21
+
+
+def test_queries_keys_and_values_of_some_heads_are_three_rectangles_joined_along_the_dim_they_differ_in():
+    heads = tuple((slice(0, 2), slice(start, start + 3)) for start in (3, 9, 15))
+    qkv = tensor("qkv", 2, 18, slices=heads)
+    whole = np.arange(36.0).reshape(2, 18)
+    assert qkv.local_shape == (2, 9)
+    assert np.array_equal(qkv.part_of(whole), whole.reshape(2, 3, 6)[:, :, 3:].reshape(2, 9))
+    assert np.array_equal(tensor("all", 2, 18).part_of(whole), whole)
 
 
 def test_float32_starts_as_the_rounded_float64():
@@ -103,7 +112,7 @@ def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
     for entry in storage.entries:
         wanted = 0 if not entry.parameter.trainable else 1 + entry.parameter.decayed
         assert (entry.view(covered) == wanted).all(), entry.name
-    block = list(storage.runs(*storage.bounds[1]))
+    block = list(storage.runs(*storage.spans[1][:2]))
     assert [run.decayed for run in block] == [False, True]
 
 
@@ -114,4 +123,6 @@ def test_buckets_are_whole_units_from_the_last_to_the_first_and_cover_everything
     assert [b.stop for b in buckets] == [storage.length, *(b.start for b in buckets[:-1])]
     assert buckets[-1].start == 0
     for bucket in buckets:
-        assert storage.bounds[bucket.first_unit][0] == bucket.start
+        assert storage.spans[bucket.units[-1]].start == bucket.start
+    stored = [unit for bucket in buckets for unit in bucket.units if storage.spans[unit].start < storage.spans[unit].stop]
+    assert stored == [3, 1, 0]

@@ -180,3 +180,13 @@ def test_a_configuration_that_does_not_say_everything_is_refused(folder, damage,
     config = parse(with_settings({}, [*TINY, f'run.out="{folder}"', "run.steps=4"]))
     with pytest.raises(ConfigError, match=complaint):
         run_ranks(2, train, config, "yes", lambda: False, Silent())
+
+
+def test_keys_that_a_later_version_has_added_are_no_damage(folder):
+    path = folder / "config.toml"
+    kept, dropped = path.read_text().split("\n", 1), "progress_thread = \"auto\"\n"
+    assert dropped in kept[1]
+    count = int(kept[0].split()[2])
+    whole = configuration(folder)
+    path.write_text(f"{kept[0].replace(str(count), str(count - 1))}\n{kept[1].replace(dropped, '')}")
+    assert configuration(folder) == whole

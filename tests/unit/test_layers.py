@@ -99,15 +99,19 @@ class Hoarder:
         self.notes.append(arena.live)
         return dy, None
 
-    def backward_weight(self, pending, dw):
+    def backward_weight(self, pending, dw, arena):
         pass
 
 
-def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before():
+@pytest.mark.parametrize("backward", [
+    lambda chain, y, saved, arena: chain.backward_input({}, y, saved, arena),
+    lambda chain, y, saved, arena: chain.backward({}, y, saved, {}, arena),
+], ids=("halves", "both"))
+def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before(backward):
     notes, arena = [], Arena()
     chain = Sequential(a=Hoarder(notes), b=Hoarder(notes), c=Hoarder(notes))
     y, saved = chain.forward({}, np.zeros(1), arena)
-    chain.backward_input({}, y, saved, arena)
+    backward(chain, y, saved, arena)
     assert notes == [192, 128, 64]
 
 
@@ -144,7 +148,7 @@ def test_a_layer_never_writes_to_x_or_dy_or_its_weights(name, layer, x):
     dx, pending = layer.backward_input(weights[name], dy, saved, arena)
     if dx is not None:
         assert np.isfinite(dx).all()
-    layer.backward_weight(pending, gradients[name])
+    layer.backward_weight(pending, gradients[name], arena)
     for parameter in layer.parameters():
         leaf = gradients[name]
         for step in parameter.name.split("."):

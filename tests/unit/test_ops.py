@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from mpitrain.errors import ConfigError, DataError
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import Ops, host, ops_for, reference
+from mpitrain.machine.backend import HostBackend
+from mpitrain.ops import Ops, host, reference
+from tests.laws.transport import laws_of
+from tests.laws.vocabulary import Split, VocabularyLaws
 
 BODIES = [reference, host]
 STEP = 1e-5
@@ -66,6 +68,18 @@ def test_linear_has_the_gradient_of_its_forward(ops, m, k, n, activation, biased
     if biased:
         db = written(lambda out, accumulate: ops.linear_backward_bias(pending, out, accumulate, arena), b.shape)
         assert_gradient(lambda b: np.vdot(dy, forward(x, w, b, arena)[0]), b, db)
+
+
+@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (2, 7, 5)])
+def test_an_activation_alone_is_that_of_a_product_by_one(ops, activation, shape):
+    arena, z, dy = Arena(), numbers(1, *shape), numbers(2, *shape)
+    true_y, kept = getattr(reference, f"linear_{activation}")(z.reshape(-1, shape[-1]), np.eye(shape[-1]), None, arena)
+    truth, _ = getattr(reference, f"linear_{activation}_backward_input")(dy.reshape(true_y.shape), np.eye(shape[-1]), kept, arena)
+    y, saved = getattr(ops, activation)(z.copy(), arena)
+    assert_close(y, true_y.reshape(shape), 1e-12)
+    assert_close(getattr(ops, f"{activation}_backward")(dy, saved, arena), truth.reshape(shape), 1e-12)
 
 
 @pytest.mark.parametrize("ops", BODIES)
@@ -212,10 +226,31 @@ def test_steps_equal_pytorch():
             assert_close(p, q.detach().numpy(), 1e-12)
 
 
-def test_a_token_outside_the_vocabulary_is_refused():
-    for token in (-1, 4):
-        with pytest.raises(DataError, match=r"must lie in 0 \.\. 3"):
-            host.embedding(np.array([[0, token]]), np.zeros((4, 2)), np.zeros((2, 2)), Arena())
+@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize("law", laws_of(VocabularyLaws))
+def test_parts_of_a_vocabulary_obey(law, ops):
+    getattr(VocabularyLaws(), law)(ops, HostBackend())
+
+
+@pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_vocabulary_in_one_part_has_the_gradient_of_the_whole_bit_for_bit(ops, dtype):
+    logits, targets = (3 * numbers(1, 300, 200)).astype(dtype), np.random.default_rng(0).integers(200, size=300)
+    _, truth = ops.cross_entropy(logits.copy(), targets, 0.125, Arena())
+    _, dlogits = Split(ops, HostBackend(), logits, targets, 1).cross_entropy(0.125)
+    np.testing.assert_array_equal(dlogits, truth)
+
+
+def test_the_length_of_a_part_s_gradient_takes_no_new_memory():
+    """How many tokens a part holds changes from batch to batch."""
+    arena, rng = Arena(), np.random.default_rng(0)
+    dx, dtable, table = numbers(1, 4, 9, 3), np.zeros((5, 3)), np.zeros((5, 3))
+    allocations = set()
+    for _ in range(9):
+        _, saved = host.embedding(rng.integers(rng.integers(2, 12), size=(4, 9)), table, None, arena, 2)
+        host.embedding_backward_table(dx, saved, dtable, True, arena)
+        allocations.add(arena.allocations)
+    assert len(allocations) == 1
 
 
 def test_every_body_has_the_same_names_and_signatures():
@@ -225,9 +260,3 @@ def test_every_body_has_the_same_names_and_signatures():
     for name in names:
         expected = list(inspect.signature(getattr(reference, name)).parameters)
         assert list(inspect.signature(getattr(host, name)).parameters) == expected, name
-
-
-def test_an_unknown_kind_is_refused_with_the_kinds_there_are():
-    assert ops_for("cpu") is host
-    with pytest.raises(ConfigError, match="Choose one of reference, cpu, cuda, cuda-sim"):
-        ops_for("tpu")

@@ -10,6 +10,7 @@ from mpitrain.cli import ENDED
 from mpitrain.cli.output import Output, OutputError
 from mpitrain.cli.words import Output as OutputWords
 from mpitrain.cli.words import Passage, Words
+from tests.processes import SECONDS
 
 
 def stream(path, encoding="utf-8"):
@@ -60,5 +61,5 @@ def test_launch_hears_a_run_to_its_end_though_its_own_output_is_full(is_courtesy
         for text in ("step 1\n" * 30_000, ENDED + "\n"):
             os.write(write, text.encode())
     os.close(write)
-    passage.join(20)
+    passage.join(SECONDS)
     assert words.closing == (ENDED if is_courtesy else None)

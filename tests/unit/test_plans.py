@@ -70,11 +70,8 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_all_ranks_together_take_the_steps_of_the_formula(name, n):
     operation, algorithm = name.split()
-    families = {"reduce-scatter": algorithms.REDUCE_SCATTER,
-                "all-gather": algorithms.ALL_GATHER, "all-to-all": algorithms.ALL_TO_ALL,
-                "broadcast": algorithms.BROADCAST, "reduce": algorithms.REDUCE}
     for root in range(n) if operation in ("broadcast", "reduce") else [None]:
         where = () if root is None else (root,)
-        plans = [families[operation][algorithm](rank, n, COUNT, *where) if operation in families
-                 else algorithms.ALL_REDUCE[algorithm].plans(rank, ("here",) * n, COUNT)[0] for rank in range(n)]
+        plans = [algorithms.PLANS[operation][algorithm](rank, n, COUNT, *where) if operation in algorithms.PLANS
+                 else algorithms.TABLES[operation][algorithm].plans(rank, ("here",) * n, COUNT)[0] for rank in range(n)]
         assert steps(plans) == FORMULAS[name](n)

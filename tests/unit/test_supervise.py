@@ -30,7 +30,7 @@ SRUN = b"srun: error: node2: task 1: Killed\n"
 BEGAN = "gpt: 12 parameters; run directory runs/x"
 
 
-def started(code, training=True, prelude="pass", **more):
+def started(code, training=True, prelude="signal.signal(signal.SIGHUP, signal.SIG_DFL)", **more):
     """A process that supervises a script as `launch` supervises a launcher."""
     call = (f"import signal, sys; {prelude}; from mpitrain.cli.supervise import Requests, run; "
             f"sys.exit(run([sys.executable, '-u', '-c', {code!r}], {{}}, Requests(), {training}))")

@@ -2,13 +2,14 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL, Measured, Table, Tiling, read_tiles, worth_measuring, write_tiles
 
-FLOATS, HALVES, BITS = np.zeros(1, np.float32), np.zeros(1, np.float16), np.zeros(1, np.uint16)
+FLOATS, HALVES, BRAINS = np.zeros(1, np.float32), np.zeros(1, np.float16), np.zeros(1, ml_dtypes.bfloat16)
 FOUND = [Measured("float32", "NT", 1024, 1024, 1024, Tiling(TILES[3], 1)),
          Measured("float32", "NT", 64, 64, 8192, Tiling(TILES[2], 8)),
          Measured("bfloat16", "NN", 1024, 1024, 1024, Tiling(TENSOR_TILES[4], 2))]
@@ -18,13 +19,13 @@ def test_a_shape_near_a_measured_one_gets_its_plan():
     table = Table(FOUND)
     assert table.tiling(FLOATS, "NT", (1024, 2048, 512, 1), 80) == Tiling(TILES[3], 1)
     assert table.tiling(FLOATS, "NT", (100, 33, 5000, 1), 80) == Tiling(TILES[2], 8)
-    assert table.tiling(BITS, "NN", (1000, 1000, 1000, 1), 90) == Tiling(TENSOR_TILES[4], 2)
+    assert table.tiling(BRAINS, "NN", (1000, 1000, 1000, 1), 90) == Tiling(TENSOR_TILES[4], 2)
 
 
 @pytest.mark.parametrize(("a", "stored", "shape", "capability"), [
     (FLOATS, "NT", (1024, 2049, 1024, 1), 80), (FLOATS, "NN", (1024, 1024, 1024, 1), 80),
     (FLOATS, "NT", (1024, 1024, 1024, 2), 80), (HALVES, "NT", (1024, 1024, 1024, 1), 80),
-    (BITS, "NN", (1024, 1024, 1024, 1), 75), (FLOATS, "NT", (0, 3, 0, 1), 80),
+    (BRAINS, "NN", (1024, 1024, 1024, 1), 75), (FLOATS, "NT", (0, 3, 0, 1), 80),
 ])
 def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capability):
     assert Table(FOUND).tiling(a, stored, shape, capability) == Table().tiling(a, stored, shape, capability)
@@ -41,7 +42,7 @@ def test_without_a_table_the_largest_tile_that_fills_the_device_is_taken(shape, 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])
 def test_every_tile_is_worth_a_measurement_and_small_products_with_split_sums(capability):
-    for a in (FLOATS, HALVES, BITS):
+    for a in (FLOATS, HALVES, BRAINS):
         tilings = worth_measuring(a, 64, 64, 1024, capability)
         assert len({tiling.tile for tiling in tilings}) == len(TENSOR_TILES if tilings[0].tile.kernel == "gemm_tensor" else TILES)
         assert {tiling.splits for tiling in tilings} == {1, 2, 4, 8}

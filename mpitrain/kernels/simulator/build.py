@@ -7,7 +7,6 @@ checked   -O1 with the compiler's thread and undefined-behaviour checks, whose c
 import atexit
 import hashlib
 import os
-import platform
 import re
 import shutil
 import stat
@@ -16,8 +15,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from mpitrain.errors import ConfigError, KernelError
+from mpitrain.errors import KernelError
 from mpitrain.kernels.source import SourceFile
+from mpitrain.machine.backend import compiler
 
 HERE = Path(__file__).parent
 RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "launch.cpp")
@@ -41,17 +41,6 @@ _ENTRY = """
 EXPORTED SIMULATOR_OWN void simulator_call_{name}(void** arguments) {{ simulator::call(&{name}, arguments); }}
 EXPORTED SIMULATOR_OWN int simulator_bound_{name}() {{ return {bound}; }}
 """
-
-
-@cache
-def compiler() -> str:
-    """The path of g++; ConfigError where the simulator cannot work."""
-    path = shutil.which("g++")
-    if platform.machine() != "x86_64" or path is None:
-        missing = "g++ is not installed" if path is None else f"this machine is {platform.machine()}"
-        raise ConfigError(f"The kernel simulator needs g++ 11 or later on x86-64; {missing}.",
-                          "Install g++ (`apt install g++`), or choose --device cpu.")
-    return path
 
 
 def default_cache() -> Path:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from mpitrain.errors import KernelError
@@ -63,34 +62,31 @@ class Simulator:
         self.checked, self.order, self.seed, self.capability = checked, order, seed, capability
         self.cache = cache or default_cache()
         self._runtime = c.CDLL(str(build_runtime(self.cache)))
-        self._libraries: dict[Path, c.CDLL] = {}
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:
         """One kernel of a source, compiled now or found in the cache."""
         path = build_kernels(source, defines, self.checked, self.capability, self.cache)
-        if path not in self._libraries:
-            self._libraries[path] = c.CDLL(str(path))
-            self._libraries[path].simulator_dynamic_shared.restype = c.c_void_p
-        bound = self._libraries[path][f"simulator_bound_{signature.name}"]()
-        return partial(self._launch, path, signature, bound)
+        library = c.CDLL(str(path))     # of this kernel alone: no other thread may use it before the next line
+        library.simulator_dynamic_shared.restype = c.c_void_p
+        bound = library[f"simulator_bound_{signature.name}"]()
+        return partial(self._launch, path, library, signature, bound)
 
     def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
         """By NumPy's BLAS."""
-        a, b, result = (_numbers(array) for array in (a, b, c))
         wide = np.float64 if a.dtype == np.float64 else np.float32
         left, right = (array.astype(wide, copy=False) for array in (a.T if transposed_a else a, b.T if transposed_b else b))
         product = left @ right
-        result[...] = result + product if accumulate else product
+        c[...] = c + product if accumulate else product
 
-    def _launch(self, path: Path, signature: Signature, bound: int, grid: Dims, block: Dims, arguments: list[Any],
-                shared: int) -> None:
+    def _launch(self, path: Path, library: c.CDLL, signature: Signature, bound: int, grid: Dims, block: Dims,
+                arguments: list[Any], shared: int) -> None:
         grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
         threads = block[0] * block[1] * block[2]
         if threads > bound:
             raise KernelError(
                 f"{signature.name} is launched with {threads} threads a block; its launch bounds say {bound}.",
                 "Use smaller blocks, or raise __launch_bounds__.")
-        library, report = self._libraries[path], _Report()
+        report = _Report()
         with self._one_at_a_time, guarded(self._runtime, signature, arguments, self.checked) as (buffers, cells):
             launch = _Launch(
                 signature.name.encode(), c.cast(library[f"simulator_call_{signature.name}"], c.c_void_p),
@@ -107,11 +103,6 @@ class Simulator:
         kind = report.kind.decode()
         text = re.sub(r"shared memory \+ (\d+) bytes", lambda m: _shared_array(path, int(m[1])), report.text.decode())
         return KernelError(f"{kind} in {signature.name}{place}: {text}.", WAYS_OUT[kind])
-
-
-def _numbers(array: np.ndarray) -> np.ndarray:
-    """The array itself, or the bfloat16 numbers whose bits it holds."""
-    return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
 def _ask(*command: str) -> str:

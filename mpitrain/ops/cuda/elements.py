@@ -10,9 +10,8 @@ INDICES = ("int32", "int64")
 
 
 def c_type(array: Any) -> str:
-    """The C++ name of a float array's elements; uint16 arrays hold the bits of bfloat16 numbers."""
+    """The C++ name of a float array's elements."""
     name = name_of(array.dtype)
-    name = "bfloat16" if name == "uint16" else name
     if name not in FLOATS:
         raise KernelError(f"Kernels compute with {', '.join(FLOATS)}, not with {name}.", "Cast the array first.")
     return ELEMENTS[name]

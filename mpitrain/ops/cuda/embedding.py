@@ -6,22 +6,23 @@ from mpitrain.ops.cuda.elements import element, index
 from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
 
 
-def embedding(kernels: Kernels, tokens, table, positions, arena):
-    """x[b, t] = table[tokens[b, t]] + positions[t]."""
+def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=None):
+    """x[b, t] = table[tokens[b, t] - first] + positions[t]; a row that is not held counts as zero."""
     vocab, width = table.shape
-    x = arena.take((*tokens.shape, width), table.dtype)
+    x = arena.take((*tokens.shape, width), table.dtype) if out is None else out
     kernels.launch("embedding", row_blocks(tokens.size), ROWS,
-                   (tokens.size, tokens.shape[1], width, vocab, tokens, table, positions, fresh(x)),
+                   (tokens.size, tokens.shape[1], width, vocab, first, tokens, table, positions, fresh(x)),
                    **element(table), **index(tokens))
-    return x, tokens
+    return x, (tokens, first)
 
 
 def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, arena):
-    """Add each row of dx to the row of its token."""
+    """Add each row of dx to the row of its token, if the table holds it."""
+    tokens, first = saved
     vocab, width = dtable.shape
     kernels.launch("embedding_backward_table", (-(-vocab // 32), -(-width // 128)), ROWS,
-                   (saved.size, width, vocab, saved, dx, float(accumulate), dtable if accumulate else fresh(dtable)),
-                   **element(dx), **index(saved))
+                   (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable if accumulate else fresh(dtable)),
+                   **element(dx), **index(tokens))
 
 
 def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):

@@ -7,6 +7,7 @@ weight half's product also sums dy over its rows, which is the bias gradient: `_
 from collections.abc import Callable
 from typing import Any
 
+from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import element, sum_type
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
@@ -23,17 +24,17 @@ class _Pending:
         self.dy, self.x, self.has_bias, self.sums = dy, x, has_bias, None
 
 
-def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena):
+def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None):
     """y = x w^T + b."""
-    y = arena.take((len(x), len(w)), x.dtype)
+    y = arena.take((len(x), len(w)), x.dtype) if out is None else out
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b)
     return y, (x, None, b is not None)
 
 
-def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena):
+def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
     """dx = dy w."""
     x, _, has_bias = saved
-    dx = arena.take(x.shape, dy.dtype)
+    dx = arena.take(x.shape, dy.dtype) if out is None else out
     multiply(kernels, arena, dy, w, dx)
     return dx, _Pending(dy, x, has_bias)
 
@@ -60,11 +61,11 @@ def linear_gelu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     return y, (x, z, b is not None)
 
 
-def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena):
+def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
     """As `linear_backward_input`, through the activation; dz is written over what was kept."""
     x, z, has_bias = saved
     _through_activation(kernels, "gelu", z, dy, z)
-    return linear_backward_input(kernels, multiply, z, w, (x, None, has_bias), arena)
+    return linear_backward_input(kernels, multiply, z, w, (x, None, has_bias), arena, out)
 
 
 def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
@@ -74,12 +75,43 @@ def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     return y, (x, y, b is not None)
 
 
-def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena):
+def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
     """As `linear_backward_input`, through the activation."""
     x, y, has_bias = saved
     dz = arena.take(dy.shape, dy.dtype)
     _through_activation(kernels, "relu", y, dy, dz)
-    return linear_backward_input(kernels, multiply, dz, w, (x, None, has_bias), arena)
+    return linear_backward_input(kernels, multiply, dz, w, (x, None, has_bias), arena, out)
+
+
+def gelu(kernels: Kernels, z, arena):
+    """y = gelu(z)."""
+    return _activated(kernels, "gelu", z, arena), z
+
+
+def gelu_backward(kernels: Kernels, dy, saved, arena):
+    """dz, written over what was kept."""
+    _through_activation(kernels, "gelu", saved, dy, saved)
+    return saved
+
+
+def relu(kernels: Kernels, z, arena):
+    """y = max(0, z); y says by its signs all that the way back needs."""
+    y = _activated(kernels, "relu", z, arena)
+    return y, y
+
+
+def relu_backward(kernels: Kernels, dy, saved, arena):
+    """dz."""
+    dz = arena.take(dy.shape, dy.dtype)
+    _through_activation(kernels, "relu", saved, dy, dz)
+    return dz
+
+
+def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:
+    y = arena.take(z.shape, z.dtype)
+    kernels.launch("activation_forward", blocks(z.size, 4), POINTWISE, (z.size, ACTIVATIONS[activation], z, fresh(y)),
+                   **element(z))
+    return y
 
 
 def _through_activation(kernels: Kernels, activation: str, z: Any, dy: Any, dz: Any) -> None:

@@ -111,7 +111,7 @@ class Table:
         """The tiling for operands like `a`; shape: (M, N, K, batches)."""
         key = (a.dtype, stored, shape, capability)
         if key not in self._chosen:
-            self._chosen[key] = self._choose(possible(a, capability), _elements(a), stored, shape)
+            self._chosen[key] = self._choose(possible(a, capability), a.dtype.name, stored, shape)
         return self._chosen[key]
 
     def _choose(self, tiles: tuple[Tile | TensorTile, ...], elements: str, stored: str,
@@ -191,7 +191,3 @@ def _entry(elements: str, stored: str, m: int, n: int, k: int, kernel: str, plan
 def two_stages() -> tuple[TensorTile, ...]:
     """The tiles as devices with little shared memory have them."""
     return tuple(tile._replace(STAGES=2) for tile in TENSOR_TILES)
-
-
-def _elements(a: Any) -> str:
-    return "bfloat16" if a.dtype.name == "uint16" else a.dtype.name

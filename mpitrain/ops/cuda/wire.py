@@ -7,7 +7,8 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 
-BLOCK = 256    # elements that share a scale
+BLOCK = 256
+"""Elements that share one scale of fp16 and int8, here and on the host; chunks of coded arrays are whole blocks."""
 
 
 def add_into(kernels: Kernels, y: Any, x: Any) -> None:

@@ -7,6 +7,8 @@ product is done while its block of rows is hot, and nothing is transposed by cop
 from mpitrain.ops.host.attention import attention, attention_backward
 from mpitrain.ops.host.embedding import embedding, embedding_backward_positions, embedding_backward_table
 from mpitrain.ops.host.linear import (
+    gelu,
+    gelu_backward,
     linear,
     linear_backward_bias,
     linear_backward_input,
@@ -15,8 +17,19 @@ from mpitrain.ops.host.linear import (
     linear_gelu_backward_input,
     linear_relu,
     linear_relu_backward_input,
+    relu,
+    relu_backward,
 )
-from mpitrain.ops.host.loss import count_correct, cross_entropy, cross_entropy_loss
+from mpitrain.ops.host.loss import (
+    count_correct,
+    count_correct_split,
+    cross_entropy,
+    cross_entropy_loss,
+    cross_entropy_split,
+    row_argmax,
+    row_exponentials,
+    row_maximum,
+)
 from mpitrain.ops.host.norm import (
     layer_norm,
     layer_norm_backward_bias,
@@ -24,18 +37,24 @@ from mpitrain.ops.host.norm import (
     layer_norm_backward_input,
 )
 from mpitrain.ops.host.steps import adamw, count_nonfinite, momentum, sgd, square_sum
+from mpitrain.ops.reference import add
 
 __all__ = [
     "adamw",
+    "add",
     "attention",
     "attention_backward",
     "count_correct",
+    "count_correct_split",
     "count_nonfinite",
     "cross_entropy",
     "cross_entropy_loss",
+    "cross_entropy_split",
     "embedding",
     "embedding_backward_positions",
     "embedding_backward_table",
+    "gelu",
+    "gelu_backward",
     "layer_norm",
     "layer_norm_backward_bias",
     "layer_norm_backward_gain",
@@ -49,6 +68,11 @@ __all__ = [
     "linear_relu",
     "linear_relu_backward_input",
     "momentum",
+    "relu",
+    "relu_backward",
+    "row_argmax",
+    "row_exponentials",
+    "row_maximum",
     "sgd",
     "square_sum",
 ]

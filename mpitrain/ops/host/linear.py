@@ -11,17 +11,17 @@ from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference import GELU_CUBIC, GELU_SCALE
 
 
-def linear(x, w, b, arena):
+def linear(x, w, b, arena, out=None):
     """x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)"""
-    y = _product(x, w, arena)
+    y = _product(x, w, arena, out)
     if b is not None:
         y += b
     return y, x
 
 
-def linear_backward_input(dy, w, saved, arena):
+def linear_backward_input(dy, w, saved, arena, out=None):
     """dy: (M, N); w: (N, K); dx: (M, K)"""
-    dx = arena.take(saved.shape, dy.dtype)
+    dx = arena.take(saved.shape, dy.dtype) if out is None else out
     put_product(dy, w, dx, False, arena)
     return dx, (dy, saved)
 
@@ -38,11 +38,16 @@ def linear_backward_bias(pending, db, accumulate, arena):
 
 
 def linear_gelu(x, w, b, arena):
+    """Shapes as in `linear`."""
+    y = _product(x, w, arena)
+    return y, (x, _gelu(y, b, arena))
+
+
+def _gelu(y, b, arena):
     """With h = (1 + tanh u) / 2 and u = c1 z + c3 z^3: y = z h, and its slope is h + (1 - h) y (2 c1 + 6 c3 z^2).
 
-    Shapes as in `linear`; z, h, y and the slope: (M, N), computed in blocks of rows
+    y holds z - b, and becomes y. Returns the slope; z, h, y and the slope: (M, N), computed in blocks of rows
     """
-    y = _product(x, w, arena)
     every_slope = arena.take(y.shape, y.dtype)
     scratch = arena.take((2, *block_shape(y)), y.dtype)
     c1, c3 = GELU_SCALE, GELU_SCALE * GELU_CUBIC
@@ -64,30 +69,50 @@ def linear_gelu(x, w, b, arena):
         slope *= z
         slope *= np.subtract(1, h, out=rest)
         slope += h
-    return y, (x, every_slope)
+    return every_slope
 
 
-def linear_gelu_backward_input(dy, w, saved, arena):
+def linear_gelu_backward_input(dy, w, saved, arena, out=None):
     """dy and the slope: (M, N); w: (N, K); dx: (M, K). The slope becomes dz."""
     x, slope = saved
     slope *= dy
-    return linear_backward_input(slope, w, x, arena)
+    return linear_backward_input(slope, w, x, arena, out)
 
 
 def linear_relu(x, w, b, arena):
     """Shapes as in `linear`; the slope, 0 or 1: (M, N)"""
     y, _ = linear(x, w, b, arena)
-    slope = arena.take(y.shape, y.dtype)
-    np.greater(y, 0, out=slope)
-    np.maximum(y, 0, out=y)
+    y, slope = relu(y, arena)
     return y, (x, slope)
 
 
 linear_relu_backward_input = linear_gelu_backward_input
 
 
-def _product(x, w, arena):
+def gelu(z, arena):
+    """z, of any shape, becomes y."""
+    return z, _gelu(z.reshape(-1, z.shape[-1]), None, arena).reshape(z.shape)
+
+
+def gelu_backward(dy, saved, arena):
+    """The slope becomes dz."""
+    saved *= dy
+    return saved
+
+
+def relu(z, arena):
+    """z, of any shape, becomes y; the slope is 0 or 1."""
+    slope = arena.take(z.shape, z.dtype)
+    np.greater(z, 0, out=slope)
+    np.maximum(z, 0, out=z)
+    return z, slope
+
+
+relu_backward = gelu_backward
+
+
+def _product(x, w, arena, out=None):
     """x w^T, (M, N), in one call: BLAS packs w anew in every call, which at 128 rows a call costs a third of the product."""
-    y = arena.take((len(x), len(w)), x.dtype)
+    y = arena.take((len(x), len(w)), x.dtype) if out is None else out
     put_product(x, w.T, y, False, arena)
     return y

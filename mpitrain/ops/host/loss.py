@@ -1,4 +1,4 @@
-"""Softmax cross-entropy, and counting correct predictions. M rows, V vocabulary or classes."""
+"""Softmax cross-entropy, and counting correct predictions. M rows, V vocabulary or classes, or a part of them."""
 
 import numpy as np
 
@@ -30,6 +30,58 @@ def cross_entropy_loss(logits, targets, arena):
 def count_correct(logits, targets, arena):
     """logits: (M, V); targets: (M,)"""
     return int(np.count_nonzero(logits.argmax(1) == targets))
+
+
+def row_maximum(logits, arena, out=None):
+    """logits: (M, V); maxima: (M,)"""
+    return logits.max(1, initial=-np.inf, out=arena.take((len(logits),), logits.dtype) if out is None else out)
+
+
+def row_exponentials(logits, targets, first, maxima, arena, out=None):
+    """logits: (M, V), which become exp(logit - maximum): to take it twice would cost more; facts: (2, M)"""
+    rows, columns = _held(targets, first, logits)
+    facts = arena.take((2, len(logits)), logits.dtype) if out is None else out
+    facts.fill(0)
+    facts[1, rows] = logits[rows, columns] - maxima[rows]
+    for some in row_blocks(logits):
+        block = logits[some]
+        block -= maxima[some, None]
+        np.exp(block, out=block)
+        np.sum(block, axis=1, out=facts[0, some])
+    return facts
+
+
+def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
+    """logits: (M, V), exponentials that become the gradient; facts: (2, M)"""
+    rows, columns = _held(targets, first, logits)
+    total, at_target = facts
+    logits *= np.divide(scale, total)[:, None]
+    logits[rows, columns] -= scale
+    return float(np.sum(np.log(total, dtype=np.float64) - at_target)), logits
+
+
+def row_argmax(logits, first, maxima, arena, out=None):
+    """logits: (M, V); maxima, places: (M,)"""
+    places = arena.take((len(logits),), logits.dtype) if out is None else out
+    if not logits.size:
+        places.fill(-np.inf)
+        return places
+    columns = logits.argmax(1)
+    largest = logits[np.arange(len(logits)), columns]
+    places[...] = np.where((largest == maxima) | np.isnan(largest), -(first + columns), -np.inf)
+    return places
+
+
+def count_correct_split(places, targets, arena):
+    """places, targets: (M,)"""
+    return int(np.count_nonzero(-places == targets))
+
+
+def _held(targets, first, logits):
+    """(rows, columns) of the targets that these columns hold."""
+    columns = targets - first
+    rows = np.flatnonzero((columns >= 0) & (columns < logits.shape[1]))
+    return rows, columns[rows]
 
 
 def _exponentiate(block, target):

@@ -6,7 +6,6 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from tests.cases.suite import SUITE
 
-pytestmark = pytest.mark.timeout(900)    # on a fresh machine g++ has about a hundred libraries to build
 MACHINES = {
     "forward": {}, "reverse": {"order": "reverse"}, "random": {"order": "random", "seed": 1},
     "checked": {"checked": True}, "checked reverse": {"checked": True, "order": "reverse"},

@@ -11,12 +11,14 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import CudaBackend, HostBackend, SimulatorBackend
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import ops_for, reference
+from mpitrain.ops import reference
 from mpitrain.ops.cuda import body
+from mpitrain.ops.device import ops_for
 from tests.cases.numbers import numbers
 from tests.fakes import cupy, gpu
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of
+from tests.laws.vocabulary import VocabularyLaws
 
 OPS = ops_for("cuda-sim")
 
@@ -31,6 +33,19 @@ def test_the_cuda_body_has_the_reference_s_names_and_signatures():
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
 def test_layers_on_the_simulator_obey(law):
     getattr(LayerLaws(), law)(Plain(OPS), SimulatorBackend())
+
+
+@pytest.mark.parametrize("law", laws_of(VocabularyLaws))
+def test_parts_of_a_vocabulary_on_the_simulator_obey(law):
+    getattr(VocabularyLaws(), law)(OPS, SimulatorBackend())
+
+
+@pytest.mark.parametrize("law", laws_of(VocabularyLaws))
+def test_parts_of_a_vocabulary_on_arrays_that_are_not_numpy_s_obey(law, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cupy.faults.clear()
+    getattr(VocabularyLaws(), law)(body(gpu.kernels()), CudaBackend())
+    assert cupy.faults == []
 
 
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
@@ -58,7 +73,7 @@ def one_step(ops, dtype: str) -> tuple[float, np.ndarray, np.ndarray]:
     dy = dy.reshape(x.shape)
     for index in reversed(range(len(units))):
         dy, pending = units[index].layer.backward_input(weights[index], dy, saved.pop(), arena)
-        units[index].layer.backward_weight(pending, gradients[index])
+        units[index].layer.backward_weight(pending, gradients[index], arena)
     moments = [np.zeros(storage.length, dtype) for _ in range(2)]
     kept = flat.copy()
     ops.adamw(parameters, flat, *moments, scale=1.0, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1,

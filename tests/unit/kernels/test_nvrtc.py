@@ -1,7 +1,6 @@
 """Every source compiles for real architectures, without a GPU, and needs no more than the hardware has."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -11,10 +10,11 @@ from mpitrain.ops.cuda.attention import SHARED
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL
 from tests.unit.kernels.nvrtc import Compiler, usages
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("nvrtc")]    # the first of them compiles everything
 SOURCES = package_sources()
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90")
 ELEMENTS = {"float": "float", "double": "double", "__half": "float", "__nv_bfloat16": "float"}
+# Of a source without a branch on the architecture: every one of them once, and every type of elements once.
+WHERE = {"float": "sm_80", "double": "sm_80", "__half": "sm_75", "__nv_bfloat16": "sm_90"}
 # Forward, input half, weight half of a linear layer: (TRANSPOSED_A, TRANSPOSED_B, ROW_SUMS).
 PRODUCTS = ((0, 1, 0), (0, 0, 0), (1, 0, 1))
 
@@ -26,22 +26,24 @@ def types(element: str) -> dict[str, object]:
 
 
 def jobs():
-    """(source, architecture, macros) of everything that is compiled here."""
-    for name in set(SOURCES) - {"gemm", "gemm_tensor", "attention_tensor"}:
-        for architecture in ARCHITECTURES:
-            yield name, architecture, types("float")
-        for element in ("double", "__half", "__nv_bfloat16") if name != "top_k" else ():
-            yield name, "sm_80", types(element)
-    for architecture, (head, step) in product(ARCHITECTURES[1:], ((64, 64), (128, 16))):
+    """(source, architecture, macros) of everything that is compiled here, in the same order in every process."""
+    for name in sorted(set(SOURCES) - {"gemm", "gemm_tensor", "attention_tensor"}):
+        for element, architecture in WHERE.items():
+            if (name, element) != ("top_k", "double"):    # it knows float32 alone
+                yield name, architecture, types(element)
+    for architecture, head, step in (("sm_80", 64, 64), ("sm_80", 128, 16), ("sm_90", 128, 16)):
         yield "attention_tensor", architecture, types("__nv_bfloat16") | {"HEAD": head, "STEP": step}
-    yield "attention_tensor", "sm_75", types("__half")    # compiles there too, but `choose` takes it from sm_80 on
+    # It compiles there too, but `choose` takes it from sm_80 on.
+    yield "attention_tensor", "sm_75", types("__half") | {"HEAD": 32, "STEP": 32}
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
-        for tile in (TILES if sums else TILES[:USUAL]) if architecture == "sm_80" else TILES[:1]:
-            yield "gemm", architecture, types("float") | tile._asdict() | stored
-        for tile in (TENSOR_TILES if sums else TENSOR_TILES[:USUAL]) if architecture == "sm_80" else TENSOR_TILES[:1]:
-            element, stages = ("__half", {"STAGES": 2}) if architecture == "sm_75" else ("__nv_bfloat16", {})
-            yield "gemm_tensor", architecture, types(element) | tile._asdict() | stages | stored
+        if sums or architecture != "sm_75":
+            for tile in (TILES if sums else TILES[:USUAL]) if architecture == "sm_80" else TILES[:1]:
+                yield "gemm", architecture, types("float") | tile._asdict() | stored
+        if sums or architecture == "sm_80":
+            for tile in (TENSOR_TILES if sums else TENSOR_TILES[:USUAL]) if architecture == "sm_80" else TENSOR_TILES[:1]:
+                element, stages = ("__half", {"STAGES": 2}) if architecture == "sm_75" else ("__nv_bfloat16", {})
+                yield "gemm_tensor", architecture, types(element) | tile._asdict() | stages | stored
 
 
 @pytest.fixture(scope="module")
@@ -49,38 +51,34 @@ def compiler():
     return Compiler()
 
 
-@pytest.fixture(scope="module")
-def compiled(compiler):
-    """[(what was compiled, resources of its kernels)]; two at a time, since ctypes lets other threads run."""
-    def compile(job):
-        name, architecture, macros = job
-        return f"{name} {architecture} {macros}", usages(compiler.compile(SOURCES[name], architecture, macros)[1])
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(compile, jobs()))
+def called(name, architecture, macros):
+    """The name of a job among the tests."""
+    dims = ("HEAD",) if name == "attention_tensor" else ("TILE_M", "TILE_N", "TILE_K", "WARP_M", "WARP_N")
+    tile = "x".join(str(macros[dim]) for dim in dims if dim in macros)
+    transposed = "".join("NT"[macros[flag]] for flag in ("TRANSPOSED_A", "TRANSPOSED_B") if flag in macros)
+    return " ".join(filter(None, (name, architecture, macros["Element"], tile, transposed)))
 
 
-def test_every_source_compiles_for_every_architecture(compiled):
-    names = {name for source in SOURCES.values() for name in source.kernels}
-    for architecture in ARCHITECTURES:
-        assert {name for what, kernels in compiled if f" {architecture} " in what for name in kernels} == names
+def is_large(name, architecture, macros):
+    """True for the float32 product in its largest tile, on architectures where two blocks of it are to share a multiprocessor."""
+    return name == "gemm" and architecture != "sm_75" and (macros["TILE_M"], macros["TILE_N"]) == (128, 128)
 
 
-def test_no_kernel_spills_registers(compiled):
-    """In double, which is for proofs, the large ones may."""
-    assert [(what, name) for what, kernels in compiled for name, usage in kernels.items()
-            if usage.spilled and "'Sum': 'double'" not in what] == []
+def test_every_source_is_compiled_for_every_architecture_and_the_large_product_in_every_form():
+    assert {(name, architecture) for name, architecture, _ in jobs()} == set(product(SOURCES, ARCHITECTURES))
+    assert sum(is_large(*job) for job in jobs()) == len(PRODUCTS) * 2
 
 
-def test_static_shared_memory_fits_any_device(compiled):
-    assert [(what, name) for what, kernels in compiled for name, usage in kernels.items() if usage.shared > 48 << 10] == []
-
-
-def test_the_large_float32_product_leaves_room_for_two_blocks(compiled):
-    registers = [kernels["gemm"].registers for what, kernels in compiled
-                 if what.startswith(("gemm sm_80", "gemm sm_90")) and "'TILE_M': 128, 'TILE_N': 128" in what]
-    assert len(registers) == 6
-    assert max(registers) <= 128
+@pytest.mark.parametrize(("name", "architecture", "macros"), [pytest.param(*job, id=called(*job)) for job in jobs()])
+def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(name, architecture, macros, compiler):
+    """A test a job, so that workers of pytest-xdist share them out. In double, which is for proofs, large kernels may spill."""
+    kernels = usages(compiler.compile(SOURCES[name], architecture, macros)[1])
+    assert kernels.keys() == set(SOURCES[name].kernels)
+    assert all(usage.shared <= 48 << 10 for usage in kernels.values()), "static shared memory does not fit any device"
+    if macros["Sum"] != "double":
+        assert [kernel for kernel, usage in kernels.items() if usage.spilled] == []
+    if is_large(name, architecture, macros):
+        assert kernels["gemm"].registers <= 128, "two blocks do not fit a multiprocessor"
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])

@@ -1,5 +1,7 @@
 """The simulator notices every planted mistake, and says nothing about the corrected kernels."""
 
+import ctypes
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +113,27 @@ def test_the_fast_build_shows_what_it_can(name):
 def test_no_build_complains_about_the_corrected_kernel(name, checked):
     for order in ORDERS:
         assert run(name, checked, order, right=True) == "", order
+
+
+def test_a_thread_may_launch_a_kernel_while_another_loads_it(monkeypatch):
+    """Of what a library is told about its functions no thread misses a part that another has not told yet."""
+    kernels, results = Kernels(Simulator(), folder=Path(__file__).parent), [np.zeros(64, np.float32) for _ in range(2)]
+    others: list[threading.Thread] = []
+
+    def launch(result: np.ndarray) -> None:
+        kernels.launch("uninitialised_shared", (1,), (64,), [fresh(result)], 256, RIGHT=1)
+
+    class Slow(ctypes.CDLL):
+        def __getattr__(self, name: str) -> Any:
+            if name == "simulator_dynamic_shared" and not others:
+                others.append(threading.Thread(target=launch, args=(results[1],)))
+                others[0].start()
+                others[0].join()
+            return super().__getattr__(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", Slow)
+    launch(results[0])
+    assert others and np.array_equal(results, np.ones((2, 64)))
 
 
 def test_an_error_says_what_where_by_whom_and_the_way_out():

@@ -1,14 +1,4 @@
-"""The meaning of each operation, forward and backward, in plain NumPy.
-
-B batch, T tokens, C channels, H heads, D = C / H, V vocabulary; M rows, K inputs, N outputs of a matrix product.
-
-All arrays of a call have one dtype, float32 or float64; tokens and targets are integers; scalars are Python numbers.
-Every forward that has a backward returns (output, saved); each backward uses its `saved` once and may overwrite what
-`saved` alone holds. `saved` may refer to the inputs and the output, into which nobody writes until the backward has run;
-it never refers to the output of `linear`. Nothing writes to its inputs unless its first sentence says so. `accumulate` is
-BLAS's beta: True adds to the gradient that is passed in, False overwrites it. Buffers come from `arena` in the tuned
-bodies; here they are simply allocated.
-"""
+"""The meaning of the operations of layers, forward and backward: linear, layer norm, embedding, attention."""
 
 import numpy as np
 
@@ -17,15 +7,20 @@ GELU_SCALE = float(np.sqrt(2 / np.pi))
 GELU_CUBIC = 0.044715
 
 
-def linear(x, w, b, arena):
+def add(a, b, out, arena):
+    """Write a + b to out, which may be a or b, all of one shape; what answers to NumPy's functions can be added."""
+    np.add(a, b, out=out)
+
+
+def linear(x, w, b, arena, out=None):
     """y = x w^T + b.    x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)"""
     y = x @ w.T
-    return (y if b is None else y + b), x
+    return into(out, y if b is None else y + b), x
 
 
-def linear_backward_input(dy, w, saved, arena):
+def linear_backward_input(dy, w, saved, arena, out=None):
     """(dx, pending): dx = dy w, and what the two weight halves below need.    dy: (M, N); dx: (M, K)"""
-    return dy @ w, (dy, saved)
+    return into(out, dy @ w), (dy, saved)
 
 
 def linear_backward_weight(pending, dw, accumulate, arena):
@@ -45,12 +40,10 @@ def linear_gelu(x, w, b, arena):
     return 0.5 * z * (1 + np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))), (x, z)
 
 
-def linear_gelu_backward_input(dy, w, saved, arena):
+def linear_gelu_backward_input(dy, w, saved, arena, out=None):
     """As `linear_backward_input`, through the activation; the same weight halves serve its `pending`."""
     x, z = saved
-    t = np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))
-    slope = 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * z**2)
-    return linear_backward_input(dy * slope, w, x, arena)
+    return linear_backward_input(dy * _gelu_slope(z), w, x, arena, out)
 
 
 def linear_relu(x, w, b, arena):
@@ -59,10 +52,30 @@ def linear_relu(x, w, b, arena):
     return np.maximum(z, 0), (x, z > 0)
 
 
-def linear_relu_backward_input(dy, w, saved, arena):
+def linear_relu_backward_input(dy, w, saved, arena, out=None):
     """As `linear_backward_input`, through the activation; the gradient at 0 is 0."""
     x, positive = saved
-    return linear_backward_input(dy * positive, w, x, arena)
+    return linear_backward_input(dy * positive, w, x, arena, out)
+
+
+def gelu(z, arena):
+    """y = gelu(z) where no product comes right before, which may be written over z.    z, y: any shape"""
+    return 0.5 * z * (1 + np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))), z
+
+
+def gelu_backward(dy, saved, arena):
+    """dz.    dy, dz: as z"""
+    return dy * _gelu_slope(saved)
+
+
+def relu(z, arena):
+    """y = max(0, z), as `gelu`."""
+    return np.maximum(z, 0), z > 0
+
+
+def relu_backward(dy, saved, arena):
+    """dz; the gradient at 0 is 0."""
+    return dy * saved
 
 
 def layer_norm(x, gain, bias, arena):
@@ -95,19 +108,25 @@ def layer_norm_backward_bias(pending, dbias, accumulate, arena):
     _put(pending[0].sum(0), dbias, accumulate)
 
 
-def embedding(tokens, table, positions, arena):
-    """x[b, t] = table[tokens[b, t]] + positions[t].
+def embedding(tokens, table, positions, arena, first=0, out=None):
+    """x[b, t] = table[tokens[b, t] - first] + positions[t], where a row that the table does not hold counts as zero.
 
-    tokens: (B, T); table: (V, C); positions: (>= T, C); x: (B, T, C)
+    tokens: (B, T); table: (V, C); positions: (>= T, C) or None for none; x: (B, T, C)
+    The sum of x over the parts of a table is x of the whole, without rounding, if one part adds the positions and the
+    others None. Each part has the whole gradient of the positions, whether it added them or not.
     """
-    return table[tokens] + positions[:tokens.shape[1]], tokens
+    held = (tokens >= first) & (tokens < first + len(table))
+    x = np.zeros((*tokens.shape, table.shape[1]), table.dtype)
+    x[held] = table[tokens[held] - first]
+    return into(out, x if positions is None else x + positions[:tokens.shape[1]]), (tokens[held] - first, held)
 
 
 def embedding_backward_table(dx, saved, dtable, accumulate, arena):
-    """Add each row of dx to the row of its token.    dx: (B, T, C); dtable: (V, C)"""
+    """Add each row of dx to the row of its token, if the table holds it.    dx: (B, T, C); dtable: (V, C)"""
+    rows, held = saved
     if not accumulate:
         dtable.fill(0)
-    np.add.at(dtable, saved, dx)
+    np.add.at(dtable, rows, dx[held])
 
 
 def embedding_backward_positions(dx, dpositions, accumulate, arena):
@@ -148,65 +167,19 @@ def attention_backward(dy, saved, arena):
     return dqkv
 
 
-def cross_entropy(logits, targets, scale, arena):
-    """(loss_sum, dlogits): minus the log-probability of the targets, and its gradient written over `logits`.
-
-    logits: (M, V); targets: (M,); dlogits is `logits` itself
-    scale: 1 / rows of the whole update, the one place where the mean is taken; it multiplies dlogits, not loss_sum
-    """
-    loss_sum = cross_entropy_loss(logits, targets, arena)
-    logits -= logits.max(-1, keepdims=True)
-    np.exp(logits, out=logits)
-    logits /= logits.sum(-1, keepdims=True)
-    logits[np.arange(len(targets)), targets] -= 1
-    logits *= scale
-    return loss_sum, logits
+def into(out, value):
+    """The value, in `out` if that is not None."""
+    if out is None:
+        return value
+    assert out.shape == value.shape and out.dtype == value.dtype
+    out[...] = value
+    return out
 
 
-def cross_entropy_loss(logits, targets, arena):
-    """loss_sum alone, for evaluation; logits stay as they are."""
-    shifted = (logits - logits.max(-1, keepdims=True)).astype(np.float64)
-    log_sum = np.log(np.exp(shifted).sum(-1))
-    return float((log_sum - shifted[np.arange(len(targets)), targets]).sum())
-
-
-def count_correct(logits, targets, arena):
-    """How many rows have their largest logit at the target."""
-    return int((logits.argmax(-1) == targets).sum())
-
-
-def sgd(p, g, scale, lr, weight_decay, arena):
-    """Step p in place: p -= lr (scale g + weight_decay p).    p, g: (count,); scale: clipping and loss scale"""
-    p -= lr * (scale * g + weight_decay * p)
-
-
-def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
-    """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m.    p, g, m: (count,); m starts at 0"""
-    m *= beta
-    m += scale * g + weight_decay * p
-    p -= lr * m
-
-
-def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
-    """Step p, m and v in place; decay is decoupled (Loshchilov & Hutter 2019, algorithm 2 with lr in the decay).
-
-    p, g, m, v: (count,); m and v start at 0; step counts from 1
-    """
-    g = scale * g
-    m += (1 - beta1) * (g - m)
-    v += (1 - beta2) * (g * g - v)
-    p *= 1 - lr * weight_decay
-    p -= lr / (1 - beta1**step) * m / (np.sqrt(v / (1 - beta2**step)) + eps)
-
-
-def square_sum(x, arena):
-    """Sum of squares, accumulated in float64.    x: (count,)"""
-    return float(np.square(x, dtype=np.float64).sum())
-
-
-def count_nonfinite(x, arena):
-    """How many elements are infinite or NaN.    x: (count,)"""
-    return int(x.size - np.isfinite(x).sum())
+def _gelu_slope(z):
+    """Its derivative."""
+    t = np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * z**2)
 
 
 def _put(value, out, accumulate):

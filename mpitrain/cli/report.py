@@ -1,0 +1,73 @@
+"""`mpitrain report`: where the time of runs went, and what each rank did last."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mpitrain.machine import process
+
+if TYPE_CHECKING:
+    from mpitrain.report.page import Section
+
+FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = "report", "report.html", "timeline.png", "metrics.png", "perfetto.json"
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]")
+def command(runs: tuple[Path, ...]) -> None:
+    """Say where the time of runs went, by what their ranks noted last; of a run that died, what each rank did.
+
+    Each RUN/report gets the timeline of all ranks as a picture and as a trace for Perfetto or Chrome, and that of the first RUN
+    a page of HTML with everything. Pictures and page need matplotlib: pip install 'mpitrain[report]'.
+    """
+    from mpitrain.run.folder import METRICS
+    from mpitrain.run.metrics import read_metrics
+
+    if process.launched().rank > 0:
+        return  # rank 0 reports for all
+    sections = {str(run): reported(run) for run in runs}
+    if find_spec("matplotlib") is None:
+        click.echo("no pictures and no page: pip install 'mpitrain[report]'")
+        return
+    from mpitrain.report.page import write_page
+    from mpitrain.report.picture import draw_metrics
+
+    folder = runs[0] / FOLDER
+    draw_metrics({str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE)
+    write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
+    click.echo(f"{folder / PAGE} has all of it, {folder / PERFETTO} is for https://ui.perfetto.dev")
+
+
+def reported(run: Path) -> "Section":
+    """Say what the traces of a run say, and write what Perfetto reads and, with matplotlib, the timeline."""
+    from mpitrain.report.page import Section
+    from mpitrain.report.perfetto import write_perfetto
+    from mpitrain.report.predicted import compare
+    from mpitrain.report.shares import shares
+    from mpitrain.report.timeline import read_timeline
+    from mpitrain.report.words import how_it_ended, what_each_did_last, what_the_trace_cost, where_the_time_went
+    from mpitrain.run.folder import METRICS, configuration
+    from mpitrain.run.metrics import CLOSING, read_metrics
+
+    timeline, records = read_timeline(run), read_metrics(run / METRICS)
+    (run / FOLDER).mkdir(exist_ok=True)
+    write_perfetto(run / FOLDER / PERFETTO, timeline)
+    found, picture = shares(timeline), None
+    lines = [f"{run}: {how_it_ended(records)}"]
+    if found:
+        compared = compare(timeline, found.steps, configuration(run))
+        lines += [*where_the_time_went(found, timeline), *([str(compared)] if compared else []),
+                  what_the_trace_cost(found, timeline)]
+        if find_spec("matplotlib"):
+            from mpitrain.report.picture import draw_timeline
+
+            picture = run / FOLDER / TIMELINE
+            draw_timeline(timeline, found.steps, picture)
+    else:
+        lines.append("No step was finished by all ranks.")
+    if not records or records[-1].get("event") not in CLOSING:
+        lines += what_each_did_last(timeline)
+    click.echo("\n".join(lines))
+    return Section("\n".join(lines), picture)

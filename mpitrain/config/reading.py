@@ -1,0 +1,133 @@
+"""From what a user typed to a Config: files and settings, read, merged and validated; and the words for what is wrong."""
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mpitrain.config.whole import Config, keys
+from mpitrain.errors import ConfigError
+from mpitrain.files import contents
+
+BESIDE = (("replication", "tuning"), ("device", "tiles"))  # files that may lie with a configuration, and move with it
+LISTED = "`mpitrain train --help-config` lists every key with its type and range."
+
+NOT_YET = {"model.kind": "cnn"}  # values that are meant to work one day
+PATTERNS = {    # what each says, in words
+    "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
+    "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
+    "pipeline.partition": "must be numbers and commas, as in 4,4,3,5",
+    "replication.async_lr": "must be 1/workers, staleness or a number",
+}
+SYNONYMS = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "f16": "float16", "fp32": "float32", "f32": "float32",
+    "single": "float32", "fp64": "float64", "f64": "float64", "double": "float64", "gpu": "cuda", "allreduce": "all-reduce",
+}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a configuration file; a tuning or tiles file that it names is looked for from its own folder."""
+    try:
+        tables = tomllib.loads(contents(path).decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration file {path} cannot be read: {error}.", "Name a readable TOML file.") from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 1000 brackets
+        raise ConfigError(f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys.") from None
+    for section, key in BESIDE:
+        table = tables.get(section)
+        if isinstance(table, dict) and isinstance(name := table.get(key), str) and name:
+            table[key] = str(path.parent / name)
+    return tables
+
+
+def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:
+    """The tables with each `section.key=value` put in; a value is TOML, or else a bare string."""
+    merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot and key):
+            raise ConfigError(f"A setting is section.key=value, but got {setting!r}.", "For example: --set optimizer.lr=1e-3")
+        table = merged.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} must be a table, but the configuration says {section} = {table!r}.",
+                              f"Write a [{section}] table.")
+        table[key] = _toml_value(text.strip())
+    return merged
+
+
+def _toml_value(text: str) -> Any:
+    if text.lstrip("+-").lower() in ("nan", "inf"):
+        return float(text)
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return found["value"] if len(found) == 1 else text  # a line break in the text would begin another key
+
+
+def parse(tables: Mapping[str, Any]) -> Config:
+    """Validate; one ConfigError lists everything that is wrong."""
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_complaint(item) for item in error.errors()), LISTED) from None
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """ConfigError, in the words of `parse`, unless the key's value is among choices that only a room above knows."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ConfigError(_no_choice(name, f"must be {', '.join(others)} or {last}", value, choices), LISTED)
+
+
+def nearest(word: str) -> list[str]:
+    """Keys that somebody may mean by a word such as lr, optimizer.lr, batch-size or leraning_rate."""
+    names = [key.name for key in keys()]
+    word = word.replace("-", "_")
+    for spelled in (lambda name: name.partition(".")[2], lambda name: name, lambda name: name.replace(".", "_")):
+        if found := [name for name in names if spelled(name) == word]:
+            return found
+    spellings = {spelling: name for name in names for spelling in (name, name.replace(".", "_"), name.partition(".")[2])}
+    return list(dict.fromkeys(spellings[close] for close in difflib.get_close_matches(word, spellings, 2, 0.75)))
+
+
+def _complaint(item: Mapping[str, Any]) -> str:
+    """One pydantic finding in our words: the key, the law, the value."""
+    name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = [key.name for key in keys()]
+        close = difflib.get_close_matches(name, known, 1, 0.6)
+        return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
+    law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
+    if item["type"] == "literal_error":
+        choices = [choice for key in keys() if key.name == name for choice in key.range.split(" | ")]
+        return _no_choice(name, law, item["input"], choices)
+    if item["type"] == "string_pattern_mismatch":
+        law = PATTERNS[name]
+    if item["type"] == "finite_number" or (isinstance(item["input"], float) and math.isnan(item["input"])):
+        law = "must be a finite number"
+    return f"{name} {law}, but is {_shown(item['input'])}."
+
+
+def _no_choice(name: str, law: str, value: Any, choices: Collection[str]) -> str:
+    """What is wrong with a value that is none of the choices, and which one may be meant."""
+    typed = value if isinstance(value, str) else _shown(value)
+    word = SYNONYMS.get(typed.lower(), typed)
+    if re.fullmatch(NOT_YET.get(name, ""), word):
+        return f"{name} {law}, but is {_shown(value)}: {word} is not there yet."
+    if close := difflib.get_close_matches(word, choices, 1, 0.6):
+        return f"{name} {law}, but is {_shown(value)}; did you mean {close[0]}?"
+    return f"{name} {law}, but is {_shown(value)}."
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no more than 4300 digits
+        return "a larger one"

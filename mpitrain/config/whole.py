@@ -1,0 +1,187 @@
+"""The whole configuration: its sections, the laws that join them, and the list of its keys."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from mpitrain.config.sections import (
+    KEPT_ON_HOST,
+    Batch,
+    Checkpoint,
+    Data,
+    Device,
+    Layout,
+    Model,
+    Optimizer,
+    Pipeline,
+    Precision,
+    Replication,
+    Run,
+    Section,
+)
+from mpitrain.errors import ConfigError
+
+
+class Config(Section):
+    """A whole run. `Config()` is the default run."""
+
+    run: Run = Run()
+    data: Data = Data()
+    model: Model = Model()
+    batch: Batch = Batch()
+    layout: Layout = Layout()
+    pipeline: Pipeline = Pipeline()
+    replication: Replication = Replication()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpoint = Checkpoint()
+    device: Device = Device()
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse what cannot work whatever the ranks and the data are."""
+        if self.replication.wire != "none" and self.precision.stored != "float32":
+            raise ConfigError(
+                f"Wire formats carry float32, but precision.compute is {self.precision.compute} with replication.wire "
+                f"{self.replication.wire}.",
+                "Set replication.wire to none, or precision.compute to float32.",
+            )
+        if self.precision.compute == "float16" and self.replication.wire.startswith(("topk", "powersgd")):
+            raise ConfigError(
+                f"Wire format {self.replication.wire} keeps what it leaves out for later steps, which an overflow of float16 "
+                "would spoil, but precision.compute is float16.",
+                "Set replication.wire to fp16, bf16, int8 or none, or precision.compute to bfloat16.",
+            )
+        if self.precision.is_half and self.device.kind not in ("auto", "cpu"):
+            raise ConfigError(
+                f"In this version half precision is computed on cpu alone, but device.kind is {self.device.kind} and "
+                f"precision.compute is {self.precision.compute}.",
+                "Set precision.compute to float32, or device.kind to cpu.",
+            )
+        if self.replication.wire != "none" and self.replication.zero > 1:
+            raise ConfigError(
+                "Wire formats carry sums that every replica has whole, but with replication.zero "
+                f"{self.replication.zero} none has, and replication.wire is {self.replication.wire}.",
+                "Set replication.wire to none, or replication.zero to 0 or 1.",
+            )
+        if self.replication.shard != "all" and not self.replication.zero:
+            raise ConfigError(
+                f"replication.shard {self.replication.shard} says among whom ZeRO divides, but replication.zero is 0.",
+                "Set replication.zero to 1, 2 or 3, or replication.shard to all.",
+            )
+        if self.replication.gather != "none" and (self.replication.zero != 3 or self.precision.compute != "float32"):
+            raise ConfigError(
+                f"replication.gather {self.replication.gather} is of float32 parameters that no rank has whole, but "
+                f"replication.zero is {self.replication.zero} and precision.compute {self.precision.compute}.",
+                "Set replication.gather to none, or replication.zero to 3 and precision.compute to float32.",
+            )
+        if self.device.kind == "cuda" and self.replication.wire.startswith(KEPT_ON_HOST):
+            raise ConfigError(
+                f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
+                "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
+            )
+        if self.layout.pp > 1 and self.replication.zero > 1:
+            raise ConfigError(
+                f"With a pipeline replication.zero is at most 1 in this version, but it is {self.replication.zero} and layout.pp "
+                f"is {self.layout.pp}.",
+                "Set replication.zero to 0 or 1, or layout.pp to 1.",
+            )
+        self._check_mode()
+        self._check_shared()
+        width, heads = self.model.width, self.model.heads
+        if self.model.kind == "gpt" and width % heads:
+            near = sorted((width // heads * heads or heads, -(-width // heads) * heads))
+            raise ConfigError(
+                f"model.heads must divide model.width, but {heads} does not divide {width}.",
+                f"Set model.width to {' or '.join(map(str, dict.fromkeys(near)))}, or model.heads to a divisor of {width}.",
+            )
+
+    def _check_mode(self) -> None:
+        """Refuse what only all-reduce can do."""
+        replication, layout = self.replication, self.layout
+        if replication.mode == "all-reduce":
+            return
+        if self.precision.is_half:
+            raise ConfigError(
+                f"Mode {replication.mode} computes in float32 or float64, but precision.compute is {self.precision.compute}.",
+                "Set precision.compute to float32, or replication.mode to all-reduce.",
+            )
+        for key, value, only in (("replication.wire", replication.wire, "none"), ("replication.zero", replication.zero, 0),
+                                  ("layout.tp", layout.tp, 1), ("layout.pp", layout.pp, 1)):
+            if value != only:
+                raise ConfigError(f"Mode {replication.mode} needs {key} {only}, but it is {value}.",
+                                  f"Set {key} to {only}, or replication.mode to all-reduce.")
+
+    def _check_shared(self) -> None:
+        """Refuse what so many ranks cannot share."""
+        tp, model = self.layout.tp, self.model
+        if self.layout.sequence_parallel:
+            self._check_rows()
+        key, count = ("model.heads", model.heads) if model.kind == "gpt" else ("model.width", model.width)
+        if count % tp == 0:
+            return
+        near = sorted({max(tp, count // tp * tp), count // tp * tp + tp})
+        if model.kind == "gpt":    # heads must divide the width as well
+            near = [heads for heads in range(tp, model.width + 1, tp) if model.width % heads == 0]
+            near = sorted(sorted(near, key=lambda heads: abs(heads - count))[:2])
+        divisors = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
+        ways = [f"{key} to {' or '.join(map(str, near))}"] if near else []
+        ways.append(f"layout.tp to {' or '.join(map(str, sorted(sorted(divisors, key=lambda ranks: abs(ranks - tp))[:2])))}")
+        raise ConfigError(f"layout.tp must divide {key}, but {tp} does not divide {count}.", f"Set {', or '.join(ways)}.")
+
+    def _check_rows(self) -> None:
+        """Refuse rows that so many ranks cannot divide."""
+        tp, context = self.layout.tp, self.model.context
+        if self.model.kind != "gpt":
+            raise ConfigError(f"layout.sequence_parallel divides rows of tokens, but model.kind is {self.model.kind}.",
+                              "Set layout.sequence_parallel to false.")
+        if context % tp:
+            near = " or ".join(str(n) for n in (context // tp * tp, context // tp * tp + tp) if n)
+            raise ConfigError(
+                f"With layout.sequence_parallel layout.tp must divide model.context, but {tp} does not divide {context}.",
+                f"Set model.context to {near}, or layout.sequence_parallel to false.")
+        if self.replication.zero > 1:
+            raise ConfigError(
+                "With layout.sequence_parallel replication.zero is at most 1 in this version, but it is "
+                f"{self.replication.zero}.", "Set replication.zero to 0 or 1, or layout.sequence_parallel to false.")
+
+    def next_pause(self, step: int) -> int:
+        """The number of steps done when all ranks meet next, after `step`: for a checkpoint, an evaluation or the end."""
+        everies = [every for every in (self.checkpoint.every, self.run.eval_every) if every > 0]
+        return min([self.run.steps, *(step // every * every + every for every in everies)])
+
+    @property
+    def dense_steps(self) -> int:
+        """The first steps whose gradients travel whole, whatever the wire format."""
+        if self.replication.dense_steps >= 0:
+            return self.replication.dense_steps
+        return self.run.steps // 4 if self.replication.wire.startswith("powersgd") else 0
+
+    def flat(self) -> dict[str, Any]:
+        """{section.key: value}."""
+        return {f"{section}.{key}": value for section, table in self.model_dump().items() for key, value in table.items()}
+
+
+class Key(NamedTuple):
+    """One line of `--help-config`."""
+
+    name: str
+    type: str
+    default: Any
+    range: str
+    help: str
+
+
+def keys() -> Iterator[Key]:
+    """Every configuration key, in the order of the file."""
+    for section, field in Config.model_fields.items():
+        assert field.annotation is not None
+        for name, key in field.annotation.model_fields.items():
+            choices = getattr(key.annotation, "__args__", None)
+            bounds = [
+                f"{sign} {getattr(bound, attribute):g}"
+                for bound in key.metadata
+                for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+                if hasattr(bound, attribute)
+            ]
+            kind = type(choices[0]).__name__ if choices else key.annotation.__name__
+            allowed = " | ".join(map(str, choices)) if choices else ", ".join(bounds)
+            yield Key(f"{section}.{name}", kind, key.default, allowed, key.description)

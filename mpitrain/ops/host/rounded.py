@@ -1,0 +1,125 @@
+"""The host's operations in half precision: float32 arrays that hold numbers of a shorter type and no others.
+
+Every output is rounded to the type, the gradient of an input included. What an operation keeps for its own backward, losses,
+facts of a split vocabulary and the gradients of parameters stay float32, as in kernels that sum in float32; and so does what
+sharded layers sum over ranks, until the next operation. This shows what half precision does to training, and saves no memory.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import ml_dtypes
+import numpy as np
+
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops
+from mpitrain.ops.host.blocks import row_blocks
+
+Round = Callable[[np.ndarray, Arena], None]
+"""Round a float32 array in place."""
+
+FIRST = ("linear", "linear_gelu", "linear_relu", "linear_backward_input", "linear_gelu_backward_input",
+         "linear_relu_backward_input", "gelu", "relu", "layer_norm", "layer_norm_backward_input", "embedding", "attention")
+SECOND = ("cross_entropy", "cross_entropy_split")
+"""Operations that return a pair, of which the first or the second is rounded."""
+
+WHOLE = ("attention_backward", "gelu_backward", "relu_backward")
+"""Operations of whose results there is one, which is rounded."""
+
+STEPS = ("sgd", "momentum", "adamw")
+
+
+class Rounded(NamedTuple):
+    """Operations in half precision.
+
+    ops     as those of the host, but that `sgd`, `momentum` and `adamw` may be given a `mirror` to write the parameters into, too
+    mirror  (parameters, mirror, arena): the same without a step; the mirror may be the parameters
+    """
+
+    ops: Ops
+    mirror: Callable[[Any, Any, Arena], None]
+
+
+def rounded(body: Any, dtype: str) -> Rounded:
+    """The operations of a body of float32 NumPy arrays, rounded to bfloat16 or float16."""
+    put = TYPES[dtype]
+
+    def mirror(parameters: np.ndarray, target: np.ndarray, arena: Arena) -> None:
+        for block in row_blocks(parameters):
+            target[block] = parameters[block]
+            put(target[block], arena)
+
+    def picking(pick: Callable[[Any], np.ndarray]) -> Callable[[Callable], Callable]:
+        """Makes of an operation one that rounds what is picked from its result."""
+        def rounding(operation: Callable) -> Callable:
+            place = list(signature(operation).parameters).index("arena")
+
+            @wraps(operation)
+            def run(*arguments: Any, **named: Any) -> Any:
+                result = operation(*arguments, **named)
+                found, arena = pick(result), arguments[place]
+                for block in row_blocks(found):
+                    put(found[block], arena)
+                return result
+
+            return run
+        return rounding
+
+    def stepping(step: Callable) -> Callable:
+        @wraps(step)
+        def run(p: np.ndarray, g: np.ndarray, *state: np.ndarray, arena: Arena, mirror: np.ndarray | None = None,
+                **numbers: Any) -> None:
+            for block in row_blocks(p):
+                step(p[block], g[block], *(buffer[block] for buffer in state), arena=arena, **numbers)
+                if mirror is not None:
+                    mirror[block] = p[block]
+                    put(mirror[block], arena)
+
+        return run
+
+    def add(a: np.ndarray, b: np.ndarray, out: np.ndarray, arena: Arena) -> None:
+        for block in row_blocks(out):
+            np.add(a[block], b[block], out=out[block])
+            put(out[block], arena)
+
+    changed = {name: picking(lambda pair: pair[0])(getattr(body, name)) for name in FIRST}
+    changed |= {name: picking(lambda pair: pair[1])(getattr(body, name)) for name in SECOND}
+    changed |= {name: picking(lambda dx: dx)(getattr(body, name)) for name in WHOLE}
+    changed |= {name: stepping(getattr(body, name)) for name in STEPS} | {"add": add}
+    quietly = np.errstate(over="ignore", invalid="ignore")    # an overflow is what the loss scale looks for
+    ops = SimpleNamespace(**{name: quietly(changed.get(name) or getattr(body, name)) for name in Ops.__annotations__})
+    return Rounded(cast(Ops, ops), mirror)
+
+
+def to_bfloat16(x: np.ndarray, arena: Arena) -> None:
+    """To nearest, ties to even.    x: float32, contiguous"""
+    short = arena.take(x.shape, ml_dtypes.bfloat16)
+    with np.errstate(invalid="ignore"):    # a NaN is no error
+        short[...] = x
+    x[...] = short
+
+
+def to_float16(x: np.ndarray, arena: Arena) -> None:
+    """As a cast and back, which NumPy does element by element and seven times as slowly; but that -0 may become 0.
+
+    A number of exponent e, at least -14, has an ulp of 2^(e - 10): so has 1.5 x 2^(e + 13) in float32, to which it is added and
+    then taken away again. From 65520 on there is only infinity.
+    x: float32, contiguous
+    """
+    grid = arena.take(x.shape, np.float32)
+    bits = grid.view(np.int32)
+    np.bitwise_and(x.view(np.int32), 0x7F800000, out=bits)
+    np.clip(bits, 113 << 23, 200 << 23, out=bits)    # of what has a larger exponent nothing will be left
+    bits += (13 << 23) | 0x400000
+    with np.errstate(invalid="ignore"):
+        x += grid
+        x -= grid
+        if not (x.max(initial=0) < 65536 and x.min(initial=0) > -65536):
+            x[x >= 65536] = np.inf
+            x[x <= -65536] = -np.inf
+
+
+TYPES: dict[str, Round] = {"bfloat16": to_bfloat16, "float16": to_float16}

@@ -1,0 +1,37 @@
+"""The meaning of the operations of an update: the steps of the optimizers, and what they ask of the gradients."""
+
+import numpy as np
+
+
+def sgd(p, g, scale, lr, weight_decay, arena):
+    """Step p in place: p -= lr (scale g + weight_decay p).    p, g: (count,); scale: clipping and loss scale"""
+    p -= lr * (scale * g + weight_decay * p)
+
+
+def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
+    """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m.    p, g, m: (count,); m starts at 0"""
+    m *= beta
+    m += scale * g + weight_decay * p
+    p -= lr * m
+
+
+def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
+    """Step p, m and v in place; decay is decoupled (Loshchilov & Hutter 2019, algorithm 2 with lr in the decay).
+
+    p, g, m, v: (count,); m and v start at 0; step counts from 1
+    """
+    g = scale * g
+    m += (1 - beta1) * (g - m)
+    v += (1 - beta2) * (g * g - v)
+    p *= 1 - lr * weight_decay
+    p -= lr / (1 - beta1**step) * m / (np.sqrt(v / (1 - beta2**step)) + eps)
+
+
+def square_sum(x, arena):
+    """Sum of squares, accumulated in float64.    x: (count,)"""
+    return float(np.square(x, dtype=np.float64).sum())
+
+
+def count_nonfinite(x, arena):
+    """How many elements are infinite or NaN.    x: (count,)"""
+    return int(x.size - np.isfinite(x).sum())

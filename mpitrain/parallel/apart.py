@@ -1,0 +1,109 @@
+"""Workers that train apart: each updates parameters of its own, and their average is the model."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpitrain.collectives.group import Group
+from mpitrain.layers.flat import Piece
+from mpitrain.parallel.allreduce import AllReduce
+from mpitrain.parallel.kept import Kept
+from mpitrain.parallel.replicate import Contribution, Outcome, Replica
+
+
+class Apart(AllReduce, ABC):
+    """Each worker updates from the mean gradient of its own rows, clipped by its own norm; `_mix` brings workers together.
+
+    A worker leaves out an update from numbers that are not finite. The others hear of that, and of a request to stop, at the
+    end of a period, of replication.period steps, or of the run. Then the outcome of a step is the same on all ranks: the mean
+    loss over the global batch, and the root of the mean square of the workers' norms. In every other step loss and norm are
+    this worker's own, and nothing else is told.
+
+    Evaluations and checkpoints use an average in a second buffer, and training goes on from the workers' own parameters.
+    """
+
+    def __init__(self, replica: Replica):
+        super().__init__(replica)
+        grid, storage = replica.grid, replica.storage
+        self._own, self._own_weights = self.parameters, self._weights
+        self._average = grid.world.transport.allocate(storage.length, storage.dtype)
+        self._average[:] = self._own
+        self._average_weights = storage.weights(self._average)
+        self._sum_of_all = grid.dp.bind(self._average)
+        self._is_settled = True  # whether the second buffer holds the average
+        self._news = np.zeros(5)  # loss, square of the norm; since the last: elements not finite, updates left out, stops
+        self._tell = grid.world.bind(self._news)
+
+    def _peers(self) -> Group:
+        """Nobody else's gradients are summed: where tp is 1, the ranks along it are this one alone."""
+        return self.replica.grid.tp
+
+    def _counted(self) -> Sequence[Piece]:
+        return self._owned()
+
+    def _agreed(self, *numbers: float) -> list[float]:
+        """This worker's own."""
+        return list(numbers)
+
+    def scale(self, predictions: int) -> float:
+        """As of all modes, but one update uses this worker's own rows alone."""
+        return 1 / (len(self.share(self.replica.config.batch.size)) * predictions)
+
+    def _weight(self) -> float:
+        """What this worker counts in a mean over the rows of the global batch."""
+        size = self.replica.config.batch.size
+        return len(self.share(size)) / size
+
+    def _weight_in_average(self) -> float:
+        """What this worker's parameters count in their average."""
+        return self._weight()
+
+    def _is_end_of_period(self, step: int) -> bool:
+        config = self.replica.config
+        return (step + 1) % config.replication.period == 0 or step + 1 == config.run.steps
+
+    @abstractmethod
+    def _mix(self, step: int) -> None:
+        """Bring workers together after their updates of step `step`, from 0."""
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self.parameters, self._weights = self._own, self._own_weights
+
+    def finish(self, mine: Contribution) -> Outcome:
+        own = super().finish(mine)
+        self._skipped = 0    # a worker skips by itself, but a checkpoint keeps one number: here all updates count
+        began = time.perf_counter()
+        self._is_settled = False
+        self._mix(mine.number)
+        self._news[2:] += own.nonfinite, not own.updated, own.stop
+        told = own._replace(nonfinite=0, updated=True, stop=False)
+        if self._is_end_of_period(mine.number):
+            told = self._told(own)
+        return told._replace(comm_s=own.comm_s + time.perf_counter() - began)
+
+    def _told(self, own: Outcome) -> Outcome:
+        """What all ranks agree on."""
+        self._news[:2] = self._weight() * own.loss, self._weight() * own.grad_norm**2
+        self._tell.run()
+        loss, squares, nonfinite, left_out, stops = self._news.tolist()
+        self._news[:] = 0
+        norm = math.sqrt(squares) if squares >= 0 else math.nan
+        return Outcome(loss, norm, int(nonfinite), own.lr, left_out == 0, stops > 0)
+
+    def settle(self) -> None:
+        if not self._is_settled:
+            np.multiply(self._own, self._weight_in_average(), out=self._average)
+            self._sum_of_all.run()
+            self._is_settled = True
+        self.parameters, self._weights = self._average, self._average_weights
+
+    def kept(self) -> list[Kept]:
+        """The average, which any other layout starts from, each worker's own parameters, and its optimizer's state."""
+        self.settle()
+        average, *state = super().kept()
+        own = Kept("own_parameters", self._own, average.pieces, "bound", like=average.name)
+        return [average, own, *(buffer._replace(kind="mean") for buffer in state)]

@@ -1,0 +1,239 @@
+"""Sharded layers: every rank of a group holds part of each layer, and they compute on the same rows together.
+
+A column-parallel layer has all inputs and some outputs on each rank, a row-parallel one some inputs and all outputs, so that a
+row-parallel layer takes what a column-parallel one returns: one sum forward and one backward for the two of them.
+source  Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
+
+B batch, T tokens, C channels, n ranks of the group.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpitrain.collectives.exchange import Exchange
+from mpitrain.collectives.group import Group
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Parameter
+from mpitrain.layers.initial import Draw, zeros
+from mpitrain.layers.plain import Attention, LayerNorm, Linear
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.rows import WholeRows
+
+
+class Layers(Protocol):
+    """What sharded layers need of a set of layers: a `Trainer` hands in one that has it."""
+
+    ops: Ops
+    rows: WholeRows
+
+
+class Column(Linear):
+    """activation(x weight^T + bias), of which each rank has some outputs; every rank has all of x.
+
+    runs  this rank's outputs: some of the rows of the weight
+    """
+
+    def __init__(self, layers: Layers, runs: Sequence[range], inputs: int, outputs: int, draw: Draw,
+                 activation: str | None = None, bias: bool = True):
+        super().__init__(layers.ops, inputs, sum(map(len, runs)), draw, activation, bias)
+        self._rows, self._runs, self._whole = layers.rows, runs, outputs
+
+    def parameters(self):
+        """As of the whole layer: rows of the weight, and of the bias."""
+        found = []
+        for p in super().parameters():
+            rest = p.shape[1:]
+            slices = tuple((slice(run.start, run.stop), *(slice(0, length) for length in rest)) for run in self._runs)
+            found.append(p._replace(shape=(self._whole, *rest), slices=slices))
+        return found
+
+    def output_shape(self, shape):
+        return (*self._rows.entered(shape)[:-1], self.outputs)
+
+    def forward(self, w, x, arena):
+        y, saved = super().forward(w, self._rows.whole(x), arena)
+        return y, self._rows.kept(saved, x)
+
+    def backward_input(self, w, dy, saved, arena):
+        lease, pending = self._summands(w, dy, saved, arena)
+        self._rows.reduction(lease).run()
+        return self._rows.summed(lease, arena), pending
+
+    def backward(self, w, dy, saved, dw, arena):
+        """The weight half is computed while the gradient of the input is summed."""
+        lease, pending = self._summands(w, dy, saved, arena)
+        reduction = self._rows.reduction(lease)
+        reduction.start()
+        self.backward_weight(pending, dw, arena)
+        reduction.wait()
+        return self._rows.summed(lease, arena)
+
+    def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[Exchange, Any]:
+        """This rank's part of the gradient of the input, and what the weight half needs."""
+        saved = self._rows.regained(saved)
+        lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
+        _, pending = self.product_backward_input(_flat(dy), w["weight"], saved, arena, _flat(lease.array))
+        return lease, pending
+
+
+class ColumnParallelLinear(Column):
+    """A linear layer with outputs / n of the outputs on each rank: rank r has the r-th run of them.
+
+    gather_output  return all outputs on every rank, instead of this rank's alone
+    raises         ConfigError if the outputs do not divide by the ranks
+    """
+
+    def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
+                 *, gather_output: bool = False):
+        super().__init__(layers, [part(layers.rows.group, outputs, "outputs")], inputs, outputs, draw, activation, bias)
+        self._gathers = gather_output
+        self.output_is_free |= gather_output
+
+    def output_shape(self, shape):
+        return (*self._rows.entered(shape)[:-1], self._whole if self._gathers else self.outputs)
+
+    def forward(self, w, x, arena):
+        y, saved = super().forward(w, x, arena)
+        return _gathered(self._rows.group, y, arena) if self._gathers else y, saved
+
+    def _summands(self, w, dy, saved, arena):
+        return super()._summands(w, _own(self._rows.group, dy, arena) if self._gathers else dy, saved, arena)
+
+
+class RowParallelLinear(Linear):
+    """A linear layer with inputs / n of the inputs on each rank: rank r has the r-th run of them; every rank has all outputs.
+
+    input_is_parallel  x is this rank's part of the inputs, as a column-parallel layer returns it; else all of them
+    raises             ConfigError if the inputs do not divide by the ranks
+    """
+
+    def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
+                 *, input_is_parallel: bool = True):
+        self._run = part(layers.rows.group, inputs, "inputs")
+        super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
+        self._rows, self._whole, self._has_bias, self._is_parallel = layers.rows, inputs, bias, input_is_parallel
+        self.output_is_free = activation is None
+        self._activation = {None: None, "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
+                            "relu": (layers.ops.relu, layers.ops.relu_backward)}[activation]
+
+    def parameters(self):
+        """Columns of the weight, and the whole bias: it is added to the sum."""
+        weight, = super().parameters()
+        columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
+        weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
+        bias = Parameter("bias", (self.outputs,), zeros, decayed=False, holders="tp")
+        return [weight, bias] if self._has_bias else [weight]
+
+    def output_shape(self, shape):
+        return self._rows.left((*shape[:-1], self.outputs))
+
+    def forward(self, w, x, arena):
+        if not self._is_parallel:
+            x = _own(self._rows.group, x, arena)
+        lease = self._rows.lease((*x.shape[:-1], self.outputs), x.dtype)
+        _, saved = self.ops.linear(_flat(x), w["weight"], None, arena, _flat(lease.array))
+        self._rows.reduction(lease).run()
+        y, slope = self._rows.summed(lease, arena), None
+        if self._has_bias:
+            y += w["bias"]
+        if self._activation:
+            y, slope = self._activation[0](y, arena)
+        return y, (saved, slope)
+
+    def backward_input(self, w, dy, saved, arena):
+        saved, slope = saved
+        if self._activation:
+            dy = self._activation[1](dy, slope, arena)
+        dx, pending = super().backward_input(w, self._rows.whole(dy), saved, arena)
+        return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
+
+    def backward_weight(self, pending, dw, arena):
+        super().backward_weight(pending, dw, arena)
+        if self._has_bias:
+            self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+
+
+class Head(Column):
+    """A column-parallel layer whose outputs are logits of sequences."""
+
+    def output_shape(self, shape):
+        return self._rows.as_sequences(super().output_shape(shape))
+
+    def forward(self, w, x, arena):
+        y, saved = super().forward(w, x, arena)
+        return self._rows.sequences(y), saved
+
+
+class HeadAttention(Attention):
+    """Causal attention of this rank's heads, over whole sequences."""
+
+    def __init__(self, layers: Layers, heads: int):
+        super().__init__(layers.ops, len(part(layers.rows.group, heads, "heads")))
+        self._rows = layers.rows
+
+    def output_shape(self, shape):
+        return self._rows.as_sequences(super().output_shape(shape))
+
+    def forward(self, w, x, arena):
+        return super().forward(w, self._rows.sequences(x), arena)
+
+    def backward_input(self, w, dy, saved, arena):
+        return super().backward_input(w, self._rows.sequences(dy), saved, arena)
+
+
+class HeldLinear(Linear):
+    """A linear layer that all ranks of the group hold whole, and compute alike."""
+
+    def parameters(self):
+        """Marked as held by all."""
+        return [p._replace(holders="tp") for p in super().parameters()]
+
+
+class HeldNorm(LayerNorm):
+    """A LayerNorm that all ranks of the group hold."""
+
+    def __init__(self, layers: Layers, width: int):
+        super().__init__(layers.ops, width)
+        self._partial = layers.rows.partial
+
+    def parameters(self):
+        """Marked as held by all."""
+        return [p._replace(holders="tp", partial=self._partial) for p in super().parameters()]
+
+
+def part(group: Group, count: int, what: str) -> range:
+    """This rank's run of `count` things; ConfigError if they do not divide by the ranks."""
+    n = group.size
+    if count % n:
+        near = f"{count // n * n} or {count // n * n + n}" if count > n else f"{n}"
+        raise ConfigError(f"{n} ranks share the {what} of a layer, but {count} do not divide by {n}.",
+                          f"Nearest that do: {near}.")
+    return share(count, group.rank, n)
+
+
+def _gathered(group: Group, own: Any, arena: Arena) -> Any:
+    """All columns of an array (..., K), of which each rank has K / n."""
+    rows, width = _flat(own).shape
+    lease = group.exchange((group.size, rows, width), own.dtype)
+    lease.array[group.rank] = _flat(own)
+    lease.all_gather().run()
+    whole = arena.take((*own.shape[:-1], group.size * width), own.dtype)
+    whole.reshape(rows, group.size, width)[...] = lease.array.swapaxes(0, 1)
+    return whole
+
+
+def _own(group: Group, whole: Any, arena: Arena) -> Any:
+    """This rank's K / n columns of an array (..., K)."""
+    mine = share(whole.shape[-1], group.rank, group.size)
+    own = arena.take((*whole.shape[:-1], len(mine)), whole.dtype)
+    np.copyto(own, whole[..., mine.start:mine.stop])
+    return own
+
+
+def _flat(x: Any) -> Any:
+    """(..., C) seen as (rows, C)."""
+    return x.reshape(-1, x.shape[-1])

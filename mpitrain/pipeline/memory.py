@@ -1,0 +1,48 @@
+"""What a stage holds at most, and what it gathers: told by its list of instructions alone, however long they take."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from mpitrain.pipeline.simulate import Cost
+
+
+class Peak(NamedTuple):
+    """The most that a stage holds at a time, each for itself.
+
+    live     micro-batches between the forward and the end of the weight half; in chunks where a stage has several parts
+    whole    of these, those before the end of the input half, which hold all that the forward saved
+    pending  of these, those between the halves
+    nbytes   bytes of both kinds together
+    """
+
+    live: int
+    whole: int
+    pending: int
+    nbytes: float
+
+
+def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
+    """The peaks of one stage; `costs` of each part of the model."""
+    whole = pending = 0
+    nbytes = 0.0
+    most = Peak(0, 0, 0, 0)
+    for instruction in mine:
+        cost = costs[instruction.part]
+        match instruction:
+            case Forward():
+                whole, nbytes = whole + 1, nbytes + cost.saved
+            case BackwardInput():
+                whole, pending, nbytes = whole - 1, pending + 1, nbytes - cost.saved + cost.pending
+            case BackwardWeight():
+                pending, nbytes = pending - 1, nbytes - cost.pending
+            case Backward():
+                whole, nbytes = whole - 1, nbytes - cost.saved
+        most = Peak(max(most.live, whole + pending), max(most.whole, whole), max(most.pending, pending),
+                    max(most.nbytes, nbytes))
+    return most
+
+
+def turns(mine: Sequence[Compute]) -> int:
+    """How often a stage comes to a part, its first included: what ZeRO gathers per step if it holds one part at a time."""
+    return sum(index == 0 or mine[index - 1].part != instruction.part for index, instruction in enumerate(mine))

@@ -1,0 +1,167 @@
+"""The simulator: runs all stages of a program against each other, with what everything costs, and without a clock."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Complete,
+    Compute,
+    Forward,
+    Handoff,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Send,
+    needed,
+)
+
+
+class Cost(NamedTuple):
+    """What one part takes for a micro-batch: times in any one unit, and bytes.
+
+    saved    bytes that the forward leaves for the input half
+    pending  bytes that the input half leaves for the weight half
+    """
+
+    forward: float = 1
+    backward_input: float = 1
+    backward_weight: float = 1
+    saved: float = 0
+    pending: float = 0
+
+    def of(self, instruction: Compute) -> float:
+        """The time of an instruction."""
+        match instruction:
+            case Forward():
+                return self.forward
+            case BackwardInput():
+                return self.backward_input
+            case BackwardWeight():
+                return self.backward_weight
+            case Backward():
+                return self.backward_input + self.backward_weight
+
+
+class Event(NamedTuple):
+    """An instruction that a stage computed from `start` to `end`."""
+
+    start: float
+    end: float
+    instruction: Compute
+
+
+class Simulation(NamedTuple):
+    """What became of a program.
+
+    timeline  the events of each stage, in order
+    waits     of a deadlock: where each stage waits for ever, or that it has finished, in words; empty if all finished
+    """
+
+    timeline: tuple[tuple[Event, ...], ...]
+    waits: tuple[str, ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end, over all stages."""
+        events = [event for mine in self.timeline for event in mine]
+        return max((event.end for event in events), default=0) - min((event.start for event in events), default=0)
+
+    @property
+    def busy(self) -> float:
+        """Time that stages compute, summed over them."""
+        return sum(event.end - event.start for mine in self.timeline for event in mine)
+
+    @property
+    def bubble(self) -> float:
+        """The share of their time in which stages do not compute: 1 - busy / (stages x makespan)."""
+        return 1 - self.busy / (len(self.timeline) * self.makespan) if self.makespan else 0.0
+
+
+def simulate(program: Program, costs: Sequence[Cost], transfer: float = 0, receive: float = 0) -> Simulation:
+    """Run a program under rendezvous semantics: a message travels when its send and its receive have both begun.
+
+    costs     of each part
+    transfer  time that a message travels, beside whatever both stages compute meanwhile
+    receive   time that it takes of the receiver, once the receiver waits for it
+    """
+    running = _Running(program, costs, transfer, receive)
+    while sum(running.advance(stage) for stage in range(len(program))):
+        pass
+    return Simulation(tuple(map(tuple, running.timeline)), running.waits())
+
+
+class _Running:
+    """All stages at one moment: how far each has come, and which ends of messages have begun, and when."""
+
+    def __init__(self, program: Program, costs: Sequence[Cost], transfer: float, receive: float):
+        self.timeline: list[list[Event]] = [[] for _ in program]
+        self._program, self._costs, self._transfer, self._receive = program, costs, transfer, receive
+        self._next = [0] * len(program)
+        self._clocks: list[float] = [0] * len(program)
+        self._sent: dict[Message, float] = {}
+        self._posted: dict[Message, float] = {}
+        self._handed: set[Message] = set()
+
+    def advance(self, stage: int) -> bool:
+        """Run a stage until it has to wait; whether it came any further."""
+        mine, start = self._program[stage], self._next[stage]
+        while self._next[stage] < len(mine) and self._run(stage, mine[self._next[stage]]):
+            self._next[stage] += 1
+        return self._next[stage] > start
+
+    def _run(self, stage: int, instruction: Instruction) -> bool:
+        """Do one instruction, unless what it waits for has not begun."""
+        clock = self._clocks[stage]
+        match instruction:
+            case Send(what, part, micro):
+                self._sent[what, part, micro] = clock
+            case Receive(what, part, micro):
+                self._posted[what, part, micro] = clock
+            case Handoff():
+                self._handed.add(instruction)
+            case Complete(what, part, micro):
+                arrival = self._arrival((what, part, micro))
+                if arrival is None:
+                    return False
+                self._clocks[stage] = max(clock, arrival)
+            case _:
+                start = self._start(clock, instruction)
+                if start is None:
+                    return False
+                self._clocks[stage] = end = start + self._costs[instruction.part].of(instruction)
+                self.timeline[stage].append(Event(start, end, instruction))
+        return True
+
+    def _start(self, clock: float, instruction: Compute) -> float | None:
+        """When an instruction starts that its stage has come to; None as long as nobody can tell."""
+        message = needed(instruction, len(self._costs))
+        if message is None or message in self._handed:
+            return clock
+        arrival = self._arrival(message)
+        return None if arrival is None else max(clock, arrival) + self._receive
+
+    def _arrival(self, message: Message) -> float | None:
+        """When a message arrives; None as long as one of its ends has not begun."""
+        sent, posted = self._sent.get(message), self._posted.get(message)
+        return None if sent is None or posted is None else max(sent, posted) + self._transfer
+
+    def waits(self) -> tuple[str, ...]:
+        """Where each stage stands, unless all have finished."""
+        standing = [mine[at] if at < len(mine) else None for at, mine in zip(self._next, self._program, strict=True)]
+        return tuple(map(self._wait, range(len(standing)), standing)) if any(standing) else ()
+
+    def _wait(self, stage: int, instruction: Instruction | None) -> str:
+        match instruction:
+            case None:
+                return f"stage {stage} has finished"
+            case Complete(what, part, micro, peer):
+                return f"stage {stage} waits until stage {peer} receives the {what} of micro-batch {micro} for part {part}"
+        message = needed(instruction, len(self._costs))
+        assert message is not None  # nothing else waits
+        what, part, micro = message
+        source = next((i.peer for i in self._program[stage] if isinstance(i, Receive) and i[:3] == message), stage)
+        return f"stage {stage} waits for the {what} of micro-batch {micro} for part {part}, from stage {source}"

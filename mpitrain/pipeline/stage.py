@@ -1,0 +1,100 @@
+"""A stage: a part of the model on the rank that holds it, and what it keeps of each micro-batch between its instructions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpitrain.layers.base import Unit, backward
+from mpitrain.machine.arena import Arena
+from mpitrain.parallel.replicate import Replication
+from mpitrain.trace.recorder import SILENT, Recorder
+from mpitrain.trace.ring import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+
+
+class Stage:
+    """A slice of units. Each use of a unit's parameters and gradients is announced to the replication.
+
+    A micro-batch goes forward, then backward: through the two halves, all of it, or through both at once. What one keeps for
+    the next returns to the arena as soon as that has used it.
+    """
+
+    def __init__(self, units: Sequence[Unit], replication: Replication, arena: Arena, first: int = 0,
+                 poll: Callable[[], None] | None = None, recorder: Recorder = SILENT):
+        """first: the number of the first unit, as replication counts them on this rank.
+
+        poll  called between layers, to move messages along; None: those of replication
+        """
+        self._layers = [(first + index, unit.layer) for index, unit in enumerate(units)]
+        self._replication, self._arena, self._poll = replication, arena, poll or replication.poll
+        self._recorder, self._names = recorder, {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
+        self._saved: dict[int, list[Any]] = {}  # by micro-batch, of each unit
+        self._pending: dict[int, list[Any]] = {}
+        self._left = 0
+
+    def begin(self, micro_batches: int) -> None:
+        """A step begins, in which so many go through; the last one to come back completes the gradients."""
+        self._left = micro_batches
+
+    def forward(self, micro: int, x: Any) -> Any:
+        """The output of the last unit."""
+        replication, saved = self._replication, []
+        for number, layer in self._layers:
+            span = self._recorder.compute(self._names[number], FORWARD, number, micro)
+            x, kept = layer.forward(replication.open(number, micro), x, self._arena)
+            replication.close(number, micro)
+            self._poll()
+            saved.append(kept)
+            self._recorder.end(span)
+        self._saved[micro] = saved
+        return x
+
+    def backward_input(self, micro: int, dy: Any) -> Any:
+        """The gradient of the first unit's input; None where that has none."""
+        replication, saved, pending = self._replication, self._saved.pop(micro), []
+        for number, layer in reversed(self._layers):
+            span = self._recorder.compute(self._names[number], BACKWARD_INPUT, number, micro)
+            dy, kept = layer.backward_input(replication.open(number, micro), dy, saved.pop(), self._arena)
+            replication.close(number, micro)
+            self._poll()
+            pending.append(kept)
+            self._recorder.end(span)
+        self._pending[micro] = pending[::-1]
+        return dy
+
+    def backward_weight(self, micro: int) -> None:
+        """Sum the gradients of the parameters, which is what `backward_input` has left to do."""
+        replication, pending = self._replication, self._pending.pop(micro)
+        self._left -= 1
+        for number, layer in reversed(self._layers):
+            span = self._recorder.compute(self._names[number], BACKWARD_WEIGHT, number, micro)
+            layer.backward_weight(pending.pop(), replication.gradients(number, micro), self._arena)
+            replication.gradient_ready(number, self._left == 0)
+            self._poll()
+            self._recorder.end(span)
+
+    def backward(self, micro: int, dy: Any) -> Any:
+        """Both halves, unit by unit; the gradient of the first unit's input, None where that has none."""
+        replication, saved = self._replication, self._saved.pop(micro)
+        self._left -= 1
+        for number, layer in reversed(self._layers):
+            span = self._recorder.compute(self._names[number], BACKWARD, number, micro)
+            dy = backward(layer, replication.open(number, micro), dy, saved.pop(), replication.gradients(number, micro),
+                          self._arena)
+            replication.close(number, micro)
+            replication.gradient_ready(number, self._left == 0)
+            self._poll()
+            self._recorder.end(span)
+        return dy
+
+
+class Asked(Stage):
+    """A stage through which micro-batches go forward alone: nothing is kept for a backward."""
+
+    def forward(self, micro: int, x: Any) -> Any:
+        """The output of the last unit."""
+        for number, layer in self._layers:
+            span = self._recorder.compute(self._names[number], FORWARD, number, micro)
+            x, _ = layer.forward(self._replication.open(number, micro), x, self._arena)
+            self._replication.close(number, micro)
+            self._poll()
+            self._recorder.end(span)
+        return x

@@ -1,0 +1,1 @@
+"""What would happen, told without doing it: charts of schedules, steps of collectives."""

@@ -1,0 +1,108 @@
+"""Pictures of a run: the timeline of all ranks, and its metrics; needs matplotlib (the `report` extra)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.bench.curves import is_number
+from mpitrain.bench.plot import COLOURS
+from mpitrain.report.timeline import Timeline
+from mpitrain.trace.ring import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    PAUSE,
+    RECEIVE,
+    REDUCTION,
+    SEND,
+    WAIT,
+    Trace,
+)
+
+FILLS = {"forward": "#56b4e9", "backward": "#e69f00", "input half": "#f0c060", "weight half": "#009e73",
+         "other computing": "#8c8c8c", "standing still": "#ffffff", "evaluation, checkpoint": "#cc79a7"}
+BENEATH = {"messages": "#7f7f7f", "reductions": "#d55e00"}
+OF_PHASE = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input half", BACKWARD_WEIGHT: "weight half"}
+STEPS = 2
+"""Steps that are drawn: the newest."""
+CHARTS = {"loss": ("loss", "val_loss"), "learning rate": ("lr",),
+          "tokens or samples per second": ("tokens_per_s", "samples_per_s"), "peak activations, MB": ("peak_activation_bytes",)}
+
+
+def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
+    """A row per rank over ms of its newest steps: what it computed, waited for (framed), and beneath that what was under way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    shown, ranks = range(max(steps.start, steps.stop - STEPS), steps.stop), len(timeline.traces)
+    windows = [timeline.window(rank, shown) for rank in range(ranks)]
+    zero, last = min(start for start, _ in windows), max(end for _, end in windows)
+    figure, axes = pyplot.subplots(figsize=(15, 1.6 + 0.55 * ranks), layout="constrained")
+    for rank, trace in enumerate(timeline.traces):
+        records = trace.records[(trace.records["end"] > zero) & (trace.records["start"] < last)]
+        bars: dict[tuple[str, float, float], list[tuple[float, float]]] = {}    # boxes by how they look: one by one takes long
+        for record in records:
+            if look := _look(record):
+                bars.setdefault(look, []).append((1e3 * (record["start"] - zero), 1e3 * (record["end"] - record["start"])))
+        for (fill, place, height), spans in bars.items():
+            is_wait = fill == FILLS["standing still"]    # over what computes: a layer may wait within
+            axes.broken_barh(spans, (rank + place, height), facecolors=fill, linewidth=0.4, zorder=1 + is_wait,
+                             edgecolors="black" if is_wait else "none")
+        for record in records[(records["kind"] == COMPUTE) & (records["phase"] == FORWARD) & (records["unit"] == 0)]:
+            axes.text(1e3 * (record["start"] - zero), rank, f" {record['micro']}", fontsize="xx-small", va="center", zorder=3)
+    axes.set(xlabel="ms", yticks=range(ranks), yticklabels=[_row_name(trace) for trace in timeline.traces],
+             xlim=(0, 1e3 * (last - zero)), ylim=(ranks - 0.45, -0.5))
+    axes.set_title(f"steps {shown.start + 1} to {shown.stop}", fontsize="medium")
+    figure.legend(handles=[Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=name)
+                           for name, fill in (FILLS | BENEATH).items()], loc="outside lower center", ncols=9, fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _look(record: Any) -> tuple[str, float, float] | None:
+    """Colour, place within the row and height of a record; None: it is not drawn."""
+    kind = int(record["kind"])
+    if kind in (SEND, RECEIVE):
+        return BENEATH["messages"], 0.3, 0.06
+    if kind == REDUCTION:
+        return BENEATH["reductions"], 0.38, 0.08
+    if kind == COMPUTE:
+        return FILLS[OF_PHASE.get(int(record["phase"]), "other computing")], -0.3, 0.56
+    fill = {WAIT: "standing still", PAUSE: "evaluation, checkpoint"}.get(kind)
+    return (FILLS[fill], -0.3, 0.56) if fill else None
+
+
+def _row_name(trace: Trace) -> str:
+    place = trace.facts["place"]
+    axes = " ".join(f"{axis}{place[axis]}" for axis in ("dp", "pp", "tp")) if place else "server"
+    return f"rank {trace.facts['rank']}: {axes}"
+
+
+def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Loss, learning rate, throughput and memory of runs over steps. runs: records of metrics.jsonl by the name in the legend."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, views = pyplot.subplots(2, 2, figsize=(13, 7), layout="constrained")
+    for axes, (title, fields) in zip(views.flat, CHARTS.items(), strict=True):
+        for number, (name, records) in enumerate(runs.items()):
+            for field in fields[:1] if any(is_number(record.get(fields[0])) for record in records) else fields[1:]:
+                points = [(record["step"], record[field] / (1e6 if "bytes" in field else 1)) for record in records
+                          if is_number(record.get(field)) and "event" not in record]
+                axes.plot(*zip(*points, strict=True) if points else ((), ()), color=COLOURS[number % len(COLOURS)], label=name)
+            points = [(record["step"], record[field]) for field in fields if field == "val_loss" for record in records
+                      if is_number(record.get(field))]
+            axes.plot(*zip(*points, strict=True) if points else ((), ()), "o", color=COLOURS[number % len(COLOURS)])
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+    for text in views[0, 0].legend(fontsize="small").get_texts():
+        text.set_parse_math(False)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

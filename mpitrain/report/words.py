@@ -1,0 +1,108 @@
+"""What the traces of a run say, in words."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from mpitrain.report.shares import COMPUTING, SHARES, Shares
+from mpitrain.report.timeline import Timeline, is_open, last_sign, told, within
+from mpitrain.run.metrics import CLOSING
+from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.ring import RECEIVE, REDUCTION, SEND, STEP, WAIT, Trace
+
+SHOWN = 8
+"""Ranks that get a column; more are told by the median and the extremes."""
+LISTED = 4
+"""Messages under way that are listed of one rank."""
+TRIED = 10_000
+"""Records that are written to measure what one takes."""
+
+
+def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
+    """Lines: the shares of all ranks and of each, who was waited for, and whose computing takes longest."""
+    steps, ranks = found.steps, len(found.seconds)
+    step_s = found.seconds.sum() / ranks / len(steps)
+    hosts = len({trace.facts["host"] for trace in timeline.traces})
+    yield (f"Where the time went in steps {steps.start + 1} to {steps.stop}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
+           f"{hosts} host(s), in %:")
+    shown = range(min(ranks, SHOWN))
+    yield f"  {'':26}{'all':>7}" + "".join(f"{f'rank {rank}':>9}" for rank in shown) + (" ..." if ranks > SHOWN else "")
+    rows = found.seconds / found.seconds.sum(1, keepdims=True)
+    for number, name in enumerate(SHARES):
+        yield f"  {name:26}{100 * found.of_all[number]:7.1f}" + "".join(f"{100 * rows[rank, number]:9.1f}" for rank in shown)
+    yield f"  {'sum':26}{100 * found.of_all.sum():7.1f}" + "".join(f"{100 * rows[rank].sum():9.1f}" for rank in shown)
+    slowest = found.slowest
+    if slowest is None:
+        yield "No rank waited for another."
+        return
+    waits, total = found.waited.sum(0), found.seconds.sum()
+    yield (f"The others waited longest for rank {slowest} on {timeline.traces[slowest].facts['host']}: "
+           f"{100 * waits[slowest] / total:.1f}% of all time, of {100 * waits.sum() / total:.1f}% that ranks waited for another.")
+    computing = found.seconds[:, COMPUTING] / len(steps)
+    longest = int(computing.argmax())
+    others = [seconds for rank, seconds in enumerate(computing) if rank != longest]
+    yield (f"Rank {longest} computes longest: {1e3 * computing[longest]:.1f} ms a step, "
+           f"{computing[longest] / median(others):.2f} times the median of the others.")
+
+
+def what_the_trace_cost(found: Shares, timeline: Timeline) -> str:
+    """How many records a rank wrote in a step, what one takes on this machine, and what share of a step that is."""
+    steps = len(found.steps)
+    written = max(len(within(trace, found.steps)) for trace in timeline.traces) / steps
+    each, step_s = _seconds_of_a_record(), found.seconds.sum() / len(found.seconds) / steps
+    return (f"The trace itself: {written:.0f} records a step on the busiest rank, {1e6 * each:.1f} us each on this machine, "
+            f"{100 * written * each / step_s:.2f}% of a step.")
+
+
+def _seconds_of_a_record() -> float:
+    recorder = Recorder()
+    name, began = recorder.name("a record"), time.perf_counter()
+    for _ in range(TRIED):
+        recorder.end(recorder.compute(name))
+    return (time.perf_counter() - began) / TRIED
+
+
+def what_each_did_last(timeline: Timeline) -> Iterator[str]:
+    """Lines: of every rank what it was at when it gave the last sign of life, and what was under way."""
+    end = timeline.end()
+    signs = [last_sign(trace) for trace in timeline.traces]
+    silent = min(range(len(signs)), key=signs.__getitem__)
+    yield "What each rank did last, and how long before the last sign of any:"
+    for trace, sign in zip(timeline.traces, signs, strict=True):
+        yield f"  rank {trace.facts['rank']} on {trace.facts['host']}, {end - sign:.3f} s before: {_last(trace)}"
+    if len(signs) > 1:
+        yield f"First to fall silent was rank {silent}."
+
+
+def _last(trace: Trace) -> str:
+    records = trace.records
+    lasting = records[is_open(records)]
+    spans = [record for record in lasting if record["kind"] not in (SEND, RECEIVE, REDUCTION)]
+    under_way = ([record for record in lasting if record["kind"] in (SEND, RECEIVE)]
+                 or [record for record in lasting if record["kind"] == REDUCTION])
+    steps = [record for record in spans if record["kind"] == STEP]
+    said = f"in step {steps[-1]['step'] + 1}, " if steps else ""
+    inner = [record for record in spans if record["kind"] != STEP]
+    if inner:
+        said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + told(trace, inner[-1])
+        if inner[-1]["peer"] >= 0:
+            said += f", from rank {inner[-1]['peer']}"
+    elif len(records):
+        ended = records[-1]
+        said += f"after {told(trace, ended)}" if ended["kind"] != STEP else f"after step {ended['step'] + 1}"
+    if under_way:
+        more = f" and {len(under_way) - LISTED} more" if len(under_way) > LISTED else ""
+        said += "; under way: " + "; ".join(told(trace, record) for record in under_way[:LISTED]) + more
+    return said or "nothing"
+
+
+def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
+    """How a run ended, by its metrics."""
+    if not records:
+        return "It has no metrics."
+    last = records[-1]
+    if last.get("event") in CLOSING:
+        return {"end": f"It finished after step {last['step']}.", "stopped": f"It was stopped after step {last['step']}.",
+                "failed": f"It failed at step {last['step']}."}[last["event"]]
+    return f"It has not ended by itself: the last line of its metrics is of step {last.get('step')}."

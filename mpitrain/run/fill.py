@@ -1,0 +1,153 @@
+"""What a rank takes from the files of a checkpoint, in ranges, whatever the layout that wrote them."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.errors import CheckpointError
+from mpitrain.files import contents
+from mpitrain.layers.flat import Piece, Storage
+from mpitrain.machine.backend import Backend
+from mpitrain.parallel.kept import Kept
+from mpitrain.run.finished import way_out
+from mpitrain.run.manifest import INDEX, Manifest, Stored
+from mpitrain.run.pieces import Held, Part, common, described, holdings, runs
+from mpitrain.run.shares import PARAMETERS
+from mpitrain.run.stream import MOVED, Located, located, read_into
+
+OPEN = 64
+"""Files that are open at once."""
+
+ANEW, FROM_MEAN = "starts anew: it is bound to", "starts from its mean over"
+
+
+def fill(path: Path, manifest: Manifest, kept: Sequence[Kept], storage: Storage, backend: Backend, layout: Mapping[str, Any],
+         rank: int) -> dict[str, str]:
+    """Fill every array for which a verified checkpoint has something; local.
+
+    layout   "dp" of it is the number of replicas, over which the sum of own state is shared out
+    returns  the names of state that does not go on as it was, and what becomes of it, in words that the layout ends
+    memory   for what the rank holds of one tensor
+    raises   CheckpointError if a tensor is missing or of another shape, or a file cannot be read
+    """
+    changed: dict[str, str] = {}
+    files = _Files(path, manifest)
+    is_same = manifest.layout == json.loads(json.dumps(layout))
+    try:
+        for held in holdings(described(storage, kept)):
+            found = files.found(held)
+            mine = [stored for stored in found if is_same and manifest.files[stored.file].rank == rank]
+            like, is_needed = kept[held.number].like, kept[held.number].needed
+            if held.kind == "bound" and [stored.part.length for stored in mine] != [held.part.length]:
+                if found if like else any(stored.kind == "bound" for stored in manifest.stored):
+                    changed[held.name] = FROM_MEAN if like else ANEW
+                found = mine = []
+            if like and not found:
+                found = files.found(held._replace(name=like))
+            kind = found[0].kind if found else held.kind
+            if mine and kind == held.kind != "agreed":
+                values = _joined(files, held, mine)
+            elif found and kind == "mean":
+                values = _summed(files, held, found) / manifest.layout["dp"]
+                changed[held.name] = FROM_MEAN
+            elif found and kind == "own":
+                values = _summed(files, held, found) / layout["dp"]
+            elif found or (is_needed and kind in ("agreed", "mean")):
+                values = _joined(files, held, found)
+            else:
+                continue
+            for piece, packed in zip(held.part.pieces, held.part.packed().pieces, strict=True):
+                kept[held.number].array[piece.place:piece.place + piece.stop - piece.start] = backend.from_host(
+                    values[packed.place:packed.place + piece.stop - piece.start])
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing.", way_out(path)) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.", way_out(path)) from None
+    finally:
+        files.close()
+    return changed
+
+
+def _joined(files: "_Files", held: Held, found: Sequence[Stored]) -> np.ndarray:
+    """The elements that a rank holds of a tensor, packed, bit for bit."""
+    joined, done = np.empty(held.part.length, held.dtype), 0
+    for place, values in files.elements(held, found):
+        joined[place:place + len(values)] = values
+        done += len(values)
+    if done < len(joined):
+        shape = found[0].part.shape if found else None
+        has = "none" if shape is None else f"shape {shape}" if shape != held.part.shape else "not all of it"
+        full = held.part.tensor if held.name == PARAMETERS else f"{held.name}/{held.part.tensor}"
+        raise CheckpointError(f"The model needs {full} of shape {held.part.shape}, but the checkpoint has {has}.",
+                              "Use the configuration that the checkpoint was trained with.")
+    return joined
+
+
+def _summed(files: "_Files", held: Held, found: Sequence[Stored]) -> np.ndarray:
+    """The sum of what all ranks had of these elements, packed."""
+    total = np.zeros(held.part.length, held.dtype)
+    for place, values in files.elements(held, found):
+        total[place:place + len(values)] += values
+    return total
+
+
+class _Files:
+    """The arrays in the files of a checkpoint."""
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self._path = path
+        self._weight_map: dict[str, str] = {}
+        self._stored: dict[tuple[str, str], list[Stored]] = defaultdict(list)
+        for stored in manifest.stored:
+            self._stored[stored.name, stored.part.tensor].append(stored)
+        self._located: dict[str, dict[str, Located]] = {}
+        self._open: dict[str, int] = {}
+
+    def found(self, held: Held) -> list[Stored]:
+        """Where elements of this tensor lie."""
+        tensor = held.part.tensor
+        if held.name != PARAMETERS:
+            return self._stored.get((held.name, tensor), [])
+        self._weight_map = self._weight_map or json.loads(contents(self._path / INDEX))["weight_map"]
+        if tensor not in self._weight_map:
+            return []
+        file = self._weight_map[tensor]
+        shape = self._tensors(file)[tensor].shape
+        return [Stored(file, tensor, PARAMETERS, "agreed", Part(tensor, shape, None, (Piece(0, prod(shape), 0),)))]
+
+    def elements(self, held: Held, found: Sequence[Stored]) -> Iterator[tuple[int, np.ndarray]]:
+        """The elements in both: where they lie among those held, packed, and their values, MOVED bytes at most at a time."""
+        mine = runs(held.part.packed())
+        for stored in found:
+            if stored.part.shape != held.part.shape:
+                continue
+            here, array = common(mine, runs(stored.part)), self._tensors(stored.file)[stored.key]
+            for place, other, length in zip(*(column.tolist() for column in here), strict=True):
+                for start in range(0, length, MOVED // array.dtype.itemsize):
+                    values = np.empty(min(MOVED // array.dtype.itemsize, length - start), array.dtype)
+                    read_into(self._descriptor(stored.file), values, array.start + (other + start) * array.dtype.itemsize)
+                    yield place + start, values
+
+    def close(self) -> None:
+        """Close what is open."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def _tensors(self, file: str) -> dict[str, Located]:
+        if file not in self._located:
+            self._located[file] = located(self._path / file)[1]
+        return self._located[file]
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._open:
+            if len(self._open) == OPEN:
+                self.close()
+            self._open[file] = os.open(self._path / file, os.O_RDONLY)
+        return self._open[file]

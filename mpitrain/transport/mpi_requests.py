@@ -1,0 +1,110 @@
+"""MPI's messages under way: requests that take turns at MPI with the other threads of their rank.
+
+Nothing here imports mpi4py: the transport brings what these requests need of it.
+"""
+
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from mpitrain.errors import CommError
+
+if TYPE_CHECKING:
+    from mpitrain.transport.mpi import MpiTransport
+
+
+class Turns:
+    """Which thread may call MPI. Started as "serialized", it takes calls of several threads, but one at a time.
+
+    lock    held during every call
+    guests  threads beside the main one that call now; as long as there are any, nobody waits for a message with the lock held
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.guests = RLock(), 0
+
+
+class Receive:
+    """A receive under way; `what` names it."""
+
+    def __init__(self, transport: "MpiTransport", request: Any, array: np.ndarray, unit: Any, what: str):
+        self._transport, self._request, self._unit, self._what = transport, request, unit, what
+        self._turns, self._count = transport.turns, array.size
+        self._status = transport.MPI.Status()
+        self.source = -1
+        self._done = False
+
+    def test(self) -> bool:
+        if self._done:
+            return True
+        try:
+            with self._turns.lock:
+                if self._request.Test(self._status):
+                    self._finish()
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+        return self._done
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        if self._turns.guests:
+            self._transport.wait_until(self.test, what=self)
+            return
+        self._transport.traffic.waits_for = self
+        try:
+            self._request.Wait(self._status)
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+        self._transport.traffic.waits_for = None
+        self._finish()
+
+    def _finish(self) -> None:
+        """The message is here; calls MPI."""
+        arrived = self._status.Get_elements(self._unit)
+        self.source = self._status.source
+        if arrived != self._count:
+            raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements met a message of "
+                            f"{arrived} from rank {self.source}.", "Make both arrays of one length and dtype.")
+        self._done = True
+
+    def __str__(self) -> str:
+        return self._what
+
+    def _fail(self, error: Any) -> NoReturn:
+        raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements failed: "
+                        f"{error.Get_error_string()}") from error
+
+
+class Send:
+    """A send, or a collective of the library, under way; `what` names it."""
+
+    source = -1
+
+    def __init__(self, transport: "MpiTransport", request: Any, what: str):
+        self._transport, self._turns, self._request, self._what = transport, transport.turns, request, what
+
+    def test(self) -> bool:
+        try:
+            with self._turns.lock:
+                return self._request.Test()
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+
+    def wait(self) -> None:
+        if self._turns.guests:
+            self._transport.wait_until(self.test, what=self)
+            return
+        self._transport.traffic.waits_for = self
+        try:
+            self._request.Wait()
+        except self._transport.MPI.Exception as error:
+            self._fail(error)
+        self._transport.traffic.waits_for = None
+
+    def __str__(self) -> str:
+        return self._what
+
+    def _fail(self, error: Any) -> NoReturn:
+        raise CommError(f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}") from error

@@ -1,0 +1,36 @@
+"""Modes, pipelines, and ranks that share layers, over MPI."""
+
+import numpy as np
+import pytest
+
+from mpitrain.transport.mpi import connect
+from mpitrain.transport.threads import run_ranks
+from tests.ranks import test_pipelines, test_tensor
+from tests.ranks.test_apart import BASE, trained
+from tests.ranks.test_training import configured
+
+
+@pytest.mark.parametrize("mpi_ranks", [3])
+@pytest.mark.parametrize("mode", ("master", "local", "gossip"))
+def test_a_mode_computes_over_mpi_what_it_does_on_threads(mpi_ranks, mode):
+    transport, settings = connect(), [*BASE, f"replication.mode={mode}", "replication.period=3"]
+    on_threads = run_ranks(mpi_ranks, trained, settings)[transport.rank]
+    for one, other in zip(on_threads, trained(transport, settings), strict=True):
+        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+
+
+@pytest.mark.parametrize("mpi_ranks", [3])
+@pytest.mark.parametrize("name", ("1f1b", "v-half"))
+def test_a_pipeline_computes_over_mpi_what_it_does_on_threads(mpi_ranks, name):
+    transport, settings = connect(), test_pipelines.layout(1, 3, name, 6, "model.tied=true")
+    numbers, tensors, _ = run_ranks(mpi_ranks, test_pipelines.trained, settings)[transport.rank]
+    over_mpi, found, _ = test_pipelines.trained(transport, settings)
+    assert np.all(np.abs(over_mpi - numbers) <= 1e-9 + 1e-9 * np.abs(numbers)) and found.keys() == tensors.keys()
+    assert all(np.all(np.abs(found[tensor][1] - tensors[tensor][1]) <= 1e-9) for tensor in tensors)
+
+
+@pytest.mark.parametrize("mpi_ranks", [3])
+def test_ranks_that_share_layers_train_over_mpi_as_one_rank_does(mpi_ranks):
+    base = [*test_tensor.GPT, "model.tied=true"]
+    alone = run_ranks(1, test_tensor.curve, configured(*base))
+    test_tensor.check_equal(alone, [test_tensor.curve(connect(), configured(*base, f"layout.tp={mpi_ranks}"))])

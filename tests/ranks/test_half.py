@@ -1,0 +1,117 @@
+"""Half precision on ranks that are threads: close to float32 and to one rank, in step after an overflow, bitwise on resume."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import TrainingError
+from mpitrain.parallel.replicate import Replication
+from mpitrain.run.build import build
+from mpitrain.run.finished import newest
+from mpitrain.run.manifest import Done
+from mpitrain.transport.threads import run_ranks
+from tests.ranks.test_loop import book, go, records  # noqa: F401
+from tests.ranks.test_training import TINY, configured, curves
+from tests.saving import save
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = {"bfloat16": 0.01, "float16": 0.002}
+
+
+@pytest.mark.parametrize("compute", TOLERANCE)
+def test_it_trains_as_float32_does_and_four_replicas_as_one(compute):
+    """`curves` sees to it that replicas end bitwise equal, their mirrors included."""
+    half, exact = [*TINY, f"precision.compute={compute}"], curves(1, *TINY)[0]
+    alone = curves(1, *half)[0]
+    assert np.ptp(exact) > 0.5 and 1e-6 < np.abs(alone - exact).max() < 0.02
+    together = curves(4, *half)[0]
+    assert np.all(np.abs(together / alone - 1) <= TOLERANCE[compute])
+
+
+def test_what_is_divided_changes_no_bit():
+    """Two ranks have one order in which to sum, and without clipping nobody asks for the norm."""
+    base = [*TINY, "precision.compute=float16", "optimizer.clip=0", "model.tied=true"]
+    losses, _, parameters = curves(2, *base)
+    for zero in (1, 2, 3):
+        divided = curves(2, *base, f"replication.zero={zero}")
+        assert np.array_equal(losses, divided[0]) and np.array_equal(parameters, divided[2]), zero
+
+
+@pytest.mark.parametrize("settings", [["layout.pp=2", "batch.micro_batches=2"], ["layout.tp=2"]], ids=["stages", "shards"])
+def test_stages_and_shards_compute_what_one_rank_does(settings):
+    half = [*TINY, "precision.compute=float16"]
+    alone = curves(1, *half)[0]
+    for outcomes in run_ranks(4, steps, configured(*half, *settings), 20):
+        assert np.all(np.abs(np.array([outcome.loss for outcome in outcomes]) / alone - 1) <= TOLERANCE["float16"])
+
+
+def steps(transport, config, count, saved=None, overflow=None, folder=None, own=None):
+    """Some steps; overflow: the rank and the step where a gradient is beyond float16."""
+    trainer, source, done = build(transport, config, saved)
+    if overflow and overflow[0] == transport.rank:
+        right = trainer.replication.loss
+
+        def loss(logits, targets, scale):
+            value, gradient = right(logits, targets, scale)
+            if number == overflow[1]:
+                gradient[0, 0] = np.inf
+            return value, gradient
+
+        trainer.replication.loss = loss
+    outcomes = []
+    for number in range(done.step, done.step + count):
+        outcomes.append(trainer.step(number, *trainer.replication.batch(source, number)))
+    if folder:
+        save(folder, trainer, Done(count, count * 12, "run"), keep=1)
+    if own is not None:
+        own[transport.rank] = trainer.tensors(), [kept.array.copy() for kept in trainer.replication.kept()]
+    return outcomes
+
+
+@pytest.mark.parametrize("zero", (0, 1))
+def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scale(zero):
+    config = configured(*TINY, "precision.compute=float16", f"replication.zero={zero}")
+    with np.errstate(all="ignore"):
+        everyone = run_ranks(4, steps, config, 6, None, (2, 3))
+    for outcomes in everyone:
+        assert [outcome.updated for outcome in outcomes] == [True, True, True, False, True, True]
+        assert [outcome.loss_scale for outcome in outcomes] == [2.0**16] * 4 + [2.0**15] * 2
+        assert [outcome.overflows for outcome in outcomes] == [0, 0, 0, 1, 0, 0]
+        assert [outcome.loss for outcome in outcomes] == [outcome.loss for outcome in everyone[0]]
+        assert np.isfinite([outcome.loss for outcome in outcomes]).all() and outcomes[5].loss < outcomes[2].loss
+
+
+@pytest.mark.parametrize("zero", (0, 1))
+def test_a_run_goes_on_bitwise_where_it_stopped_the_loss_scale_and_the_count_of_updates_included(zero, tmp_path):
+    config = configured(*TINY, "precision.compute=float16", f"replication.zero={zero}")
+    with np.errstate(all="ignore"):
+        whole, rest = {}, {}
+        outcomes = run_ranks(2, steps, config, 8, None, (1, 2), None, whole)[0]
+        run_ranks(2, steps, config, 4, None, (1, 2), tmp_path)
+        resumed = run_ranks(2, steps, config, 4, newest(tmp_path), None, None, rest)[0]
+    assert [o._replace(comm_s=0) for o in outcomes[4:]] == [o._replace(comm_s=0) for o in resumed]
+    assert resumed[0].loss_scale == 2.0**15
+    scalars = json.loads((newest(tmp_path) / "manifest.json").read_text())["scalars"]
+    assert scalars["loss_scale"] == 2.0**15 and scalars["skipped_updates"] == 1
+    for rank in range(2):
+        (mirror, kept), (mirror_too, kept_too) = whole[rank], rest[rank]
+        assert all(np.array_equal(mirror[name], mirror_too[name]) for name in mirror)
+        assert all(np.array_equal(one, other) for one, other in zip(kept, kept_too, strict=True))
+
+
+def test_twenty_overflows_in_a_row_end_a_run_whatever_on_nonfinite_says(book, tmp_path, monkeypatch):  # noqa: F811
+    right = Replication.loss
+
+    def loss(self, logits, targets, scale):
+        value, gradient = right(self, logits, targets, scale)
+        gradient[0, 0] = np.inf
+        return value, gradient
+
+    monkeypatch.setattr(Replication, "loss", loss)
+    with np.errstate(all="ignore"), pytest.raises(TrainingError, match=r"The last 20 steps up to step 20 .* a loss scale of 1\."):
+        go(2, [*book, "precision.compute=float16", "run.steps=30", "run.on_nonfinite=skip"])
+    lines = [record for record in records(tmp_path) if "loss" in record]
+    assert len(lines) == 20 and all(line["overflow"] and "skipped" not in line for line in lines)
+    assert [line["loss_scale"] for line in lines[:3]] == [2.0**16, 2.0**15, 2.0**14]

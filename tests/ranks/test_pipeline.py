@@ -1,0 +1,111 @@
+"""Programs of schedules carried out by threads that send real messages: what is computed is what one rank computes."""
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import CommError
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Complete,
+    Forward,
+    Handoff,
+    Receive,
+    Send,
+    made,
+    needed,
+    with_messages,
+)
+from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.transport.threads import run_ranks
+
+
+def shape(micro):
+    """Ragged: a message that comes out of turn has another size."""
+    return 1 + micro % 3
+
+
+def forward(part, x):
+    return 3 * x + part
+
+
+def backward(part, x, dy):
+    return 2 * dy + x - part
+
+
+def alone(parts, micro_batches):
+    """{(part, micro-batch): (input, gradient of the output)} on one rank."""
+    found = {}
+    for micro in range(micro_batches):
+        inputs = [np.full(shape(micro), 1.0 + micro)]
+        for part in range(parts):
+            inputs.append(forward(part, inputs[-1]))
+        dy = inputs.pop() + 7
+        for part in reversed(range(parts)):
+            found[part, micro] = inputs[part].tolist(), dy.tolist()
+            dy = backward(part, inputs[part], dy)
+    return found
+
+
+def carry_out(transport, program, parts):
+    """This rank's part of what `alone` finds; one tag for each part and direction."""
+    inbox, outgoing, sends, saved, found, weighed = {}, {}, {}, {}, {}, set()
+
+    def arrived(instruction, otherwise):
+        message = needed(instruction, parts)
+        if message is None:
+            return otherwise()
+        request, array = inbox.pop(message)
+        if request:
+            request.wait()
+        return array
+
+    for instruction in program[transport.rank]:
+        match instruction:
+            case Receive(what, part, micro, peer):
+                array = np.full(shape(micro), np.nan)
+                inbox[what, part, micro] = transport.start_recv(array, peer, 2 * part + (what == "gradient")), array
+            case Send(what, part, micro, peer):
+                array = outgoing.pop((what, part, micro))
+                sends[what, part, micro] = transport.start_send(array, peer, 2 * part + (what == "gradient")), array
+            case Complete(what, part, micro):
+                sends.pop((what, part, micro))[0].wait()
+            case Handoff(what, part, micro):
+                inbox[what, part, micro] = None, outgoing.pop((what, part, micro))
+            case Forward(part, micro):
+                x = saved[part, micro] = arrived(instruction, lambda: np.full(shape(micro), 1.0 + micro))
+                outgoing[made(instruction, parts) or micro] = forward(part, x)
+            case BackwardInput(part, micro) | Backward(part, micro):
+                x = saved[part, micro]
+                dy = arrived(instruction, lambda: outgoing.pop(micro) + 7)  # the loss
+                outgoing[made(instruction, parts)] = backward(part, x, dy)
+                found[part, micro] = x.tolist(), dy.tolist()
+                if isinstance(instruction, Backward):
+                    weighed.add((part, micro))
+            case BackwardWeight(part, micro):
+                weighed.add((part, micro))
+    assert not inbox and not sends and weighed == set(found)
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_threads_that_carry_out_a_program_compute_what_one_rank_computes(name, stages):
+    for micro_batches in (stages, 2 * stages) if SCHEDULES[name].grouped else (1, 4, 2 * stages + 1):
+        plan = plan_of(name, stages, micro_batches)
+        parts = len(plan.place)
+        together = {}
+        for found in run_ranks(stages, carry_out, with_messages(plan), parts):
+            together |= found
+        assert together == alone(parts, micro_batches)
+
+
+def test_blocking_sends_deadlock_on_threads_where_the_simulator_says_so():
+    program = tuple(tuple(done for i in mine if not isinstance(i, Complete)
+                          for done in ([i, Complete(*i)] if isinstance(i, Send) else [i]))
+                    for mine in with_messages(plan_of("1f1b", 3, 4), ahead=0))
+    with pytest.raises(CommError) as caught:
+        run_ranks(3, carry_out, program, 3)
+    for rank, wait in enumerate(("send to rank 1, tag 2,", "send to rank 2, tag 4,", "send to rank 1, tag 3,")):
+        assert f"rank {rank} waits in {wait}" in str(caught.value)

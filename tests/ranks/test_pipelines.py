@@ -1,0 +1,286 @@
+"""Pipelines that train: every schedule and layout equals one rank, sends what it must, and keeps what any layout can load."""
+
+import gc
+from collections import Counter, defaultdict
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.parallel.grid import share
+from mpitrain.pipeline import memory
+from mpitrain.pipeline.files import write_plan
+from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.pipeline.simulate import Cost
+from mpitrain.pipeline.stage import Stage
+from mpitrain.run.build import build
+from mpitrain.run.generate import tokens
+from mpitrain.run.manifest import Done
+from mpitrain.run.trainer import replicas_equal
+from mpitrain.transport.base import FIRST_CLAIMED_TAG
+from mpitrain.transport.threads import ThreadTransport, run_ranks
+from tests.ranks.test_training import configured
+from tests.saving import save
+
+pytestmark = pytest.mark.slow
+STEPS, ROWS = 5, 13    # ragged, whatever it is divided by
+SMALL = ["model.layers=3", "model.width=8", "model.heads=2", "model.context=8", f"batch.size={ROWS}", "run.steps=5",
+         "optimizer.warmup=0", "optimizer.lr=0.01", "optimizer.clip=0.5", "precision.compute=float64", "run.eval_rows=5"]
+
+
+def layout(dp, pp, name, micro_batches=0, *settings):
+    return [f"layout.dp={dp}", f"layout.pp={pp}", f"pipeline.schedule={name}", f"batch.micro_batches={micro_batches}", *settings]
+
+
+def trained(transport, settings):
+    """Losses and norms of every step, what an evaluation says, {name: (description, values)} of this rank's parameters, their
+    number in all.
+    """
+    trainer, source, _ = build(transport, configured(*SMALL, *settings))
+    found, counts = [], []
+    for index in range(STEPS):
+        outcome = trainer.step(index, *trainer.replication.batch(source, index))
+        found.append((outcome.loss, outcome.grad_norm))
+        counts.append(trainer.arena.allocations)
+        assert trainer.arena.live == 0
+    assert len(set(counts)) == 1, "buffers are used again"
+    found.append(trainer.evaluate(source))
+    assert replicas_equal(trainer)
+    tensors = trainer.tensors()
+    return np.array(found), {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}, trainer.parameter_count
+
+
+def assert_equal_to_one_rank(truth, ranks, settings):
+    numbers, tensors, count = truth
+    names = set()
+    for found, mine, counted in run_ranks(ranks, trained, settings):
+        assert np.all(np.abs(found - numbers) <= 1e-9 + 1e-9 * np.abs(numbers)) and counted == count
+        names |= mine.keys()
+        for name, (parameter, values) in mine.items():
+            right = parameter.part_of(tensors[name][1])
+            assert np.all(np.abs(values - right) <= 1e-9 + 1e-9 * np.abs(right)), name
+    assert names == tensors.keys()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {tied: run_ranks(1, trained, [f"model.tied={tied}"])[0] for tied in ("true", "false")}
+
+
+LAYOUTS = [(1, 1, "zb-v"), (1, 2, "zero-bubble"), (1, 3, "v-half"), (1, 4, "1f1b"), (2, 2, "gpipe"), (1, 6, "naive"),
+           (2, 3, "breadth-first"), (3, 2, "interleaved"), (1, 8, "zero-bubble"), (2, 4, "1f1b"), (4, 2, "zb-v")]
+
+
+@pytest.mark.parametrize("tied", ("true", "false"))
+@pytest.mark.parametrize("dp, pp, name", LAYOUTS, ids=[f"{dp}x{pp}-{name}" for dp, pp, name in LAYOUTS])
+def test_every_layout_is_equal_to_one_rank(dp, pp, name, tied, alone):
+    micro_batches = max(1, min(2 * pp, ROWS // dp // pp * pp))
+    assert_equal_to_one_rank(alone[tied], dp * pp, layout(dp, pp, name, micro_batches, f"model.tied={tied}"))
+
+
+@pytest.mark.parametrize("tied, dp, pp, name", [
+    ("true", 1, 2, "zb-v"), ("true", 2, 2, "interleaved"), ("false", 2, 2, "zero-bubble"), ("true", 1, 3, "breadth-first"),
+    ("false", 1, 4, "1f1b"),
+])
+def test_stages_of_ranks_that_share_layers_are_equal_to_one_rank(dp, pp, name, tied, alone):
+    assert_equal_to_one_rank(alone[tied], 2 * dp * pp, layout(dp, pp, name, pp, f"model.tied={tied}", "layout.tp=2"))
+
+
+@pytest.mark.parametrize("dp, pp, micro_batches", [(1, 3, 6), (2, 2, 6)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_equal_to_one_rank(name, dp, pp, micro_batches, alone):
+    assert_equal_to_one_rank(alone["true"], dp * pp, layout(dp, pp, name, micro_batches, "model.tied=true"))
+
+
+@pytest.mark.parametrize("settings", [
+    ["replication.zero=1"], ["replication.overlap=false"], ["replication.algorithm=halving-doubling", "pipeline.partition=1,6,1"],
+    ["replication.bucket_mb=0.0001", "pipeline.partition=3,2,3"],
+])
+def test_how_replicas_are_kept_in_step_and_where_the_model_is_cut_changes_nothing(settings, alone):
+    assert_equal_to_one_rank(alone["true"], 6, layout(2, 3, "zero-bubble", 5, "model.tied=true", *settings))
+
+
+def test_a_schedule_of_a_file_trains(alone, tmp_path):
+    plan = plan_of("breadth-first", 2, 5, 2)
+    turned = plan._replace(place=(1, 0, 1, 0), lists=plan.lists[::-1])    # the first part lies on the last stage
+    write_plan(tmp_path / "own.json", turned)
+    assert_equal_to_one_rank(alone["true"], 4, layout(2, 2, tmp_path / "own.json", 0, "model.tied=true"))
+
+
+@pytest.mark.parametrize("wire", ("fp16", "topk:0.2"))
+def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
+    settings = layout(2, 2, "1f1b", 3, "precision.compute=float32", f"replication.wire={wire}", "model.tied=true")
+    whole, *_ = run_ranks(4, trained, [*settings[:-2], "model.tied=true"])
+    for found, *_ in run_ranks(4, trained, settings):
+        assert np.all(np.abs(found[:, 0] / whole[0][:, 0] - 1) <= (1e-3 if wire == "fp16" else 0.1))
+        assert not np.array_equal(found, whole[0])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_boundary_has_one_activation_and_one_gradient_for_each_micro_batch(name, monkeypatch):
+    stages, m, sent, start_send = 3, 6, Counter(), ThreadTransport.start_send
+
+    def noted(self, array, to, tag=0):
+        if tag < FIRST_CLAIMED_TAG:
+            sent[self.rank, to, tag, array.nbytes] += 1
+        return start_send(self, array, to, tag)
+
+    def step(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(1, stages, name, m)))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+
+    monkeypatch.setattr(ThreadTransport, "start_send", noted)
+    run_ranks(stages, step)
+    place = plan_of(name, stages, m).place
+    rows = [len(share(ROWS, micro, m)) for micro in range(m)]
+    expected = Counter()
+    for part, (here, there) in enumerate(pairwise(place)):
+        for nbytes in (8 * 8 * 8 * count for count in rows if here != there):
+            expected[here, there, 2 * (part + 1), nbytes] += 1
+            expected[there, here, 2 * part + 1, nbytes] += 1
+    assert sent == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypatch):
+    stages, m, live, most = 4, 8, defaultdict(int), defaultdict(int)
+
+    def counted(method, change):
+        before = getattr(Stage, method)
+
+        def changed(self, *arguments):
+            rank = self._replication.replica.grid.place.pp
+            live[rank] += max(change, 0)
+            most[rank] = max(most[rank], live[rank])
+            found = before(self, *arguments)
+            live[rank] += min(change, 0)
+            return found
+
+        monkeypatch.setattr(Stage, method, changed)
+
+    for method, change in (("forward", 1), ("backward", -1), ("backward_weight", -1)):
+        counted(method, change)
+
+    def step(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(1, stages, name, m)))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+
+    run_ranks(stages, step)
+    plan = plan_of(name, stages, m)
+    assert most == {stage: memory.peak(mine, [Cost()] * len(plan.place)).live for stage, mine in enumerate(plan.lists)}
+
+
+@pytest.mark.parametrize("name", ("gpipe", "1f1b", "zero-bubble"))
+def test_peak_activation_bytes_are_within_a_tenth_of_the_simulator_s(name):
+    """Above it are the message on its way, and what a layer needs while it computes."""
+    stages, m = 2, 4
+    deep = ["model.layers=28", "model.width=32", "model.heads=2", "model.context=16", f"batch.size={m}"]
+
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*deep, *layout(1, stages, name, m)))
+        here, arena = transport.rank, trainer.arena
+        stage = Stage(trainer.units, trainer.replication, arena)
+        stage.begin(1)
+        trainer.replication.begin(0)
+        x = arena.take((1, 16, 32), np.float32)
+        y = stage.forward(0, x if here else np.zeros((1, 16), np.int64))
+        dy = np.zeros(y.shape, np.float32)
+        del x, y
+        saved = arena.live
+        stage.backward_input(0, dy)
+        pending = arena.live
+        stage.backward_weight(0)
+        arena.peak, peaks, finish = 0, [], trainer.replication.finish
+        trainer.replication.finish = lambda mine: (peaks.append(arena.peak), finish(mine))[1]    # the update has needs of its own
+        trainer.step(0, *trainer.replication.batch(source, 0))
+        costs = [Cost(saved=saved, pending=pending)] * stages
+        return *peaks, memory.peak(plan_of(name, stages, m).lists[here], costs).nbytes
+
+    for peak, told in run_ranks(stages, run):
+        assert told <= peak <= 1.1 * told
+
+
+def everything(transport, settings, folder, saved=None):
+    """{(what, tensor): (description, values)} of what this rank keeps, NaN where it has none, and a text; saves, too."""
+    trainer, source, done = build(transport, configured(*SMALL, *settings), saved)
+    if not saved:
+        for index in range(2):
+            trainer.step(index, *trainer.replication.batch(source, index))
+        trainer.replication.settle()
+        save(folder, trainer, Done(2, 2 * ROWS, "run"), keep=1)
+    found = {}
+    for kept in trainer.replication.kept():
+        flat = np.full(trainer.storage.length, np.nan)
+        for piece in kept.pieces:
+            flat[piece.start:piece.stop] = kept.array[piece.place:piece.place + piece.stop - piece.start]
+        found |= {(kept.name, entry.name): (entry.parameter, entry.view(flat)) for entry in trainer.storage.entries}
+    text = [*islice(tokens(trainer, [10, 20], 0.8, 40, seed=0), 5)]
+    return found, text, done
+
+
+LOADED = {"alone": (1, []), "2x2": (4, layout(2, 2, "zb-v", 2, "replication.zero=1")), "1x4": (4, layout(1, 4, "1f1b", 4)),
+          "2x2x2": (8, layout(2, 2, "v-half", 2, "layout.tp=2", "replication.zero=1")),
+          "2x3": (6, layout(2, 3, "interleaved", 3, "pipeline.partition=1,1,1,1,1,3"))}
+
+
+@pytest.mark.parametrize("then", [name for name in LOADED if name != "2x2x2"])
+def test_checkpoints_of_any_layout_load_into_any_other_bit_for_bit_and_speak_alike(then, tmp_path):
+    tied, folder = "model.tied=true", tmp_path / "checkpoints"
+    ranks, settings = LOADED[then]
+    saved = run_ranks(ranks, everything, [*settings, tied], folder)
+    whole = {}
+    for found, *_ in saved:
+        for key, (_, values) in found.items():
+            whole[key] = np.where(np.isnan(values), whole.get(key, values), values)
+    assert not any(np.isnan(values).any() for values in whole.values()) and len({name for name, _ in whole}) == 3
+    path, = folder.iterdir()
+    for ranks, settings in LOADED.values():
+        seen = set()
+        for found, text, done in run_ranks(ranks, everything, [*settings, tied], folder, path):
+            assert done == saved[0][2]._replace(step=2, samples=2 * ROWS, run="run") and text == saved[0][1]
+            seen |= found.keys()
+            for key, (parameter, values) in found.items():
+                assert np.array_equal(values[~np.isnan(values)], parameter.part_of(whole[key])[~np.isnan(values)]), key
+        assert seen == whole.keys()
+
+
+@pytest.mark.parametrize("ranks, settings, law, way_out", [
+    (3, layout(1, 3, "interleaved", 3, "model.layers=1"), "there are 4 units for 6 parts (stages x chunks).",
+     "Take at most 4 parts, or a model with more layers."),
+    (3, layout(1, 3, "1f1b", 2), "A pipeline of 3 stages is never full with fewer micro-batches, but there are 2.",
+     "Set batch.micro_batches to at least 3, or --pp to at most 2."),
+    (3, layout(1, 3, "interleaved", 4), "3 stages do not divide 4 micro-batches.", "Take 3 or 6 micro-batches"),
+    (4, layout(2, 2, "1f1b", 0, "batch.size=3"), "Each of dp 2 x micro-batches 2 = 4 shares needs a sequence, but batch.size",
+     "Set batch.size to at least 4"),
+    (2, layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"), "but '3,4' is 2 that add up to 7.", "Write 4,4, for example."),
+    (2, layout(1, 2, "1f1b", 4, "pipeline.chunks=2"), "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.", "Leave the"),
+    (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", ""),
+])
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(ranks, settings, law, way_out):
+    with pytest.raises(ConfigError) as caught:
+        run_ranks(ranks, lambda transport: build(transport, configured(*SMALL, *settings)))
+    assert caught.value.agreed and law in caught.value.law and way_out in caught.value.way_out
+
+
+def test_micro_batches_that_nobody_has_set_are_two_a_stage_as_far_as_there_are_rows():
+    def chosen(transport, *settings):
+        return build(transport, configured(*SMALL, *settings)).trainer.config.batch.micro_batches
+
+    for ranks, pp, rows, wanted in ((1, 1, 13, 1), (2, 2, 13, 4), (4, 2, 6, 2), (3, 3, 13, 6), (3, 3, 5, 3)):
+        assert run_ranks(ranks, chosen, f"layout.pp={pp}", f"batch.size={rows}") == [wanted] * ranks
+
+
+def test_a_closed_trainer_leaves_no_window_and_waits_for_no_collector():
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(1, 2, "1f1b", 4)))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.evaluate(source)
+        trainer.close()
+        return len(transport.windows)
+
+    gc.disable()
+    try:
+        assert run_ranks(2, run) == [0, 0]
+    finally:
+        gc.enable()

@@ -1,0 +1,119 @@
+"""A transport that is recorded: it obeys the laws of transports, and its trace says what happened, when, on one clock."""
+
+import json
+import time
+from statistics import median
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+from mpitrain.layers.base import Unit
+from mpitrain.machine.arena import Arena
+from mpitrain.parallel.replicate import Replication
+from mpitrain.pipeline.stage import Stage
+from mpitrain.report.predicted import compare
+from mpitrain.report.shares import BUBBLE, shares
+from mpitrain.report.timeline import read_timeline, told
+from mpitrain.run.folder import configuration
+from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.ring import COMPUTE, RECEIVE, REDUCTION, SEND, WAIT, read_trace
+from mpitrain.transport.recorded import Recorded, clock_offset
+from mpitrain.transport.threads import run_ranks
+from tests.laws.transport import TransportLaws, laws_of
+from tests.ranks.test_loop import book, go  # noqa: F401 (a fixture)
+
+LAST = "law_a_message_of_another_size_is_an_error_at_its_receiver"  # after it threads carry no more; it knows them by their type
+
+
+def test_what_is_recorded_obeys_the_laws_of_transports():
+    def obey(transport):
+        recorded = Recorded(transport, Recorder())
+        for name in laws_of(TransportLaws):
+            if name != LAST:
+                getattr(TransportLaws(), name)(recorded)
+
+    run_ranks(3, obey)
+
+
+def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecond(tmp_path):
+    truth = []
+
+    class Sleepy:
+        def forward(self, w, x, arena):
+            started = time.perf_counter()
+            time.sleep(0.005 * len(truth))
+            truth.append((started, time.perf_counter()))
+            return x, None
+
+    class Alone(Replication):
+        def __init__(self):
+            self._weights = {0: None}
+
+    recorder = Recorder()
+    stage = Stage([Unit("sleepy", Sleepy())], Alone(), Arena(), recorder=recorder)
+    for micro in range(8):
+        stage.forward(micro, 0)
+    recorder.keep(tmp_path / "trace")
+    records = read_trace(tmp_path / "trace").records
+    assert records["micro"].tolist() == list(range(8)) and (records["kind"] == COMPUTE).all()
+    errors = [max(abs(start - record["start"]), abs(end - record["end"]))
+              for (start, end), record in zip(truth, records, strict=True)]
+    assert median(errors) < 1e-3, errors    # a busy machine may take a thread away in between, now and then
+
+
+def test_clocks_of_hosts_are_put_on_that_of_rank_0():
+    skew = {"a": 0.0, "b": 1234.5, "c": -77.0}
+
+    def offset(transport):
+        mine = skew[transport.hosts[transport.rank]]
+        return clock_offset(transport, lambda: time.perf_counter() + mine) + mine
+
+    errors = run_ranks(4, offset, hosts=("a", "b", "b", "c"))
+    assert errors[0] == 0 and errors[1] == errors[2]
+    np.testing.assert_allclose(errors, 0, atol=0.02)    # half of the shortest of 16 ways there and back
+
+
+def test_a_run_leaves_traces_that_name_its_messages_and_its_slow_rank_and_whose_shares_sum_to_the_whole(
+        book, tmp_path):  # noqa: F811
+    go(3, [*book, "replication.algorithm=ring", "replication.bucket_mb=0.001", "batch.micro_batches=2", "run.delay=1:40"])
+    timeline = read_timeline(tmp_path / "run")
+    found = shares(timeline)
+    assert found.slowest == 1 and found.steps == range(1, 6)
+    assert abs(found.of_all.sum() - 1) < 1e-9 and (found.seconds > -1e-9).all()
+    for rank, trace in enumerate(timeline.traces):
+        assert trace.facts["rank"] == rank and trace.facts["place"] == {"tp": 0, "dp": rank, "pp": 0}
+        of = {kind: [told(trace, record) for record in trace.records[trace.records["kind"] == kind] if record["step"] == 3]
+              for kind in (COMPUTE, WAIT, REDUCTION, SEND, RECEIVE)}
+        assert {"forward of embedding, micro-batch 0", "backward of head, micro-batch 1", "the loss, micro-batch 1", "its rows",
+                "run.delay", "update of the parameters"} <= set(of[COMPUTE])
+        assert of[WAIT] == ["the sums of gradients", "all-reduce of the control message"]
+        assert "all-reduce of bucket 0" in of[REDUCTION] and len(of[SEND]) == len(of[RECEIVE]) > 4
+        assert any(said.startswith(f"send to rank {(rank + 1) % 3}: all-reduce of bucket 0, ") for said in of[SEND])
+        assert (trace.records["end"] > 0).all()
+    go(3, [*book, "run.trace=false", f"run.out={tmp_path / 'without'}"])
+    assert not (tmp_path / "without" / "trace").exists()
+
+
+def test_of_a_pipeline_the_trace_names_activations_and_gradients_and_has_its_bubble(book, tmp_path):  # noqa: F811
+    go(2, [*book, "layout.pp=2", "batch.micro_batches=3"])
+    timeline = read_timeline(tmp_path / "run")
+    found = shares(timeline)
+    assert found.seconds[1, BUBBLE] > 0 and abs(found.of_all.sum() - 1) < 1e-9
+    compared = compare(timeline, found.steps, configuration(tmp_path / "run"))
+    assert 0 < compared.measured_s * len(found.steps) <= found.seconds.sum(1).max(), "the evaluation at the end is in no step"
+    first, last = ([told(trace, record) for record in trace.records[trace.records["kind"] == SEND] if record["step"] == 3]
+                   for trace in timeline.traces)
+    pytest.importorskip("matplotlib")
+    shown = CliRunner().invoke(commands, ["report", str(tmp_path / "run")])
+    assert shown.exit_code == 0 and "Schedule 1f1b on 2 stage(s) with 3 micro-batch(es): " in shown.output, shown.output
+    folder = tmp_path / "run" / "report"
+    events = json.loads((folder / "perfetto.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1} and all(event.get("dur", 0) >= 0 for event in events)
+    assert sum(event["name"] == "step 4" for event in events) == 2
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "http" not in page and "Where the time went in steps 2 to 6" in page
+    for micro in range(3):
+        for sent, begins in ((first, "send to rank 1: activation, "), (last, "send to rank 0: gradient, ")):
+            assert sum(said.startswith(begins) and said.endswith(f"micro-batch {micro}") for said in sent) == 1

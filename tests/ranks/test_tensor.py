@@ -1,0 +1,220 @@
+"""Ranks that share layers, and replicas of such ranks, train as one rank does."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit
+from mpitrain.layers.initial import normal
+from mpitrain.layers.plain import Linear, Plain
+from mpitrain.models.mlp import mlp
+from mpitrain.ops.device import ops_for
+from mpitrain.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from mpitrain.run.build import build
+from mpitrain.run.generate import tokens
+from mpitrain.run.manifest import Done
+from mpitrain.run.trainer import Trainer, replicas_equal
+from mpitrain.transport.threads import run_ranks
+from tests.ranks.test_training import configured
+from tests.saving import save
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+GPT = ["model.layers=2", "model.width=48", "model.heads=6", "model.context=24", "data.vocabulary=251", "batch.size=12",
+       "optimizer.warmup=0", "optimizer.lr=0.01", "optimizer.clip=0.5", f"run.steps={STEPS}", "precision.compute=float64"]
+
+
+class Tokens:
+    """Rows of tokens, or of numbers and a class each, that depend on the step alone."""
+
+    def __init__(self, vocabulary, context):
+        self.inputs = self.classes = vocabulary
+        self.context, self.held_out = context, 9
+        self.model = "gpt"
+
+    def batch(self, seed, step, size, rows, before=None):
+        tokens = np.random.default_rng([seed, step]).integers(self.inputs, size=(size, self.context + 1))
+        mine = tokens[rows.start:rows.stop]
+        return mine[:, :-1], mine[:, 1:]
+
+    def held_out_rows(self, rows):
+        tokens = np.random.default_rng(99).integers(self.inputs, size=(self.held_out, self.context + 1))[list(rows)]
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+class Points(Tokens):
+    """Points of some dims, with a class each."""
+
+    def batch(self, seed, step, size, rows, before=None):
+        generator = np.random.default_rng([seed, step])
+        points, classes = generator.standard_normal((size, self.inputs)), generator.integers(self.classes, size=size)
+        return points[rows.start:rows.stop], classes[rows.start:rows.stop]
+
+    def held_out_rows(self, rows):
+        return self.batch(99, 0, self.held_out, range(self.held_out))
+
+
+def source_of(config):
+    if config.model.kind == "mlp":
+        return Points(10, 0)
+    return Tokens(config.data.vocabulary, config.model.context)
+
+
+def curve(transport, config, steps=STEPS):
+    """What a rank is told of every step and of an evaluation, its part of every tensor, and the number of parameters."""
+    source = source_of(config)
+    job = build(transport, config, source=source)
+    trainer = job.trainer
+    told, allocations = [], set()
+    for step in range(steps):
+        outcome = trainer.step(step, *trainer.replication.batch(source, step))
+        told.append((outcome.loss, outcome.grad_norm))
+        allocations.add(trainer.arena.allocations)
+    assert len(allocations) == 1 and trainer.arena.live == 0, "what the first step has taken serves all"
+    assert replicas_equal(trainer)
+    told.append(trainer.evaluate(source))
+    tensors = trainer.tensors()
+    found = {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}
+    return np.array(told), found, trainer.parameter_count
+
+
+def check_equal(alone, together, tolerance=1e-9):
+    (told, whole, count), = alone
+    for others, tensors, counted in together:
+        assert counted == count and np.ptp(told[:STEPS, 0]) > 1e-3
+        assert np.all(np.abs(others - told) <= tolerance + tolerance * np.abs(told)), others - told
+        for name, (parameter, values) in tensors.items():
+            truth = parameter.part_of(whole[name][1])
+            assert values.shape == truth.shape and np.all(np.abs(values - truth) <= tolerance), name
+
+
+@pytest.mark.parametrize("settings, layouts", [
+    (["batch.micro_batches=2"], [(1, 2, 1), (2, 3, 1), (1, 6, 1)]),
+    (["model.tied=true", "batch.micro_batches=3"], [(3, 1, 1), (1, 3, 1), (4, 2, 1), (1, 2, 3)]),
+    (["model.width=64", "model.heads=8", "model.tied=true"], [(1, 4, 1), (1, 8, 1)]),
+    (["model.kind=mlp", "model.layers=2"], [(1, 2, 1), (2, 3, 1)]),
+    (["model.kind=mlp", "model.layers=3", "replication.zero=1"], [(2, 2, 1), (1, 8, 1)]),
+], ids=["gpt", "tied", "wide", "mlp 2", "mlp 3"])
+def test_ranks_that_share_layers_train_as_one_rank_does(settings, layouts):
+    base = [*GPT, *settings]
+    alone = run_ranks(1, curve, configured(*base))
+    for dp, tp, pp in layouts:
+        check_equal(alone, run_ranks(dp * tp * pp, curve, configured(*base, f"layout.tp={tp}", f"layout.pp={pp}")))
+
+
+@pytest.mark.parametrize("settings, layouts", [
+    (["batch.micro_batches=2", "model.tied=true"], [(1, 2, 1), (2, 3, 1), (1, 6, 1), (1, 2, 2)]),
+    (["model.width=64", "model.heads=8", "layout.keep_gathered=true", "replication.zero=1"], [(2, 4, 1), (1, 8, 1)]),
+], ids=["tied", "wide, kept"])
+def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts):
+    base = [*GPT, *settings]
+    alone = run_ranks(1, curve, configured(*base))
+    for dp, tp, pp in layouts:
+        layout = [f"layout.tp={tp}", f"layout.pp={pp}", "layout.sequence_parallel=true"]
+        check_equal(alone, run_ranks(dp * tp * pp, curve, configured(*base, *layout)))
+
+
+def test_what_all_hold_has_equal_bits_after_lossy_steps_of_three_replicas():
+    config = configured(*GPT[:-1], "layout.tp=2", "replication.wire=int8", "replication.bucket_mb=0.01", "run.steps=20")
+    run_ranks(6, curve, config, 20)    # which asks for it
+    rows = config.layout.model_copy(update={"sequence_parallel": True})
+    run_ranks(6, curve, config.model_copy(update={"layout": rows}), 20)
+    run_ranks(6, curve, config.model_copy(update={"replication": config.replication.model_copy(update={"bucket_mb": 0.0})}), 2,
+              hosts="aaabbb")    # where a group of replicas lies as aab, and the other as abb
+
+
+def test_a_step_sends_the_bytes_of_its_formula():
+    """In sum over the ranks, by rings: 2 (n - 1) S for each all-reduce of S bytes."""
+    def sent(transport, config):
+        trainer, source, _ = build(transport, config, source=source_of(config))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+        before = transport.traffic.nbytes
+        trainer.step(1, *trainer.replication.batch(source, 1))
+        return transport.traffic.nbytes - before
+
+    n, layers, rows, width = 3, 2, 12 * 24, 48
+    norms, again = (2 * layers + 1) * 2 * width, (2 * layers + 1) * rows * width
+    base = [*GPT, f"layout.tp={n}", "batch.micro_batches=2", "layout.algorithm=ring", "replication.algorithm=ring"]
+    found = run_ranks(n, sent, configured(*base))
+    maximum_and_two_sums, control = 3 * rows, 4
+    whole = 2 * (n - 1) * 8 * ((4 * layers + 2) * rows * width + maximum_and_two_sums + control)
+    assert sum(found) == whole
+    for kept in (True, False):
+        by_rows = ["layout.sequence_parallel=true", f"layout.keep_gathered={str(kept).lower()}"]
+        found = run_ranks(n, sent, configured(*base, *by_rows))
+        assert sum(found) == whole + (n - 1) * 8 * (2 * norms + (0 if kept else again))
+
+
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other_with_the_same_bits(tmp_path):
+    def passed_on(transport, path, tp, folder):
+        """The checkpoint, read and written again by ranks of which `tp` share layers."""
+        config = configured(*GPT, "model.tied=true", f"layout.tp={tp}")
+        job = build(transport, config, path, source=source_of(config))
+        kept = {kept.name: kept.array.copy() for kept in job.trainer.replication.kept()}
+        return save(folder, job.trainer, job.done, keep=1), kept
+
+    def begun(transport):
+        config = configured(*GPT, "model.tied=true", "layout.tp=3")
+        trainer, source, _ = build(transport, config, source=source_of(config))
+        for step in range(2):
+            trainer.step(step, *trainer.replication.batch(source, step))
+        return save(tmp_path / "begun", trainer, Done(2, 24, "run"), keep=1)
+
+    path = run_ranks(6, begun)[0]
+    (_, first), = run_ranks(1, passed_on, path, 1, tmp_path / "alone")
+    for ranks, tp in ((2, 2), (6, 6), (4, 2)):
+        path = run_ranks(ranks, passed_on, path, tp, tmp_path / f"{ranks} {tp}")[0][0]
+    (_, last), = run_ranks(1, passed_on, path, 1, tmp_path / "alone again")
+    assert {"parameters", "first_moment", "second_moment"} <= set(first) == set(last) and np.any(first["second_moment"])
+    assert all(np.array_equal(first[name], last[name]) for name in first)
+
+
+def test_layers_in_a_list_of_one_s_own_gather_and_split_where_they_are_told_to():
+    def units(layers):
+        draw = normal(0.3)
+        return [Unit("a", ColumnParallelLinear(layers, 10, 12, draw, "gelu", gather_output=True)),
+                Unit("b", RowParallelLinear(layers, 12, 7, draw, "gelu", input_is_parallel=False)),
+                Unit("c", ColumnParallelLinear(layers, 7, 24, draw, "relu")),
+                Unit("d", RowParallelLinear(layers, 24, 6, draw, bias=False)),
+                Unit("e", ColumnParallelLinear(layers, 6, 12, draw, bias=False, gather_output=True))]
+
+    def plain(layers):
+        return [Unit(name, Linear(layers.ops, *shape, normal(0.3), activation, bias)) for name, shape, activation, bias in (
+            ("a", (10, 12), "gelu", True), ("b", (12, 7), "gelu", True), ("c", (7, 24), "relu", True),
+            ("d", (24, 6), None, False), ("e", (6, 12), None, False))]
+
+    def trained(transport, units, tp):
+        config = configured("model.kind=mlp", "model.width=12", "batch.size=9", "optimizer.lr=0.01", f"run.steps={STEPS}",
+                            "optimizer.warmup=0", "precision.compute=float64", f"layout.tp={tp}")
+        trainer, source = Trainer(transport, units, config), Points(10, 0)
+        told = [trainer.step(step, *trainer.replication.batch(source, step))[:2] for step in range(STEPS)]
+        assert replicas_equal(trainer) and trainer.arena.live == 0
+        told.append(trainer.evaluate(source))
+        tensors = trainer.tensors()
+        return np.array(told), {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}, \
+            trainer.parameter_count
+
+    alone = run_ranks(1, trained, plain, 1)
+    for dp, tp in ((1, 1), (1, 2), (2, 3)):
+        check_equal(alone, run_ranks(dp * tp, trained, units, tp))
+
+
+def test_units_that_would_train_apart_are_refused():
+    config = configured("layout.tp=2", "model.kind=mlp")
+    units = mlp(Plain(ops_for("cpu")), features=3, hidden=[4], classes=2)
+    with pytest.raises(ConfigError, match=r"weight of unit hidden\.0 is neither") as refused:
+        run_ranks(2, lambda transport: Trainer(transport, units, config))
+    assert refused.value.agreed
+
+
+def test_ranks_that_share_layers_write_the_text_of_one_rank():
+    def written(transport, tp):
+        config = configured(*GPT, f"layout.tp={tp}", "layout.sequence_parallel=true")
+        trainer = build(transport, config, source=source_of(config)).trainer
+        return list(islice(tokens(trainer, [3, 5], 0.8, 40, transport.rank), 30))
+
+    alone, = run_ranks(1, written, 1)
+    assert run_ranks(2, written, 2) == [alone] * 2 and run_ranks(6, written, 3) == [alone] * 6

@@ -1,0 +1,247 @@
+"""`mpitrain plan`: charts, schedules in files, steps of all-reduces."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+from mpitrain.collectives.algorithms import ALL_REDUCE
+from mpitrain.errors import ConfigError
+from mpitrain.pipeline.files import find_plan, read_plan, write_plan
+from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.plan.collective import all_reduce_plans, amounts, rounds
+from tests.processes import run
+
+
+def shown(*words, columns=100):
+    done = CliRunner().invoke(commands, ["plan", *map(str, words)], env={"COLUMNS": str(columns)}, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_chart_has_a_row_per_stage_and_what_it_comes_to_in_words():
+    assert shown("schedule", "--stages", 3, "--micro-batches", 4) == """\
+1f1b: 3 stage(s), 4 micro-batch(es)
+
+         0              5              10             15
+stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 .. B2 W2 .. B3 W3
+stage 1  .. F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 .. B3 W3 ..
+stage 2  ..... F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .....
+
+F forward, B input half of backward, W weight half
+makespan 16 ms, of which a stage computes 12: bubble 25.0%
+peak live, by stage: 3, 2, 1 micro-batches
+of these wait for their weight half: at most 1, 1, 1
+"""
+
+
+def test_the_readme_shows_what_is_printed():
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    command, _, printed = page.partition("$ mpitrain plan ")[2].partition("\n")
+    assert printed.startswith(shown(*command.split()))
+
+
+def test_parts_of_a_stage_are_told_apart_and_times_and_sizes_are_those_of_a_stage():
+    assert shown("schedule", "--schedule", "interleaved", "--stages", 2, "--micro-batches", 2, "--forward-ms", 2, "--backward-ms",
+                 3, "--weight-ms", 1, "--transfer-ms", 0.5, "--receive-ms", 0.25, "--saved-mb", 8) == """\
+interleaved: 2 stage(s), 2 micro-batch(es)
+
+         0                   5                   10                  15
+stage 0  F0a F1a ..... F0b  F1b ............ BW0b--- .... BW1b---  BW0a--- .... BW1a---
+stage 1  ...... F0a  F1a .... F0b BW0b---  F1b BW1b---  BW0a--- .... BW1a--- ..........
+
+F forward, BW both halves; parts of a stage a, b, ...
+makespan 19.75 ms, of which a stage computes 12: bubble 39.2%
+peak live, by stage: 4, 3 micro-batches of one part each
+peak activations, by stage: 16, 12 MB
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 100, 130])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_chart_fits_the_terminal_and_shows_every_instruction_once(name, columns):
+    output = shown("schedule", "--schedule", name, columns=columns)
+    lines = output.splitlines()
+    assert max(map(len, lines)) <= columns
+    for stage, mine in enumerate(plan_of(name, 4, 8).lists):
+        row = " ".join(line for line in lines if line.startswith(f"stage {stage}"))
+        seen = [word for word in row.replace(f"stage {stage}", "").split() if word.strip("-.")]
+        assert len(seen) == len(mine), (name, stage)
+
+
+@pytest.mark.parametrize("halves", [(1e12, 1e-12, 0), (1e-12, 1, 1), (1e-12, 0, 0), (1 / 3, 0.7, 1e-9)])
+def test_a_chart_of_any_times_fits_the_terminal(halves):
+    options = [word for name, time in zip(("forward", "backward", "weight"), halves, strict=True)
+               for word in (f"--{name}-ms", time)]
+    assert max(map(len, shown("schedule", "--schedule", "zb-v", *options).splitlines())) <= 100
+
+
+def test_a_chart_too_long_for_its_numbers_is_drawn_smaller():
+    lines = shown("schedule", "--micro-batches", 300, "--forward-ms", 0.001).splitlines()
+    assert max(map(len, lines)) <= 100 and sum(line.startswith("stage 0") for line in lines) == 6
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_written_schedule_is_read_as_it_was(name, tmp_path):
+    assert "written to" in shown("schedule", "--schedule", name, "--json", tmp_path / "own.json")
+    plan = plan_of(name, 4, 8)
+    assert str(read_plan(tmp_path / "own.json")) == str(plan), "texts, since instructions of two kinds are equal as tuples"
+    again = shown("schedule", "--schedule", tmp_path / "own.json").splitlines()
+    assert again[1:] == shown("schedule", "--schedule", name).splitlines()[1:]
+
+
+def test_a_schedule_from_a_file_knows_its_numbers(tmp_path):
+    write_plan(tmp_path / "own.json", plan_of("zb-v", 2, 3))
+    name = str(tmp_path / "own.json")
+    assert find_plan(name) == find_plan(name, 2, 3) == plan_of("zb-v", 2, 3)
+    for numbers in ((3, 3), (2, 4), (2, 3, 2)):
+        with pytest.raises(ConfigError, match="is for 2 stages and 3 micro-batches, and has its own chunks; asked for were"):
+            find_plan(name, *numbers)
+
+
+@pytest.mark.parametrize("place, stages, faults", [
+    ([0, 1], ["F0.0 BW0.0", "F1.0 B1.0"], ["part 1 has the weight half of micro-batch 0 0 times, not once"]),
+    ([0, 1], ["F0.0 F0.1 BW0.0 W0.0", "F1.0 BW1.0"], [
+        "part 0 has the input half of micro-batch 1 0 times, not once",
+        "part 0 has the weight half of micro-batch 0 2 times, not once",
+        "part 0 has the weight half of micro-batch 1 0 times, not once",
+        "part 1 has the forward of micro-batch 1 0 times, not once", "... and 2 more"]),
+    ([0, 1], ["F0.1 F0.0 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"],
+     ["part 0 has the forward of micro-batch 0 after that of 1, but messages keep order"]),
+    ([0], ["F0.0 W0.0 B0.0"], ["part 0 computes W0.0 before B0.0"]),
+    ([0], ["BW0.0 F0.0"], ["part 0 computes BW0.0 before F0.0"]),
+    ([0, 1], ["F0.0 BW0.0", "F0.0 BW1.0"], ["F0.0 is on stage 1, but its part lies on stage 0"]),
+    ([0, 1], ["F0.0 BW0.0", "F7.0 BW1.0"], ["F7.0 is on stage 1, but its part lies on none"]),
+    ([0, 2], ["F0.0 BW0.0", "F1.0 BW1.0"], ["part 1 lies on stage 2, but there are stages 0 to 1", "stage 1 has no part",
+                                            "F1.0 is on stage 1, but its part lies on stage 2", "BW1.0 is on stage 1, but its "
+                                            "part lies on stage 2"]),
+    ([], [], ["there are no stages"]),
+    ([0], [""], ["there are no micro-batches"]),
+    ([0, 1], ["F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"], [
+        "stage 0 waits for the gradient of micro-batch 0 for part 0, from stage 1",
+        "stage 1 waits for the activation of micro-batch 1 for part 1, from stage 0"]),
+    ([0, 0], ["F1.0 F0.0 BW1.0 BW0.0"], ["stage 0 waits for the activation of micro-batch 0 for part 1, from stage 0"]),
+])
+def test_an_order_that_cannot_train_a_model_is_refused_with_its_faults(place, stages, faults, tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"place": place, "stages": stages}))
+    with pytest.raises(ConfigError) as caught:
+        read_plan(path)
+    assert caught.value.law == "\n".join([f"The schedule {path} cannot be run:", *faults])
+    assert caught.value.way_out == "`mpitrain plan schedule --json FILE` writes one that can."
+
+
+@pytest.mark.parametrize("text, said", [
+    ("", "is no JSON"), ("[" * 100_000, "is no JSON"), ("\0", "is no JSON"), ("{}", "must hold a list of stages"),
+    ('{"place": [0.5], "stages": [""]}', "must hold"), ('{"place": [true], "stages": ["F0.0"]}', "must hold"),
+    ('{"place": [0], "stages": ["F0.0 BW0"]}', "stage 0: 'BW0' is no instruction"),
+    ('{"place": [0], "stages": ["F0.-1"]}', "'F0.-1' is no instruction"),
+    ('{"place": [0], "stages": ["F0.99999999999"]}', "is no instruction"),
+])
+def test_a_file_that_is_no_schedule_is_refused(text, said, tmp_path):
+    (tmp_path / "own.json").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_plan(tmp_path / "own.json")
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--schedule", "."], "The schedule . cannot be read"),
+    (["--schedule", "x" * 5000], "The schedule must be one of naive"),
+    (["--forward-ms", "nan"], "Times and sizes are 0 or from 1e-12 to 1e+12, and a stage takes time, but these are forward_ms "
+                              "nan, backward_ms 1"),
+    (["--forward-ms", 0, "--backward-ms", 0, "--weight-ms", 0], "more than 0"),
+    (["--forward-ms", "1e-310"], "but these are forward_ms 1e-310"),
+    (["--forward-ms", "inf"], "but these are forward_ms inf"),
+    (["--json", "/no/such/folder/own.json"], "cannot be written"),
+])
+def test_what_cannot_be_simulated_read_or_written_is_refused(words, said):
+    done = CliRunner().invoke(commands, ["plan", "schedule", *map(str, words)])
+    assert isinstance(done.exception, ConfigError) and said in str(done.exception)
+
+
+def test_a_chart_needs_neither_numpy_nor_mpi_nor_the_validation_library():
+    code = (
+        "import sys\n"
+        "from mpitrain.cli import main\n"
+        "try: main(['plan', 'schedule', '--schedule', 'zb-v'])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "heavy = {'numpy', 'mpi4py', 'cupy', 'pydantic', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0 and "bubble 5.9%" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_chart_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert "drawn in" in shown("schedule", "--schedule", "v-half", "--weight-ms", 0, "--plot", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    done = CliRunner().invoke(commands, ["plan", "schedule", "--plot", str(tmp_path / "chart.bogus")])
+    assert isinstance(done.exception, ConfigError) and "--plot draws files that end in" in str(done.exception)
+
+
+def test_an_all_reduce_is_printed_step_by_step():
+    assert shown("allreduce", "--ranks", 3, "--bytes", 12) == """\
+ring all-reduce on 3 rank(s), the array in 3 chunk(s): 4 step(s)
+
+step 1   0>1 +2   1>2 +0   2>0 +1
+step 2   0>1 +1   1>2 +2   2>0 +0
+step 3   0>1 =0   1>2 =1   2>0 =2
+step 4   0>1 =2   1>2 =0   2>0 =1
+
+rank 0, 1, 2: 16 bytes in 4 message(s)
+all together: 48 bytes
+"""
+    assert shown("allreduce", "--algorithm", "halving-doubling", "--ranks", 5) == """\
+halving-doubling all-reduce on 5 rank(s), the array in 4 chunk(s): 6 step(s)
+
+step 1   0>1 +all   2>4 +2-3   4>2 +0-1
+step 2   1>3 +2-3   3>1 +0-1
+step 3   1>2 +1   2>1 +0   3>4 +3   4>3 +2
+step 4   1>2 =0   2>1 =1   3>4 =2   4>3 =3
+step 5   1>3 =0-1   2>4 =0-1   3>1 =2-3   4>2 =2-3
+step 6   1>0 =all
+"""
+
+
+PRINTABLE = [name for name, algorithm in ALL_REDUCE.items() if algorithm.plans]
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("algorithm", PRINTABLE)
+def test_the_printed_steps_reduce_everything_to_every_rank(algorithm, ranks, hosts):
+    count, names = 4 * ranks, [str(rank * hosts // ranks) for rank in range(ranks)]
+    held = [[{rank} for _ in range(count)] for rank in range(ranks)]  # whose numbers are in each element
+    for moves in rounds(all_reduce_plans(algorithm, names, count)):
+        before = [list(mine) for mine in held]
+        for source, target, start, stop, combine in moves:
+            for i in range(start, stop):
+                assert not (combine and held[target][i] & before[source][i]), "nothing is added twice"
+                held[target][i] = before[source][i] | (held[target][i] if combine else set())
+    assert held == [[set(range(ranks))] * count] * ranks
+
+
+@pytest.mark.parametrize("algorithm", PRINTABLE)
+def test_no_line_is_wider_than_the_terminal(algorithm):
+    assert max(map(len, shown("allreduce", "--ranks", 13, "--algorithm", algorithm, "--hosts", 3, columns=80).splitlines())) <= 80
+
+
+def test_all_ranks_together_send_twice_the_array_for_each_rank_but_one():
+    for nbytes in (0, 4, 4000, 1 << 22):
+        for algorithm in ("ring", "halving-doubling", "tree", "star"):
+            assert amounts(algorithm, ["here"] * 6, nbytes)[-1] == f"all together: {2 * 5 * nbytes} bytes"
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--algorithm", "shared"], "Algorithm shared is no plan of messages that could be printed.\n"),
+    (["--algorithm", "rnig"], "allreduce algorithm must be one of ring, "),
+    (["--hosts", "5"], "Every host has a rank, but there are 4 ranks on 5 hosts.\n"),
+])
+def test_what_is_no_plan_is_refused(words, said):
+    done = CliRunner().invoke(commands, ["plan", "allreduce", *words])
+    assert isinstance(done.exception, ConfigError) and said in str(done.exception)

@@ -1,0 +1,182 @@
+"""Traces and what is said of them: rings that overwrite, waits whose cause is known, and who was waited for."""
+
+import numpy as np
+import pytest
+
+from mpitrain.config import parse, with_settings
+from mpitrain.errors import ConfigError
+from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Forward, fused_at_the_input, with_messages
+from mpitrain.pipeline.schedules import plan_of
+from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.report.predicted import compare
+from mpitrain.report.shares import BETWEEN, BUBBLE, COMMUNICATION, COMPUTING, PAUSES, WAITING, shares
+from mpitrain.report.timeline import read_timeline
+from mpitrain.report.words import what_each_did_last, where_the_time_went
+from mpitrain.run.folder import trace_file
+from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.ring import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    HEAD,
+    RECEIVE,
+    SEND,
+    Ring,
+    read_trace,
+)
+
+RANKS = 3
+PHASES = {Forward: FORWARD, Backward: BACKWARD, BackwardInput: BACKWARD_INPUT, BackwardWeight: BACKWARD_WEIGHT}
+
+
+class Scripted:
+    """A recorder whose clock stands still unless the script moves it; `skew` is what the clock is ahead of that of rank 0."""
+
+    def __init__(self, rank, skew=0.0):
+        self.now, self.skew = 100.0, skew
+        self.recorder = Recorder(clock=lambda: self.now + self.skew)
+        self.recorder.facts(rank=rank, ranks=RANKS, host=f"host{rank}", offset=-skew)
+
+    def computes(self, seconds, what="a layer"):
+        span = self.recorder.compute(self.recorder.name(what))
+        self.now += seconds
+        self.recorder.end(span)
+
+    def waits(self, until, what="sums", peer=-1, message=0):
+        wait = self.recorder.wait(self.recorder.name(what, range(RANKS)), peer, message)
+        self.now = until
+        self.recorder.go_on(wait)
+
+
+def scripted(folder, script):
+    """What `script(rank, recorder and clock, step)` makes of two steps that end with a sum of all."""
+    (folder / "trace").mkdir()
+    for rank in range(RANKS):
+        one = Scripted(rank, skew=1000.0 * rank)
+        for step in range(3):    # the first does not count
+            one.now = 100.0 + 10 * step
+            with one.recorder.stepping(step):
+                script(rank, one, step)
+        one.recorder.keep(trace_file(folder, rank))
+    return read_timeline(folder)
+
+
+def test_records_come_back_as_they_were_written_and_the_oldest_are_overwritten_first(tmp_path):
+    recorder = Recorder(Ring(capacity=4), clock=iter(range(100)).__next__)
+    first = recorder.begin(SEND, 0)
+    for number in range(6):
+        recorder.step = number
+        span = recorder.begin(SEND, recorder.name("rows", (4, 2, 7)), 1, 2, 3, 4 << 33, 5, 6)
+        if number != 3:
+            recorder.end(span)
+        if number == 2:
+            recorder.keep(tmp_path / "trace")
+    recorder.end(first)    # its place is that of the one that has not ended
+    found = read_trace(tmp_path / "trace")
+    assert found.names == [("", ()), ("rows", (4, 2, 7))]
+    assert found.records["number"].tolist() == [4, 5, 6, 7] and found.records["step"].tolist() == [2, 3, 4, 5]
+    assert found.records["start"].tolist() == [5, 7, 8, 10] and found.records["end"].tolist() == [6, 0, 9, 11]
+    assert found.records[-1].tolist()[2:-1] == (4 << 33, 5, 5, 6, 3, 2, 1, SEND, 1)
+
+
+def test_names_that_find_no_room_cost_their_records_nothing_but_the_name(tmp_path):
+    recorder = Recorder(Ring(capacity=4))
+    names = [recorder.name("x" * 1000 + str(number), range(1000)) for number in range(100)]
+    recorder.keep(tmp_path / "trace")
+    assert 50 < max(names) < 66 and names[-1] == 0 and len(read_trace(tmp_path / "trace").names) == max(names) + 1
+
+
+def test_what_is_no_trace_is_refused(tmp_path):
+    (tmp_path / "trace").write_bytes(b"mpitrain trace 9\n" + bytes(HEAD))
+    with pytest.raises(ConfigError, match="is no trace of this version"):
+        read_trace(tmp_path / "trace")
+    with pytest.raises(ConfigError, match="There is no trace of a run in"):
+        read_timeline(tmp_path)
+
+
+def test_shares_are_the_seconds_that_were_spent_so_and_name_who_was_waited_for(tmp_path):
+    """Ranks 0 and 1 compute 4 s, rank 2 30% longer; all then need 0.5 s for a sum, and rest 1 s in an evaluation."""
+    def script(rank, one, step):
+        one.computes(5.2 if rank == 2 else 4.0)
+        one.waits(105.7 + 10 * step)
+        one.now += 0.3    # nobody says what for
+        with one.recorder.pausing("evaluation"):
+            one.computes(1.0)
+
+    timeline = scripted(tmp_path, script)
+    found = shares(timeline)
+    span = 17.0    # from the start of the second step to the end of the third
+    expected = np.zeros((RANKS, 6))
+    expected[:, [COMMUNICATION, PAUSES]] = 1, 2
+    expected[:, COMPUTING], expected[:, WAITING] = (8, 8, 10.4), (2.4, 2.4, 0)
+    expected[:, BETWEEN] = span - expected.sum(1)
+    np.testing.assert_allclose(found.seconds, expected, atol=1e-9)
+    assert found.steps == range(1, 3) and found.slowest == 2 and abs(found.of_all.sum() - 1) < 1e-12
+    said = "\n".join(where_the_time_went(found, timeline))
+    assert "longest for rank 2 on host2: 9.4% of all time, of 9.4%" in said
+    assert "Rank 2 computes longest: 5200.0 ms a step, 1.30 times the median of the others." in said
+
+
+def test_a_stage_that_has_nothing_to_do_yet_is_in_a_bubble_and_not_in_communication(tmp_path):
+    """Rank 0 computes 3 s before it sends an activation to rank 1, which gets it 0.25 s later."""
+    def script(rank, one, step):
+        recorder, name = one.recorder, one.recorder.name("activation", (0, 1))
+        if rank == 0:
+            one.computes(3.0)
+            recorder.end(recorder.begin(SEND, name, peer=1, tag=5))
+        if rank == 1:
+            message = recorder.begin(RECEIVE, name, peer=0, tag=5)
+            one.waits(103.25 + 10 * step, "activation", peer=0, message=message)
+        one.now = 107.0 + 10 * step
+
+    found = shares(scripted(tmp_path, script))
+    np.testing.assert_allclose(found.seconds[1, [BUBBLE, COMMUNICATION, WAITING]], (6.0, 0.5, 0), atol=1e-9)
+    np.testing.assert_allclose(found.waited, [[0, 0, 0], [6, 0, 0], [0, 0, 0]], atol=1e-9)
+
+
+def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_path):
+    (tmp_path / "trace").mkdir()
+    for rank in range(RANKS):
+        one = Scripted(rank)
+        recorder = one.recorder
+        recorder.step, one.now = 6, 100.0 + rank
+        recorder.begin(0, 0)
+        recorder.begin(RECEIVE, recorder.name("all-reduce of bucket 2", range(RANKS)), peer=(rank + 1) % RANKS, nbytes=65536)
+        if rank == 0:
+            recorder.begin(COMPUTE, recorder.name("blocks.1.mlp"), 2, 1, 3)
+        else:
+            recorder.wait(recorder.name("the sums of gradients", range(RANKS)))
+        recorder.keep(trace_file(tmp_path, rank))
+    said = list(what_each_did_last(read_timeline(tmp_path)))
+    assert said[1] == ("  rank 0 on host0, 2.000 s before: in step 7, backward of blocks.1.mlp, micro-batch 3; under way: "
+                       "receive from rank 1: all-reduce of bucket 2, 65,536 bytes")
+    assert "0.000 s before: in step 7, waiting for the sums of gradients; under way: receive from rank 0" in said[3]
+    assert said[-1] == "First to fall silent was rank 0."
+
+
+def test_predicted_equals_measured_where_stages_take_what_the_simulator_was_told(tmp_path):
+    """A run as the simulator sees it: 1f1b of 2 stages and 4 micro-batches, and backward takes twice as long as forward."""
+    (tmp_path / "trace").mkdir()
+    plan = plan_of("1f1b", 2, 4)
+    costs = [Cost(1.0, 1.0, 1.0), Cost(1.5, 1.25, 1.25)]
+    simulated = simulate(with_messages(fused_at_the_input(plan)), costs)
+    for rank, mine in enumerate(simulated.timeline):
+        one = Scripted(rank, skew=50.0 * rank)
+        one.recorder.facts(ranks=2, place={"tp": 0, "dp": 0, "pp": rank}, parts={rank: [f"part {rank}"]})
+        for step in range(3):
+            one.now = 100.0 * step
+            with one.recorder.stepping(step):
+                for start, end, instruction in mine:
+                    one.now = 100.0 * step + start
+                    name = one.recorder.name(f"part {rank}")
+                    span = one.recorder.compute(name, PHASES[type(instruction)], 0, instruction.micro)
+                    one.now = 100.0 * step + end
+                    one.recorder.end(span)
+                one.now = 100.0 * step + simulated.makespan
+        one.recorder.keep(trace_file(tmp_path, rank))
+    config = parse(with_settings({}, ["layout.pp=2", "batch.micro_batches=4"]))
+    found = compare(read_timeline(tmp_path), range(1, 3), config)
+    np.testing.assert_allclose(found[3:], [simulated.makespan, simulated.bubble] * 2)
+    assert found.predicted_bubble > 0.1 and str(found).startswith("Schedule 1f1b on 2 stage(s) with 4 micro-batch(es): ")
