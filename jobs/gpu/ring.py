@@ -10,12 +10,10 @@ from statistics import median
 
 import numpy as np
 
-from mpitrain.collectives.arithmetic import HOST
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.on_kernels import by_kernels
-from mpitrain.kernels.engines import KINDS, kernels_for
+from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.machine import process
-from mpitrain.machine.backend import backend_for
+from mpitrain.ops.device import device_for
 from mpitrain.transport.cuda_aware import cuda_messages, over_device
 from mpitrain.transport.mpi import connect
 
@@ -25,17 +23,17 @@ RUNS = 11
 def main(kind: str, aware: str, nbytes: int) -> None:
     """Wrong elements over all ranks, and the median over runs of the slowest rank's seconds."""
     process.choose_gpu(kind)
-    host, backend = connect(), backend_for(kind)
+    host, device = connect(), device_for(kind)
+    backend = device.backend
     if kind == "cuda" and aware == "yes" and not (asked := cuda_messages(host, "auto")).cuda:
         if host.rank == 0:
             print(json.dumps({"refused": f"MPI {asked.how}"}))
         return
     transport = over_device(host, backend, aware)
-    arithmetic = by_kernels(kernels_for(kind), backend.holds, backend.arena()) if kind in KINDS else HOST
     array = transport.allocate(nbytes // 4, "float32")
     mine = np.arange(array.size, dtype=np.float32) % 1009 + host.rank
     truth = host.size * (mine - host.rank) + sum(range(host.size))
-    original, reduction = backend.from_host(mine), Group(transport, "ring", arithmetic=arithmetic).bind(array)
+    original, reduction = backend.from_host(mine), Group(transport, "ring", arithmetic=arithmetic_of(device)).bind(array)
     times, wrong = [], 0
     for _ in range(RUNS):
         array[...] = original

@@ -15,6 +15,11 @@ prefix=mth manager=mthmgr net=10.77.0
 
 up() {
     local n=$1 rate=${RATE:-200} delay=${DELAY_US:-1000} mtu=${MTU:-9000} queue=${QUEUE_KB:-512}
+    if ! { command -v cc && command -v ip && [[ -c /dev/net/tun ]] && ip netns add ${prefix}0 && ip netns del ${prefix}0; } &> /dev/null
+    then
+        echo "Hosts are made out of network namespaces here: that needs root, iproute2, a C compiler and /dev/net/tun." >&2
+        exit 2
+    fi
     down
     mkdir -p "$state"
     [[ $state/switch -nt $here/switch.c ]] || cc -O2 -o "$state/switch" "$here/switch.c"
