@@ -3,16 +3,31 @@
 import os
 import subprocess
 import sys
+import time
 
 SECONDS = float(os.environ.get("MPITRAIN_TEST_SECONDS", "300"))
 """For one program; a whole test has three times that (see conftest.py). Nothing else in the tests counts seconds for one."""
+
+NEVER_BEGAN = "listener thread failed to start"
+"""What an mpirun says that a crowded machine gave no thread, before it starts a rank: no test of ours has begun."""
 
 PROGRAM = [sys.executable, "-m", "mpitrain"]
 
 
 def run(words, **more):
     """Run a program to its end, its output caught as text."""
-    return subprocess.run([*map(str, words)], capture_output=True, text=True, errors="surrogateescape", timeout=SECONDS, **more)
+    return begun(lambda: subprocess.run([*map(str, words)], capture_output=True, text=True, errors="surrogateescape",
+                                        timeout=SECONDS, **more))
+
+
+def begun(start, pauses=(1, 5, 20)):
+    """What `start()` says, a finished process; called again where mpirun found no thread to spare and had started nothing."""
+    for pause in pauses:
+        done = start()
+        if not done.returncode or NEVER_BEGAN not in f"{done.stdout}{done.stderr}":
+            return done
+        time.sleep(pause)
+    return start()
 
 
 def mpitrain(*words, **more):

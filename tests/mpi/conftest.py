@@ -16,7 +16,7 @@ import pytest
 
 from mpitrain.machine import process
 from mpitrain.transport.mpi import connect
-from tests.processes import SECONDS
+from tests.processes import SECONDS, begun
 
 FOLDER = os.environ.get("MPITRAIN_TEST_OUTCOMES")
 """Where each rank of a start writes down what came of each test; None in the session that starts the ranks."""
@@ -76,9 +76,10 @@ def _start(ranks, names):
     options = ["-p", "no:cacheprovider", "--tb=short", "--no-header", f"--timeout={SECONDS}", "--timeout-method=thread"]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            said = subprocess.run(["mpirun", "-n", str(ranks), sys.executable, "-m", "pytest", *options, *names],
-                                  env={**os.environ, "MPITRAIN_TEST_OUTCOMES": folder}, cwd=Path(__file__).parents[2],
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=2 * SECONDS).stdout
+            said = begun(lambda: subprocess.run(
+                ["mpirun", "-n", str(ranks), sys.executable, "-m", "pytest", *options, *names],
+                env={**os.environ, "MPITRAIN_TEST_OUTCOMES": folder}, cwd=Path(__file__).parents[2],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=2 * SECONDS)).stdout
         except subprocess.TimeoutExpired as expired:
             said = expired.stdout or b""
         lines = [json.loads(line) for path in Path(folder).iterdir() for line in path.read_text().splitlines()]
