@@ -54,8 +54,8 @@ def _ring(n: int, count: int) -> int:
     return max(_ring_of(rank, n, count) for rank in range(n))
 
 
-def _divided(words: str, travelled: Callable[[Trainer], float | None]) -> Formula:
-    """Of ZeRO by a ring. travelled: elements of what is reduce-scattered and gathered; None if there is no formula."""
+def _divided(words: str, travelled: Callable[[Trainer], tuple[float, float] | None]) -> Formula:
+    """Of ZeRO by a ring. travelled: elements that are reduce-scattered, and gathered; None if there is no formula."""
     def of(job: Job) -> float | None:
         trainer = job.trainer
         n, elements, storage = trainer.transport.size, travelled(trainer), trainer.storage
@@ -63,29 +63,30 @@ def _divided(words: str, travelled: Callable[[Trainer], float | None]) -> Formul
             return None
         s = divisor(trainer.grid.axes, trainer.transport.hosts, trainer.config.replication.shard)
         between = 2 * (n // s - 1) * storage.length / n
-        return (elements * (s - 1) / s + between) * storage.dtype.itemsize + _ring(n, CONTROL) * CONTROL_ITEM
+        summed, gathered = elements[0] * storage.dtype.itemsize, elements[1] * trainer.replication.replica.computed.itemsize
+        return (summed + gathered) * (s - 1) / s + between * storage.dtype.itemsize + _ring(n, CONTROL) * CONTROL_ITEM
 
     return Formula(words, of)
 
 
-def _one(trainer: Trainer) -> float:
-    return 2 * trainer.storage.length
+def _one(trainer: Trainer) -> tuple[float, float]:
+    return trainer.storage.length, trainer.storage.length
 
 
-def _two(trainer: Trainer) -> float:
-    return (trainer.config.batch.micro_batches + 1) * trainer.storage.length
+def _two(trainer: Trainer) -> tuple[float, float]:
+    return trainer.config.batch.micro_batches * trainer.storage.length, trainer.storage.length
 
 
-def _three(trainer: Trainer) -> float | None:
+def _three(trainer: Trainer) -> tuple[float, float] | None:
     """The last two units stay for backward, the first two for the next micro-batch; others stay where some are tied or kept."""
     config, storage = trainer.config, trainer.storage
     if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
         return None
     m, sizes = config.batch.micro_batches, [span.stop - span.start for span in storage.spans]
-    return 3 * m * storage.length - m * sum(sizes[-2:]) - (m - 1) * sum(sizes[:2])
+    return m * storage.length, 2 * m * storage.length - m * sum(sizes[-2:]) - (m - 1) * sum(sizes[:2])
 
 
-ZERO: dict[int, tuple[str, Callable[[Trainer], float | None]]] = {
+ZERO: dict[int, tuple[str, Callable[[Trainer], tuple[float, float] | None]]] = {
     1: ("2 {0} S", _one),
     2: ("(m+1) {0} S", _two),
     3: ("{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times", _three),
@@ -113,7 +114,7 @@ def _master(job: Job) -> float:
     trainer, data = job.trainer, job.data
     config, n = trainer.config, trainer.transport.size
     inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))
-    logits = targets.size * data.classes * trainer.storage.dtype.itemsize    # of a row, and so below
+    logits = targets.size * data.classes * trainer.replication.replica.computed.itemsize    # of a row, and so below
 
     def sent(rank: int) -> int:
         rows = len(share(config.batch.size, rank, n))

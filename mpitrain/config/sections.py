@@ -181,12 +181,19 @@ class Replication(Section):
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+    @property
+    def has_common_step(self) -> bool:
+        """Whether all ranks know the outcome of each step before the next begins."""
+        is_late = self.update == "async" or (self.update == "bounded" and self.staleness > 0)
+        return self.mode not in ("local", "gossip") and not (self.mode == "server" and is_late)
+
+
 class Precision(Section):
     compute: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         "float32", description="dtype of parameters, activations, gradients; bfloat16 and float16: of activations, their "
                                "gradients, and the copy of the parameters that layers compute with, where float32 holds what is "
-                               "updated. On cpu alone in this version, rounded in float32's memory: none is saved. float16 finds "
-                               "a loss scale by trial"
+                               "updated. On cpu they are rounded in float32's memory: none is saved. float16 finds a loss scale "
+                               "by trial"
     )
 
     @property

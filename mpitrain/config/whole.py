@@ -50,12 +50,6 @@ class Config(Section):
                 "would spoil, but precision.compute is float16.",
                 "Set replication.wire to fp16, bf16, int8 or none, or precision.compute to bfloat16.",
             )
-        if self.precision.is_half and self.device.kind not in ("auto", "cpu"):
-            raise ConfigError(
-                f"In this version half precision is computed on cpu alone, but device.kind is {self.device.kind} and "
-                f"precision.compute is {self.precision.compute}.",
-                "Set precision.compute to float32, or device.kind to cpu.",
-            )
         if self.replication.wire != "none" and self.replication.zero > 1:
             raise ConfigError(
                 "Wire formats carry sums that every replica has whole, but with replication.zero "
@@ -99,10 +93,12 @@ class Config(Section):
         replication, layout = self.replication, self.layout
         if replication.mode == "all-reduce":
             return
-        if self.precision.is_half:
+        if self.precision.compute == "float16" and not replication.has_common_step:
+            update = f" with replication.update {replication.update}" if replication.mode == "server" else ""
             raise ConfigError(
-                f"Mode {replication.mode} computes in float32 or float64, but precision.compute is {self.precision.compute}.",
-                "Set precision.compute to float32, or replication.mode to all-reduce.",
+                "In float16 all ranks change the loss scale together after each step, but in mode "
+                f"{replication.mode}{update} they have no step in common.",
+                "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",
             )
         for key, value, only in (("replication.wire", replication.wire, "none"), ("replication.zero", replication.zero, 0),
                                   ("layout.tp", layout.tp, 1), ("layout.pp", layout.pp, 1)):

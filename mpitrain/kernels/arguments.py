@@ -16,6 +16,9 @@ C_TYPES = {
 }
 """The types that parameters may have, by their C++ names."""
 
+LIKE_ELEMENT = ("Result", "Mirror")
+"""Macros for types that are Element where a launch does not define them, as element.cuh has it."""
+
 ELEMENTS = {dtype: name for name, dtype in C_TYPES.items()}
 """The C++ name of a dtype: what `Element` is defined as."""
 
@@ -93,8 +96,9 @@ def _scalar_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[An
 def argument_checks(signature: Signature, defines: Mapping[str, Any]) -> list[Callable[[Any], Any]]:
     """One function per parameter: it returns the argument as launched, or raises KernelError."""
     checks = []
+    types = dict.fromkeys(LIKE_ELEMENT, defines.get("Element")) | dict(defines)
     for parameter in signature.parameters:
-        name = str(defines.get(parameter.type, parameter.type))
+        name = str(types.get(parameter.type, parameter.type))
         if name not in C_TYPES:
             raise KernelError(f"{signature.name}: parameter `{parameter.name}` has the unknown type `{name}`.",
                               f"Define it at the launch, or use one of {', '.join(C_TYPES)}.")

@@ -29,15 +29,15 @@ extern "C" __global__ void __launch_bounds__(256) add_parts(
 }
 
 // The gradient of learned positions: dpositions[t] = scale dpositions[t] + sum over the batch of dx[b, t], and 0 for the
-// positions from T on.    dx: (B, T, C); dpositions: (rows, C)
+// positions from T on.    dx: (B, T, C); dpositions: (rows, C), of type Result
 // One thread an element. Launch: grid (any), block (256).
 extern "C" __global__ void __launch_bounds__(256) embedding_backward_positions(
-    int B, int T, int C, int rows, const Element* __restrict__ dx, Sum scale, Element* __restrict__ dpositions) {
+    int B, int T, int C, int rows, const Element* __restrict__ dx, Sum scale, Result* __restrict__ dpositions) {
     const long long used = (long long)T * C;
     for (long long i = blockIdx.x * 256LL + threadIdx.x; i < (long long)rows * C; i += gridDim.x * 256LL) {
         Sum sum = scale != Sum(0) ? scale * wide(dpositions[i]) : Sum(0);
         if (i < used)
             for (int b = 0; b < B; ++b) sum += wide(dx[b * used + i]);
-        dpositions[i] = narrow<Element>(sum);
+        dpositions[i] = narrow<Result>(sum);
     }
 }

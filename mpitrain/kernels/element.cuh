@@ -3,9 +3,19 @@
 // Element   what arrays hold: float, double, __half or __nv_bfloat16
 // Sum       what arithmetic is done in: double if Element is double, else float
 // Both are macros of the launch, so a source is compiled once for each element type that is used.
+//
+// Result    what gradients of parameters, or products, are stored as; Element where nothing else is said
+// Mirror    what parameters are rounded to for layers to compute with; likewise
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#ifndef Result
+#define Result Element
+#endif
+#ifndef Mirror
+#define Mirror Element
+#endif
 
 __device__ __forceinline__ float wide(float x) { return x; }
 __device__ __forceinline__ double wide(double x) { return x; }

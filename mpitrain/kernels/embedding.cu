@@ -1,6 +1,6 @@
 // Token and position embedding, and the gradient of the table; that of the positions is in columns.cu.
 // tokens: (M,) of type Index, M = B T rows, row m at position m mod T; table: (V, C), the rows of tokens first .. first + V - 1;
-// positions: (at least T, C); x, dx: (M, C)
+// positions: (at least T, C); x, dx: (M, C); gradients are of type Result
 #include "reduce.cuh"
 
 // x[m] = table[tokens[m] - first] + positions[m mod T]. A row that the table does not hold is zero, as are no positions.
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(128) embedding(
 // adding a row needs no barrier. Launch: grid (ceil(V / 32), ceil(C / 128)), block (128).
 extern "C" __global__ void __launch_bounds__(128) embedding_backward_table(
     int M, int C, int V, long long first, const Index* __restrict__ tokens, const Element* __restrict__ dx, Sum scale,
-    Element* __restrict__ dtable) {
+    Result* __restrict__ dtable) {
     __shared__ Sum sums[32][128];
     __shared__ int row_of[128], slot_of[128];    // the chunk's rows that belong here, in order
     __shared__ int found_by[4];
@@ -57,6 +57,6 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_table(
     if (c >= C) return;
     for (int v = 0; v < min(32, V - v0); ++v) {
         const long long at = (long long)(v0 + v) * C + c;
-        dtable[at] = narrow<Element>(sums[v][threadIdx.x] + (scale != Sum(0) ? scale * wide(dtable[at]) : Sum(0)));
+        dtable[at] = narrow<Result>(sums[v][threadIdx.x] + (scale != Sum(0) ? scale * wide(dtable[at]) : Sum(0)));
     }
 }

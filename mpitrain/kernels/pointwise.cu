@@ -17,6 +17,26 @@ extern "C" __global__ void __launch_bounds__(256) activation_backward(
     }
 }
 
+// y = a + b. y may be a or b.
+extern "C" __global__ void __launch_bounds__(256) add(long long n, const Element* a, const Element* b, Element* y) {
+    const bool vector = in_fours(a, 0) && in_fours(b, 0) && in_fours(y, 0);
+    for (long long i = 4 * (blockIdx.x * 256LL + threadIdx.x); i < n; i += 4 * 256LL * gridDim.x) {
+        const int left = int(min(n - i, 4LL));
+        Sum as[4], bs[4];
+        load_four(a + i, 0, left, vector, as);
+        load_four(b + i, 0, left, vector, bs);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) as[j] += bs[j];
+        store_four(y + i, 0, left, vector, as);
+    }
+}
+
+// y[m, c] += b[c].    y: (n / C, C) row-major; b: (C,)
+extern "C" __global__ void __launch_bounds__(256) add_bias(long long n, int C, const Element* __restrict__ b, Element* __restrict__ y) {
+    for (long long i = blockIdx.x * 256LL + threadIdx.x; i < n; i += 256LL * gridDim.x)
+        y[i] = narrow<Element>(wide(y[i]) + wide(b[i % C]));
+}
+
 // y = activation(x), for activations that no product comes before.
 extern "C" __global__ void __launch_bounds__(256) activation_forward(long long n, int activation, const Element* x, Element* y) {
     const bool vector = in_fours(x, 0) && in_fours(y, 0);

@@ -1,8 +1,9 @@
 """Flat storage: every parameter of a model in one buffer, cut in units; gradients and optimizer state lie alike.
 
 `Storage` says where each tensor lies; `weights` turns a flat buffer into the nested names that layers compute with. Within a
-unit tensors are ordered by (trainable, decayed), so that the optimizer walks a few runs instead of many tensors; a unit is
-padded to a multiple of dp x 64 bytes, so that every rank's share of it is whole cache lines. Padding stays zero.
+unit tensors are ordered by (trainable, decayed), so that the optimizer walks a few runs instead of many tensors. Every tensor
+starts at a multiple of 32 elements, and a unit is padded to a multiple of dp x 32: tensors and every rank's share of a unit are
+whole cache lines in a mirror of 16 bits as well. Padding stays zero: its gradient is.
 
 Tensors that several ranks of a replica hold alike follow behind all others, sorted by who holds them: all holders lay them out
 and divide them alike, and so sum them in one order, whatever else each of them has.
@@ -18,7 +19,7 @@ import numpy as np
 from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights
 from mpitrain.machine.backend import Backend
 
-ALIGNMENT = 64  # bytes
+GRAIN = 32  # elements
 
 
 class Entry(NamedTuple):
@@ -50,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring trainable tensors that the optimizer treats alike (elements)."""
+    """Neighbouring trainable tensors that the optimizer treats alike (elements), with the padding between them."""
 
     start: int
     stop: int
@@ -92,21 +93,20 @@ class Storage:
         self.units, self.dtype = list(units), np.dtype(dtype)
         self.entries: list[Entry] = []
         self.spans: list[Span] = []
-        grain = dp * ALIGNMENT // self.dtype.itemsize
         stored = [_stored(unit) for unit in self.units]
         self.length = 0
         for kind in sorted({("", False), *((p.holders, p.partial) for own in stored for p in own)}):
             for index, own in enumerate(stored):
                 mine = sorted((p for p in own if (p.holders, p.partial) == kind), key=lambda p: (p.trainable, p.decayed))
                 if mine or kind == ("", False):
-                    self._lay_out(index, kind, mine, grain)
+                    self._lay_out(index, kind, mine, dp * GRAIN)
 
     def _lay_out(self, unit: int, kind: tuple[str, bool], parameters: Sequence[Parameter], grain: int) -> None:
         start = stop = self.length
         for parameter in parameters:
-            self.entries.append(Entry(parameter.name, parameter, unit, stop))
+            self.entries.append(Entry(parameter.name, parameter, unit, start + _padded(stop - start, GRAIN)))
             stop = self.entries[-1].stop
-        self.length = start + -(-(stop - start) // grain) * grain
+        self.length = start + _padded(stop - start, grain)
         self.spans.append(Span(start, self.length, unit, *kind))
 
     @property
@@ -117,7 +117,8 @@ class Storage:
     def initialize(self, flat: Any, seed: int, backend: Backend, pieces: Sequence[Piece] | None = None) -> None:
         """Fill a buffer with initial values, which depend on (seed, full name) alone: draw the whole, keep the part.
 
-        They are drawn on the host whatever the backend, so that they are the same on any device.
+        They are drawn on the host whatever the backend, so that they are the same on any device; a `flat` of another dtype holds
+        them rounded to the storage's, then to that.
         pieces  what of the flat buffer lies where in `flat`; None: all of it
         """
         flat[:] = 0
@@ -125,7 +126,7 @@ class Storage:
             parameter = entry.parameter
             generator = np.random.default_rng([seed, zlib.crc32(entry.name.encode())])
             whole = parameter.draw(generator, parameter.shape)
-            values = parameter.part_of(whole).astype(self.dtype).reshape(-1)
+            values = parameter.part_of(whole).astype(self.dtype).astype(flat.dtype, copy=False).reshape(-1)
             for piece in pieces or [Piece(0, self.length, 0)]:
                 low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
                 if low < high:
@@ -166,14 +167,14 @@ class Storage:
         run: Run | None = None
         for entry in self.entries:
             low, high = max(entry.start, start), min(entry.stop, stop)
-            if low >= high or not entry.parameter.trainable:
+            if low >= high:
                 continue
-            if run and run.stop == low and run.decayed == entry.parameter.decayed:
-                run = run._replace(stop=high)
-                continue
-            if run:
+            trainable, decayed = entry.parameter.trainable, entry.parameter.decayed
+            if run and not (trainable and run.decayed == decayed):
                 yield run
-            run = Run(low, high, entry.parameter.decayed)
+                run = None
+            if trainable:
+                run = Run(run.start if run else low, high, decayed)
         if run:
             yield run
 
@@ -193,6 +194,10 @@ class Storage:
                     buckets.append(Bucket(span.start, stop, tuple(units), span.holders, span.partial))
                 stop, units = span.start, []
         return buckets
+
+
+def _padded(count: int, grain: int) -> int:
+    return -(-count // grain) * grain
 
 
 def _stored(unit: Unit) -> list[Parameter]:

@@ -46,6 +46,9 @@ class Backend(Protocol):
     def from_host(self, array: np.ndarray) -> Any:
         """The array in this backend's memory, contiguous; may be the same one."""
 
+    def put(self, target: Any, array: np.ndarray) -> None:
+        """Write an array of host memory, of one shape and dtype, over one of this backend's, in the order of its work."""
+
     def to_host(self, array: Any) -> np.ndarray:
         """The array in host memory, once the work that writes it is done; may be the same one."""
 
@@ -96,6 +99,9 @@ class HostBackend:
     def from_host(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array)
 
+    def put(self, target: np.ndarray, array: np.ndarray) -> None:
+        target[...] = array
+
     def to_host(self, array: np.ndarray) -> np.ndarray:
         return array
 
@@ -141,6 +147,9 @@ class CudaBackend:
 
     def from_host(self, array: np.ndarray) -> Any:
         return self._cupy.asarray(np.ascontiguousarray(array))
+
+    def put(self, target: Any, array: np.ndarray) -> None:
+        target.set(np.ascontiguousarray(array))
 
     def to_host(self, array: Any) -> np.ndarray:
         return self._cupy.asnumpy(array)

@@ -46,6 +46,7 @@ class Ops(Protocol):
     row_argmax: Returns
     count_correct_split: Returns
     add: Writes
+    add_bias: Writes
     sgd: Writes
     momentum: Writes
     adamw: Writes

@@ -1,7 +1,11 @@
 """What belongs to one device, and the function that makes it: where arrays live, what computes on them, and by which kernels."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
+
+import ml_dtypes
+import numpy as np
 
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.engines import KERNELS, simulated
@@ -12,6 +16,8 @@ from mpitrain.machine.kinds import Kind
 from mpitrain.ops import Ops, cuda, host
 from mpitrain.ops.cuda.linear import Multiply
 from mpitrain.ops.host.rounded import TYPES, rounded
+
+HALVES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 Mirror = Callable[[Any, Any, Arena], None]
 """(parameters, mirror, arena): the mirror becomes the parameters, rounded; it may be the parameters themselves."""
@@ -25,6 +31,7 @@ class Device(NamedTuple):
     kernels   None where operations are NumPy's
     multiply  the products of its linear layers, one of ops.cuda.product; None where operations are NumPy's
     mirror    what rounds parameters into the copy that layers compute with in half precision; None in any other
+    half      the dtype of that copy and of activations, in half precision; None where these are stored as parameters are
     """
 
     backend: Backend
@@ -32,6 +39,7 @@ class Device(NamedTuple):
     kernels: Kernels | None = None
     multiply: Multiply | None = None
     mirror: Mirror | None = None
+    half: np.dtype | None = None
 
     @property
     def kind(self) -> Kind:
@@ -48,7 +56,7 @@ def device_for(kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = 
 
     gemm, tiles  as in the configuration of the device; where operations are NumPy's neither is read
     checked      of the simulator: it looks for races, wrong addresses and uninitialised reads
-    compute      as in precision.compute; half precision there is where operations are NumPy's
+    compute      as in precision.compute
     raises       ConfigError where this machine lacks what the kind needs, or the tiles' file is no table of tiles
     """
     if checked and kind != "cuda-sim":
@@ -61,7 +69,8 @@ def device_for(kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = 
         return Device(backend, ops, mirror=mirror)
     multiply = cuda.multiply(gemm, tiles)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
-    return Device(backend, cast(Ops, cuda.body(kernels, multiply)), kernels, multiply)
+    device = Device(backend, cast(Ops, cuda.body(kernels, multiply, backend)), kernels, multiply)
+    return device._replace(mirror=partial(cuda.mirror, kernels), half=HALVES[compute]) if compute in HALVES else device
 
 
 def ops_for(kind: str, gemm: str = "tiled", tiles: str = "") -> Ops:

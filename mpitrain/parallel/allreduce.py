@@ -1,7 +1,7 @@
 """Data parallelism by all-reduce."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -14,7 +14,6 @@ from mpitrain.layers.flat import Bucket, Piece
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.buckets import Buckets, bucket_bytes
 from mpitrain.parallel.kept import Kept
-from mpitrain.parallel.loss_scale import DynamicLossScale, LossScale
 from mpitrain.parallel.replicate import Contribution, Outcome, Replica, Replication, clipping, outcome_of
 from mpitrain.parallel.slots import GradientSlots
 from mpitrain.trace.ring import UPDATE
@@ -42,8 +41,6 @@ class AllReduce(Replication):
             self._agree = grid.world.bind(self._control)
         self._gradients_name = recorder.name("the sums of gradients", self._peers().transport.members)
         self._norm_name, self._update_name = recorder.name("the norm"), recorder.name("the parameters")
-        self._scale = DynamicLossScale() if config.precision.compute == "float16" else LossScale()
-        self._skipped = 0    # updates, which AdamW does not count
         self._squared = [self._gradients_of(piece) for piece in self._counted()]
 
     @cached_property
@@ -137,9 +134,7 @@ class AllReduce(Replication):
             span = self._recorder.compute(self._update_name, UPDATE)
             self._update(clipping(self._clip, outcome.grad_norm) / self.loss_scale, mine)
             self._recorder.end(span)
-        else:
-            self._skipped += 1
-        return self._scale.after(outcome)
+        return self._concluded(outcome)
 
     def _update(self, scale: float, mine: Contribution) -> None:
         """Update the parameters from scale x their gradients."""
@@ -149,18 +144,6 @@ class AllReduce(Replication):
     def _update_piece(self, piece: Piece, scale: float, mine: Contribution) -> None:
         self.optimizer.update(piece, self._parameters_of(piece), self._gradients_of(piece), scale, mine.lr,
                               mine.number - self._skipped, delayed=self.buckets.delay, mirror=self._mirror_of(piece))
-
-    @property
-    def loss_scale(self) -> float:
-        return self._scale.value
-
-    def scalars(self) -> dict[str, float]:
-        return {"skipped_updates": self._skipped, **self._scale.numbers()}
-
-    def restore(self, scalars: Mapping[str, float]) -> None:
-        self._skipped = int(scalars.get("skipped_updates", 0))
-        self._scale.restore(scalars)
-        self._write_mirror()
 
     def kept(self) -> list[Kept]:
         state: dict[str, Any] = self.optimizer.state

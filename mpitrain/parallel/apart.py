@@ -3,7 +3,7 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,7 +22,8 @@ class Apart(AllReduce, ABC):
     loss over the global batch, and the root of the mean square of the workers' norms. In every other step loss and norm are
     this worker's own, and nothing else is told.
 
-    Evaluations and checkpoints use an average in a second buffer, and training goes on from the workers' own parameters.
+    Evaluations and checkpoints use an average in a second buffer, and training goes on from the workers' own parameters. In half
+    precision the mirror is of what is used: it is written before each step, and once settled.
     """
 
     def __init__(self, replica: Replica):
@@ -31,11 +32,12 @@ class Apart(AllReduce, ABC):
         self._own, self._own_weights = self.parameters, self._weights
         self._average = grid.world.transport.allocate(storage.length, storage.dtype)
         self._average[:] = self._own
-        self._average_weights = storage.weights(self._average)
+        self._average_weights = storage.weights(self._average) if self.mirror is None else self._weights
         self._sum_of_all = grid.dp.bind(self._average)
         self._is_settled = True  # whether the second buffer holds the average
         self._news = np.zeros(5)  # loss, square of the norm; since the last: elements not finite, updates left out, stops
         self._tell = grid.world.bind(self._news)
+        self._left_out = replica.device.backend.zeros(1, np.float64)  # updates, in checkpoints: a worker leaves out by itself
 
     def _peers(self) -> Group:
         """Nobody else's gradients are summed: where tp is 1, the ranks along it are this one alone."""
@@ -69,13 +71,16 @@ class Apart(AllReduce, ABC):
     def _mix(self, step: int) -> None:
         """Bring workers together after their updates of step `step`, from 0."""
 
+    def _mirror_of(self, piece: Piece) -> None:
+        """Not written with an update, after which workers mix."""
+
     def begin(self, step: int) -> None:
         super().begin(step)
         self.parameters, self._weights = self._own, self._own_weights
+        self._write_mirror()
 
     def finish(self, mine: Contribution) -> Outcome:
         own = super().finish(mine)
-        self._skipped = 0    # a worker skips by itself, but a checkpoint keeps one number: here all updates count
         began = time.perf_counter()
         self._is_settled = False
         self._mix(mine.number)
@@ -100,10 +105,24 @@ class Apart(AllReduce, ABC):
             self._sum_of_all.run()
             self._is_settled = True
         self.parameters, self._weights = self._average, self._average_weights
+        self._write_mirror()
+
+    def held(self) -> int:
+        return super().held() - self._left_out.nbytes
+
+    def scalars(self) -> dict[str, float]:
+        """None: what a worker has skipped is its own."""
+        return {}
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self._skipped = int(self.replica.device.backend.to_host(self._left_out)[0])
+        self._write_mirror()
 
     def kept(self) -> list[Kept]:
         """The average, which any other layout starts from, each worker's own parameters, and its optimizer's state."""
         self.settle()
         average, *state = super().kept()
         own = Kept("own_parameters", self._own, average.pieces, "bound", like=average.name)
-        return [average, own, *(buffer._replace(kind="mean") for buffer in state)]
+        self.replica.device.backend.put(self._left_out, np.array([self._skipped], np.float64))
+        left_out = Kept("skipped_updates", self._left_out, (), "bound", needed=False)
+        return [average, own, *(buffer._replace(kind="mean") for buffer in state), left_out]

@@ -131,7 +131,9 @@ class LateWorker(Client):
             requests += self._line.start_recv(self._told[server], self._pull[server], server)
             requests += self._line.start_send(asked, [], server)
         self._wait(requests)
+        self._write_mirror()
         self._versions = {server: int(told[0]) for server, told in self._told.items()}
+        self._skipped = int(self._told[self._servers[0]][1])    # all servers' own, once all have settled
 
     def _wait(self, requests: Sequence[Request]) -> None:
         began = time.perf_counter()
@@ -157,6 +159,7 @@ class LateServer(Holder):
         assert servers is not None
         self._number, self._bound = servers.rank, settings.staleness if settings.update == "bounded" else None
         self.log: list[Applied] = []
+        self._applied_before = -1    # updates before the first of the log; not known before the first step
         self._tickets: Tickets | None = None    # of the first server
         self._waiting: list[int] = []
         self._untold: dict[int, list[tuple[int, Outcome]]] = {worker: [] for worker in self._workers}
@@ -169,6 +172,8 @@ class LateServer(Holder):
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         """Serve until the step is finished; a server computes rows of none."""
         self._is_current = False
+        if self._applied_before < 0:
+            self._applied_before = step * len(self._workers) - self._skipped
         if self._tickets is None and self._number == 0:
             self._tickets = Tickets(len(self._workers), step, self._bound, self.replica.config.next_pause)
         if self._tickets and self._tickets.is_pause:
@@ -188,7 +193,7 @@ class LateServer(Holder):
         self._answers = [request for request in self._answers if not request.test()]
         if asked in (PULL, SETTLE):
             self._settled += asked == SETTLE
-            self._pulls += self._line.start_send(_filled(len(self.log)), self._held, source)
+            self._pulls += self._line.start_send(_filled(len(self.log), self._skipped), self._held, source)
         elif asked == DRAW:
             self._take(source, numbers)
         elif asked == TELL:
@@ -196,6 +201,7 @@ class LateServer(Holder):
             self._known[step] = outcome
         else:
             staleness = self._apply(source, numbers) if asked == PUSH else 0
+            self._skipped += asked == LEAVE_OUT
             self._answer(source, staleness, self._stops)
 
     def _answer(self, to: int, *numbers: float) -> None:
@@ -210,7 +216,7 @@ class LateServer(Holder):
             request.wait()    # nobody gets half of one version and half of another
         self._pulls = []
         staleness = len(self.log) - int(version)
-        self._update(scale, lr * self._factor(staleness), int(ticket))    # each ticket is one update to AdamW's means
+        self._update(scale, lr * self._factor(staleness), self._applied_before + len(self.log))    # of those made, to AdamW
         self.log.append(Applied(self._number, worker, int(version), len(self.log), int(ticket)))
         return staleness
 

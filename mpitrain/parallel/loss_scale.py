@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from mpitrain.parallel.replicate import Outcome
+if TYPE_CHECKING:
+    from mpitrain.parallel.replicate import Outcome
 
 
 class LossScale:
@@ -11,7 +13,7 @@ class LossScale:
 
     value = 1.0
 
-    def after(self, outcome: Outcome) -> Outcome:
+    def after(self, outcome: "Outcome") -> "Outcome":
         """A step's outcome as this scale makes it, which adapts to it: alike on all ranks, for they know the same outcome."""
         return outcome
 
@@ -39,7 +41,7 @@ class DynamicLossScale(LossScale):
     def __init__(self) -> None:
         self.value, self.good, self.overflows = self.FIRST, 0, 0
 
-    def after(self, outcome: Outcome) -> Outcome:
+    def after(self, outcome: "Outcome") -> "Outcome":
         value = self.value
         if not math.isfinite(outcome.loss):
             return outcome._replace(loss_scale=value)
@@ -57,3 +59,8 @@ class DynamicLossScale(LossScale):
     def restore(self, numbers: Mapping[str, float]) -> None:
         self.value = numbers.get("loss_scale", self.FIRST)
         self.good, self.overflows = (int(numbers.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows"))
+
+
+def loss_scale_for(compute: str) -> LossScale:
+    """What precision.compute asks for."""
+    return DynamicLossScale() if compute == "float16" else LossScale()

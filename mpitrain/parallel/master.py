@@ -135,6 +135,8 @@ class Master(AllReduce):
         if not self._is_current:
             self._broadcast.run()
             self._is_current = True
+            if not self._is_root:
+                self._write_mirror()    # rank 0's was with the update
 
     def kept(self) -> list[Kept]:
         """The optimizer's state is on rank 0 alone."""

@@ -17,7 +17,7 @@ from mpitrain.parallel.zero_three import ZeroThree
 def server_or_worker(replica: Replica) -> Replication:
     """What this rank is of parameter servers; collective."""
     settings, is_server = replica.config.replication, replica.grid.is_server
-    if settings.update == "sync" or (settings.update == "bounded" and not settings.staleness):
+    if settings.has_common_step:
         return Server(replica) if is_server else Worker(replica)
     return LateServer(replica) if is_server else LateWorker(replica)
 

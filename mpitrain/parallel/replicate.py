@@ -16,6 +16,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.kept import Kept
+from mpitrain.parallel.loss_scale import LossScale, loss_scale_for
 
 
 class Contribution(NamedTuple):
@@ -95,6 +96,11 @@ class Replica(NamedTuple):
     arena: Arena
     loss: Loss
 
+    @property
+    def computed(self) -> np.dtype:
+        """The dtype of what layers compute with, and of activations."""
+        return self.device.half or self.storage.dtype
+
     def squares(self, gradients: Sequence[np.ndarray]) -> tuple[float, int]:
         """The sum of these arrays' squares and, if it is not finite, how many of their elements are not; waits for the device."""
         ops = self.device.ops
@@ -116,10 +122,19 @@ class Replication:
 
     mirror: Any = None
 
+    _scale: LossScale
+    _skipped: int
+
     def __init__(self, replica: Replica):
         self.replica = replica
+        self._count_from_zero()
         self._hold_parameters()
         self._hold_gradients()
+
+    def _count_from_zero(self) -> None:
+        """No update was made or skipped, and no gradient was beyond its type."""
+        self._scale = loss_scale_for(self.replica.config.precision.compute)
+        self._skipped = 0    # updates, which AdamW does not count
 
     def _hold_parameters(self) -> None:
         """Make room for the parameters, and let them begin."""
@@ -127,7 +142,7 @@ class Replication:
         self.parameters = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
         storage.initialize(self.parameters, self.replica.config.run.seed, self.replica.device.backend)
         if self.replica.device.mirror:
-            self.mirror = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
+            self.mirror = self.replica.grid.world.transport.allocate(storage.length, self.replica.computed)
             self._write_mirror()
         self._weights = storage.weights(self._computed)
 
@@ -138,7 +153,7 @@ class Replication:
 
     def _write_mirror(self) -> None:
         """Round the parameters into the mirror, if there is one; collective."""
-        if self.replica.device.mirror:
+        if self.replica.device.mirror and self.mirror is not None:
             self.replica.device.mirror(self.parameters, self.mirror, self.replica.arena)
 
     def _hold_gradients(self) -> None:
@@ -195,7 +210,12 @@ class Replication:
     @property
     def loss_scale(self) -> float:
         """What gradients are multiplied by until parameters are updated from them."""
-        return 1.0
+        return self._scale.value
+
+    def _concluded(self, outcome: Outcome) -> Outcome:
+        """A step's outcome, known to all ranks alike: whether its update counts, and what becomes of the loss scale."""
+        self._skipped += not outcome.updated
+        return self._scale.after(outcome)
 
     def gradients(self, unit: int, part: int) -> Gradients:
         """Where the unit's gradient is summed."""
@@ -235,10 +255,13 @@ class Replication:
 
     def scalars(self) -> dict[str, float]:
         """Numbers by name, alike on all ranks, that checkpoints keep."""
-        return {}
+        return {"skipped_updates": self._skipped, **self._scale.numbers()}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         """What `kept` lists was filled from a checkpoint with these scalars: go on from there. Collective."""
+        self._skipped = int(scalars.get("skipped_updates", 0))
+        self._scale.restore(scalars)
+        self._write_mirror()
 
     def held(self) -> int:
         """Bytes of parameters, gradients and optimizer state on this rank, once settled, those on their way included."""

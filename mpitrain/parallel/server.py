@@ -82,8 +82,9 @@ class Worker(Client):
         for request in [*self._pushes, *(request for requests in (*ends, *pulls) for request in requests)]:
             request.wait()
         self._unpushed, self._pushes = [*range(len(self._push))], []
+        self._write_mirror()
         first = self._told[self._servers[0]]    # all servers tell the same
-        return outcome_of(mine, first[:4].tolist(), time.perf_counter() - began)
+        return self._concluded(outcome_of(mine, first[:4].tolist(), time.perf_counter() - began))
 
 
 class Holder(_Member):
@@ -96,6 +97,7 @@ class Holder(_Member):
         self.replica = replica    # nothing of Replication's own: that holds whole buffers
         config, grid, storage, _, device, arena, _ = replica
         assert grid.servers is not None
+        self._count_from_zero()
         pieces = dealt(storage.spans, grid.servers.size)[grid.servers.rank]
         length = sum(piece.stop - piece.start for piece in pieces)
         self.parameters, self.gradient_buffer = (grid.world.transport.allocate(length, storage.dtype) for _ in range(2))
@@ -149,17 +151,19 @@ class Server(Holder):
             self._said[source][:] = self._heard
         comm_s = time.perf_counter() - began
         loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
-        self._squares[:] = *self.replica.squares([self.gradient_buffer]), mine.stop
+        squares, nonfinite = self.replica.squares([self.gradient_buffer])
+        self._squares[:] = squares / self.loss_scale**2, nonfinite, mine.stop
         self._agree_on_squares.run()
-        squares, nonfinite, servers_stop = self._squares.tolist()
-        totals = self._told[:4] = loss, squares, nonfinite, stop + servers_stop
+        *found, servers_stop = self._squares.tolist()
+        totals = self._told[:4] = (loss, *found, stop + servers_stop)
         outcome = outcome_of(mine, totals, comm_s)
         if outcome.updated:
-            self._update(clipping(self.replica.config.optimizer.clip, outcome.grad_norm), mine.lr, mine.number)
+            scale = clipping(self.replica.config.optimizer.clip, outcome.grad_norm) / self.loss_scale
+            self._update(scale, mine.lr, mine.number - self._skipped)
         answers = [self._line.start_send(self._told, self._held, worker) for worker in self._workers]
         for request in [request for requests in answers for request in requests]:
             request.wait()    # before the next update: no worker gets half of one and half of another
-        return outcome
+        return self._concluded(outcome)
 
     def _sum(self) -> None:
         """Receive the gradients and sum them in the workers' order; a worker's are received while those before are added."""

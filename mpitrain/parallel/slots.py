@@ -26,8 +26,9 @@ class Slots:
     nbytes   of all slots
     """
 
-    def __init__(self, storage: Storage, buckets: Collection[Bucket], alone: Collection[Bucket], transport: Transport):
-        """Collective: slots lie in a window, where there are windows."""
+    def __init__(self, storage: Storage, buckets: Collection[Bucket], alone: Collection[Bucket], transport: Transport,
+                 dtype: Any = None):
+        """Collective: slots lie in a window, where there are windows. dtype: None for that of the storage."""
         numbers: dict[Any, int] = {}
         turns: dict[str, count] = {}
         self.slot: dict[Bucket, int] = {}
@@ -35,7 +36,7 @@ class Slots:
             key = bucket if bucket in alone else (bucket.holders, next(turns.setdefault(bucket.holders, count())) % TURNS)
             self.slot[bucket] = numbers.setdefault(key, len(numbers))
         lengths = [max(b.stop - b.start for b, slot in self.slot.items() if slot == number) for number in numbers.values()]
-        flat = transport.allocate(sum(lengths), storage.dtype)
+        flat = transport.allocate(sum(lengths), dtype or storage.dtype)
         self.nbytes = flat.nbytes
         self.views = {}
         self.tensors: dict[str, Any] = {}

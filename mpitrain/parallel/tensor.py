@@ -139,7 +139,7 @@ class RowParallelLinear(Linear):
         self._rows.reduction(lease).run()
         y, slope = self._rows.summed(lease, arena), None
         if self._has_bias:
-            y += w["bias"]
+            self.ops.add_bias(y, w["bias"], arena)
         if self._activation:
             y, slope = self._activation[0](y, arena)
         return y, (saved, slope)

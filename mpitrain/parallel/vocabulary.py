@@ -59,7 +59,7 @@ class SplitCrossEntropy:
 
     def gradient(self, logits: Any, targets: Any, scale: float, arena: Arena) -> tuple[Any, Any]:
         maxima = self._maxima(logits, arena)
-        facts = self._group.exchange((2, len(logits)), logits.dtype)
+        facts = self._group.exchange((2, len(logits)), _dtype_of_facts(logits))
         self._ops.row_exponentials(logits, targets, self._first, maxima, arena, facts.array)
         facts.all_reduce().run()
         return self._ops.cross_entropy_split(logits, targets, self._first, maxima, facts.array, scale, arena)
@@ -70,14 +70,14 @@ class SplitCrossEntropy:
         return self.gradient(copy, targets, 1.0, arena)[0]
 
     def correct(self, logits: Any, targets: Any, arena: Arena) -> Any:
-        places = self._group.exchange((len(logits),), logits.dtype)
+        places = self._group.exchange((len(logits),), _dtype_of_facts(logits))
         self._ops.row_argmax(logits, self._first, self._maxima(logits, arena), arena, places.array)
         places.all_reduce("maximum").run()
         return self._ops.count_correct_split(places.array, targets, arena)
 
     def _maxima(self, logits: Any, arena: Arena) -> Any:
         """The largest logit of every whole row."""
-        maxima = self._group.exchange((len(logits),), logits.dtype)
+        maxima = self._group.exchange((len(logits),), _dtype_of_facts(logits))
         self._ops.row_maximum(logits, arena, maxima.array)
         maxima.all_reduce("maximum").run()
         return maxima.array
@@ -91,3 +91,8 @@ class SplitCrossEntropy:
         whole = arena.take(lease.array.shape, logits.dtype)    # a lease would have to end at the same time on all ranks
         whole[...] = lease.array
         return whole
+
+
+def _dtype_of_facts(logits: Any) -> str:
+    """What is said of a row of these logits is summed in: float32, but of float64 in that."""
+    return "float64" if logits.dtype == "float64" else "float32"

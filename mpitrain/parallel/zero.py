@@ -88,9 +88,10 @@ class ZeroOne(Divided):
             super()._hold_parameters()
             return
         self._divide_parameters()
-        self.mirror = grid.world.transport.allocate(storage.length, storage.dtype)
+        self.mirror = grid.world.transport.allocate(storage.length, self.replica.computed)
         storage.initialize(self.mirror, config.run.seed, device.backend)    # whole: nobody has to gather it
-        device.mirror(self.mirror, self.mirror, arena)
+        if not device.half:
+            device.mirror(self.mirror, self.mirror, arena)
         self._weights = storage.weights(self.mirror)
 
     def _places(self) -> Sequence[Piece]:

@@ -40,7 +40,7 @@ class ZeroThree(DividedGradients):
         self._divide_parameters()
         tied = shared_by_ties(storage, buckets)
         alone = [b for b in buckets if b in tied or _elements(storage.entries, b) <= config.replication.zero_keep]
-        self.slots = Slots(storage, buckets, alone, self.dividing.transport)
+        self.slots = Slots(storage, buckets, alone, self.dividing.transport, self.replica.computed)
         self._weights = storage.nested(self.slots.tensors)
         self._needed = buckets_used(storage, buckets)
         wire = parse_wire(config.replication.gather)
@@ -88,9 +88,10 @@ class ZeroThree(DividedGradients):
         self._there[slot] = bucket
         start = piece.start - bucket.start
         mine = self.slots.views[bucket][start:start + piece.stop - piece.start]
-        mine[...] = self._parameters_of(piece)
         if self.replica.device.mirror:
-            self.replica.device.mirror(mine, mine, self.replica.arena)
+            self.replica.device.mirror(self._parameters_of(piece), mine, self.replica.arena)
+        else:
+            mine[...] = self._parameters_of(piece)
         self.buckets.mover.start(self._gathers[bucket])
         self._under_way.append(bucket)
 

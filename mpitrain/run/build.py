@@ -104,21 +104,28 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     """
     settings, (dp, ranks) = resolved.config.replication, (resolved.axes.dp, resolved.axes.ranks)
     length, state = length / resolved.axes.pp, len(STATE[resolved.config.optimizer.name])
-    if settings.mode == "server":    # servers hold one replica together, and each worker one without state
-        return (2 * dp + 2 + state) * length / ranks
-    if settings.mode == "master":    # rank 0 alone keeps state
-        return (2 + state / ranks) * length
-    averages = {"local": 3 if has_outer(settings) else 1, "gossip": 1}.get(settings.mode, 0)
     is_half = resolved.config.precision.is_half    # where a mirror is divided as parameters else are, and they from stage 1 on
+    mirror = _of_mirror(resolved) if is_half and settings.zero < 3 else 0.0
+    if settings.mode == "server":    # servers hold one replica together, and each worker one without state
+        return ((2 + mirror) * dp + 2 + state) * length / ranks
+    if settings.mode == "master":    # rank 0 alone keeps state
+        return (2 + mirror + state / ranks) * length
+    averages = {"local": 3 if has_outer(settings) else 1, "gossip": 1}.get(settings.mode, 0)
     copies = ((1 if is_half else 3, 1), (2, 1), (1, state))
     divided = sum(count / (parts if settings.zero >= stage else 1) for stage, count in copies)
-    return (averages + divided + (is_half and settings.zero < 3)) * length
+    return (averages + divided + mirror) * length
 
 
-def _on_its_way(resolved: Resolved, source: Source | Unopened) -> int:
+def _of_mirror(resolved: Resolved) -> float:
+    """Bytes of what layers compute with, over those of what is updated."""
+    half = resolved.device.half
+    return half.itemsize / np.dtype(resolved.config.precision.stored).itemsize if half else 1.0
+
+
+def _on_its_way(resolved: Resolved, source: Source | Unopened) -> float:
     """Elements of what is gathered or reduced, where it is divided: at least the largest unit."""
     config = resolved.config
-    kinds = max(0, config.replication.zero - 1)
+    kinds = (0, 0, 1, 1 + _of_mirror(resolved))[config.replication.zero]
     shallow = config.model.model_copy(update={"layers": min(2, config.model.layers)})
     layers = described(resolved.device.ops, resolved.config.layout)
     units = model(config.model_copy(update={"model": shallow}), source, layers) if kinds else []

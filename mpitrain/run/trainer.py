@@ -82,7 +82,8 @@ class Trainer:
         self.replication = replication_for(self.config.replication, Replica(
             self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss))
         micro_batches = self.config.batch.micro_batches
-        self._pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
+        dtype = resolved.device.half or self.storage.dtype
+        self._pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype)
         self._recorder = recorder = self.transport.recorder
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
         self._loss_sums = self.backend.zeros(micro_batches, np.float64)  # of a step; read at its end, when the device is done
@@ -142,7 +143,7 @@ class Trainer:
 
         def of(micro: int, array: np.ndarray) -> Any:
             """A micro-batch's rows, in this backend's memory."""
-            return self.backend.from_host(array[shares[micro].start:shares[micro].stop])
+            return self._there(array[shares[micro].start:shares[micro].stop])
 
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
@@ -181,7 +182,12 @@ class Trainer:
 
     def _asked(self, inputs: np.ndarray) -> Any:
         """As `logits`, but of these this rank's columns."""
-        return self._pipe.ask(inputs.shape, lambda: self.backend.from_host(inputs))
+        return self._pipe.ask(inputs.shape, lambda: self._there(inputs))
+
+    def _there(self, rows: np.ndarray) -> Any:
+        """Rows in this backend's memory; those of features are rounded where activations are stored rounded."""
+        half = self.resolved.device.half
+        return self.backend.from_host(rows.astype(half) if half and rows.dtype.kind == "f" else rows)
 
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
         """What the model says of one token of the first row: (classes,) float64 in host memory; good on the first stage.

@@ -13,10 +13,10 @@ from tests.cases.numbers import assert_close, numbers, stored, values
 
 
 def halves(names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]], dtype: str) -> None:
-    """Each weight half must overwrite rubbish, and add to what is there, as the reference does."""
+    """Each weight half must overwrite rubbish, and add to what is there, as the reference does; no gradient is of 16 bits."""
     for accumulate in (False, True):
         for name, shape in zip(names, shapes, strict=True):
-            out = stored(numbers(9, *shape), dtype)
+            out = stored(numbers(9, *shape), "float32" if dtype in ("float16", "bfloat16") else dtype)
             expected = values(out)
             getattr(ops, name)(*pending, out, accumulate, Arena())
             getattr(reference, name)(*truth, expected, accumulate, None)
@@ -48,6 +48,19 @@ def check_activation(kernels: Kernels, n: int, activation: str) -> None:
     y, saved = getattr(ops, activation)(z, Arena())
     assert_close(y, true_y)
     assert_close(getattr(ops, f"{activation}_backward")(dy, saved, Arena()), truth)
+
+
+def check_sums(kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted: bool = False) -> None:
+    """A sum of two arrays, into a third and into one of them, and of rows and a bias: rounded once."""
+    ops, arena = cuda.body(kernels), Arena()
+    a, b, bias = (stored(x, dtype, shifted) for x in (numbers(1, m, n), numbers(2, m, n), numbers(3, n)))
+    wide = values(a).astype(np.float32) if dtype != "float64" else values(a)
+    truth, biased = (wide + values(x).astype(wide.dtype) for x in (b, bias))
+    ops.add(a, b, out := np.empty_like(a), arena)
+    ops.add_bias(y := a.copy(), bias, arena)
+    ops.add(a, b, b, arena)
+    for found, sums in ((out, truth), (b, truth), (y, biased)):
+        np.testing.assert_array_equal(found, sums.astype(a.dtype))
 
 
 def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool) -> None:
@@ -138,6 +151,10 @@ def linears() -> Iterator[Callable]:
     for n in (0, 1, 1023, 1024, 1025, 1031):
         yield partial(check_activation, n=n, activation="gelu")
         yield partial(check_activation, n=n, activation="relu")
+    for m, n in ((1, 1), (0, 3), (33, 31)):
+        yield partial(check_sums, m=m, n=n)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_sums, m=5, n=37, dtype=dtype, shifted=dtype == "bfloat16")
     for m, n in ((1, 1), (0, 3), (7, 31), (65, 32), (200, 33)):
         yield partial(check_column_sums, m=m, n=n, accumulate=n % 2 == 0)
 

@@ -86,6 +86,19 @@ def check_step(kernels: Kernels, name: str, count: int, dtype: str, shifted: boo
         assert_close(a, b, dtype, name)
 
 
+def check_mirrored_step(kernels: Kernels, name: str, count: int, mirror: str, shifted: bool, **scalars: float) -> None:
+    """The same step, twice, with a mirror: what it would be without one, and the parameters rounded to nearest even."""
+    ops, buffers = cuda.body(kernels), {"sgd": 2, "momentum": 3, "adamw": 4}[name]
+    mine = [stored(np.abs(numbers(seed, count)) + 0.5, "float32", shifted) for seed in range(buffers)]
+    alone, rounded = [array.copy() for array in mine], stored(np.zeros(count), mirror, shifted)
+    for scale in (0.7, 0.3):    # numbers in device memory are written anew
+        getattr(ops, name)(*alone, scale=scale, arena=Arena(), **scalars)
+        getattr(ops, name)(*mine, scale=scale, arena=Arena(), mirror=rounded, **scalars)
+    for one, other in zip(mine, alone, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(rounded, mine[0].astype(rounded.dtype))
+
+
 def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     """Sum, sum of squares and number of elements that are not finite."""
     ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
@@ -207,6 +220,12 @@ def steps() -> Iterator[Callable]:
         for step in (1, 3):
             yield partial(check_step, name="adamw", **buffers, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
                           weight_decay=0.1, step=step)
+    for count, mirror in ((1023, "float16"), (1025, "bfloat16")):
+        shape = {"count": count, "mirror": mirror, "shifted": mirror == "bfloat16"}
+        yield partial(check_mirrored_step, name="sgd", **shape, lr=0.1, weight_decay=0.01)
+        yield partial(check_mirrored_step, name="momentum", **shape, lr=0.1, beta=0.9, weight_decay=0.01)
+        yield partial(check_mirrored_step, name="adamw", **shape, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
+                      step=3)
 
 
 def totals() -> Iterator[Callable]:

@@ -52,6 +52,19 @@ def test_what_one_layout_wrote_every_other_loads(written, tmp_path, capfd):
     assert capfd.readouterr().err.count("note: factors in ") == len(LAYOUTS) - 1, "a line for each that is another layout"
 
 
+@pytest.mark.parametrize("name", ["state in 2 shards", "2 stages in 2 shards"])
+def test_one_written_when_tensors_began_elsewhere_in_their_buffers_loads(name, tmp_path, monkeypatch):
+    layout = LAYOUTS[name]
+    with monkeypatch.context() as older:
+        older.setattr("mpitrain.layers.flat.GRAIN", 1)
+        path = run_ranks(layout.ranks, save, tmp_path, layout)[0]
+        offsets = [entry.start for entry in kept(layout, 0)[0].entries]
+    for storage, found, wanted in run_ranks(layout.ranks, load, path, layout):
+        assert [entry.start for entry in storage.entries][1:] != offsets[1:]
+        for one, other in zip(found, wanted, strict=True):
+            assert one.kind != "agreed" or one.array.tobytes() == other.array.tobytes(), one.name
+
+
 @pytest.mark.parametrize("written", LAYOUTS)
 def test_every_element_is_written_once_and_whole_tensors_are_whole(written, tmp_path):
     layout = LAYOUTS[written]

@@ -81,7 +81,7 @@ def emulated(config, workers, servers, logs):
             stale = applied.update - applied.version
             lr *= 1 / (1 + stale) if config.replication.async_lr == "staleness" else 1 / workers
             versions[server].append({
-                name: by_hand("adamw", entries[name], gradient(applied.ticket)[name], value, states[name], lr, applied.ticket + 1)
+                name: by_hand("adamw", entries[name], gradient(applied.ticket)[name], value, states[name], lr, applied.update + 1)
                 for name, value in versions[server][-1].items()})
         return {name: value for each in versions for name, value in each[-1].items()}
 

@@ -114,9 +114,9 @@ def test_wire_formats_of_float64_are_refused():
 @pytest.mark.parametrize("settings, law, way_out", [
     (["float16", "replication.wire=topk:0.1"], "an overflow of float16 would spoil", "precision.compute to bfloat16."),
     (["float16", "replication.wire=powersgd"], "an overflow of float16 would spoil", "replication.wire to fp16, bf16,"),
-    (["bfloat16", "device.kind=cuda-sim"], "half precision is computed on cpu alone", "device.kind to cpu."),
-    (["float16", "device.kind=cuda"], "but device.kind is cuda and precision.compute is float16", "to float32,"),
-    (["bfloat16", "replication.mode=local"], "Mode local computes in float32 or float64", "replication.mode to all-reduce."),
+    (["float16", "replication.mode=local"], "but in mode local they have no step in common", "precision.compute to bfloat16,"),
+    (["float16", "replication.mode=gossip"], "loss scale together after each step", "to all-reduce, master, or server with"),
+    (["float16", "replication.mode=server", "replication.update=async"], "in mode server with replication.update async", "sync."),
 ])
 def test_what_half_precision_cannot_do_is_refused(settings, law, way_out):
     compute, *others = settings

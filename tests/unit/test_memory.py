@@ -68,7 +68,8 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(z
     config, n = config_of(layers=1000, replication={"zero": zero, "shard": shard}), len(hosts)
     length, _ = build._size(resolved(config, n), SOURCES["gpt"])
     largest = 8 * 24**2 + 7 * 24  # the mlp half of a block: its two matrices and biases, and its norm
-    grain = n * 64 // 4
+    largest += 8 + 8    # norm and biases, of 24 each, end before a multiple of 32: 24, 24, 24 and 96 in front of the matrices
+    grain = n * 32
     on_its_way = -(-largest // grain) * grain * max(0, zero - 1)
     halves = {0: 8, 1: 6, 2: 5, 3: 4}[zero]  # of a flat buffer: parameters, gradients, two moments
     needed = 2 * 4 * (length * halves // 2 + on_its_way)

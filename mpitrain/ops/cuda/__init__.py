@@ -6,32 +6,47 @@ Nothing here waits for the device. Sums that the others return as numbers are ar
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, product, steps, sums
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Backend, HostBackend
+from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, product, steps, sums, wire
 from mpitrain.ops.cuda.tiles import DEFAULT, read_tiles
-from mpitrain.ops.reference import add
 
 WITH_PRODUCTS = (
     linear.linear, linear.linear_backward_input, linear.linear_backward_weight,
     linear.linear_gelu, linear.linear_gelu_backward_input, linear.linear_relu, linear.linear_relu_backward_input,
 )
 FUNCTIONS = (
-    linear.linear_backward_bias, linear.gelu, linear.gelu_backward, linear.relu, linear.relu_backward,
+    linear.linear_backward_bias, linear.add, linear.add_bias,
+    linear.gelu, linear.gelu_backward, linear.relu, linear.relu_backward,
     norm.layer_norm, norm.layer_norm_backward_input, norm.layer_norm_backward_gain, norm.layer_norm_backward_bias,
     embedding.embedding, embedding.embedding_backward_table, embedding.embedding_backward_positions,
     attention.attention, attention.attention_backward,
     loss.cross_entropy, loss.cross_entropy_loss, loss.count_correct,
     loss.row_maximum, loss.row_exponentials, loss.cross_entropy_split, loss.row_argmax, loss.count_correct_split,
-    steps.sgd, steps.momentum, steps.adamw, sums.square_sum, sums.count_nonfinite,
+    sums.square_sum, sums.count_nonfinite,
 )
+WITH_NUMBERS = (steps.sgd, steps.momentum, steps.adamw)
 
 
-def body(kernels: Kernels, multiply: linear.Multiply = product.gemm) -> SimpleNamespace:
-    """The operations, launched through these kernels; `multiply` makes the products of linear layers."""
+def body(kernels: Kernels, multiply: linear.Multiply = product.gemm, backend: Backend | None = None) -> SimpleNamespace:
+    """The operations, launched through these kernels.
+
+    multiply  makes the products of linear layers
+    backend   where arrays live; None: in host memory
+    """
+    numbers = steps.Numbers(backend or HostBackend())
     bound = {function.__name__: partial(function, kernels) for function in FUNCTIONS}
     bound |= {function.__name__: partial(function, kernels, multiply) for function in WITH_PRODUCTS}
-    return SimpleNamespace(**bound, add=add)
+    bound |= {function.__name__: partial(function, kernels, numbers) for function in WITH_NUMBERS}
+    return SimpleNamespace(**bound)
+
+
+def mirror(kernels: Kernels, parameters: Any, mirror: Any, arena: Arena) -> None:
+    """The mirror becomes the parameters, rounded to its type."""
+    wire.convert(kernels, parameters, mirror)
 
 
 def multiply(gemm: str, tiles: str = "") -> linear.Multiply:

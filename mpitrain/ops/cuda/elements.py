@@ -27,6 +27,11 @@ def element(array: Any) -> dict[str, Any]:
     return {"Element": c_type(array), "Sum": ELEMENTS[sum_type(array)]}
 
 
+def result(array: Any, like: Any) -> dict[str, Any]:
+    """Result of element.cuh: how the array is stored, where that is not as what is computed with."""
+    return {} if array.dtype == like.dtype else {"Result": c_type(array)}
+
+
 def index(array: Any) -> dict[str, Any]:
     """Index: the type of tokens and targets."""
     if name_of(array.dtype) not in INDICES:

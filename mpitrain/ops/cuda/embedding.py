@@ -2,7 +2,7 @@
 
 from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, index
+from mpitrain.ops.cuda.elements import element, index, result
 from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
 
 
@@ -22,7 +22,7 @@ def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, ar
     vocab, width = dtable.shape
     kernels.launch("embedding_backward_table", (-(-vocab // 32), -(-width // 128)), ROWS,
                    (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable if accumulate else fresh(dtable)),
-                   **element(dx), **index(tokens))
+                   **element(dx), **index(tokens), **result(dtable, dx))
 
 
 def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):
@@ -30,4 +30,4 @@ def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, a
     batch, length, width = dx.shape
     kernels.launch("embedding_backward_positions", blocks(dpositions.size), POINTWISE,
                    (batch, length, width, len(dpositions), dx, float(accumulate),
-                    dpositions if accumulate else fresh(dpositions)), **element(dx))
+                    dpositions if accumulate else fresh(dpositions)), **element(dx), **result(dpositions, dx))

@@ -107,6 +107,16 @@ def relu_backward(kernels: Kernels, dy, saved, arena):
     return dz
 
 
+def add(kernels: Kernels, a, b, out, arena):
+    """out = a + b; out may be a or b."""
+    kernels.launch("add", blocks(a.size, 4), POINTWISE, (a.size, a, b, out), **element(a))
+
+
+def add_bias(kernels: Kernels, y, b, arena):
+    """y += b, down the rows of y."""
+    kernels.launch("add_bias", blocks(y.size), POINTWISE, (y.size, len(b), b, y), **element(y))
+
+
 def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:
     y = arena.take(z.shape, z.dtype)
     kernels.launch("activation_forward", blocks(z.size, 4), POINTWISE, (z.size, ACTIVATIONS[activation], z, fresh(y)),

@@ -1,22 +1,54 @@
-"""Optimizer steps on flat buffers, in place."""
+"""Optimizer steps on flat buffers, in place. What changes with the step lies in device memory: no launch's arguments change."""
+
+from typing import Any
+
+import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element
+from mpitrain.machine.backend import Backend
+from mpitrain.ops.cuda.elements import c_type, element, sum_type
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 
 
-def sgd(kernels: Kernels, p, g, scale, lr, weight_decay, arena):
+class Numbers:
+    """Up to four numbers that steps multiply by, in the memory of a backend, written when they change.
+
+    One array for each dtype of sums, always the same: copies and launches are in the order of the stream.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend, self._arrays, self._written = backend, dict[str, Any](), dict[str, tuple[float, ...]]()
+
+    def of(self, like: Any, *values: float) -> Any:
+        """The array that holds these, for sums over `like`."""
+        dtype = sum_type(like)
+        if dtype not in self._arrays:
+            self._arrays[dtype] = self._backend.zeros(4, dtype)
+        if self._written.get(dtype) != values:
+            self._backend.put(self._arrays[dtype], np.array([*values, 0, 0][:4], dtype))
+            self._written[dtype] = values
+        return self._arrays[dtype]
+
+
+def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
     """p -= lr (scale g + weight_decay p)."""
-    kernels.launch("sgd", blocks(p.size, 4), POINTWISE, (p.size, p, g, scale, lr, weight_decay), **element(p))
+    kernels.launch("sgd", blocks(p.size, 4), POINTWISE, (p.size, p, g, mirror, numbers.of(p, scale, lr), weight_decay),
+                   **_types(p, mirror))
 
 
-def momentum(kernels: Kernels, p, g, m, scale, lr, beta, weight_decay, arena):
+def momentum(kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     """m = beta m + scale g + weight_decay p, p -= lr m."""
-    kernels.launch("momentum", blocks(p.size, 4), POINTWISE, (p.size, p, g, m, scale, lr, beta, weight_decay), **element(p))
+    kernels.launch("momentum", blocks(p.size, 4), POINTWISE,
+                   (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay), **_types(p, mirror))
 
 
-def adamw(kernels: Kernels, p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
+def adamw(kernels: Kernels, numbers: Numbers, p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """Decoupled decay, step counted from 1; what depends on the step alone is computed here in double."""
     kernels.launch("adamw", blocks(p.size, 4), POINTWISE,
-                   (p.size, p, g, m, v, scale, lr, 1 - beta1, 1 - beta2, eps, weight_decay, 1 - beta1**step, 1 - beta2**step),
-                   **element(p))
+                   (p.size, p, g, m, v, mirror, numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step), 1 - beta1, 1 - beta2,
+                    eps, weight_decay), **_types(p, mirror))
+
+
+def _types(p: Any, mirror: Any) -> dict[str, Any]:
+    """Element, Sum and Mirror of element.cuh."""
+    return element(p) | ({} if mirror is None else {"Mirror": c_type(mirror)})

@@ -37,11 +37,12 @@ from mpitrain.ops.host.norm import (
     layer_norm_backward_input,
 )
 from mpitrain.ops.host.steps import adamw, count_nonfinite, momentum, sgd, square_sum
-from mpitrain.ops.reference import add
+from mpitrain.ops.reference import add, add_bias
 
 __all__ = [
     "adamw",
     "add",
+    "add_bias",
     "attention",
     "attention_backward",
     "count_correct",

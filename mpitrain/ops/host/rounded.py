@@ -85,10 +85,15 @@ def rounded(body: Any, dtype: str) -> Rounded:
             np.add(a[block], b[block], out=out[block])
             put(out[block], arena)
 
+    def add_bias(y: np.ndarray, b: np.ndarray, arena: Arena) -> None:
+        for block in row_blocks(y):
+            y[block] += b
+            put(y[block], arena)
+
     changed = {name: picking(lambda pair: pair[0])(getattr(body, name)) for name in FIRST}
     changed |= {name: picking(lambda pair: pair[1])(getattr(body, name)) for name in SECOND}
     changed |= {name: picking(lambda dx: dx)(getattr(body, name)) for name in WHOLE}
-    changed |= {name: stepping(getattr(body, name)) for name in STEPS} | {"add": add}
+    changed |= {name: stepping(getattr(body, name)) for name in STEPS} | {"add": add, "add_bias": add_bias}
     quietly = np.errstate(over="ignore", invalid="ignore")    # an overflow is what the loss scale looks for
     ops = SimpleNamespace(**{name: quietly(changed.get(name) or getattr(body, name)) for name in Ops.__annotations__})
     return Rounded(cast(Ops, ops), mirror)
