@@ -1,7 +1,8 @@
 """The arena: activation buffers that are used again instead of allocated again.
 
 `take` leases a buffer; it returns by itself when the last array that refers to it dies, so no layer keeps books and an
-exception leaks nothing. After the first step every lease is served from what came back: `allocations` stands still.
+exception leaks nothing. After the first step every lease is served from what came back: `allocations` stands still. Steps that
+begin with `rewind` and lease alike use the same addresses.
 """
 
 import math
@@ -67,39 +68,59 @@ class Lease:
 
 
 class Arena:
-    """Leases buffers by size, and counts those that others own and lease out by it.
+    """Leases buffers by class of size, and counts those that others own and lease out by it.
 
     live, peak    bytes leased now, and the most there ever were
+    held          bytes obtained from the system, whole classes, leased or not
     allocations   buffers obtained from the system since construction
     """
 
     def __init__(self, memory: Memory | None = None) -> None:
-        self.live = self.peak = self.allocations = 0
+        self.live = self.peak = self.held = self.allocations = 0
         self._memory = memory or HostMemory()
-        self._free: dict[int, list[Any]] = {}
+        self._free: dict[int, list[tuple[int, Any]]] = {}    # by class, the buffers with their numbers
+
+    def rewind(self) -> None:
+        """Lease what is free now in the order in which it was made, whatever the order in which it came back."""
+        for free in self._free.values():
+            free.sort(key=_number, reverse=True)
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised, contiguous, 64-byte aligned array; its buffer returns when the array and its views die."""
         dtype = np.dtype(dtype)
         nbytes = padded(math.prod(shape) * dtype.itemsize)
-        free = self._free.setdefault(nbytes, [])
-        buffer = free.pop() if free else self._allocate(nbytes)
-        return self.lend(buffer, shape, dtype, buffer, free)
+        size = size_class(nbytes)
+        free = self._free.setdefault(size, [])
+        leased = free.pop() if free else self._allocated(size)
+        return self.lend(leased[1], shape, dtype, leased, free, nbytes)
 
-    def lend(self, buffer: Any, shape: tuple[int, ...], dtype: np.dtype, leased: Any, free: list[Any]) -> Any:
+    def lend(self, buffer: Any, shape: tuple[int, ...], dtype: np.dtype, leased: Any, free: list[Any], nbytes: int = 0) -> Any:
         """The first bytes of a buffer as an array. When that and its views have died, `leased` is added to `free`.
 
         buffer  of bytes, contiguous, in this arena's memory; `leased` keeps it alive
+        nbytes  that count as leased; 0: all of the buffer's
         """
-        self.live += buffer.nbytes
+        nbytes = nbytes or buffer.nbytes
+        self.live += nbytes
         self.peak = max(self.peak, self.live)
-        return self._memory.array(buffer, Lease(self, buffer.nbytes, leased, free), tuple(shape), dtype)
+        return self._memory.array(buffer, Lease(self, nbytes, leased, free), tuple(shape), dtype)
 
-    def _allocate(self, nbytes: int) -> Any:
+    def _allocated(self, size: int) -> tuple[int, Any]:
         self.allocations += 1
-        return self._memory.allocate(nbytes)
+        self.held += size
+        return self.allocations, self._memory.allocate(size)
+
+
+def size_class(nbytes: int) -> int:
+    """Bytes of the buffer that so many bytes are leased in: eight sizes from a power of two to the next, multiples of 64."""
+    step = max(ALIGNMENT, 1 << (nbytes - 1).bit_length() >> 4)
+    return -(-nbytes // step) * step
+
+
+def _number(leased: tuple[int, Any]) -> int:
+    return leased[0]
 
 
 def padded(nbytes: int) -> int:
-    """Bytes of the buffer that so many bytes are leased in."""
+    """So many bytes as they are leased: whole cache lines, at least one."""
     return -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT

@@ -43,8 +43,8 @@ class Backend(Protocol):
     def zeros(self, count: int, dtype: Any) -> Any:
         """A zeroed 1-D array in this backend's memory."""
 
-    def from_host(self, array: np.ndarray) -> Any:
-        """The array in this backend's memory, contiguous; may be the same one."""
+    def from_host(self, array: np.ndarray, arena: Arena | None = None) -> Any:
+        """The array in this backend's memory, contiguous; may be the same one. arena: what other memory is leased from."""
 
     def put(self, target: Any, array: np.ndarray) -> None:
         """Write an array of host memory, of one shape and dtype, over one of this backend's, in the order of its work."""
@@ -96,7 +96,7 @@ class HostBackend:
     def zeros(self, count: int, dtype: Any) -> np.ndarray:
         return np.zeros(count, dtype)
 
-    def from_host(self, array: np.ndarray) -> np.ndarray:
+    def from_host(self, array: np.ndarray, arena: Arena | None = None) -> np.ndarray:
         return np.ascontiguousarray(array)
 
     def put(self, target: np.ndarray, array: np.ndarray) -> None:
@@ -145,8 +145,12 @@ class CudaBackend:
     def zeros(self, count: int, dtype: Any) -> Any:
         return self._cupy.zeros(count, dtype)
 
-    def from_host(self, array: np.ndarray) -> Any:
-        return self._cupy.asarray(np.ascontiguousarray(array))
+    def from_host(self, array: np.ndarray, arena: Arena | None = None) -> Any:
+        if arena is None:
+            return self._cupy.asarray(np.ascontiguousarray(array))
+        target = arena.take(array.shape, array.dtype)
+        self.put(target, array)
+        return target
 
     def put(self, target: Any, array: np.ndarray) -> None:
         target.set(np.ascontiguousarray(array))

@@ -125,10 +125,10 @@ class AllReduce(Replication):
         self._recorder.go_on(wait)
         comm_s = time.perf_counter() - began
         span = self._recorder.compute(self._norm_name)
-        squares, nonfinite = self.replica.squares(self._squared)
+        loss, squares, nonfinite = self.replica.facts(mine, self._squared)
         self._recorder.end(span)
         began = time.perf_counter()
-        totals = self._agreed(mine.loss, squares / self.loss_scale**2, nonfinite, mine.stop)
+        totals = self._agreed(loss, squares / self.loss_scale**2, nonfinite, mine.stop)
         outcome = outcome_of(mine, totals, comm_s + time.perf_counter() - began)
         if outcome.updated:
             span = self._recorder.compute(self._update_name, UPDATE)

@@ -37,7 +37,6 @@ class Apart(AllReduce, ABC):
         self._is_settled = True  # whether the second buffer holds the average
         self._news = np.zeros(5)  # loss, square of the norm; since the last: elements not finite, updates left out, stops
         self._tell = grid.world.bind(self._news)
-        self._left_out = replica.device.backend.zeros(1, np.float64)  # updates, in checkpoints: a worker leaves out by itself
 
     def _peers(self) -> Group:
         """Nobody else's gradients are summed: where tp is 1, the ranks along it are this one alone."""
@@ -107,22 +106,24 @@ class Apart(AllReduce, ABC):
         self.parameters, self._weights = self._average, self._average_weights
         self._write_mirror()
 
-    def held(self) -> int:
-        return super().held() - self._left_out.nbytes
-
     def scalars(self) -> dict[str, float]:
-        """None: what a worker has skipped is its own."""
-        return {}
+        """What each worker has skipped, for it skips by itself, and the mean; collective."""
+        told = self.replica.grid.dp.transport.gather_text(self._skipped)
+        return {"skipped_updates": sum(told) // len(told), **{_skipped_by(worker): count for worker, count in enumerate(told)}}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        self._skipped = int(self.replica.device.backend.to_host(self._left_out)[0])
-        self._write_mirror()
+        super().restore(scalars)
+        workers, me = self.replica.grid.dp.size, self.replica.grid.dp.rank
+        if [_skipped_by(worker) in scalars for worker in (workers - 1, workers)] == [True, False]:    # as many as there were
+            self._skipped = int(scalars[_skipped_by(me)])
 
     def kept(self) -> list[Kept]:
         """The average, which any other layout starts from, each worker's own parameters, and its optimizer's state."""
         self.settle()
         average, *state = super().kept()
         own = Kept("own_parameters", self._own, average.pieces, "bound", like=average.name)
-        self.replica.device.backend.put(self._left_out, np.array([self._skipped], np.float64))
-        left_out = Kept("skipped_updates", self._left_out, (), "bound", needed=False)
-        return [average, own, *(buffer._replace(kind="mean") for buffer in state), left_out]
+        return [average, own, *(buffer._replace(kind="mean") for buffer in state)]
+
+
+def _skipped_by(worker: int) -> str:
+    return f"skipped_updates.{worker}"

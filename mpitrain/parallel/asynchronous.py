@@ -94,8 +94,8 @@ class LateWorker(Client):
     def finish(self, mine: Contribution) -> Outcome:
         """Push the gradient, and wait until all servers have applied it."""
         assert self._ticket is not None
-        squares, nonfinite = self.replica.squares([self.gradient_buffer])
-        own = outcome_of(mine, (mine.loss, squares, nonfinite, mine.stop), 0.0)
+        loss, squares, nonfinite = self.replica.facts(mine, [self.gradient_buffer])
+        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop), 0.0)
         scale = clipping(self.replica.config.optimizer.clip, own.grad_norm)
         requests = []
         for server in self._servers:

@@ -23,15 +23,22 @@ class Contribution(NamedTuple):
     """What a rank brings to the end of a step, when its backward pass is done.
 
     number of the step, from 0
-    loss   this rank's part of the mean loss over the global batch
+    losses of its micro-batches, perhaps an array on the device, which may still compute it; none if others tell them
     lr     learning rate
     stop   whether this rank was asked to stop
+    weight what losses are multiplied by
     """
 
     number: int
-    loss: float
+    losses: Any
     lr: float
     stop: bool = False
+    weight: float = 1.0
+
+    @property
+    def loss(self) -> float:
+        """This rank's part of the mean loss over the global batch; waits for the device."""
+        return sum(self.weight * float(loss) for loss in self.losses)
 
 
 class Outcome(NamedTuple):
@@ -101,13 +108,24 @@ class Replica(NamedTuple):
         """The dtype of what layers compute with, and of activations."""
         return self.device.half or self.storage.dtype
 
-    def squares(self, gradients: Sequence[np.ndarray]) -> tuple[float, int]:
-        """The sum of these arrays' squares and, if it is not finite, how many of their elements are not; waits for the device."""
-        ops = self.device.ops
-        squares = sum(float(ops.square_sum(part, self.arena)) for part in gradients)
+    def facts(self, mine: Contribution | None, gradients: Sequence[np.ndarray]) -> tuple[float, float, int]:
+        """A step's loss, the sum of these arrays' squares and, if it is not finite, how many of their elements are not.
+
+        What the device knows of all this is read at once: it is waited for once in a step.
+        mine  None for one without a loss
+        """
+        ops, losses = self.device.ops, mine.losses if mine else ()
+        found = self.arena.take((len(losses) + len(gradients),), np.float64)
+        if len(losses):
+            found[:len(losses)] = losses
+        for place, gradient in enumerate(gradients, len(losses)):
+            found[place:place + 1] = ops.square_sum(gradient, self.arena)
+        read = self.device.backend.to_host(found).tolist()
+        loss = mine._replace(losses=read[:len(losses)]).loss if mine else 0.0
+        squares = sum(read[len(losses):])
         if math.isfinite(squares):
-            return squares, 0
-        return squares, sum(int(ops.count_nonfinite(part, self.arena)) for part in gradients)
+            return loss, squares, 0
+        return loss, squares, sum(int(ops.count_nonfinite(part, self.arena)) for part in gradients)
 
 
 class Replication:
@@ -254,7 +272,7 @@ class Replication:
         return [Piece(0, self.replica.storage.length, 0)]
 
     def scalars(self) -> dict[str, float]:
-        """Numbers by name, alike on all ranks, that checkpoints keep."""
+        """Numbers by name, alike on all ranks, that checkpoints keep; collective."""
         return {"skipped_updates": self._skipped, **self._scale.numbers()}
 
     def restore(self, scalars: Mapping[str, float]) -> None:

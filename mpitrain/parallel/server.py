@@ -151,7 +151,7 @@ class Server(Holder):
             self._said[source][:] = self._heard
         comm_s = time.perf_counter() - began
         loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
-        squares, nonfinite = self.replica.squares([self.gradient_buffer])
+        _, squares, nonfinite = self.replica.facts(None, [self.gradient_buffer])
         self._squares[:] = squares / self.loss_scale**2, nonfinite, mine.stop
         self._agree_on_squares.run()
         *found, servers_stop = self._squares.tolist()

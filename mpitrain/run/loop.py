@@ -253,7 +253,8 @@ class _Run:
     def _end(self) -> None:
         equal = replicas_equal(self._trainer)
         self._record({"event": "end", "step": self._config.run.steps, "replicas_equal": equal,
-                      "peak_activation_bytes": self._trainer.arena.peak})
+                      "peak_activation_bytes": self._trainer.arena.peak,
+                      "held_activation_bytes": self._trainer.arena.held})
         if not equal:
             raise on_every_rank(TrainingError("After the last step the parameters differ between replicas.",
                                               "This is a fault of mpitrain or of the machine's memory; please report it."))

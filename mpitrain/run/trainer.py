@@ -153,15 +153,13 @@ class Trainer:
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
+        self.arena.rewind()
         self.replication.begin(index)
         if rows:    # a server has none
             self._straggle(index)
             self._pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
-        total = 0.0
-        for each in self.backend.to_host(self._loss_sums).tolist() if self.grid.speaks else ():
-            total += scale * each
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        return self.replication.finish(Contribution(index, total, lr, stop))
+        return self.replication.finish(Contribution(index, self._loss_sums if self.grid.speaks else (), lr, stop, scale))
 
     def _straggle(self, step: int) -> None:
         """Sleep for as long as run.delay says that the step takes longer here: who computes other rows draws anew."""
@@ -187,7 +185,7 @@ class Trainer:
     def _there(self, rows: np.ndarray) -> Any:
         """Rows in this backend's memory; those of features are rounded where activations are stored rounded."""
         half = self.resolved.device.half
-        return self.backend.from_host(rows.astype(half) if half and rows.dtype.kind == "f" else rows)
+        return self.backend.from_host(rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena)
 
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
         """What the model says of one token of the first row: (classes,) float64 in host memory; good on the first stage.

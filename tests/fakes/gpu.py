@@ -1,6 +1,8 @@
 """Kernels for the fake GPU: run by the simulator on what the stream will find, and seen once the stream was waited for."""
 
 import sys
+import threading
+from collections import defaultdict
 
 from mpitrain.kernels.arguments import Argument
 from mpitrain.kernels.engines import KERNELS
@@ -10,11 +12,15 @@ from tests.fakes import cupy
 
 
 class FakeEngine:
-    """Launches kernels on tests.fakes.cupy arrays."""
+    """Launches kernels on tests.fakes.cupy arrays.
+
+    noted   by thread, what it has launched: kernel, blocks, threads, and each argument as an address or a number
+    """
 
     def __init__(self):
         self._simulator = Simulator()
         self.capability = self._simulator.capability
+        self.noted = defaultdict(list)
 
     name = "a fake GPU"
 
@@ -22,6 +28,8 @@ class FakeEngine:
         function = self._simulator.load(source, signature, defines)
 
         def start(grid, block, arguments, shared):
+            self.noted[threading.get_ident()].append(
+                (signature.name, tuple(defines.items()), *grid, *block, shared, *map(_passed, arguments)))
             arrays = [(a.array, p.is_readonly) for a, p in zip(arguments, signature.parameters, strict=True)
                       if isinstance(a, Argument) and a.array is not None]
             plain = [a._replace(array=None if a.array is None else a.array.truth) if isinstance(a, Argument) else a
@@ -34,6 +42,12 @@ class FakeEngine:
     def multiply(self, a, b, c, transposed_a, transposed_b, accumulate):
         truths = (a.truth, b.truth, c.truth)
         cupy.launch([c], [a, b], lambda: self._simulator.multiply(*truths, transposed_a, transposed_b, accumulate))
+
+
+def _passed(argument):
+    if not isinstance(argument, Argument):
+        return argument
+    return None if argument.array is None else ("at", argument.array.data.ptr)
 
 
 def kernels():

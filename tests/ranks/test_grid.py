@@ -128,7 +128,7 @@ def test_what_several_ranks_of_a_replica_hold_is_counted_once_travels_whole_and_
             for leaf in replication.gradients(unit, 0).values():
                 leaf.claim()
             replication.gradient_ready(unit, is_last=True)
-        outcome = replication.finish(Contribution(0, 0.0, 0.01))
+        outcome = replication.finish(Contribution(0, [], 0.01))
         replication.settle()
         shared = {e.name: e.view(replication.parameters).copy() for e in storage.entries if e.parameter.holders}
         return outcome, shared
@@ -186,7 +186,7 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_grad
                 leaf.claim()
             replication.gradient_ready(unit, is_last=True)
             replication.poll()
-        outcome = replication.finish(Contribution(0, 0.0, 0.01))
+        outcome = replication.finish(Contribution(0, [], 0.01))
         replication.settle()
         every = [{entry.name: (entry.parameter, entry.view(flat).copy()) for entry in storage.entries}
                  for flat in (replication.gradient_buffer, replication.parameters)]

@@ -1,15 +1,20 @@
 """Half precision on ranks that are threads: close to float32 and to one rank, in step after an overflow, bitwise on resume."""
 
 import json
+import threading
+from collections import defaultdict
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from mpitrain.errors import TrainingError
+from mpitrain.optim import Optimizer
 from mpitrain.parallel.replicate import Replication
 from mpitrain.run.build import build
 from mpitrain.run.finished import newest
 from mpitrain.run.manifest import Done
+from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.test_loop import book, go, records  # noqa: F401
 from tests.ranks.test_training import TINY, configured, curves
@@ -47,6 +52,74 @@ def test_stages_and_shards_compute_what_one_rank_does(settings):
         assert np.all(np.abs(np.array([outcome.loss for outcome in outcomes]) / alone - 1) <= TOLERANCE["float16"])
 
 
+@pytest.mark.parametrize("settings", [
+    ["replication.mode=master", "precision.compute=float16"], ["replication.mode=server", "precision.compute=float16"],
+    ["replication.mode=server", "replication.update=bounded"], ["replication.mode=local"], ["replication.mode=gossip"]],
+    ids=lambda settings: settings[0])
+def test_half_precision_trains_in_every_mode(settings):
+    """The loss that evaluations see, which read the mirror of what is settled, is float32's, and replicas end bitwise equal."""
+    def evaluated(transport, *settings):
+        trainer, source, _ = build(transport, configured(*TINY, "replication.period=5", "run.eval_rows=20", *settings))
+        mode, first = trainer.replication, trainer.evaluate(source)[0]
+        for index in range(20):
+            for number in mode.steps(index, lambda: False):
+                trainer.step(number, *mode.batch(source, number))
+        found = trainer.evaluate(source)[0]
+        assert replicas_equal(trainer)
+        if not trainer.grid.is_server:
+            short = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(trainer.config.precision.compute, np.float32)
+            tree, parameters = mode.open(0, 0), trainer.storage.weights(trainer.parameters)[0]
+            assert np.array_equal(tree["tokens"], parameters["tokens"].astype(short).astype(np.float32))
+        return first, found
+
+    first, exact = run_ranks(2, evaluated, settings[0])[0]
+    half = run_ranks(2, evaluated, *settings, *(["precision.compute=bfloat16"] if len(settings) == 1 or "bounded" in settings[1]
+                                                else []))[0][1]
+    assert exact < first - 0.3 and 1e-7 < abs(half - exact) < 0.02
+
+
+@pytest.mark.parametrize("settings, ranks, skips", [
+    ([], 2, (0, 1)), (["replication.zero=1"], 2, (0, 1)), (["replication.mode=master"], 2, (0,)),
+    (["replication.mode=server"], 3, (2,)), (["replication.mode=local"], 2, (1,)), (["replication.mode=gossip"], 2, (1,)),
+    (["replication.mode=server", "replication.update=async"], 2, (1,))], ids=lambda value: "-".join(map(str, value))
+    if isinstance(value, list) else None)
+def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeypatch):
+    """skips: the ranks that would update in step 1, where the last worker's gradient is infinite, and do not."""
+    made, update = defaultdict(list), Optimizer.update
+
+    def noting(self, piece, *arguments, **named):
+        made[threading.get_ident()].append(arguments[4])
+        update(self, piece, *arguments, **named)
+
+    monkeypatch.setattr(Optimizer, "update", noting)
+
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*TINY, *settings))
+        mode, right = trainer.replication, trainer.replication.loss
+        workers = trainer.grid.axes.dp
+
+        def loss(logits, targets, scale):
+            value, gradient = right(logits, targets, scale)
+            if number == 1 and transport.rank == workers - 1:
+                gradient[0, 0] = np.inf
+            return value, gradient
+
+        mode.loss = loss
+        for index in range(4):
+            own = None
+            for number in mode.steps(index, lambda: False):
+                own = trainer.step(number, *mode.batch(source, number))
+            mode.outcome(index, own)
+        mode.settle()
+        return sorted(set(made[threading.get_ident()])), mode.scalars().get("skipped_updates", 0)
+
+    with np.errstate(all="ignore"):
+        found = run_ranks(ranks, run)
+    for rank, (numbers, _) in enumerate(found):
+        assert numbers in ([], [0, 1, 2] if rank in skips else [0, 1, 2, 3]), rank
+    assert all(found[rank][0] for rank in skips)
+
+
 def steps(transport, config, count, saved=None, overflow=None, folder=None, own=None):
     """Some steps; overflow: the rank and the step where a gradient is beyond float16."""
     trainer, source, done = build(transport, config, saved)
@@ -70,9 +143,10 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
     return outcomes
 
 
-@pytest.mark.parametrize("zero", (0, 1))
-def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scale(zero):
-    config = configured(*TINY, "precision.compute=float16", f"replication.zero={zero}")
+@pytest.mark.parametrize("settings", ["replication.zero=0", "replication.zero=1", "replication.mode=master",
+                                      "replication.mode=server"])
+def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scale(settings):
+    config = configured(*TINY, "precision.compute=float16", settings)
     with np.errstate(all="ignore"):
         everyone = run_ranks(4, steps, config, 6, None, (2, 3))
     for outcomes in everyone:

@@ -80,7 +80,7 @@ def together(transport, axes):
                 grid.pp.transport.send(dx, place.pp - 1)
             del y, dy, dx
         lr = learning_rate(config.optimizer, index, STEPS)
-        outcomes.append(replication.finish(Contribution(index, loss if grid.speaks else 0.0, lr)))
+        outcomes.append(replication.finish(Contribution(index, [loss] if grid.speaks else [], lr)))
     assert arena.live == 0
     return ([(o.loss, o.grad_norm) for o in outcomes], storage.parameter_count,
             {e.name: (e.parameter, e.view(replication.parameters).copy()) for e in storage.entries})

@@ -136,7 +136,8 @@ def test_a_step_sends_the_bytes_of_its_formula():
         return transport.traffic.nbytes - before
 
     n, layers, rows, width = 3, 2, 12 * 24, 48
-    norms, again = (2 * layers + 1) * 2 * width, (2 * layers + 1) * rows * width
+    # gain and bias of a norm, of 48 elements, begin at multiples of 32
+    norms, again = (2 * layers + 1) * (64 + 64), (2 * layers + 1) * rows * width
     base = [*GPT, f"layout.tp={n}", "batch.micro_batches=2", "layout.algorithm=ring", "replication.algorithm=ring"]
     found = run_ranks(n, sent, configured(*base))
     maximum_and_two_sums, control = 3 * rows, 4

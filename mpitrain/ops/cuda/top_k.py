@@ -15,7 +15,11 @@ def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:
     """(indices, values) of the k elements of x: (n,) float32 that are largest in magnitude, indices ascending.
 
     Of equal magnitudes the first ones are chosen; NaN is larger than anything.
+    raises  KernelError from 2^31 elements on: indices and counts are 32 bits wide
     """
+    if x.size >= 1 << 31:
+        raise KernelError(f"Indices of 32 bits reach {(1 << 31) - 1} elements, but there are {x.size} to choose from.",
+                          "Choose from parts of the array.")
     if not 0 <= k <= x.size:
         raise KernelError(f"Cannot choose {k} of {x.size} elements.", f"Choose 0 to {x.size}.")
     blocks = max(1, min(-(-x.size // 4096), 1024))

@@ -23,7 +23,7 @@ def _wheels() -> Path:
 
 
 class Compiler:
-    """Compiles sources as CuPy's RawModule does."""
+    """Compiles sources as CuPy's RawModule does, which has numbers below the smallest normal one taken for 0."""
 
     def __init__(self) -> None:
         self._root = _wheels()
@@ -34,7 +34,7 @@ class Compiler:
         program, size = c.c_void_p(), c.c_size_t()
         library = self._library
         library.nvrtcCreateProgram(c.byref(program), source.text.encode(), source.path.name.encode(), 0, None, None)
-        options = [f"-arch={architecture}", "--std=c++17", f"-I{self._root / 'include'}", "-DNVRTC=1",
+        options = [f"-arch={architecture}", "--std=c++17", "-ftz=true", f"-I{self._root / 'include'}", "-DNVRTC=1",
                    *(f"-D{macro}={value}" for macro, value in defines.items())]
         if architecture.startswith("sm_"):
             options.append("--ptxas-options=-v")

@@ -31,6 +31,9 @@ def jobs():
         for element, architecture in WHERE.items():
             if (name, element) != ("top_k", "double"):    # it knows float32 alone
                 yield name, architecture, types(element)
+    for name, macro in (("steps", "Mirror"), ("embedding", "Result"), ("columns", "Result")):    # of mixed precision
+        for short in ("__half", "__nv_bfloat16"):
+            yield name, "sm_80", types("float" if macro == "Mirror" else short) | {macro: short if macro == "Mirror" else "float"}
     for architecture, head, step in (("sm_80", 64, 64), ("sm_80", 128, 16), ("sm_90", 128, 16)):
         yield "attention_tensor", architecture, types("__nv_bfloat16") | {"HEAD": head, "STEP": step}
     # It compiles there too, but `choose` takes it from sm_80 on.
