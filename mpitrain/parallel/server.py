@@ -100,7 +100,10 @@ class Holder(_Member):
         self._count_from_zero()
         pieces = dealt(storage.spans, grid.servers.size)[grid.servers.rank]
         length = sum(piece.stop - piece.start for piece in pieces)
-        self.parameters, self.gradient_buffer = (grid.world.transport.allocate(length, storage.dtype) for _ in range(2))
+        self.parameters = grid.world.transport.allocate(length, storage.dtype)
+        if device.mirror:
+            grid.world.transport.allocate(0, replica.computed)    # with the workers, who allocate their mirrors
+        self.gradient_buffer = grid.world.transport.allocate(length, storage.dtype)
         self._join()
         self.optimizer = Optimizer(config.optimizer, storage, pieces, device.ops, device.backend, arena)
         self._held, self._gradients_held = (compact(flat, pieces) for flat in (self.parameters, self.gradient_buffer))
