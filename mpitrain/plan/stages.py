@@ -151,13 +151,13 @@ def _there_and_back(trainer: Trainer, part: int, inputs: np.ndarray, targets: np
 
 def _input(trainer: Trainer, part: int, inputs: np.ndarray) -> Any:
     if part == 0:
-        return trainer.backend.from_host(inputs)
+        return trainer.placed(inputs)
     return _drawn(trainer, trainer.pipe.input_shape(part, inputs.shape))
 
 
 def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
     """Numbers of the size of activations: products of what lies in memory by chance could take far longer."""
-    array = trainer.arena.take(shape, trainer.storage.dtype)
+    array = trainer.arena.take(shape, trainer.replication.replica.computed)
     array[...] = trainer.backend.from_host(np.random.default_rng(0).standard_normal(shape, np.float32).astype(array.dtype))
     return array
 

@@ -145,7 +145,7 @@ class Trainer:
 
         def of(micro: int, array: np.ndarray) -> Any:
             """A micro-batch's rows, in this backend's memory."""
-            return self._there(array[shares[micro].start:shares[micro].stop])
+            return self.placed(array[shares[micro].start:shares[micro].stop])
 
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
@@ -182,9 +182,9 @@ class Trainer:
 
     def _asked(self, inputs: np.ndarray) -> Any:
         """As `logits`, but of these this rank's columns."""
-        return self.pipe.ask(inputs.shape, lambda: self._there(inputs))
+        return self.pipe.ask(inputs.shape, lambda: self.placed(inputs))
 
-    def _there(self, rows: np.ndarray) -> Any:
+    def placed(self, rows: np.ndarray) -> Any:
         """Rows in this backend's memory; those of features are rounded where activations are stored rounded."""
         half = self.resolved.device.half
         return self.backend.from_host(rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena)
