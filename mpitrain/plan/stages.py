@@ -14,7 +14,7 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Request, Transport
 
 REPEATS, TRIPS = 5, 21
-"""Times that each part computes, and that each message travels: the median counts, after one that warms up."""
+"""Times that each part computes, and that each message travels, after one that warms up."""
 
 LEAST_S = 2e-3
 """Seconds that a receiver computes, at least, while it is found out what of a message's way its computing hides."""
@@ -182,7 +182,7 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
     """The way of an array from one rank to another, measured by both; 0 but for the receiver, who alone learns what is hidden.
 
     A message whose receive is posted travels while the receiver sleeps, in slices between which it polls as layers do. What the
-    receiver then takes longer than it sleeps is of its own time; the rest of the way is beside.
+    receiver then takes longer than it sleeps is of its own time; the rest of the fastest way is beside.
     """
     hops, own = [], []
     peer = there if transport.rank == here else here
@@ -207,9 +207,8 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
             own.append(_slept(request, pause, slices))
     if not own:
         return Way(0.0, 0.0)
-    hop = median(hops[1:])
-    receive = min(max(0.0, median(own[1:])), hop)
-    return Way(hop - receive, receive)
+    receive = max(0.0, median(own[1:]))
+    return Way(max(0.0, min(hops) - receive), receive)
 
 
 def _slept(request: Request, pause: float, slices: int) -> float:
