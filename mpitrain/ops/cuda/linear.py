@@ -17,7 +17,7 @@ from mpitrain.ops.cuda.sums import add_parts, sum_rows
 Multiply = Callable[..., None]
 
 PITCH = 64
-"""Elements that rows of logits begin at multiples of: with a vocabulary of odd length only every eighth could be moved in runs."""
+"""Elements that rows of logits begin at multiples of: of an odd vocabulary only every eighth could be moved in runs."""
 
 
 class _Pending:
