@@ -50,7 +50,7 @@ def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Se
         trainer.transport.barrier()
         trainer.replication.begin(step)
         mine = {part: _part(trainer, part, inputs[:rows], targets[:rows]) for part in trainer.pipe.stages}
-        trainer.replication.finish(Contribution(step, 0.0, 0.0))
+        trainer.replication.finish(Contribution(step, (), 0.0))
         way = _way(trainer, (rows, *inputs.shape[1:]))
         told = trainer.transport.gather_text((mine, way))
         costs = [Cost(*map(max, zip(*(each[str(part)] for each, _ in told if str(part) in each), strict=True)))
