@@ -59,7 +59,9 @@ def called(name, architecture, macros):
     dims = ("HEAD",) if name == "attention_tensor" else ("TILE_M", "TILE_N", "TILE_K", "WARP_M", "WARP_N")
     tile = "x".join(str(macros[dim]) for dim in dims if dim in macros)
     transposed = "".join("NT"[macros[flag]] for flag in ("TRANSPOSED_A", "TRANSPOSED_B") if flag in macros)
-    return " ".join(filter(None, (name, architecture, macros["Element"], tile, transposed)))
+    element = macros["Element"]
+    mixed = "".join(f" to {macros[macro]}" for macro in ("Result", "Mirror") if macros.get(macro, element) != element)
+    return " ".join(filter(None, (name, architecture, element + mixed, tile, transposed)))
 
 
 def is_large(name, architecture, macros):
