@@ -82,7 +82,7 @@ def _toml(value: Any) -> str:
 
 def kind_of(folder: Path, settings: list[str]) -> str:
     """The device.kind of a run directory under these settings."""
-    from mpitrain.run.loop import configured
+    from mpitrain.run.reopen import configured
 
     return configured(folder, settings).device.kind
 

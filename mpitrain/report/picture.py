@@ -7,6 +7,7 @@ from typing import Any
 from mpitrain.bench.curves import is_number
 from mpitrain.bench.plot import COLOURS
 from mpitrain.report.timeline import Timeline
+from mpitrain.trace.read import Trace
 from mpitrain.trace.ring import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -18,7 +19,6 @@ from mpitrain.trace.ring import (
     REDUCTION,
     SEND,
     WAIT,
-    Trace,
 )
 
 FILLS = {"forward": "#56b4e9", "backward": "#e69f00", "input half": "#f0c060", "weight half": "#009e73",

@@ -1,5 +1,7 @@
 """What the simulator says of the schedule in use, with the costs that were measured, beside what became of it."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
@@ -11,7 +13,9 @@ from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.report.timeline import Timeline, within
-from mpitrain.trace.ring import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, FORWARD, WAIT, Trace
+from mpitrain.run.folder import configuration
+from mpitrain.trace.read import Trace
+from mpitrain.trace.ring import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, FORWARD, WAIT
 
 LOSS = "the loss"
 
@@ -34,6 +38,17 @@ class Compared(NamedTuple):
                 f"{100 * self.measured_bubble:.1f}% measured.")
 
 
+def compared(run: Path, timeline: Timeline, steps: range) -> Iterator[str]:
+    """A line on the schedule of a run directory, if there is one to be said."""
+    try:
+        found = compare(timeline, steps, configuration(run))
+    except ConfigError as error:
+        yield f"Nothing can be predicted: {error.law}"
+        return
+    if found:
+        yield str(found)
+
+
 def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None:
     """The schedule of a run in its first replica; None where the traces say nothing of parts."""
     replica = [trace for trace in timeline.traces if (trace.facts["place"] or {}).get("dp") == 0
@@ -41,16 +56,15 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
     stages = config.layout.pp
     if len(replica) != stages:
         return None
-    try:
-        plan = find_plan(config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None)
-    except ConfigError:    # a schedule in a file that is not there any more
-        return None
+    plan = find_plan(config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None)
     used = {int(part): trace for trace in replica for part in trace.facts["parts"]}
     costs = [_cost(used[part], part, steps, plan.micro_batches, part == len(plan.place) - 1) for part in sorted(used)]
     simulated = simulate(with_messages(fused_at_the_input(plan)), costs)
     spans, busy = [], 0.0
     for step in steps:
         instructions = [_instructions(trace, range(step, step + 1)) for trace in replica]
+        if not all(map(len, instructions)):    # a worker of a server that others were faster than
+            return None
         spans.append(max(float(i["end"].max()) for i in instructions) - min(float(i["start"].min()) for i in instructions))
     busy = sum(_own(trace, _instructions(trace, steps)) for trace in replica)
     return Compared(config.pipeline.schedule, stages, plan.micro_batches, simulated.makespan, simulated.bubble, fmean(spans),

@@ -1,6 +1,7 @@
 """A transport that is recorded: it obeys the laws of transports, and its trace says what happened, when, on one clock."""
 
 import json
+import threading
 import time
 from statistics import median
 
@@ -15,11 +16,13 @@ from mpitrain.parallel.replicate import Replication
 from mpitrain.pipeline.stage import Stage
 from mpitrain.report.predicted import compare
 from mpitrain.report.shares import BUBBLE, shares
-from mpitrain.report.timeline import read_timeline, told
+from mpitrain.report.timeline import on_the_clock_of_rank_0, read_timeline, told
 from mpitrain.run.folder import configuration
+from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring import COMPUTE, RECEIVE, REDUCTION, SEND, WAIT, read_trace
-from mpitrain.transport.recorded import Recorded, clock_offset
+from mpitrain.trace.ring import COMPUTE, RECEIVE, REDUCTION, SEND, WAIT
+from mpitrain.transport.clocks import Clocks
+from mpitrain.transport.recorded import Recorded
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import TransportLaws, laws_of
 from tests.ranks.test_loop import book, go  # noqa: F401 (a fixture)
@@ -63,16 +66,27 @@ def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecon
     assert median(errors) < 1e-3, errors    # a busy machine may take a thread away in between, now and then
 
 
-def test_clocks_of_hosts_are_put_on_that_of_rank_0():
-    skew = {"a": 0.0, "b": 1234.5, "c": -77.0}
+def test_clocks_of_hosts_that_differ_and_drift_are_put_on_that_of_rank_0():
+    """A second of the world passes whenever a clock is read, so that the way there is as long as the way back."""
+    truth, read = [0.0], threading.Lock()
+    wrong = {"a": (0.0, 0.0), "b": (1234.5, 3e-4), "c": (-77.0, -2e-3)}
 
-    def offset(transport):
-        mine = skew[transport.hosts[transport.rank]]
-        return clock_offset(transport, lambda: time.perf_counter() + mine) + mine
+    def errors(transport):
+        skew, drift = wrong[transport.hosts[transport.rank]]
 
-    errors = run_ranks(4, offset, hosts=("a", "b", "b", "c"))
-    assert errors[0] == 0 and errors[1] == errors[2]
-    np.testing.assert_allclose(errors, 0, atol=0.02)    # half of the shortest of 16 ways there and back
+        def clock():
+            with read:
+                truth[0] += 1.0
+                return truth[0] * (1 + drift) + skew
+
+        clocks, found = Clocks(transport, clock), []
+        for _ in range(3):
+            found.append(clocks.measure())
+            transport.barrier()
+        asked = np.array([0.0, 100.0, truth[0], 2000.0])    # before, between and after
+        return on_the_clock_of_rank_0(asked * (1 + drift) + skew, found) - asked
+
+    np.testing.assert_allclose(run_ranks(4, errors, hosts=("a", "b", "b", "c")), 0, atol=1e-8)
 
 
 def test_a_run_leaves_traces_that_name_its_messages_and_its_slow_rank_and_whose_shares_sum_to_the_whole(

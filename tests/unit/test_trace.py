@@ -13,6 +13,7 @@ from mpitrain.report.shares import BETWEEN, BUBBLE, COMMUNICATION, COMPUTING, PA
 from mpitrain.report.timeline import read_timeline
 from mpitrain.report.words import what_each_did_last, where_the_time_went
 from mpitrain.run.folder import trace_file
+from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring import (
     BACKWARD,
@@ -24,7 +25,6 @@ from mpitrain.trace.ring import (
     RECEIVE,
     SEND,
     Ring,
-    read_trace,
 )
 
 RANKS = 3
@@ -32,12 +32,14 @@ PHASES = {Forward: FORWARD, Backward: BACKWARD, BackwardInput: BACKWARD_INPUT, B
 
 
 class Scripted:
-    """A recorder whose clock stands still unless the script moves it; `skew` is what the clock is ahead of that of rank 0."""
+    """A recorder whose clock stands still unless the script moves it; it is ahead of rank 0's by `skew`, and runs faster."""
 
     def __init__(self, rank, skew=0.0):
         self.now, self.skew = 100.0, skew
-        self.recorder = Recorder(clock=lambda: self.now + self.skew)
-        self.recorder.facts(rank=rank, ranks=RANKS, host=f"host{rank}", offset=-skew)
+        self.recorder = Recorder(clock=lambda: self.now + self.skew * (1 + self.now / 1e4))
+        self.recorder.facts(rank=rank, ranks=RANKS, host=f"host{rank}")
+        for self.now in (200.0, 100.0):
+            self.recorder.facts(clock=(self.recorder.clock(), self.now - self.recorder.clock()))
 
     def computes(self, seconds, what="a layer"):
         span = self.recorder.compute(self.recorder.name(what))
@@ -90,7 +92,7 @@ def test_names_that_find_no_room_cost_their_records_nothing_but_the_name(tmp_pat
 
 def test_what_is_no_trace_is_refused(tmp_path):
     (tmp_path / "trace").write_bytes(b"mpitrain trace 9\n" + bytes(HEAD))
-    with pytest.raises(ConfigError, match="is no trace of this version"):
+    with pytest.raises(ConfigError, match="is a trace of another version"):
         read_trace(tmp_path / "trace")
     with pytest.raises(ConfigError, match="There is no trace of a run in"):
         read_timeline(tmp_path)
