@@ -50,16 +50,19 @@ def reported(run: Path) -> "Section":
     from mpitrain.report.words import how_it_ended
     from mpitrain.run.folder import CONFIG, METRICS, TRACE
     from mpitrain.run.metrics import read_metrics
+    from mpitrain.trace.early import left
 
-    records = read_metrics(run / METRICS)
-    if not records and not (run / CONFIG).exists() and not (run / TRACE).exists():
-        raise ConfigError(f"There is no run in {run}.", "Name the directory of a run.")
+    records, is_early = read_metrics(run / METRICS), any(run.glob("rank-*"))
+    if not records and not is_early and not (run / CONFIG).exists() and not (run / TRACE).exists():
+        starts = ", ".join(map(str, left()[-3:]))
+        raise ConfigError(f"There is no run in {run}.", "Name the directory of a run" + (
+            f", or that of a start which had none yet; on this host {starts}." if starts else "."))
     try:
         (run / FOLDER).mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{run} cannot be written: {error.strerror}.", "Copy the run to where you may write.") from None
-    lines, picture = [f"{run}: {how_it_ended(records)}"], None
-    if any((run / TRACE).glob("*")):
+    lines, picture = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"], None
+    if is_early or any((run / TRACE).glob("*")):
         traced, picture = _traced(run, records)
         lines += traced
     else:
@@ -71,7 +74,7 @@ def reported(run: Path) -> "Section":
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> tuple[list[str], Path | None]:
     """Lines on what the traces of a run say, and the picture of its timeline, if there is one."""
     from mpitrain.report.perfetto import write_perfetto
-    from mpitrain.report.predicted import compared
+    from mpitrain.report.predicted import what_was_predicted
     from mpitrain.report.shares import shares
     from mpitrain.report.timeline import read_timeline
     from mpitrain.report.words import (
@@ -87,7 +90,7 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> tuple[list[str
     write_perfetto(run / FOLDER / PERFETTO, timeline)
     found = shares(timeline)
     if found:
-        lines += [*where_the_time_went(found, timeline), *compared(run, timeline, found.steps),
+        lines += [*where_the_time_went(found, timeline), *what_was_predicted(run, timeline, found.steps),
                   what_the_trace_cost(found, timeline)]
         if find_spec("matplotlib"):
             from mpitrain.report.picture import draw_timeline

@@ -10,7 +10,7 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.run.folder import TRACE, trace_file
 from mpitrain.trace.read import MOST, Trace, read_trace
-from mpitrain.trace.ring import PHASES, RECEIVE, SEND, STEP
+from mpitrain.trace.ring import COMPUTE, DEVICE, PHASES, RECEIVE, SEND, STEP
 
 
 class Timeline(NamedTuple):
@@ -50,19 +50,29 @@ class Timeline(NamedTuple):
         return max((last_sign(trace) for trace in self.traces), default=0.0)
 
 
-def within(trace: Trace, steps: range) -> np.ndarray:
-    """What a rank began during these steps, which it has all finished; not what it did between them, such as an evaluation."""
-    records = trace.records
-    spans = records[(records["kind"] == STEP) & (records["step"] >= steps.start) & (records["step"] < steps.stop)]
+def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.ndarray:
+    """What a rank began during these steps, which it has all finished; not what it did between them, such as an evaluation.
+
+    records  those to choose among; all, if None
+    """
+    records, steps_of = trace.records if records is None else records, trace.records[trace.records["kind"] == STEP]
+    spans = steps_of[(steps_of["step"] >= steps.start) & (steps_of["step"] < steps.stop)]
     at = np.searchsorted(spans["start"], records["start"], side="right") - 1
     return records[(at >= 0) & (records["start"] <= spans["end"][at])]
 
 
+def computed(trace: Trace) -> np.ndarray:
+    """What a rank computed: by its device, where it has one."""
+    on_device = trace.records[(trace.records["kind"] == DEVICE) & (trace.records["end"] > 0)]
+    return on_device if len(on_device) else trace.records[trace.records["kind"] == COMPUTE]
+
+
 def read_timeline(folder: Path) -> Timeline:
-    """The traces of a run directory, as far as they can be read; ConfigError if there is none."""
+    """The traces of a run directory, or of a start without one, as far as they can be read; ConfigError if there are none."""
     found: dict[int, Trace] = {}
     missing: dict[int, str] = {}
-    for file in sorted((folder / TRACE).glob("rank-*")):
+    where = folder / TRACE if (folder / TRACE).is_dir() else folder
+    for file in sorted(where.glob("rank-*")):
         rank = int(digits) if (digits := file.name.removeprefix("rank-")).isdecimal() else -1
         try:
             found[rank] = _told_by(read_trace(file), rank, file)
@@ -74,11 +84,11 @@ def read_timeline(folder: Path) -> Timeline:
     whose = Counter((trace.facts.get("run"), trace.facts["ranks"]) for trace in found.values())
     for rank, trace in list(found.items()):
         if (mine := (trace.facts.get("run"), trace.facts["ranks"])) != (most := whose.most_common(1)[0][0]):
-            missing[rank] = f"The trace {trace_file(folder, rank)} is of another run{_unlike(mine, most)}."
+            missing[rank] = f"The trace {where / trace_file(folder, rank).name} is of another run{_unlike(mine, most)}."
             del found[rank]
     for rank in range(max((trace.facts["ranks"] for trace in found.values()), default=0)):
         if rank not in found:
-            missing.setdefault(rank, f"There is no trace of rank {rank} in {folder / TRACE}; every rank writes its own.")
+            missing.setdefault(rank, f"There is no trace of rank {rank} in {where}; every rank writes its own.")
     return Timeline([_on_one_clock(found[rank]) for rank in sorted(found)], dict(sorted(missing.items())))
 
 
@@ -88,7 +98,7 @@ def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
 
 def _told_by(trace: Trace, rank: int, file: Path) -> Trace:
     """The trace, if its facts say that it is of this rank."""
-    facts, place = trace.facts, trace.facts.get("place")
+    facts, place = trace.facts, trace.facts.setdefault("place", None)
     is_placed = place is None or (isinstance(place, dict) and all(type(place.get(axis)) is int for axis in ("dp", "tp", "pp")))
     if (facts.get("rank") != rank or type(facts.get("ranks")) is not int or not rank < facts["ranks"] < MOST
             or not is_placed or not isinstance(facts.get("host"), str)):

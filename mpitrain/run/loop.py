@@ -78,7 +78,8 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
     watchdog.alive("looking for the run directory")
     place = find(transport, config, resume)
     watchdog.alive("building the model")
-    job = build(transport, config, place.saved, noted=noted_scan(place.folder))
+    with transport.recorder.pausing("building the model"):
+        job = build(transport, config, place.saved, noted=noted_scan(place.folder))
     watchdog.alive("claiming the run directory")
     begins()
     agreed(transport, lambda: _check_steps(job.step, config))

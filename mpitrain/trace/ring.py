@@ -6,6 +6,7 @@ Records name lines of the second kind by their number, from 0. The fact `clock`,
 add to it to get that of rank 0, may come several times, and all of them hold.
 """
 
+import contextlib
 import itertools
 import json
 import mmap
@@ -46,6 +47,7 @@ class Ring:
         self._capacity, self._used = capacity, len(MAGIC)
         self._next = itertools.count(1).__next__    # one call that no other thread interrupts
         self._newest = 0
+        self._path: Path | None = None    # of the file that it lies in
         self.note({"records": capacity})
 
     def note(self, line: Any) -> bool:
@@ -70,7 +72,10 @@ class Ring:
             END.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size + 8, end)
 
     def move(self, path: Path) -> None:
-        """Go on in a file, which begins with what was written so far; OSError if there can be none. No other thread may write."""
+        """Go on in a file, which begins with what was written so far; OSError if there can be none. No other thread may write.
+
+        The file that it lay in before is removed.
+        """
         size = len(self._map)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -81,6 +86,21 @@ class Ring:
         moved[:] = self._map[:]
         self._map.close()
         self._map = moved
+        before, self._path = self._path, path
+        if before:
+            remove(before)
+
+    def give_up(self, folder: Path) -> None:
+        """Remove its file, if it still lies in this folder; it may be written to as before."""
+        if self._path and self._path.parent == folder:
+            remove(self._path)
+
+
+def remove(path: Path) -> None:
+    """Remove the file of a ring, and its folder after the last of them."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
 
 
 def spelled(ranks: Sequence[int]) -> list[int] | str:

@@ -128,3 +128,12 @@ class _Noted:
 
     def __str__(self) -> str:
         return str(self._inner)
+
+
+def recorded(connect: Callable[[], Transport], recorder: Recorder | None) -> Transport:
+    """The transport that this makes, over which everything is noted if there is a recorder; and that it is being made."""
+    if recorder is None:
+        return connect()
+    with recorder.pausing("finding the other ranks"):
+        found = connect()
+    return Recorded(found, recorder)

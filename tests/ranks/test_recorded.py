@@ -1,6 +1,7 @@
 """A transport that is recorded: it obeys the laws of transports, and its trace says what happened, when, on one clock."""
 
 import json
+import sys
 import threading
 import time
 from statistics import median
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.layers.base import Unit
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import CudaBackend
 from mpitrain.parallel.replicate import Replication
 from mpitrain.pipeline.stage import Stage
 from mpitrain.report.predicted import compare
@@ -20,10 +22,11 @@ from mpitrain.report.timeline import on_the_clock_of_rank_0, read_timeline, told
 from mpitrain.run.folder import configuration
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring import COMPUTE, RECEIVE, REDUCTION, SEND, WAIT
+from mpitrain.trace.ring import COMPUTE, DEVICE, FORWARD, RECEIVE, REDUCTION, SEND, WAIT
 from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.recorded import Recorded
 from mpitrain.transport.threads import run_ranks
+from tests.fakes import cupy
 from tests.laws.transport import TransportLaws, laws_of
 from tests.ranks.test_loop import book, go  # noqa: F401 (a fixture)
 
@@ -64,6 +67,32 @@ def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecon
     errors = [max(abs(start - record["start"]), abs(end - record["end"]))
               for (start, end), record in zip(truth, records, strict=True)]
     assert median(errors) < 1e-3, errors    # a busy machine may take a thread away in between, now and then
+
+
+def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_for_it(monkeypatch, tmp_path):
+    """The host launches three kernels of 20 ms within a moment; the second step begins when the GPU has nothing to do."""
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    backend, recorder, stream, truth = CudaBackend(), Recorder(), cupy.get_current_stream(), []
+    recorder.computes_on(backend.mark)
+    before = len(cupy.log())
+    for step in range(2):
+        with recorder.stepping(step):
+            for micro in range(3):
+                span = recorder.compute(recorder.name("a layer"), FORWARD, 0, micro)
+                began = max(time.perf_counter(), getattr(stream, "idle_at", 0.0))
+                stream.computes(0.02)
+                truth.append((began, began + 0.02))
+                recorder.end(span)
+            assert ("synchronize",) not in cupy.log()[before:]
+            time.sleep(0.1)    # the host reads the result of the step
+    with recorder.pausing("evaluation"):
+        pass
+    recorder.keep(tmp_path / "trace")
+    records = read_trace(tmp_path / "trace").records
+    found = records[records["kind"] == DEVICE]
+    assert found["step"].tolist() == [0, 0, 0, 1, 1, 1] and found["micro"].tolist() == [0, 1, 2] * 2
+    assert (records[records["kind"] == COMPUTE]["end"] - records[records["kind"] == COMPUTE]["start"] < 0.015).sum() > 3
+    np.testing.assert_allclose(np.stack([found["start"], found["end"]], 1), truth, atol=1e-3)
 
 
 def test_clocks_of_hosts_that_differ_and_drift_are_put_on_that_of_rank_0():
