@@ -136,7 +136,7 @@ def told(trace: Trace, record: Any) -> str:
     """A record in words."""
     what, _ = trace.names[record["what"]]
     phase = PHASES[record["phase"]]
-    said = f"{phase} of {what}" if phase else what or f"message of tag {record['tag']}"
+    said = f"{phase} of {what}" if phase else what or (f"message of tag {record['tag']}" if record["tag"] >= 0 else "a message")
     if record["kind"] in (SEND, RECEIVE):
         way = "send to" if record["kind"] == SEND else "receive from"
         peer = f"rank {record['peer']}" if record["peer"] >= 0 else "any rank"

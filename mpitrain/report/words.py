@@ -12,7 +12,7 @@ from mpitrain.report.timeline import Timeline, is_open, last_sign, told, within
 from mpitrain.run.metrics import CLOSING
 from mpitrain.trace.read import Trace
 from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring import RECEIVE, REDUCTION, SEND, STEP, WAIT
+from mpitrain.trace.ring import PAUSE, RECEIVE, REDUCTION, SEND, STEP, WAIT
 
 SHOWN = 8
 """Ranks that get a column; more are told by the median and the extremes."""
@@ -98,7 +98,7 @@ def what_each_did_last(timeline: Timeline) -> Iterator[str]:
         yield "What each rank did last, and how long before the last sign of any:"
     for trace in traces:
         yield f"  rank {trace.facts['rank']} on {trace.facts['host']}, {end - last_sign(trace):.3f} s before: {_last(trace)}"
-    if len(traces) > 1:
+    if len(traces) > 1 and any((trace.records["kind"] == STEP).any() for trace in traces):
         yield f"First to fall silent was rank {min(traces, key=last_sign).facts['rank']}."
 
 
@@ -111,6 +111,7 @@ def _last(trace: Trace) -> str:
     steps = [record for record in spans if record["kind"] == STEP]
     said = f"in step {steps[-1]['step'] + 1}, " if steps else ""
     inner = [record for record in spans if record["kind"] != STEP]
+    said += "".join(f"in {told(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE)
     if inner:
         said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + told(trace, inner[-1])
         if inner[-1]["peer"] >= 0:

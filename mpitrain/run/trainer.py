@@ -112,7 +112,10 @@ class Trainer:
         return self.replication.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's parameters in host memory, by full name, in order of storage. Collective, once settled."""
+        """Copies of this rank's parameters in host memory, by full name, in order of storage. Collective, once settled.
+
+        They are those that layers compute with: in half precision the rounded mirror, whose masters `replication.kept` has.
+        """
         found = {}
         for index, unit in enumerate(self.units):
             weights = self.replication.open(index, 0)

@@ -24,7 +24,7 @@ class Recorded(Transport):
         self.native_dtypes, self.admits_threads = inner.native_dtypes, inner.admits_threads
         self._named: dict[int, int] = {}
         self._messages, self._barrier, self._text, self._native = (
-            recorder.name(what, inner.members) for what in ("messages", "a barrier", "words", "MPI's all-reduce"))
+            recorder.name(what, inner.members) for what in ("messages", "a barrier", "words of all ranks", "MPI's all-reduce"))
 
     def claim_tag(self) -> int:
         tag = self._inner.claim_tag()
