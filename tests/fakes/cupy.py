@@ -94,9 +94,10 @@ class Stream:
         return event
 
     def computes(self, seconds):
-        """Work that takes so long, begun when what was started before has ended."""
-        self.record(Event())
+        """Work that takes so long, begun when what was started before has ended; returns when it begins and ends."""
+        began = self.record(Event()).when
         self.idle_at += seconds
+        return began, self.idle_at
 
 
 class Event:

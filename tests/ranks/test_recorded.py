@@ -79,9 +79,7 @@ def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_fo
         with recorder.stepping(step):
             for micro in range(3):
                 span = recorder.compute(recorder.name("a layer"), FORWARD, 0, micro)
-                began = max(time.perf_counter(), getattr(stream, "idle_at", 0.0))
-                stream.computes(0.02)
-                truth.append((began, began + 0.02))
+                truth.append(stream.computes(0.02))
                 recorder.end(span)
             assert ("synchronize",) not in cupy.log()[before:]
             time.sleep(0.1)    # the host reads the result of the step
@@ -91,8 +89,8 @@ def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_fo
     records = read_trace(tmp_path / "trace").records
     found = records[records["kind"] == DEVICE]
     assert found["step"].tolist() == [0, 0, 0, 1, 1, 1] and found["micro"].tolist() == [0, 1, 2] * 2
-    assert (records[records["kind"] == COMPUTE]["end"] - records[records["kind"] == COMPUTE]["start"] < 0.015).sum() > 3
-    np.testing.assert_allclose(np.stack([found["start"], found["end"]], 1), truth, atol=1e-3)
+    errors = np.abs(np.stack([found["start"], found["end"]], 1) - truth)
+    assert np.median(errors) < 1e-3, errors    # as above
 
 
 def test_clocks_of_hosts_that_differ_and_drift_are_put_on_that_of_rank_0():
@@ -160,3 +158,28 @@ def test_of_a_pipeline_the_trace_names_activations_and_gradients_and_has_its_bub
     for micro in range(3):
         for sent, begins in ((first, "send to rank 1: activation, "), (last, "send to rank 0: gradient, ")):
             assert sum(said.startswith(begins) and said.endswith(f"micro-batch {micro}") for said in sent) == 1
+
+
+@pytest.mark.parametrize("ranks, settings", [
+    (1, []), (5, ["replication.zero=3"]), (2, ["device.kind=cuda-sim"]),
+    *((3, [f"replication.{key}" for key in keys]) for keys in (
+        ["mode=local", "period=2"], ["mode=gossip", "period=2"], ["mode=master"], ["mode=server"],
+        ["mode=server", "update=async"], ["mode=server", "update=bounded"])),
+], ids=lambda value: "-".join(setting.partition("=")[2] for setting in value) if isinstance(value, list) else None)
+def test_of_every_mode_and_number_of_ranks_the_shares_sum_to_the_whole_and_what_each_did_last_is_said(
+        ranks, settings, book, tmp_path):  # noqa: F811
+    go(ranks, [*book, "run.steps=4", *settings])
+    (tmp_path / "run" / "config.toml").rename(tmp_path / "run" / "gone")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    timeline = read_timeline(moved)
+    found = shares(timeline)
+    assert abs(found.of_all.sum() - 1) < 1e-9 and (found.seconds > -1e-9).all() and not timeline.missing
+    for trace in timeline.traces:
+        for record in trace.records[(trace.records["kind"] == WAIT) | (trace.records["kind"] == SEND)]:
+            assert told(trace, record) and "message of tag" not in told(trace, record), told(trace, record)
+        assert (DEVICE in trace.records["kind"]) == ("device.kind=cuda-sim" in settings)
+        assert trace.facts["peak_activation_bytes"] > 0 or trace.facts["place"] is None
+    said = CliRunner().invoke(commands, ["report", str(moved)])
+    assert said.exit_code == 0 and said.output.count(" before: ") == ranks, said.output
+    assert "It has no metrics." in said.output and "Nothing can be predicted: " in said.output and "100.0" in said.output
