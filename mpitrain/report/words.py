@@ -132,4 +132,4 @@ def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
     last = records[-1]
     if last.get("event") in CLOSING:
         return f"It {ENDS[last['event']]} step {last.get('step')}."
-    return f"It has not ended: the last line of its metrics is of step {last.get('step')}."
+    return f"It has not ended by itself: the last line of its metrics is of step {last.get('step')}."

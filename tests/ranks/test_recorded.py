@@ -1,7 +1,9 @@
 """A transport that is recorded: it obeys the laws of transports, and its trace says what happened, when, on one clock."""
 
 import json
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from statistics import median
@@ -11,7 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
+from mpitrain.cli.ending import ranks
 from mpitrain.layers.base import Unit
+from mpitrain.machine import process
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import CudaBackend
 from mpitrain.parallel.replicate import Replication
@@ -20,9 +24,11 @@ from mpitrain.report.predicted import compare
 from mpitrain.report.shares import BUBBLE, shares
 from mpitrain.report.timeline import on_the_clock_of_rank_0, read_timeline, told
 from mpitrain.run.folder import configuration
+from mpitrain.trace.early import left
 from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring import COMPUTE, DEVICE, FORWARD, RECEIVE, REDUCTION, SEND, WAIT
+from mpitrain.transport import mpi
 from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.recorded import Recorded
 from mpitrain.transport.threads import run_ranks
@@ -67,6 +73,28 @@ def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecon
     errors = [max(abs(start - record["start"]), abs(end - record["end"]))
               for (start, end), record in zip(truth, records, strict=True)]
     assert median(errors) < 1e-3, errors    # a busy machine may take a thread away in between, now and then
+
+
+def test_a_trace_exists_before_the_first_message_and_moves_into_the_run_directory(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process, "limit_blas_threads", lambda: None)
+    said = []
+
+    def begin(own):
+        def connect():
+            said.append(CliRunner().invoke(commands, ["report", str(left()[0])]).output)
+            shutil.rmtree(left()[0] / "report")
+            return own
+
+        monkeypatch.setattr(mpi, "connect", connect)
+        with ranks(does_trace=lambda: True) as transport:
+            transport.gather_text("words")
+            transport.recorder.keep(tmp_path / "trace")
+
+    run_ranks(1, begin)
+    assert "It had no run directory yet." in said[0] and ": finding the other ranks" in said[0] and left() == []
+    trace = read_trace(tmp_path / "trace")
+    assert [told(trace, record) for record in trace.records] == ["finding the other ranks", "words of all ranks", "a barrier"]
 
 
 def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_for_it(monkeypatch, tmp_path):
