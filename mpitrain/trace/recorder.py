@@ -110,9 +110,11 @@ class Recorder:
 
     @contextmanager
     def pausing(self, what: str) -> Iterator[None]:
-        """Training rests for something else."""
+        """Training rests for something else; messages whose tag has no name are called so, too."""
         span = self.begin(PAUSE, self.name(what))
+        self.about(self.name(what), -1)
         yield
+        self.about(0, -1)
         self.end(span)
         if self._device:
             self._device.note()

@@ -78,6 +78,7 @@ def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecon
 def test_a_trace_exists_before_the_first_message_and_moves_into_the_run_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(process, "limit_blas_threads", lambda: None)
+    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)
     said = []
 
     def begin(own):
@@ -195,7 +196,8 @@ def test_of_a_pipeline_the_trace_names_activations_and_gradients_and_has_its_bub
         ["mode=server", "update=async"], ["mode=server", "update=bounded"])),
 ], ids=lambda value: "-".join(setting.partition("=")[2] for setting in value) if isinstance(value, list) else None)
 def test_of_every_mode_and_number_of_ranks_the_shares_sum_to_the_whole_and_what_each_did_last_is_said(
-        ranks, settings, book, tmp_path):  # noqa: F811
+        ranks, settings, monkeypatch, book, tmp_path):  # noqa: F811
+    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)    # pictures take seconds
     go(ranks, [*book, "run.steps=4", *settings])
     (tmp_path / "run" / "config.toml").rename(tmp_path / "run" / "gone")
     (tmp_path / "run" / "metrics.jsonl").write_text("")

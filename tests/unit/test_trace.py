@@ -185,7 +185,9 @@ def test_while_a_gpu_computes_its_rank_does_and_only_what_is_left_of_a_wait_is_e
     (lambda data: data.replace(b'"run": "this"', b'"run": "that"'), "is of another run."),
     (lambda data: None, "There is no trace of rank 1 in"),
 ], ids=["empty", "cut off", "cut in its head", "of a later version", "garbage in its head", "of another run", "gone"])
-def test_what_became_of_a_trace_is_said_and_the_others_tell_what_their_ranks_did_last(damage, said, tmp_path):
+def test_what_became_of_a_trace_is_said_and_the_others_tell_what_their_ranks_did_last(damage, said, monkeypatch, tmp_path):
+    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)    # pictures take seconds
+
     def script(rank, one, step):
         one.recorder.facts(run="this")
         one.computes(1.0)
