@@ -77,6 +77,7 @@ class Trainer:
         place = resolved.plan.place
         parts, tied = agreed(self.transport, lambda: dealt(model, cut(model, len(place), self.config.pipeline.partition), place))
         grid.deal(place, tied)
+        agreed(self.transport, grid.check)
         mine = [parts[part] for part in own(place, grid.place.pp)]
         self.units = [unit for part in mine for unit in part]
         firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
