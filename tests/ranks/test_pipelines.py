@@ -128,18 +128,21 @@ def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
         assert not np.array_equal(found, whole[0])
 
 
-def test_what_is_not_finite_on_one_stage_is_known_to_all_and_nobody_updates():
+def test_a_gradient_that_is_not_finite_on_one_stage_is_known_to_all_and_nobody_updates():
     def run(transport):
-        trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3, "run.on_nonfinite=skip")))
-        told, before = [], None
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3)))
+        told, finish = [], trainer.replication.finish
+
+        def spoilt(mine):
+            """On the middle stage of the first replica, when all micro-batches have gone back."""
+            if mine.number == 1 and transport.rank == 2:
+                trainer.gradients[0] = np.nan
+            return finish(mine)
+
+        trainer.replication.finish = spoilt
         for index in range(3):
-            if index == 1 and transport.rank == 2:    # the middle stage of the first replica
-                before = trainer.parameters.copy()
-                trainer.parameters[0] = np.nan
             outcome = trainer.step(index, *trainer.replication.batch(source, index))
             told.append((outcome.updated, outcome.nonfinite > 0))
-            if index == 1 and transport.rank == 2:
-                trainer.parameters[:] = before
         return told, replicas_equal(trainer)
 
     assert run_ranks(6, run) == [([(True, False), (False, True), (True, False)], True)] * 6
@@ -315,22 +318,31 @@ def test_checkpoints_of_any_layout_load_into_any_other_bit_for_bit_and_speak_ali
         assert seen == whole.keys()
 
 
-@pytest.mark.parametrize("ranks, settings, law, way_out", [
+@pytest.mark.parametrize("ranks, settings, law, way_out, mended", [
     (3, layout(1, 3, "interleaved", 3, "model.layers=1"), "there are 4 units for 6 parts (stages x chunks).",
-     "Lower --pp or pipeline.chunks to at most 4 parts, or raise model.layers."),
+     "Lower --pp or pipeline.chunks to at most 4 parts, or raise model.layers.",
+     [(2, "layout.pp=2", "batch.micro_batches=2"), (3, "pipeline.chunks=1"), (3, "model.layers=2")]),
     (3, layout(1, 3, "1f1b", 2), "A pipeline of 3 stages is never full with fewer micro-batches, but there are 2.",
-     "Set batch.micro_batches to at least 3, or --pp to at most 2."),
-    (3, layout(1, 3, "interleaved", 4), "3 stages do not divide 4 micro-batches.", "Take 3 or 6 micro-batches"),
+     "Set batch.micro_batches to at least 3, or --pp to at most 2.", [(3, "batch.micro_batches=3"), (2, "layout.pp=2")]),
+    (3, layout(1, 3, "interleaved", 4), "3 stages do not divide 4 micro-batches.",
+     "Take 3 or 6 micro-batches, or schedule 1f1b or breadth-first, which serve any number.",
+     [(3, "batch.micro_batches=3"), (3, "batch.micro_batches=6"), (3, "pipeline.schedule=1f1b"),
+      (3, "pipeline.schedule=breadth-first")]),
     (4, layout(2, 2, "1f1b", 0, "batch.size=3"), "Each of dp 2 x micro-batches 2 = 4 shares needs a sequence, but batch.size",
-     "Set batch.size to at least 4"),
-    (2, layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"), "but '3,4' is 2 that add up to 7.", "Write 4,4, for example."),
-    (2, layout(1, 2, "1f1b", 4, "pipeline.chunks=2"), "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.", "Leave the"),
-    (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", ""),
+     "Set batch.size to at least 4", [(4, "batch.size=4")]),
+    (2, layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"), "but '3,4' is 2 that add up to 7.", "Write 4,4, for example.",
+     [(2, "pipeline.partition=4,4")]),
+    (2, layout(1, 2, "1f1b", 4, "pipeline.chunks=2"), "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.",
+     "Leave the number of chunks out, or take one of interleaved, zb-v, v-half, breadth-first.",
+     [(2, "pipeline.chunks=0"), (2, "pipeline.schedule=zb-v")]),
+    (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", "", [(2, "pipeline.schedule=v-half")]),
 ])
-def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(ranks, settings, law, way_out):
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(ranks, settings, law, way_out, mended):
     with pytest.raises(ConfigError) as caught:
         run_ranks(ranks, lambda transport: build(transport, configured(*SMALL, *settings)))
     assert caught.value.agreed and law in caught.value.law and way_out in caught.value.way_out
+    for needed, *others in mended:
+        run_ranks(needed, lambda transport, others: build(transport, configured(*SMALL, *settings, *others)), others)
 
 
 def test_micro_batches_that_nobody_has_set_are_two_a_stage_as_far_as_there_are_rows():

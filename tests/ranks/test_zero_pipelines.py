@@ -40,7 +40,7 @@ def test_replicas_of_stages_that_divide_gradients_and_parameters_are_equal_to_on
 @STAGES
 @pytest.mark.parametrize("tied", (TIED, UNTIED))
 @pytest.mark.parametrize("name, chunks", [("gpipe", 1), ("breadth-first", 2), ("breadth-first", 3)])
-def test_each_part_is_gathered_once_a_pass_and_reduced_once(name, chunks, tied, zero):
+def test_each_part_is_gathered_once_a_pass_and_reduced_once_and_one_is_held_at_a_time(name, chunks, tied, zero):
     dp, pp, m = 3, 2, 4
 
     def run(transport):
@@ -59,6 +59,10 @@ def test_each_part_is_gathered_once_a_pass_and_reduced_once(name, chunks, tied, 
         sizes = [(span.stop - span.start, 1 if span.holders or span.unit in parts[-1] else 2) for span in storage.spans]
         whole, held = sum(size for size, _ in sizes), sum(span.stop - span.start for span in storage.spans if span.holders)
         gathered = sum(size * (turns if zero == 3 else 1) for size, turns in sizes)
+        plain = {span.unit: span.stop - span.start for span in storage.spans if not span.holders}
+        units = [[plain[unit] for unit in part] for part in parts]
+        place = max(map(sum, units)) if zero == 2 else sum(map(max, *units) if chunks > 1 else units[0])
+        assert {mode.buckets.slots.nbytes, (mode if zero == 3 else mode.buckets).slots.nbytes} == {8 * (place + held)}
         return sent - told, 8 * (dp - 1) * (gathered + whole) / dp, 8 * held / dp
 
     found = run_ranks(dp * pp, run)
