@@ -93,6 +93,7 @@ class Replica(NamedTuple):
     storage  where its tensors lie in a flat buffer
     wire     in which format gradients travel
     loss     of this rank's logits
+    parts    of a model in several parts: the units of each part that lies here, numbered as in `storage`
     """
 
     config: Config
@@ -102,6 +103,7 @@ class Replica(NamedTuple):
     device: Device
     arena: Arena
     loss: Loss
+    parts: Sequence[range] = ()
 
     @property
     def computed(self) -> np.dtype:

@@ -95,7 +95,7 @@ class Holder(_Member):
 
     def __init__(self, replica: Replica):
         self.replica = replica    # nothing of Replication's own: that holds whole buffers
-        config, grid, storage, _, device, arena, _ = replica
+        config, grid, storage, _, device, arena, *_ = replica
         assert grid.servers is not None
         self._count_from_zero()
         pieces = dealt(storage.spans, grid.servers.size)[grid.servers.rank]

@@ -89,7 +89,7 @@ def _check_memory(transport: Transport, resolved: Resolved, source: Source | Uno
     if config.device.kind == "cuda":
         ranks, where = -(-ranks // process.gpus()), "on this GPU"
     parts = divisor(resolved.axes, transport.hosts, config.replication.shard)
-    elements = _held(resolved, length, parts) + _on_its_way(resolved, source)
+    elements = _held(resolved, length, parts) + _on_its_way(resolved, source, length)
     needed = ranks * np.dtype(config.precision.stored).itemsize * elements
     free = process.free_memory(config.device.kind)
     if needed > free:
@@ -127,10 +127,12 @@ def _of_mirror(resolved: Resolved) -> float:
     return half.itemsize / np.dtype(resolved.config.precision.stored).itemsize if half else 1.0
 
 
-def _on_its_way(resolved: Resolved, source: Source | Unopened) -> float:
-    """Elements of what is gathered or reduced, where it is divided: at least the largest unit."""
-    config = resolved.config
+def _on_its_way(resolved: Resolved, source: Source | Unopened, length: float) -> float:
+    """Elements of what is gathered or reduced, where it is divided: at least the largest unit, or one of several parts."""
+    config, parts = resolved.config, len(resolved.plan.place)
     kinds = (0, 0, 1, 1 + _of_mirror(resolved))[config.replication.zero]
+    if parts > 1:
+        return kinds * length / parts
     shallow = config.model.model_copy(update={"layers": min(2, config.model.layers)})
     layers = described(resolved.device.ops, resolved.config.layout)
     units = model(config.model_copy(update={"model": shallow}), source, layers) if kinds else []
