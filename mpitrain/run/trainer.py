@@ -4,6 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -78,14 +79,18 @@ class Trainer:
         parts, tied = agreed(self.transport, lambda: dealt(model, cut(model, len(place), self.config.pipeline.partition), place))
         grid.deal(place, tied)
         agreed(self.transport, grid.check)
-        self.units = [unit for part in own(place, grid.place.pp) for unit in parts[part]]
+        mine = [parts[part] for part in own(place, grid.place.pp)]
+        self.units = [unit for part in mine for unit in part]
+        firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
         self._loss = loss or layers.loss()
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
         self.replication = replication_for(self.config.replication, Replica(
-            self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss))
+            self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss,
+            [range(first, end) for first, end in pairwise(firsts)]))
         micro_batches = self.config.batch.micro_batches
         self.pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
         self._recorder = recorder = self.transport.recorder
+        recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
         self._loss_sums = self.backend.zeros(micro_batches, np.float64)  # of a step; read at its end, when the device is done
 
@@ -113,7 +118,10 @@ class Trainer:
         return self.replication.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's parameters in host memory, by full name, in order of storage. Collective, once settled."""
+        """Copies of this rank's parameters in host memory, by full name, in order of storage. Collective, once settled.
+
+        They are those that layers compute with: in half precision the rounded mirror, whose masters `replication.kept` has.
+        """
         found = {}
         for index, unit in enumerate(self.units):
             weights = self.replication.open(index, 0)
