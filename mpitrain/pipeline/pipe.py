@@ -11,7 +11,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replicate import Replication
 from mpitrain.pipeline.channel import Channel
 from mpitrain.pipeline.execute import execute
-from mpitrain.pipeline.instructions import Plan, forward_alone, fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import Instruction, Plan, forward_alone, fused_at_the_input, with_messages
 from mpitrain.pipeline.stage import Asked, Stage
 from mpitrain.transport.base import Transport
 
@@ -37,13 +37,17 @@ class Pipe:
 
         self._stages, self._asked, first = {}, {}, 0
         for part in own(plan.place, here):
-            self._stages[part] = Stage(parts[part], replication, arena, first, poll, transport.recorder)
+            self._stages[part] = self._stage(parts[part], replication, arena, first, poll, transport.recorder)
             self._asked[part] = Asked(parts[part], replication, arena, first, poll, transport.recorder)
             first += len(parts[part])
         transport.recorder.facts(parts={part: [unit.name for unit in parts[part]] for part in self._stages})
-        self._program = with_messages(fused_at_the_input(plan))[here]
+        self._program: Sequence[Instruction] = with_messages(fused_at_the_input(plan))[here]
         self._question = with_messages(forward_alone(plan.place))[here]
         self._input_shape = cache(partial(input_shape, parts))
+
+    def _stage(self, units: Sequence[Unit], replication: Any, *rest: Any) -> Stage:
+        """A part of the model, to be trained."""
+        return Stage(units, replication, *rest)
 
     def train(self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
         """Take the micro-batches of a step forward and back.
@@ -56,6 +60,9 @@ class Pipe:
             stage.begin(len(shapes))
         self._channel.begin(partial(_shape_in, self._input_shape, shapes))
         execute(self._program, self._stages, len(self._parts), first, loss, self._channel)
+
+    def drain(self) -> None:
+        """Finish what `train` has left under way, which here is nothing; collective."""
 
     def ask(self, shape: Shape, first: Callable[[], Any]) -> Any:
         """The model's output for an input of this shape on the last part's stage, None on the others."""

@@ -15,7 +15,7 @@ from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import Plan
-from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.schedules import NAMED
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
@@ -72,7 +72,7 @@ def _planned(config: Config, found: Axes) -> Plan:
     """What the stages compute: by the configured schedule, or by that of a file; ConfigError if it cannot serve these numbers."""
     settings, stages, micro_batches = config.pipeline, found.pp, config.batch.micro_batches
     rows = config.batch.size // found.dp
-    if not micro_batches and settings.schedule in SCHEDULES:
+    if not micro_batches and settings.schedule in NAMED:
         micro_batches = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
     plan = find_plan(settings.schedule, stages, micro_batches or None, settings.chunks or None)
     if plan.micro_batches < stages:
