@@ -157,9 +157,9 @@ SCHEDULES = {
 }
 """Every schedule of a step by name. A line here is all it takes: the command line and the laws read this table."""
 
-STREAMS: dict[str, Callable[[int], int]] = {"async": lambda p: 1, "async-2bw": lambda p: p}
-"""Those that go on over the ends of steps, in the order of 1f1b, while each stage updates by itself: (stages) -> of how many
-micro-batches at least. What they do in a step says `stream.py`, from what they update `parallel/stashed.py`."""
+STREAMS: dict[str, Callable[[int], int]] = {"async": lambda p: 0, "async-2bw": lambda p: p}
+"""Those that go on over the ends of steps, in the order of 1f1b, while each stage updates by itself: (stages) -> `every` of
+`memory.versions`, the least that there can be. What they do in a step says `stream.py`, how they update `parallel/stashed.py`."""
 
 NAMED = {**SCHEDULES, **dict.fromkeys(STREAMS, SCHEDULES["1f1b"])}
 

@@ -37,7 +37,7 @@ def pieces(stage: int, stages: int, micro_batches: int) -> Pieces:
     """
     plan = fused_at_the_input(plan_of(ASYNCHRONOUS[0], stages, 3 * micro_batches))
     first, second, third = _cut(with_messages(plan)[stage], micro_batches)
-    following, end = _moved(second, -micro_batches), _moved(third, -2 * micro_batches)
+    following, end = moved(second, -micro_batches), moved(third, -2 * micro_batches)
     done = {(type(i), i) for i in following}
     return Pieces(first, following, tuple(i for i in end if (type(i), i) not in done))
 
@@ -59,7 +59,7 @@ def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instr
     return [tuple(step) for step in steps]
 
 
-def _moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[Instruction, ...]:
+def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[Instruction, ...]:
     """The same with other micro-batches, counted in a circle of so many numbers if there is one."""
     return tuple(i._replace(micro=(i.micro + by) % numbers if numbers else i.micro + by) for i in program)
 
@@ -126,7 +126,7 @@ class Stream(Pipe):
 
     def _run(self, program: Sequence[Instruction], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
         m = self._micro_batches
-        execute(_moved(program, self._steps * m, 2 * m), self._stages, len(self._parts), first, loss, self._channel)
+        execute(moved(program, self._steps * m, 2 * m), self._stages, len(self._parts), first, loss, self._channel)
 
 
 def _nothing(*arguments: Any) -> None:

@@ -74,7 +74,7 @@ def _ruler(makespan: float, scale: float, band: int) -> str:
 def streaming(plan: Plan, simulation: Simulation, every: int) -> list[str]:
     """What a schedule comes to that goes on over the ends of steps, in words; the whole plan is one stream.
 
-    every  micro-batches that one update uses
+    every  as of `versions`
     """
     idle = total = 0.0
     for mine in simulation.timeline:
