@@ -4,14 +4,22 @@ A call of `train` is a step: it takes the step's micro-batches forward, and back
 last ones of the step before among them. What is left is done with the next step, or when the pipe is drained.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from mpitrain.config import ASYNCHRONOUS, Config
 from mpitrain.parallel.stashed import Stashed
 from mpitrain.pipeline.execute import execute
-from mpitrain.pipeline.instructions import Forward, Instruction, Receive, fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    Forward,
+    Instruction,
+    Receive,
+    fused_at_the_input,
+    with_messages,
+)
 from mpitrain.pipeline.pipe import Pipe, Shape
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.stage import Stage
@@ -71,23 +79,14 @@ class Updating(Stage):
         super().__init__(units, replication, *rest)
         self._stashed = replication
 
-    def backward_input(self, micro: int, dy: Any) -> Any:
-        self._turn()
-        return super().backward_input(micro, dy)
-
     def backward_weight(self, micro: int) -> None:
         super().backward_weight(micro)
         self._stashed.turned()
 
     def backward(self, micro: int, dy: Any) -> Any:
-        self._turn()
         dx = super().backward(micro, dy)
         self._stashed.turned()
         return dx
-
-    def _turn(self) -> None:
-        if self._stashed.turn():
-            self.begin(self._stashed.every)
 
 
 class Stream(Pipe):
@@ -109,7 +108,7 @@ class Stream(Pipe):
     def train(self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
         """Take the micro-batches of a step forward; back what follows, and all of it where the pipe is to be empty then."""
         m = self._micro_batches
-        self._channel.begin(partial(_shape_in, self._input_shape, shapes))
+        self.channel.begin(partial(_shape_in, self.input_shape, shapes))
         self._run(self._pieces.next if self._steps else self._pieces.first, lambda micro: first(micro % m),
                   lambda micro, y: loss(micro % m, y))
         self._steps += 1
@@ -126,7 +125,17 @@ class Stream(Pipe):
 
     def _run(self, program: Sequence[Instruction], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
         m = self._micro_batches
-        execute(moved(program, self._steps * m, 2 * m), self._stages, len(self._parts), first, loss, self._channel)
+        execute(self._turning(moved(program, self._steps * m, 2 * m)), self.stages, len(self._parts), first, loss, self.channel)
+
+    def _turning(self, program: Iterable[Instruction]) -> Iterator[Instruction]:
+        """The program, in which a stage learns that a backward is next before it waits for the gradient that this needs.
+
+        Later would deadlock: who waits for the gradient may wait for a rank that waits until this one has moved a message on.
+        """
+        for instruction in program:
+            if isinstance(instruction, BackwardInput | Backward) and self._stashed.turn():
+                self.stages[instruction.part].begin(self._stashed.every)
+            yield instruction
 
 
 def _nothing(*arguments: Any) -> None:

@@ -38,6 +38,7 @@ class Trainer:
     storage      where each tensor lies in the flat buffers
     replication  how replicas are kept in step: it owns parameters, gradients and the state of the optimizer
     arena        where activations come from
+    pipe         the parts of the model that lie here, and the programs that take micro-batches through them
     """
 
     def __init__(self, transport: Transport, units: Sequence[Unit] | Callable[[Alone], Sequence[Unit]],
@@ -84,7 +85,7 @@ class Trainer:
         self.replication = replication_for(self.config.replication, Replica(
             self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss))
         micro_batches = self.config.batch.micro_batches
-        self._pipe = pipe_for(self.config)(
+        self.pipe = pipe_for(self.config)(
             resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
         self._recorder = recorder = self.transport.recorder
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
@@ -98,7 +99,7 @@ class Trainer:
         if self._own is None:
             return
         self.settle()  # nothing may be under way
-        del self._pipe, self.replication  # and with them the arrays that lie in windows
+        del self.pipe, self.replication  # and with them the arrays that lie in windows
         self.grid.close()
         self._own.close()
         self._own = None
@@ -157,7 +158,7 @@ class Trainer:
         self.replication.begin(index)
         if rows:    # a server has none
             self._straggle(index)
-            self._pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
+            self.pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
         total = 0.0
         for scale, each in zip(scales, self.backend.to_host(self._loss_sums).tolist(), strict=True) if self.grid.speaks else ():
             total += scale * each
@@ -166,7 +167,7 @@ class Trainer:
 
     def settle(self) -> None:
         """Finish what is under way, and make the parameters current on all ranks, as evaluations and the like do; collective."""
-        self._pipe.drain()
+        self.pipe.drain()
         self.replication.settle()
 
     def _straggle(self, step: int) -> None:
@@ -188,7 +189,7 @@ class Trainer:
 
     def _asked(self, inputs: np.ndarray) -> Any:
         """As `logits`, but of these this rank's columns."""
-        return self._pipe.ask(inputs.shape, lambda: self.backend.from_host(inputs))
+        return self.pipe.ask(inputs.shape, lambda: self.backend.from_host(inputs))
 
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
         """What the model says of one token of the first row: (classes,) float64 in host memory; good on the first stage.
@@ -196,10 +197,10 @@ class Trainer:
         Collective as `logits`.
         """
         logits = self._asked(inputs)
-        found = np.empty(self._layers.columns(self._pipe.output_shape(inputs.shape)[-1]))
+        found = np.empty(self._layers.columns(self.pipe.output_shape(inputs.shape)[-1]))
         if logits is not None:
             found[:] = self.backend.to_host(self._layers.whole(logits[0, token], self.arena))
-        self._pipe.tell_first(found)
+        self.pipe.tell_first(found)
         return found
 
     def evaluate(self, source: Source, stop_requested: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:

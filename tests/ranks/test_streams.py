@@ -156,6 +156,13 @@ def test_every_micro_batch_has_the_gradient_at_the_parameters_it_went_forward_wi
     assert_equal(run_ranks(pp, streamed, settings), emulated(settings, (3, 5)))
 
 
+@pytest.mark.parametrize("dp, pp", [(1, 3), (2, 2)])
+def test_what_all_are_told_travels_in_rounds_that_nobody_keeps_up(dp, pp):
+    """Of a ring every round waits for the one before on each rank, which may wait for something else meanwhile."""
+    settings = layout("async", pp, pp, f"layout.dp={dp}", "replication.algorithm=ring", "optimizer.clip=0")
+    assert_equal(run_ranks(dp * pp, streamed, settings), emulated(settings, (3, 5)))
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_replicas_of_a_stage_stay_equal_bit_for_bit_and_ranks_that_share_layers_within_rounding(name):
     settings = layout(name, 2, 3, "layout.dp=2", "optimizer.clip=0")    # a norm is summed by blocks that depend on padding
