@@ -74,6 +74,11 @@ class AllReduce(Replication):
 
     def _counted(self) -> Sequence[Piece]:
         """What this rank squares: its share of the reduced gradient, so that each element is squared once, on one rank."""
+        shares = [(piece.start, self.share(piece.stop - piece.start)) for piece in self._runs()]
+        return [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
+
+    def _runs(self) -> Sequence[Piece]:
+        """The runs of the flat buffer that count in norms here, and not on another rank of this replica."""
         runs: list[list[int]] = []
         for span in self.replica.storage.spans:
             if not self.replica.grid.counts(span.holders):
@@ -82,8 +87,7 @@ class AllReduce(Replication):
                 runs[-1][1] = span.stop
             else:
                 runs.append([span.start, span.stop])
-        shares = [(start, self.share(stop - start)) for start, stop in runs]
-        return [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
+        return [Piece(start, stop, 0) for start, stop in runs]
 
     def _parameters_of(self, piece: Piece) -> Any:
         return self.parameters[piece.start:piece.stop]
@@ -115,7 +119,8 @@ class AllReduce(Replication):
         """The control message: loss, squares, elements that are not finite and requests to stop, summed over all ranks."""
         return self.total(*numbers)
 
-    def finish(self, mine: Contribution) -> Outcome:
+    def _sum_gradients(self, mine: Contribution | None) -> tuple[float, float, int, float]:
+        """Wait until gradients are summed: the loss, squares and elements not finite of what counts here, seconds it took."""
         began = time.perf_counter()
         wait = self._recorder.wait(self._gradients_name)
         if self._overlap:
@@ -127,6 +132,10 @@ class AllReduce(Replication):
         span = self._recorder.compute(self._norm_name)
         loss, squares, nonfinite = self.replica.facts(mine, self._squared)
         self._recorder.end(span)
+        return loss, squares, nonfinite, comm_s
+
+    def finish(self, mine: Contribution) -> Outcome:
+        loss, squares, nonfinite, comm_s = self._sum_gradients(mine)
         began = time.perf_counter()
         totals = self._agreed(loss, squares / self.loss_scale**2, nonfinite, mine.stop)
         outcome = outcome_of(mine, totals, comm_s + time.perf_counter() - began)

@@ -26,19 +26,20 @@ class Contribution(NamedTuple):
     losses of its micro-batches, perhaps an array on the device, which may still compute it; none if others tell them
     lr     learning rate
     stop   whether this rank was asked to stop
-    weight what losses are multiplied by
+    weights what each loss is multiplied by; none: 1
     """
 
     number: int
     losses: Any
     lr: float
     stop: bool = False
-    weight: float = 1.0
+    weights: Sequence[float] = ()
 
     @property
     def loss(self) -> float:
         """This rank's part of the mean loss over the global batch; waits for the device."""
-        return sum(self.weight * float(loss) for loss in self.losses)
+        weights = self.weights or [1.0] * len(self.losses)
+        return sum(weight * float(loss) for weight, loss in zip(weights, self.losses, strict=False))
 
 
 class Outcome(NamedTuple):
@@ -204,10 +205,11 @@ class Replication:
         config = self.replica.config
         return source.batch(config.run.seed, step, config.batch.size, self.share(config.batch.size), before)
 
-    def scale(self, predictions: int) -> float:
+    def scale(self, predictions: int, part: int) -> float:
         """What the gradient of a summed loss is multiplied by: the mean over the rows that one update uses is taken here alone.
 
         predictions  in a row
+        part         the micro-batch that the loss is of
         """
         return 1 / (self.replica.config.batch.size * predictions)
 

@@ -118,7 +118,9 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     averages = {"local": 3 if has_outer(settings) else 1, "gossip": 1}.get(settings.mode, 0)
     copies = ((1 if is_half else 3, 1), (2, 1), (1, state))
     divided = sum(count / (parts if settings.zero >= stage else 1) for stage, count in copies)
-    return (averages + divided + mirror) * length
+    stages = resolved.axes.pp
+    stashed = {"async": (stages - 1) / 2, "async-2bw": 1}.get(resolved.config.pipeline.schedule, 0)    # in the mean of the stages
+    return (averages + divided + mirror + stashed * (mirror or 1)) * length
 
 
 def _of_mirror(resolved: Resolved) -> float:

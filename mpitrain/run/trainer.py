@@ -22,7 +22,8 @@ from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replicate import Contribution, Outcome, Replica
 from mpitrain.parallel.sharded import Alone, check_shared, layers_for
 from mpitrain.pipeline.partition import cut, dealt
-from mpitrain.pipeline.pipe import Pipe, own
+from mpitrain.pipeline.pipe import own
+from mpitrain.pipeline.stream import pipe_for
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
@@ -89,7 +90,7 @@ class Trainer:
             [range(first, end) for first, end in pairwise(firsts)]))
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
-        self.pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype)
+        self.pipe = pipe_for(self.config)(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype)
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
@@ -102,7 +103,7 @@ class Trainer:
         """
         if self._own is None:
             return
-        self.replication.settle()  # nothing may be under way
+        self.settle()  # nothing may be under way
         del self.pipe, self.replication  # and with them the arrays that lie in windows
         self.grid.close()
         self._own.close()
@@ -147,8 +148,7 @@ class Trainer:
         stop     ask all ranks to stop after this step; the outcome tells them
         """
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
-        scale = self.replication.scale(math.prod(targets.shape[1:]))
-
+        scales = [self.replication.scale(math.prod(targets.shape[1:]), micro) for micro in range(micro_batches)]
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
 
         def of(micro: int, array: np.ndarray) -> Any:
@@ -158,7 +158,7 @@ class Trainer:
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
             right = of(micro, targets).reshape(-1)
-            value, gradient = self.replication.loss(logits.reshape(len(right), -1), right, scale)
+            value, gradient = self.replication.loss(logits.reshape(len(right), -1), right, scales[micro])
             self._loss_sums[micro:micro + 1] = value  # copied on the device; an element would be read first
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
@@ -169,7 +169,12 @@ class Trainer:
             self._straggle(index)
             self.pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        return self.replication.finish(Contribution(index, self._loss_sums if self.grid.speaks else (), lr, stop, scale))
+        return self.replication.finish(Contribution(index, self._loss_sums if self.grid.speaks else (), lr, stop, scales))
+
+    def settle(self) -> None:
+        """Finish what is under way, and make the parameters current on all ranks, as evaluations and the like do; collective."""
+        self.pipe.drain()
+        self.replication.settle()
 
     def _straggle(self, step: int) -> None:
         """Sleep for as long as run.delay says that the step takes longer here: who computes other rows draws anew."""
@@ -217,7 +222,7 @@ class Trainer:
 
         stop_requested  asked before every batch; a True on any rank ends the evaluation on all, which then return None
         """
-        self.replication.settle()
+        self.settle()
         rows, replicas = evaluated_rows(self.config, source), self.grid.axes.dp
         together = replicas * max(1, self.config.batch.size // (replicas * self.config.batch.micro_batches))
         totals = np.zeros(3)
@@ -258,7 +263,7 @@ def evaluated_rows(config: Config, source: Source) -> int:
 
 def replicas_equal(trainer: Trainer) -> bool:
     """Whether every tensor that several ranks hold has the same bits on all of them; collective. True if none is."""
-    trainer.replication.settle()
+    trainer.settle()
     grid = trainer.grid
     parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
     flat = trainer.backend.to_host(parameters.array)
