@@ -52,7 +52,7 @@ def test_kernels_of_16_bits_train_as_the_cpu_rounds(compute):
 def test_a_gpu_trains_in_16_bits_bit_by_bit_as_the_simulator_does_and_close_to_the_cpu(settings, monkeypatch):
     """What an array library would have to compute with in 16 bits, the fake GPU refuses."""
     compute, *others = settings
-    common = [f"precision.compute={compute}", "model.width=16", "model.context=8", "replication.period=2", "batch.micro_batches=2", *others]
+    common = [f"precision.compute={compute}", "model.width=16", "model.context=8", "batch.micro_batches=2", *others]
     on_cpu, simulated = (run_ranks(2, run, [*common, f"device.kind={kind}"], 4) for kind in ("cpu", "cuda-sim"))
     for (losses, *_), (wanted, *_) in zip(simulated, on_cpu, strict=True):
         assert np.all(np.abs(np.array(losses)[:, 0] / np.array(wanted)[:, 0] - 1) <= 0.02)
