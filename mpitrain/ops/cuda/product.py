@@ -5,7 +5,7 @@ from typing import Any
 from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import c_type, element, sum_type
+from mpitrain.ops.cuda.elements import c_type, element, in_chunks, sum_type
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
 
@@ -34,11 +34,12 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     workspace = arena.take((parts,), sum_type(a)) if splits > 1 else None
     output = _output(c, beta, bias, residual, saved, activation, row_sums)
     raw = (None, *_steps(c), None, None, None, 0, None)
+    chunked = {"CHUNKED": in_chunks(a, b)} if tile.kernel == "gemm_tensor" else {}
     kernels.launch(
         tile.kernel, (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,),
         (m, n, k, alpha, strided(a), *_steps(a), strided(b), *_steps(b), beta,
          *(output if splits == 1 else raw), splits, fresh(workspace)), tile.shared,
-        **types, **tile._asdict(), TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
+        **types, **tile._asdict(), **chunked, TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
     if splits > 1:
         _combine(kernels, (batches, splits, m, n), workspace, alpha, beta, output, types)
 
