@@ -28,7 +28,7 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     if row_sums is not None and batches > 1:
         raise KernelError(f"Row sums of {batches} products have no place in one array.", "Multiply one by one.")
     stored = "NT"[transposed_a] + "NT"[transposed_b]
-    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine.capability)
+    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
     parts = batches * splits * m * (n + types["ROW_SUMS"])
     workspace = arena.take((parts,), sum_type(a)) if splits > 1 else None
