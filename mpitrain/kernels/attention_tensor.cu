@@ -4,8 +4,7 @@
 // Four warps, each with 16 of the block's 64 queries (or keys, for dk and dv). Scores and weights never leave registers:
 // the fragment that a product leaves is, rounded, the fragment that the next one takes. What the block goes through, keys
 // and values or queries and dy, comes by asynchronous copies into one of two stages while the other is computed with.
-// HEAD is a macro: a multiple of 16. STEP rows of the other side at a time. Any T >= 1. CHUNKED: qkv and dy begin at multiples
-// of 16 bytes; else they are copied element by element.
+// HEAD is a macro: a multiple of 16. STEP rows of the other side at a time. Any T >= 1.
 // Launch: grid (ceil(T / 64), H, B), block (128), dynamic shared memory as said at each kernel.
 #include "reduce.cuh"
 #include "tensor_tile.cuh"
@@ -26,7 +25,7 @@ struct Rows {
     long long pitch;
     int T;
     template <class Tile> __device__ __forceinline__ void fetch(Element* tile, int t0) const {
-        Tile::fetch(tile, first, pitch, t0, T, 0, HEAD, CHUNKED);
+        Tile::fetch(tile, first, pitch, t0, T, 0, HEAD, in_chunks(first, pitch));
     }
 };
 

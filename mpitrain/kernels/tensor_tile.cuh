@@ -4,6 +4,11 @@
 
 constexpr int CHUNK = 8;    // elements in 16 bytes, what one copy moves
 
+// Whether rows `pitch` elements apart can be copied in chunks.
+__device__ __forceinline__ bool in_chunks(const Element* array, long long pitch) {
+    return reinterpret_cast<size_t>(array) % 16 == 0 && pitch % CHUNK == 0;
+}
+
 // ROWS x COLUMNS elements in the order in which global memory has them. Rows are padded by a chunk, so that the eight rows
 // of a matrix load lie in different banks.
 template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
@@ -12,7 +17,7 @@ template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
     static_assert(COLUMNS % CHUNK == 0, "whole chunks fill a row");
 
     // Starts to copy the elements from (row0, column0) on of an array of rows x columns; what lies beyond it becomes 0.
-    // Without `chunks`, a constant of the launch, they are copied one by one: slower, not wrong.
+    // Without `chunks` they are copied one by one: slower, not wrong.
     static __device__ __forceinline__ void fetch(Element* tile, const Element* __restrict__ array, long long pitch, int row0,
                                                  int rows, int column0, int columns, bool chunks) {
 #pragma unroll

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import c_type, element, in_chunks, sum_type
+from mpitrain.ops.cuda.elements import c_type, element, sum_type
 from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
 
 
@@ -38,7 +38,7 @@ def attention(kernels: Kernels, qkv, heads, arena):
     batch, length, width = _shape(qkv)
     y, log_sums = arena.take((batch, length, width), qkv.dtype), arena.take((batch, heads, length), sum_type(qkv))
     way = choose(kernels, qkv, heads)
-    _launch(kernels, way, "", way.scale, qkv, heads, (qkv, fresh(y), fresh(log_sums)), (qkv,))
+    _launch(kernels, way, "", way.scale, qkv, heads, (qkv, fresh(y), fresh(log_sums)))
     return y, (qkv, y, log_sums, heads)
 
 
@@ -51,7 +51,7 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
     kernels.launch("attention_dots", row_blocks(dots.size), ROWS, (batch, length, heads, width // heads, y, dy, fresh(dots)),
                    **element(qkv))
     for half in ("_backward_kv", "_backward_q"):
-        _launch(kernels, way, half, (width // heads)**-0.5, qkv, heads, (qkv, dy, log_sums, dots, dqkv), (qkv, dy))
+        _launch(kernels, way, half, (width // heads)**-0.5, qkv, heads, (qkv, dy, log_sums, dots, dqkv))
     return dqkv
 
 
@@ -78,11 +78,9 @@ def _shape(qkv: Any) -> tuple[int, int, int]:
     return batch, length, triple // 3
 
 
-def _launch(kernels: Kernels, way: Way, half: str, scale: float, qkv: Any, heads: int, arrays: tuple,
-            copied: tuple) -> None:
+def _launch(kernels: Kernels, way: Way, half: str, scale: float, qkv: Any, heads: int, arrays: tuple) -> None:
     is_backward = bool(half)
     batch, length, width = _shape(qkv)
-    chunked = {"CHUNKED": in_chunks(*copied)} if way.prefix == "attention_tensor" else {}
     kernels.launch(way.prefix + half, (-(-length // way.tile), heads, batch), (way.threads,),
                    (length, heads, scale, *arrays), way.shared[is_backward], **element(qkv), HEAD=width // heads,
-                   **way.macros[is_backward], **chunked)
+                   **way.macros[is_backward])
