@@ -85,6 +85,7 @@ class Replica(NamedTuple):
     storage  where its tensors lie in a flat buffer
     wire     in which format gradients travel
     loss     of this rank's logits
+    parts    of a model in several parts: the units of each part that lies here, numbered as in `storage`
     """
 
     config: Config
@@ -94,6 +95,7 @@ class Replica(NamedTuple):
     device: Device
     arena: Arena
     loss: Loss
+    parts: Sequence[range] = ()
 
     def squares(self, gradients: Sequence[np.ndarray]) -> tuple[float, int]:
         """The sum of these arrays' squares and, if it is not finite, how many of their elements are not; waits for the device."""
@@ -169,10 +171,11 @@ class Replication:
         config = self.replica.config
         return source.batch(config.run.seed, step, config.batch.size, self.share(config.batch.size), before)
 
-    def scale(self, predictions: int) -> float:
+    def scale(self, predictions: int, part: int) -> float:
         """What the gradient of a summed loss is multiplied by: the mean over the rows that one update uses is taken here alone.
 
         predictions  in a row
+        part         the micro-batch that the loss is of
         """
         return 1 / (self.replica.config.batch.size * predictions)
 

@@ -89,7 +89,7 @@ def _check_memory(transport: Transport, resolved: Resolved, source: Source | Uno
     if config.device.kind == "cuda":
         ranks, where = -(-ranks // process.gpus()), "on this GPU"
     parts = divisor(resolved.axes, transport.hosts, config.replication.shard)
-    elements = _held(resolved, length, parts) + _on_its_way(resolved, source)
+    elements = _held(resolved, length, parts) + _on_its_way(resolved, source, length)
     needed = ranks * np.dtype(config.precision.stored).itemsize * elements
     free = process.free_memory(config.device.kind)
     if needed > free:
@@ -117,13 +117,17 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     is_half = resolved.config.precision.is_half    # where a mirror is divided as parameters else are, and they from stage 1 on
     copies = ((1 if is_half else 3, 1), (2, 1), (1, state))
     divided = sum(count / (parts if settings.zero >= stage else 1) for stage, count in copies)
-    return (averages + divided + (is_half and settings.zero < 3)) * length
+    stages = resolved.axes.pp
+    stashed = {"async": (stages - 1) / 2, "async-2bw": 1}.get(resolved.config.pipeline.schedule, 0)    # in the mean of the stages
+    return (averages + divided + (is_half and settings.zero < 3) + stashed) * length
 
 
-def _on_its_way(resolved: Resolved, source: Source | Unopened) -> int:
-    """Elements of what is gathered or reduced, where it is divided: at least the largest unit."""
-    config = resolved.config
+def _on_its_way(resolved: Resolved, source: Source | Unopened, length: float) -> float:
+    """Elements of what is gathered or reduced, where it is divided: at least the largest unit, or one of several parts."""
+    config, parts = resolved.config, len(resolved.plan.place)
     kinds = max(0, config.replication.zero - 1)
+    if parts > 1:
+        return kinds * length / parts
     shallow = config.model.model_copy(update={"layers": min(2, config.model.layers)})
     layers = described(resolved.device.ops, resolved.config.layout)
     units = model(config.model_copy(update={"model": shallow}), source, layers) if kinds else []

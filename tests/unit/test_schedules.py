@@ -24,8 +24,8 @@ from mpitrain.pipeline.instructions import (
     fused_at_the_input,
     with_messages,
 )
-from mpitrain.pipeline.memory import peak, turns
-from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.pipeline.memory import goes_in_passes, peak, turns
+from mpitrain.pipeline.schedules import KINDS, SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, Event, simulate
 
 pytestmark = pytest.mark.slow
@@ -234,6 +234,12 @@ def test_what_is_freed_after_each_use_is_gathered_twice_a_micro_batch(name):
         assert all(sum(not isinstance(i, BackwardWeight) for i in mine) == 2 * m for mine in planned(name, p, m, v).lists)
 
 
+def test_all_micro_batches_go_through_a_part_before_the_next_by_two_schedules_alone():
+    for name in SCHEDULES:
+        found = {all(map(goes_in_passes, planned(name, p, m, v).lists)) for p, m, v in points(name) if p > 1 and 1 < m < 7}
+        assert found == {name in ("gpipe", "breadth-first")}, name
+
+
 def test_interleaving_gathers_more_often_and_breadth_first_reduces_each_part_once():
     assert [turns(mine) for mine in planned("interleaved", 4, 8, 2).lists] == [11, 19, 13, 5]
     for p, m, v in points("breadth-first"):
@@ -370,3 +376,14 @@ def test_numbers_that_a_schedule_cannot_serve_are_refused_with_some_that_it_can(
     with pytest.raises(ConfigError) as caught:
         plan_of(*arguments)
     assert (caught.value.law, caught.value.way_out) == (law, way_out)
+
+
+@pytest.mark.parametrize("mine, name, most", [
+    ("F0", "forward_bytes", 30), ("F0 F1", "forward_bytes", 40), ("F0 B0", "input_bytes", 30), ("F0 F1 B0", "input_bytes", 40),
+    ("F0 BW0", "input_bytes", 30), ("F0 F1 BW0", "input_bytes", 40), ("F0 B0 W0", "weight_bytes", 30),
+    ("F0 F1 B0 W0", "weight_bytes", 40), ("F0 F1 F2 F3 F4 B0", "input_bytes", 70),
+])
+def test_what_an_instruction_holds_while_it_computes_is_held_beside_the_other_micro_batches(mine, name, most):
+    """The last instruction of each list holds 30 bytes, and each other micro-batch the 10 that it has saved."""
+    instructions = [KINDS[word[:-1]](0, int(word[-1])) for word in mine.split()]
+    assert peak(instructions, [Cost(saved=10, pending=4, **{name: 30})]).nbytes == most
