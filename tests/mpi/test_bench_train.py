@@ -117,9 +117,10 @@ def test_a_side_is_named_by_its_values_of_the_keys_that_differ():
 
 
 def test_the_ratio_is_taken_between_neighbouring_blocks():
-    ours, peer = train.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3), train.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5])
+    ours = train.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3, [0.25] * 3)
+    peer = train.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5], [])
     lines = train.table([ours, peer], 100)
-    assert lines[1].split()[:3] == ["mpitrain", "1.0000", "100"]
+    assert lines[1].split()[:4] == ["mpitrain", "1.0000", "0.2500", "100"] and lines[2].split()[2] == "-"
     assert "mpitrain is 1.500 times as fast as peer (neighbouring blocks 1.500 .. 2.000)" in lines[-1]
     assert lines[-1].endswith("losses at most 2.5e-01 apart")
 
@@ -132,4 +133,4 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
 
     monkeypatch.setattr(train, "alternate", alternate)
     with pytest.raises(RuntimeError, match="planted"):
-        run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], None, 1, 1, None)
+        run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], False, None, 1, 1, None)
