@@ -81,10 +81,10 @@ def curve(transport, config, steps=STEPS):
     return np.array(told), found, trainer.parameter_count
 
 
-def check_equal(alone, together, tolerance=1e-9):
+def check_equal(alone, together, tolerance=1e-9, steps=STEPS):
     (told, whole, count), = alone
     for others, tensors, counted in together:
-        assert counted == count and np.ptp(told[:STEPS, 0]) > 1e-3
+        assert counted == count and np.ptp(told[:steps, 0]) > 1e-3
         assert np.all(np.abs(others - told) <= tolerance + tolerance * np.abs(told)), others - told
         for name, (parameter, values) in tensors.items():
             truth = parameter.part_of(whole[name][1])
@@ -187,6 +187,14 @@ def test_units_that_would_train_apart_are_refused():
     units = mlp(Plain(ops_for("cpu")), features=3, hidden=[4], classes=2)
     with pytest.raises(ConfigError, match=r"weight of unit hidden\.0 is neither") as refused:
         run_ranks(2, lambda transport: Trainer(transport, units, config))
+    assert refused.value.agreed
+
+
+def test_a_vocabulary_that_is_smaller_than_the_ranks_that_share_it_is_refused_with_the_most_there_may_be():
+    config = configured("layout.tp=4", "data.vocabulary=3", "model.context=8")
+    with pytest.raises(ConfigError, match=r"4 ranks share a vocabulary, but it has 3 entries\.\n +Set layout.tp to at most 3\."
+                       ) as refused:
+        run_ranks(4, lambda transport: build(transport, config, source=source_of(config)))
     assert refused.value.agreed
 
 
