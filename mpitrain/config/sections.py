@@ -11,7 +11,7 @@ from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
-PARTITION = r"^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
+PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
 WHOLE = 2**63 - 1  # the largest whole number: of 64 bits
@@ -110,7 +110,8 @@ class Pipeline(Section):
     chunks: int = Field(0, ge=0, description="parts of the model on each stage; 0: as many as the schedule has, 2 if any number")
     partition: str = Field(
         "", pattern=PARTITION, description="how many units (of a gpt: embedding, 2 for each block, head) each part has, as in "
-                                            "4,4,3,5; empty: about the same parameters"
+                                            "4,4,3,5; empty: about the same parameters; time: about the same time, measured at "
+                                            "the start on all ranks"
     )
 
 
@@ -139,7 +140,8 @@ class Replication(Section):
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="of local: momentum of what averages change; DiLoCo takes 0.9")
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="what of a replica is divided among the replicas: 0 nothing, 1 the state of the optimizer, 2 and the "
-                       "gradients, 3 and the parameters; 2 and 3 reduce gradients with every micro-batch anew"
+                       "gradients, 3 and the parameters; 2 and 3 reduce gradients with every micro-batch anew, or in a pipeline, "
+                       "where they need gpipe or breadth-first, once"
     )
     shard: Literal["all", "host"] = Field(
         "all", description="zero: among whom; all: all replicas; host: those of each host, between which only gradients travel, "

@@ -6,6 +6,7 @@ A backend is the only thing that knows how arrays get there and back, and what m
 import ctypes
 import platform
 import shutil
+import time
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -16,6 +17,7 @@ import numpy as np
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.arena import Arena, Lease
 from mpitrain.machine.kinds import KINDS, Kind
+from mpitrain.machine.marks import CudaMark, Mark, Passed
 
 
 class Copy(Protocol):
@@ -51,6 +53,9 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all the work that was started here."""
+
+    def mark(self) -> Mark | None:
+        """A mark behind the work that was started here; None where the host computes itself."""
 
 
 @runtime_checkable
@@ -102,6 +107,9 @@ class HostBackend:
     def synchronize(self) -> None:
         pass
 
+    def mark(self) -> Mark | None:
+        return None
+
 
 class SimulatorBackend(HostBackend):
     """NumPy arrays for kernels that g++ has compiled; a launch has ended when it returns.
@@ -113,6 +121,9 @@ class SimulatorBackend(HostBackend):
 
     def __init__(self) -> None:
         compiler()
+
+    def mark(self) -> Mark:
+        return Passed(time.perf_counter())
 
 
 class CudaBackend:
@@ -147,6 +158,9 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
+
+    def mark(self) -> Mark:
+        return CudaMark(self._cupy.cuda)
 
     def staging(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), np.uint8, nbytes)

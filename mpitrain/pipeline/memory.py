@@ -1,6 +1,7 @@
 """What a stage holds at most, and what it gathers: told by its list of instructions alone, however long they take."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
@@ -13,7 +14,7 @@ class Peak(NamedTuple):
     live     micro-batches between the forward and the end of the weight half; in chunks where a stage has several parts
     whole    of these, those before the end of the input half, which hold all that the forward saved
     pending  of these, those between the halves
-    nbytes   bytes of both kinds together
+    nbytes   bytes of both kinds together, and what an instruction holds besides while it computes
     """
 
     live: int
@@ -28,19 +29,32 @@ def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
     nbytes = 0.0
     most = Peak(0, 0, 0, 0)
     for instruction in mine:
-        cost = costs[instruction.part]
+        cost, during = costs[instruction.part], nbytes
         match instruction:
             case Forward():
+                during += cost.forward_bytes
                 whole, nbytes = whole + 1, nbytes + cost.saved
             case BackwardInput():
+                during += cost.input_bytes - cost.saved
                 whole, pending, nbytes = whole - 1, pending + 1, nbytes - cost.saved + cost.pending
             case BackwardWeight():
+                during += cost.weight_bytes - cost.pending
                 pending, nbytes = pending - 1, nbytes - cost.pending
             case Backward():
+                during += cost.input_bytes - cost.saved
                 whole, nbytes = whole - 1, nbytes - cost.saved
         most = Peak(max(most.live, whole + pending), max(most.whole, whole), max(most.pending, pending),
-                    max(most.nbytes, nbytes))
+                    max(most.nbytes, nbytes, during))
     return most
+
+
+def goes_in_passes(mine: Sequence[Compute]) -> bool:
+    """Whether all micro-batches go forward through a part of the stage one after another, and later back through it likewise.
+
+    ZeRO gathers a part once for each such pass then, and reduces its gradients once.
+    """
+    passes = [way for way, _ in groupby((i.part, isinstance(i, Forward)) for i in mine)]
+    return len(passes) == len(set(passes))
 
 
 def turns(mine: Sequence[Compute]) -> int:

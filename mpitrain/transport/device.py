@@ -6,11 +6,11 @@ that a receive will overwrite, must have ended before MPI or a copy beside the s
 for the current stream, once, as the first thing that a start does, and nobody else has to.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mpitrain.machine.backend import DeviceBackend, on_device
-from mpitrain.transport.base import Request, Transport, wait_any
+from mpitrain.transport.base import Request, Transport
 
 
 class Carrier(Protocol):
@@ -64,7 +64,7 @@ class Direct:
         self._host.native_all_reduce(array, op)
 
 
-class DeviceTransport:
+class DeviceTransport(Transport):
     """A Transport whose messages may lie in device memory too, and whose `allocate` gives such memory.
 
     `hosts`, tags, traffic and windows are those of the transport below. A message that is staged counts in `traffic` as
@@ -91,20 +91,6 @@ class DeviceTransport:
 
     def start_recv_any(self, array: Any, tag: int = 0) -> Request:
         return self._way(array).start_recv_any(array, tag)
-
-    def send(self, array: Any, to: int, tag: int = 0) -> None:
-        self.start_send(array, to, tag).wait()
-
-    def recv(self, array: Any, source: int, tag: int = 0) -> None:
-        self.start_recv(array, source, tag).wait()
-
-    def exchange(self, outgoing: Any, to: int, incoming: Any, source: int, tag: int = 0) -> None:
-        receive = self.start_recv(incoming, source, tag)
-        self.start_send(outgoing, to, tag).wait()
-        receive.wait()
-
-    def wait_any(self, requests: Sequence[Request]) -> int:
-        return wait_any(self, requests)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         self._carrier.wait_until(done, pause, what)
