@@ -28,13 +28,11 @@ class Ours:
     comm_s = 0.0
     """Of the last step: seconds that this rank stood still for messages, and for the sums made of them."""
 
-    def __init__(self, job: Job | None, name: str = "mpitrain"):
-        """job: None on ranks that only look on."""
+    def __init__(self, job: Job, name: str = "mpitrain"):
         self.name, self.job = name, job
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
         """One optimizer step on this rank's rows, waited for; the loss of the whole batch."""
-        assert self.job is not None
         outcome = self.job.trainer.step(index, inputs, targets)
         self.job.trainer.backend.synchronize()
         self.comm_s = outcome.comm_s
@@ -42,8 +40,17 @@ class Ours:
 
     def close(self) -> None:
         """Give back what the job holds; collective."""
-        if self.job is not None:
-            self.job.close()
+        self.job.close()
+
+
+class LookingOn:
+    """A side that this rank has no part in."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def close(self) -> None:
+        """It holds nothing."""
 
 
 class Result(NamedTuple):
@@ -159,9 +166,7 @@ def _timed(transport: Transport, job: Job, side: Any, indices: range) -> tuple[l
     """Of each step, over the ranks that make it: the most seconds, the mean of their losses, and the longest stand-still."""
     times, losses, waits = [], [], []
     whose = side.job if isinstance(side, Ours) else job
-    for index in indices:
-        if whose is None:
-            break
+    for index in indices if not isinstance(side, LookingOn) else ():
         inputs, targets = whose.trainer.replication.batch(job.data, index)
         whose.trainer.transport.barrier()
         start = time.perf_counter()

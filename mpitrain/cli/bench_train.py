@@ -55,7 +55,17 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
              json_file: Path | None) -> None:
     from mpitrain.bench.pipelines import stage_rows, stage_table
     from mpitrain.bench.table import check_writable
-    from mpitrain.bench.train import Ours, alternate, check_common_steps, check_same_work, named, peer_class, table, write_json
+    from mpitrain.bench.train import (
+        LookingOn,
+        Ours,
+        alternate,
+        check_common_steps,
+        check_same_work,
+        named,
+        peer_class,
+        table,
+        write_json,
+    )
     from mpitrain.collectives.tuning import foreign
     from mpitrain.run.build import build
     from mpitrain.transport.agreed import agreed
@@ -78,7 +88,8 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
     if alone:
         own = transport.split(None if transport.rank else 0)
         found = agreed(transport, lambda: own and build(own, third, source=job.source))
-        sides.append(Ours(found, "one rank of mpitrain"))
+        name = "one rank of mpitrain"
+        sides.append(Ours(found, name) if found else LookingOn(name))
     if rival:
         sides.append(rival(transport, config, job.source.inputs, job.trainer.tensors()))
     results = alternate(transport, job, sides, blocks, steps)
