@@ -36,13 +36,15 @@ def test_all_sides_do_the_same_work(tmp_path):
     schedules = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
     calls += [["bench", "train", *TINY, "--peer", "torch", "--pp", "3", "--set", f"pipeline.schedule={name}", "--set",
                "batch.micro_batches=3", "--json", f"{name}.json"] for name in schedules]
-    calls.append(["bench", "train", *TINY, "--peer", "torch", "--tp", "3", "--set", "model.width=24", "--set", "model.heads=3",
-                  "--set", "model.tied=true", "--json", "tp.json"])
+    calls.append(["bench", "train", *TINY, "--peer", "torch", "--alone", "--tp", "3", "--set", "model.width=24",
+                  "--set", "model.heads=3", "--set", "model.tied=true", "--json", "tp.json"])
     _, printed = calls_of_one_start(3, calls, tmp_path, code=0)
     printed, of_stages, of_slices = printed[:len(peers)], printed[len(peers):-1], printed[-1]
-    ours, theirs = json.loads((tmp_path / "tp.json").read_text())["sides"]
+    ours, alone, theirs = json.loads((tmp_path / "tp.json").read_text())["sides"]
     assert theirs["name"] == "torch tensor parallel, gloo" and "3 of them share layers" in of_slices
-    assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    assert alone["name"] == "one rank of mpitrain" and len(alone["comm_s"]) == len(alone["losses"]) and not theirs["comm_s"]
+    for other in (alone, theirs):
+        assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], other["losses"], strict=True))
     for (name, peer), text in zip(schedules.items(), of_stages, strict=True):
         ours, theirs = json.loads((tmp_path / f"{name}.json").read_text())["sides"]
         assert (ours["name"], theirs["name"]) == ("mpitrain", f"torch {peer}, gloo") and f"3 stages by {name}, 3 micro" in text

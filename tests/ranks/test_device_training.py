@@ -114,8 +114,7 @@ def by_mode(transport, settings):
 
 @pytest.mark.parametrize("settings", [
     ["replication.mode=master"], ["replication.mode=server"],
-    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=24", "model.tied=true"],
-    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=12", "model.context=9",
+    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=12", "model.context=9", "model.tied=true",
      "layout.sequence_parallel=true"],
     ["replication.mode=gossip", "replication.period=2"],
     ["replication.mode=local", "replication.period=2", "replication.outer_lr=0.7", "replication.outer_momentum=0.9"],
