@@ -23,7 +23,9 @@ class CudaEngine:
 
     def __init__(self, cupy: ModuleType):
         self._cupy = cupy
-        self.capability = int(cupy.cuda.Device().compute_capability)
+        device = cupy.cuda.Device()
+        self.capability = int(device.compute_capability)
+        self.multiprocessors = int(device.attributes["MultiProcessorCount"])
         self._modules: dict[tuple[Path, tuple], Any] = {}
 
     @property

@@ -28,6 +28,9 @@ class Engine(Protocol):
     capability: int
     """Compute capability times ten: 80 for sm_80."""
 
+    multiprocessors: int
+    """How many blocks run at a time where each needs a multiprocessor of its own."""
+
     @property
     def name(self) -> str:
         """The device, in words."""

@@ -5,7 +5,7 @@ from typing import Any
 from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import c_type, element, sum_type
+from mpitrain.ops.cuda.elements import c_type, element, in_chunks, sum_type
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
 
@@ -28,17 +28,18 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     if row_sums is not None and batches > 1:
         raise KernelError(f"Row sums of {batches} products have no place in one array.", "Multiply one by one.")
     stored = "NT"[transposed_a] + "NT"[transposed_b]
-    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine.capability)
+    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
     parts = batches * splits * m * (n + types["ROW_SUMS"])
     workspace = arena.take((parts,), sum_type(a)) if splits > 1 else None
     output = _output(c, beta, bias, residual, saved, activation, row_sums)
     raw = (None, *_steps(c), None, None, None, 0, None)
+    chunked = {"CHUNKED": in_chunks(a, b)} if tile.kernel == "gemm_tensor" else {}
     kernels.launch(
         tile.kernel, (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,),
         (m, n, k, alpha, strided(a), *_steps(a), strided(b), *_steps(b), beta,
          *(output if splits == 1 else raw), splits, fresh(workspace)), tile.shared,
-        **types, **tile._asdict(), TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
+        **types, **tile._asdict(), **chunked, TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
     if splits > 1:
         _combine(kernels, (batches, splits, m, n), workspace, alpha, beta, output, types)
 

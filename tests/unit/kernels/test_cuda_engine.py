@@ -68,7 +68,8 @@ class RememberingCupy:
 
     def __init__(self, log: str = ""):
         self.modules, self.kernels = [], {}
-        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(compute_capability="90"),
+        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(compute_capability="90",
+                                                                   attributes={"MultiProcessorCount": 132}),
                                     compiler=SimpleNamespace(CompileException=CompileError),
                                     cublas=ColumnMajor(), get_cublas_handle=lambda: "handle")
         self._log = log
