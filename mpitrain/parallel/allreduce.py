@@ -41,6 +41,7 @@ class AllReduce(Replication):
             self._agree = grid.world.bind(self._control)
         self._gradients_name = recorder.name("the sums of gradients", self._peers().transport.members)
         self._norm_name, self._update_name = recorder.name("the norm"), recorder.name("the parameters")
+        self._exchanged_s = 0.0    # when the step began
         self._squared = [self._gradients_of(piece) for piece in self._counted()]
 
     @cached_property
@@ -100,6 +101,7 @@ class AllReduce(Replication):
 
     def begin(self, step: int) -> None:
         super().begin(step)
+        self._exchanged_s = self.replica.grid.tp.exchanged_s
         self.buckets.begin(step)
 
     def gradient_ready(self, unit: int, is_last: bool) -> None:
@@ -128,7 +130,7 @@ class AllReduce(Replication):
         else:
             self.buckets.run()
         self._recorder.go_on(wait)
-        comm_s = time.perf_counter() - began
+        comm_s = time.perf_counter() - began + self.replica.grid.tp.exchanged_s - self._exchanged_s
         span = self._recorder.compute(self._norm_name)
         loss, squares, nonfinite = self.replica.facts(mine, self._squared)
         self._recorder.end(span)
