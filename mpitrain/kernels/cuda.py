@@ -52,6 +52,11 @@ class CudaEngine:
                 kernel.max_dynamic_shared_size_bytes = shared
             kernel(tuple(grid), tuple(block), [_plain(argument) for argument in arguments], shared_mem=shared)
 
+        def used() -> dict[str, int]:
+            """What a thread takes; bytes of local memory are spilled registers."""
+            return {"registers": kernel.num_regs, "local_bytes": kernel.local_size_bytes}
+
+        launch.used = used  # type: ignore[attr-defined]
         return launch
 
     def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
