@@ -69,9 +69,10 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     if config.run.delay:
         raise ConfigError(f"The peer has no stragglers, but run.delay is {config.run.delay}.",
                           "Leave out --peer, or leave run.delay empty.")
-    if config.layout.tp > 1:
-        raise ConfigError(f"The peer shares no layers, but layout.tp is {config.layout.tp}.",
-                          "Leave out --peer, or set layout.tp=1.")
+    if config.layout.tp > 1 and (dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel):
+        raise ConfigError("The peer shares layers among all ranks, without ZeRO, and every rank has all rows.",
+                          "Leave out --peer, or set layout.dp=1, layout.pp=1, replication.zero=0 and "
+                          "layout.sequence_parallel=false.")
     stages, micro_batches = config.layout.pp, config.batch.micro_batches
     if config.model.kind != "gpt" or config.optimizer.name != "adamw" or (micro_batches > 1 and stages == 1):
         raise ConfigError("The peer trains a GPT with AdamW in one micro-batch.",

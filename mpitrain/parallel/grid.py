@@ -4,8 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from mpitrain.collectives import algorithms
 from mpitrain.collectives.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.cost import Tuning
+from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.config import Config
@@ -159,6 +161,16 @@ class Grid:
             group = self._along(here.tp + self.axes.tp * here.dp if is_holder else None)
             if group is not None:
                 self.holders[name] = group
+
+    def check(self) -> None:
+        """Raise the refusal of an algorithm that cannot run where the ranks of one of this rank's groups are.
+
+        Other groups may lie elsewhere, on one host for example: whoever calls this sees to it that all ranks hear of it.
+        """
+        for group in {id(group): group for group in (self.tp, self.dp, *self.holders.values())}.values():
+            algorithm = algorithms.ALL_REDUCE.get(group.algorithm)
+            if refusal := algorithm and algorithm.refusal(Situation(group.transport.hosts)):
+                raise refusal
 
     def _lie_alike(self, group: Group) -> bool:
         """Whether on all ranks such a group lies on hosts in the same way, so that it sums in the same order; collective."""

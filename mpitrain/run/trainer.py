@@ -76,6 +76,7 @@ class Trainer:
         place = resolved.plan.place
         parts, tied = agreed(self.transport, lambda: dealt(model, cut(model, len(place), self.config.pipeline.partition), place))
         grid.deal(place, tied)
+        agreed(self.transport, grid.check)
         self.units = [unit for part in own(place, grid.place.pp) for unit in parts[part]]
         self._loss = loss or layers.loss()
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)

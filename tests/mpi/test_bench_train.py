@@ -36,8 +36,13 @@ def test_all_sides_do_the_same_work(tmp_path):
     schedules = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
     calls += [["bench", "train", *TINY, "--peer", "torch", "--pp", "3", "--set", f"pipeline.schedule={name}", "--set",
                "batch.micro_batches=3", "--json", f"{name}.json"] for name in schedules]
+    calls.append(["bench", "train", *TINY, "--peer", "torch", "--tp", "3", "--set", "model.width=24", "--set", "model.heads=3",
+                  "--set", "model.tied=true", "--json", "tp.json"])
     _, printed = calls_of_one_start(3, calls, tmp_path, code=0)
-    printed, of_stages = printed[:len(peers)], printed[len(peers):]
+    printed, of_stages, of_slices = printed[:len(peers)], printed[len(peers):-1], printed[-1]
+    ours, theirs = json.loads((tmp_path / "tp.json").read_text())["sides"]
+    assert theirs["name"] == "torch tensor parallel, gloo" and "3 of them share layers" in of_slices
+    assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], theirs["losses"], strict=True))
     for (name, peer), text in zip(schedules.items(), of_stages, strict=True):
         ours, theirs = json.loads((tmp_path / f"{name}.json").read_text())["sides"]
         assert (ours["name"], theirs["name"]) == ("mpitrain", f"torch {peer}, gloo") and f"3 stages by {name}, 3 micro" in text
@@ -87,7 +92,9 @@ def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
 
 @pytest.mark.parametrize("setting", ["optimizer.name=sgd", "batch.micro_batches=2", "precision.compute=float64",
                                      "optimizer.clip=1.0", "layout.pp=2,pipeline.schedule=zb-v", "layout.pp=2,model.tied=true",
-                                     "layout.pp=2,replication.zero=1", "layout.pp=2,batch.micro_batches=5"])
+                                     "layout.pp=2,replication.zero=1", "layout.pp=2,batch.micro_batches=5",
+                                     "layout.tp=2,layout.pp=2", "layout.tp=2,replication.zero=1",
+                                     "layout.tp=2,layout.sequence_parallel=true"])
 def test_a_peer_that_would_do_other_work_is_refused(setting):
     with pytest.raises(ConfigError, match="The peer "):
         train.peer_class("torch", parse(with_settings({}, ["optimizer.clip=0.0", *setting.split(",")])))

@@ -5,7 +5,8 @@ import pytest
 
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.collectives.wire import parse_wire
-from mpitrain.config import parse
+from mpitrain.config import parse, with_settings
+from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import zeros
@@ -16,6 +17,7 @@ from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replicate import Contribution, Replica
 from mpitrain.pipeline.partition import dealt
+from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
 
@@ -49,6 +51,18 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
         holds = pp in (0, axes.pp - 1)
         assert found["speaks"] == (tp == 0 and pp == (0 if is_vee else axes.pp - 1))
         assert found["tied"] == (tuple(dict.fromkeys(map(int, workers[[0, -1], dp, tp]))) if holds else None)
+
+
+@pytest.mark.parametrize("hosts, ranks", [("aaab", "2 (a), 3 (b)"), ("abbb", "0 (a), 1 (b)")])
+def test_an_algorithm_that_cannot_run_in_one_of_the_groups_is_refused_on_every_rank(hosts, ranks):
+    def refused(transport):
+        settings = [f"model.{name}" for name in ("layers=1", "width=8", "heads=2", "context=8")]
+        with pytest.raises(ConfigError, match="algorithm shared needs all ranks on one host, but they are on 2") as refusal:
+            build(transport, parse(with_settings({}, [*settings, "layout.tp=2", "layout.algorithm=shared"])))
+        assert refusal.value.agreed and not transport.windows.parts
+        return str(refusal.value)
+
+    assert all(f"On rank {ranks}" in said for said in run_ranks(4, refused, hosts=hosts))
 
 
 def test_what_a_grid_s_groups_lease_counts_in_its_arena_and_leaves_no_window():

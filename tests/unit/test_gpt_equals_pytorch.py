@@ -10,7 +10,7 @@ from mpitrain.ops import host
 from tests.unit.placing import place, run
 
 torch = pytest.importorskip("torch")
-torch_peer = pytest.importorskip("mpitrain.bench.torch_peer")  # PyTorch's own layers and none of ours
+torch_gpt = pytest.importorskip("mpitrain.bench.torch_gpt")  # PyTorch's own layers and none of ours
 
 SHAPE = {"vocab": 101, "context": 40, "width": 48, "heads": 3, "depth": 3}
 
@@ -25,9 +25,9 @@ def test_gpt_has_the_loss_and_gradients_of_pytorchs(dtype, tolerance, length, ti
     for array in arrays.values():  # biases that are 0 and gains that are 1 could not be seen missing
         array += 0.1 * noise.standard_normal(array.shape).astype(dtype)
 
-    peer = torch_peer.GPT(tied=tied, **SHAPE).to(torch.float32 if dtype == np.float32 else torch.float64)
+    peer = torch_gpt.GPT(tied=tied, **SHAPE).to(torch.float32 if dtype == np.float32 else torch.float64)
     tensors = dict(peer.named_parameters())
-    torch_peer.copy_weights(arrays, peer)
+    torch_gpt.copy_weights(arrays, peer)
 
     tokens = noise.integers(SHAPE["vocab"], size=(5, length + 1))
     x, targets = tokens[:, :-1], tokens[:, 1:]
@@ -42,7 +42,7 @@ def test_gpt_has_the_loss_and_gradients_of_pytorchs(dtype, tolerance, length, ti
     our_loss = run(units, weights, gradients, x, loss, arena)
     assert abs(our_loss - their_loss.item()) <= tolerance * abs(their_loss.item())
     for name, slot in slots.items():
-        ours, theirs = slot.array, tensors[torch_peer.torch_name(name)].grad.numpy()
+        ours, theirs = slot.array, tensors[torch_gpt.torch_name(name)].grad.numpy()
         assert ours.shape == theirs.shape
         # The key part of the qkv bias has gradient 0, and lies within a tensor that is measured as one.
         assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max(), name
