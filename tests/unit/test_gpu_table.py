@@ -183,6 +183,6 @@ def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
 def test_the_second_mode_brings_back_a_table_of_tiles(tmp_path):
     done = table_of("deep", "cuda-sim", tmp_path / "out", folder=tmp_path)
     assert done.returncode == 0, done.stdout[-5000:]
-    assert len(json.loads((tmp_path / "out/tiles.json").read_text())["measured"]) == 6
+    assert len(json.loads((tmp_path / "out/tiles.json").read_text())["measured"]) == 3
     assert {"sanitizer", "profiles", "tiles"} <= {json.loads(line)["part"] for line in
                                                   (tmp_path / "out/results.jsonl").read_text().splitlines()}
