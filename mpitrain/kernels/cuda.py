@@ -1,4 +1,4 @@
-"""The GPU as an engine: kernels compiled by NVRTC through CuPy, which caches them on disk, and launched on its stream."""
+"""The GPU as an engine: kernels compiled by NVRTC, kept on disk, loaded by CuPy and launched on its stream."""
 
 from pathlib import Path
 from types import ModuleType
@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.errors import ConfigError, KernelError
+from mpitrain.errors import ConfigError
 from mpitrain.kernels.arguments import Argument
+from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.loader import Dims, Function
+from mpitrain.kernels.nvrtc import Compiler
 from mpitrain.kernels.source import Signature, SourceFile
 
-OPTIONS = ("--std=c++17",)
 WITHOUT_ASKING = 48 << 10    # bytes of dynamic shared memory that any kernel may have
 NULL = np.uintp(0)
 LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
@@ -21,9 +22,11 @@ LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 class CudaEngine:
     """Compiles and launches kernels on the current device of a CuPy module."""
 
-    def __init__(self, cupy: ModuleType):
+    def __init__(self, cupy: ModuleType, folder: Path | None = None):
+        """folder: of compiled kernels; None: this user's."""
         self._cupy = cupy
         self.capability = int(cupy.cuda.Device().compute_capability)
+        self._compiler = Compiler(cupy, self.capability, folder or cache_of("cuda"))
         self._modules: dict[tuple[Path, tuple], Any] = {}
 
     @property
@@ -36,15 +39,7 @@ class CudaEngine:
         """One kernel of a source; KernelError with NVRTC's words if it does not compile."""
         key = source.path, tuple(defines.items())
         if key not in self._modules:
-            macros = tuple(f"-D{macro}={value}" for macro, value in defines.items())
-            module = self._cupy.RawModule(code=source.text, options=(*OPTIONS, *macros))
-            try:
-                module.compile()
-            except self._cupy.cuda.compiler.CompileException as error:
-                raise KernelError(f"NVRTC cannot compile {source.path.name} for sm_{self.capability}:\n{error}",
-                                  "CuPy and its CUDA headers must be of one version: reinstall mpitrain[cuda13] or [cuda12].",
-                                  ) from None
-            self._modules[key] = module
+            self._modules[key] = self._cupy.RawModule(path=str(self._compiler.compile(source, defines)))
         kernel = self._modules[key].get_function(signature.name)
 
         def launch(grid: Dims, block: Dims, arguments: list[Any], shared: int) -> None:

@@ -1,7 +1,10 @@
 """What the GPU engine hands to CuPy, shown by a CuPy that only remembers. With a GPU, tests/gpu shows the rest."""
 
 import ctypes
+import json
+import os
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -15,6 +18,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
 from tests.cases.numbers import assert_close, numbers, stored, values
+from tests.unit.kernels.nvrtc import Module
 
 
 class RememberingKernel:
@@ -28,8 +32,39 @@ class RememberingKernel:
         self.calls.append((grid, block, arguments, shared_mem))
 
 
-class CompileError(Exception):
-    """Stands in for cupy.cuda.compiler.CompileException."""
+class RememberingCompiler:
+    """Stands in for cupy.cuda.nvrtc: what it makes of a source is the source and the options."""
+
+    class NVRTCError(Exception):
+        pass
+
+    def __init__(self, log: str):
+        self._log = log
+
+    def getVersion(self):
+        return 13, 0
+
+    def getSupportedArchs(self):
+        return [75, 80, 90, 100]
+
+    def createProgram(self, text, name, headers, include_names):
+        return [text]
+
+    def compileProgram(self, program, options):
+        program.append(options)
+        if self._log:
+            raise self.NVRTCError
+
+    def getCUBIN(self, program):
+        return json.dumps(program).encode()
+
+    getPTX = getCUBIN
+
+    def getProgramLog(self, program):
+        return self._log
+
+    def destroyProgram(self, program):
+        pass
 
 
 class ColumnMajor:
@@ -66,20 +101,16 @@ class ColumnMajor:
 class RememberingCupy:
     """Stands in for the CuPy module."""
 
-    def __init__(self, log: str = ""):
+    def __init__(self, log: str = "", capability: str = "90"):
         self.modules, self.kernels = [], {}
-        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(compute_capability="90"),
-                                    compiler=SimpleNamespace(CompileException=CompileError),
-                                    cublas=ColumnMajor(), get_cublas_handle=lambda: "handle")
-        self._log = log
+        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(compute_capability=capability),
+                                    nvrtc=RememberingCompiler(log), cublas=ColumnMajor(), get_cublas_handle=lambda: "handle")
+        self._core = SimpleNamespace(core=SimpleNamespace(
+            assemble_cupy_compiler_options=lambda options: ("--std=c++17", "-I/of/cuda", *options)))
 
-    def RawModule(self, code, options):
-        def compile():
-            if self._log:
-                raise CompileError(self._log)
-
-        self.modules.append((code, options))
-        return SimpleNamespace(compile=compile, get_function=lambda name: self.kernels.setdefault(name, RememberingKernel()))
+    def RawModule(self, path):
+        self.modules.append(json.loads(Path(path).read_text()))
+        return SimpleNamespace(get_function=lambda name: self.kernels.setdefault(name, RememberingKernel()))
 
 
 def test_arrays_scalars_and_absent_arrays_reach_cupy_as_the_kernel_declares_them():
@@ -105,7 +136,55 @@ def test_a_source_is_compiled_once_for_each_set_of_macros():
     assert len(cupy.modules) == 2
     code, options = cupy.modules[0]
     assert '#include "' not in code, "CuPy's cache would not notice a changed header"
-    assert {"--std=c++17", "-DElement=float", "-DTILE_M=32"} <= set(options)
+    assert {"--std=c++17", "-ftz=true", "-DElement=float", "-DTILE_M=32", "-I/of/cuda"} <= set(options)
+
+
+@pytest.mark.parametrize(("capability", "is_compiled_for"), [
+    ("75", "sm_75"), ("89", "sm_89"), ("90", "sm_90a"), ("100", "sm_100a"), ("121", "compute_100")])
+def test_a_source_is_compiled_for_the_chip_itself_or_for_the_newest_that_nvrtc_knows(capability, is_compiled_for):
+    cupy, a = RememberingCupy(capability=capability), np.ones((3, 3), np.float32)
+    product.gemm(Kernels(CudaEngine(cupy)), Arena(), a, a, a.copy())
+    assert cupy.modules[0][1][0] == f"-arch={is_compiled_for}"
+
+
+def test_what_was_compiled_is_found_by_the_next_process_and_half_a_file_never(tmp_path):
+    a = np.ones((3, 3), np.float32)
+    for cupy in (RememberingCupy(), RememberingCupy("nothing may be compiled again")):
+        product.gemm(Kernels(CudaEngine(cupy, tmp_path)), Arena(), a, a, a.copy())
+    path, = tmp_path.iterdir()
+    assert path.name.startswith("gemm-") and path.suffix == ".cubin" and os.access(path, os.R_OK)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """What stands in for machine code must not be found by others."""
+    monkeypatch.setattr("mpitrain.kernels.cuda.cache_of", lambda what: tmp_path)
+
+
+WGMMA = """extern "C" __global__ void waits(float* x) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    *x = 1;
+}
+"""
+
+
+def test_instructions_of_one_chip_alone_are_compiled_and_loaded(tmp_path):
+    """By the real NVRTC, for sm_90a; a chip without them is told so."""
+    (tmp_path / "waits.cu").write_text(WGMMA)
+    (tmp_path / "compiled").mkdir()
+    loaded = []
+    for capability in ("90", "80"):
+        cupy = RememberingCupy(capability=capability)
+        cupy.cuda.nvrtc = Module()
+        cupy._core.core.assemble_cupy_compiler_options = lambda options, nvrtc=cupy.cuda.nvrtc: (nvrtc.includes(),)
+        cupy.RawModule = lambda path: loaded.append(path) or SimpleNamespace(get_function=lambda name: RememberingKernel())
+        kernels = Kernels(CudaEngine(cupy, tmp_path / "compiled"), tmp_path)
+        if capability == "90":
+            kernels.launch("waits", (1,), (1,), (np.zeros(1, np.float32),))
+        else:
+            with pytest.raises(KernelError, match=r"cannot compile waits\.cu for sm_80:\n(.|\n)*wgmma"):
+                kernels.launch("waits", (1,), (1,), (np.zeros(1, np.float32),))
+    assert Path(loaded[0]).read_bytes()[:4] == b"\x7fELF" and len(loaded) == 1
 
 
 def test_a_measured_tile_is_the_one_that_is_launched():
@@ -128,7 +207,7 @@ def test_shared_memory_above_48_kib_is_asked_for_first():
 
 def test_a_failed_compilation_is_our_error_with_the_compilers_words():
     a = np.ones((3, 3), np.float32)
-    with pytest.raises(KernelError, match=r"NVRTC cannot compile gemm\.cu for sm_90:\n.*gemm\.cu\(7\): error"):
+    with pytest.raises(KernelError, match=r"NVRTC cannot compile gemm\.cu for sm_90a:\n.*gemm\.cu\(7\): error"):
         product.gemm(Kernels(CudaEngine(RememberingCupy("gemm.cu(7): error: x"))), Arena(), a, a, a.copy())
 
 
