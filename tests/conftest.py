@@ -1,5 +1,6 @@
 """What mpirun needs on any machine (root in a container, more ranks than cores, one BLAS thread per rank), and marks."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -45,6 +46,11 @@ def pytest_collection_modifyitems(items):
     if wanting and not gpus():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="CuPy finds no GPU here"))
+
+
+def pytest_collection_finish():
+    """Spare what four thousand collected tests hold from being walked whenever a test collects garbage."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -29,7 +29,8 @@ def command(device: str | None, gemm: str | None, tp: int | None, pp: int | None
             blocks: int, steps: int, settings: tuple[str, ...], json_file: Path | None) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences per rank.
 
-    All sides start from the same weights and see the same batches, so their losses show that they do the same work.
+    All sides start from the same weights and see the same batches, so their losses show that they do the same work. Of pipelines
+    there is a line for each stage: what it sent in a step of the first job, and held at most.
     """
     changes = [*settings, *settings_of(("device.kind", device), ("device.gemm", gemm), ("layout.tp", tp),
                                         ("layout.pp", pp))]
@@ -48,6 +49,7 @@ def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
 
 def _measure(transport: Any, settings: list[str], others: list[str], peer: str | None, blocks: int, steps: int,
              json_file: Path | None) -> None:
+    from mpitrain.bench.pipelines import stage_rows, stage_table
     from mpitrain.bench.table import check_writable
     from mpitrain.bench.train import Ours, alternate, check_common_steps, check_same_work, named, peer_class, table, write_json
     from mpitrain.collectives.tuning import foreign
@@ -72,6 +74,7 @@ def _measure(transport: Any, settings: list[str], others: list[str], peer: str |
     if rival:
         sides.append(rival(transport, config, job.source.inputs, job.trainer.tensors()))
     results = alternate(transport, job, sides, blocks, steps)
+    of_stages = stage_rows(job.trainer, *job.trainer.replication.batch(job.data, 0)) if config.layout.pp > 1 else []
     for side in sides:    # not after an error, which other ranks may not have: they would be waited for
         side.close()
     if transport.rank == 0:
@@ -83,6 +86,8 @@ def _measure(transport: Any, settings: list[str], others: list[str], peer: str |
                    f"{_way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
                    f"{blocks} blocks of {steps} steps")
         click.echo("\n".join(table(results, tokens)))
+        if of_stages:
+            click.echo("\n" + "\n".join(stage_table(of_stages)))
         if json_file:
             write_json(json_file, config.device.kind, results)
 

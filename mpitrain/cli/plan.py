@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli.bench import Bytes
+from mpitrain.cli.micro_batches import command as micro_batches
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import SCHEDULES
 
@@ -26,7 +27,13 @@ def columns() -> int:
 
 @click.group()
 def command() -> None:
-    """Print what would happen: the order of a pipeline, the steps of an all-reduce. Needs no MPI and one process."""
+    """Print what would happen: the order of a pipeline, the steps of an all-reduce.
+
+    `micro-batches` measures on all ranks of a job; the others need no MPI and one process.
+    """
+
+
+command.add_command(micro_batches)
 
 
 def amount(name: str, default: float, text: str) -> Callable:

@@ -13,6 +13,8 @@ class Channel:
 
     One tag for each boundary and direction serves all micro-batches, for each part meets them in ascending order on both sides.
     Both sides know a message's shape beforehand, so that nothing else travels.
+
+    sent  {what: (messages, bytes)} of the step
     """
 
     def __init__(self, transport: Transport, arena: Arena, dtype: Any):
@@ -26,10 +28,13 @@ class Channel:
     def begin(self, shape: Callable[[int, int], tuple[int, ...]]) -> None:
         """What follows is one step's. shape: (part, micro-batch) -> of the part's input."""
         self._shape = shape
+        self.sent = dict.fromkeys((ACTIVATION, GRADIENT), (0, 0))
 
     def send(self, message: Message, array: Any, peer: int) -> None:
         """Begin to send an array, which is kept until `complete`; nobody may write into it."""
         what, _, micro = message
+        messages, nbytes = self.sent[what]
+        self.sent[what] = messages + 1, nbytes + array.nbytes
         self._recorder.about(self._names[what], micro)
         self._sends[message] = self._transport.start_send(array, peer, _tag(message)), array
         self._recorder.about(0, -1)

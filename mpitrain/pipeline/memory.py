@@ -13,7 +13,7 @@ class Peak(NamedTuple):
     live     micro-batches between the forward and the end of the weight half; in chunks where a stage has several parts
     whole    of these, those before the end of the input half, which hold all that the forward saved
     pending  of these, those between the halves
-    nbytes   bytes of both kinds together
+    nbytes   bytes of both kinds together, and what an instruction holds besides while it computes
     """
 
     live: int
@@ -28,18 +28,22 @@ def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
     nbytes = 0.0
     most = Peak(0, 0, 0, 0)
     for instruction in mine:
-        cost = costs[instruction.part]
+        cost, during = costs[instruction.part], nbytes
         match instruction:
             case Forward():
+                during += cost.forward_bytes
                 whole, nbytes = whole + 1, nbytes + cost.saved
             case BackwardInput():
+                during += cost.input_bytes - cost.saved
                 whole, pending, nbytes = whole - 1, pending + 1, nbytes - cost.saved + cost.pending
             case BackwardWeight():
+                during += cost.weight_bytes - cost.pending
                 pending, nbytes = pending - 1, nbytes - cost.pending
             case Backward():
+                during += cost.input_bytes - cost.saved
                 whole, nbytes = whole - 1, nbytes - cost.saved
         most = Peak(max(most.live, whole + pending), max(most.whole, whole), max(most.pending, pending),
-                    max(most.nbytes, nbytes))
+                    max(most.nbytes, nbytes, during))
     return most
 
 

@@ -21,6 +21,10 @@ Shape = tuple[int, ...]
 class Pipe:
     """The stages of one replica, seen from one of them; the others carry out their parts of each call at the same time.
 
+    stages       the parts that lie here, by number, in ascending order
+    input_shape  (part, shape of a model's input) -> shape of that part's input
+    channel      to the other stages
+    peak_bytes   of activations, the most there were here at a time in the last step, its update left out
     bytes sent  for each micro-batch an activation and a gradient over each boundary between parts of different stages
     """
 
@@ -29,21 +33,22 @@ class Pipe:
         """parts: the units of each part of the model; transport: of the stages, by rank; dtype: of what crosses boundaries."""
         here, self._last = transport.rank, plan.place[-1]
         self._transport, self._parts = transport, parts
-        self._channel = channel = Channel(transport, arena, dtype)
+        self._arena, self.channel = arena, Channel(transport, arena, dtype)
+        channel, self.peak_bytes = self.channel, 0
 
         def poll() -> None:
             replication.poll()
             channel.poll()
 
-        self._stages, self._asked, first = {}, {}, 0
+        self.stages, self._asked, first = dict[int, Stage](), {}, 0
         for part in own(plan.place, here):
-            self._stages[part] = Stage(parts[part], replication, arena, first, poll, transport.recorder)
+            self.stages[part] = Stage(parts[part], replication, arena, first, poll, transport.recorder)
             self._asked[part] = Asked(parts[part], replication, arena, first, poll, transport.recorder)
             first += len(parts[part])
-        transport.recorder.facts(parts={part: [unit.name for unit in parts[part]] for part in self._stages})
+        transport.recorder.facts(parts={part: [unit.name for unit in parts[part]] for part in self.stages})
         self._program = with_messages(fused_at_the_input(plan))[here]
         self._question = with_messages(forward_alone(plan.place))[here]
-        self._input_shape = cache(partial(input_shape, parts))
+        self.input_shape = cache(partial(input_shape, parts))
 
     def train(self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
         """Take the micro-batches of a step forward and back.
@@ -52,22 +57,25 @@ class Pipe:
         first   (micro-batch) -> that input; called on the first part's stage alone
         loss    (micro-batch, output of the model) -> the gradient of that output; called on the last part's stage alone
         """
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.begin(len(shapes))
-        self._channel.begin(partial(_shape_in, self._input_shape, shapes))
-        execute(self._program, self._stages, len(self._parts), first, loss, self._channel)
+        self.channel.begin(partial(_shape_in, self.input_shape, shapes))
+        arena, before = self._arena, self._arena.peak
+        arena.peak = arena.live
+        execute(self._program, self.stages, len(self._parts), first, loss, self.channel)
+        self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
 
     def ask(self, shape: Shape, first: Callable[[], Any]) -> Any:
         """The model's output for an input of this shape on the last part's stage, None on the others."""
         found: list[Any] = []
-        self._channel.begin(partial(_shape_in, self._input_shape, [shape]))
+        self.channel.begin(partial(_shape_in, self.input_shape, [shape]))
         execute(self._question, self._asked, len(self._parts), lambda micro: first(), lambda micro, y: found.append(y),
-                self._channel)
+                self.channel)
         return found.pop() if found else None
 
     def output_shape(self, shape: Shape) -> Shape:
         """Of the model, for an input of this shape."""
-        return self._input_shape(len(self._parts), shape)
+        return self.input_shape(len(self._parts), shape)
 
     def tell_first(self, array: np.ndarray) -> None:
         """Bring what the last part's stage has in an array of host memory to that of the first, where it lies afterwards."""

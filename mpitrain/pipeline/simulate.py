@@ -25,6 +25,8 @@ class Cost(NamedTuple):
 
     saved    bytes that the forward leaves for the input half
     pending  bytes that the input half leaves for the weight half
+    forward_bytes, input_bytes, weight_bytes  the most that the forward and each half hold while they compute, with what they
+                                              were left and what they leave; 0: no more than these
     """
 
     forward: float = 1
@@ -32,6 +34,9 @@ class Cost(NamedTuple):
     backward_weight: float = 1
     saved: float = 0
     pending: float = 0
+    forward_bytes: float = 0
+    input_bytes: float = 0
+    weight_bytes: float = 0
 
     def of(self, instruction: Compute) -> float:
         """The time of an instruction."""

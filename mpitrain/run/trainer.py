@@ -37,6 +37,7 @@ class Trainer:
     storage      where each tensor lies in the flat buffers
     replication  how replicas are kept in step: it owns parameters, gradients and the state of the optimizer
     arena        where activations come from
+    pipe         the parts of the model that lie here, and the programs that take micro-batches through them
     """
 
     def __init__(self, transport: Transport, units: Sequence[Unit] | Callable[[Alone], Sequence[Unit]],
@@ -83,7 +84,7 @@ class Trainer:
         self.replication = replication_for(self.config.replication, Replica(
             self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss))
         micro_batches = self.config.batch.micro_batches
-        self._pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
+        self.pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
         self._recorder = recorder = self.transport.recorder
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
         self._loss_sums = self.backend.zeros(micro_batches, np.float64)  # of a step; read at its end, when the device is done
@@ -96,7 +97,7 @@ class Trainer:
         if self._own is None:
             return
         self.replication.settle()  # nothing may be under way
-        del self._pipe, self.replication  # and with them the arrays that lie in windows
+        del self.pipe, self.replication  # and with them the arrays that lie in windows
         self.grid.close()
         self._own.close()
         self._own = None
@@ -156,7 +157,7 @@ class Trainer:
         self.replication.begin(index)
         if rows:    # a server has none
             self._straggle(index)
-            self._pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
+            self.pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
         total = 0.0
         for each in self.backend.to_host(self._loss_sums).tolist() if self.grid.speaks else ():
             total += scale * each
@@ -182,7 +183,7 @@ class Trainer:
 
     def _asked(self, inputs: np.ndarray) -> Any:
         """As `logits`, but of these this rank's columns."""
-        return self._pipe.ask(inputs.shape, lambda: self.backend.from_host(inputs))
+        return self.pipe.ask(inputs.shape, lambda: self.backend.from_host(inputs))
 
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
         """What the model says of one token of the first row: (classes,) float64 in host memory; good on the first stage.
@@ -190,10 +191,10 @@ class Trainer:
         Collective as `logits`.
         """
         logits = self._asked(inputs)
-        found = np.empty(self._layers.columns(self._pipe.output_shape(inputs.shape)[-1]))
+        found = np.empty(self._layers.columns(self.pipe.output_shape(inputs.shape)[-1]))
         if logits is not None:
             found[:] = self.backend.to_host(self._layers.whole(logits[0, token], self.arena))
-        self._pipe.tell_first(found)
+        self.pipe.tell_first(found)
         return found
 
     def evaluate(self, source: Source, stop_requested: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:

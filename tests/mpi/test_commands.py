@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tests.processes import PROGRAM, SECONDS, calls_of_one_start, launch, mpitrain, python_ranks, run, shell
 
@@ -264,29 +263,13 @@ def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
     assert "in step 4" in done.stderr
 
 
-@pytest.fixture(scope="module")
-def two_checkpoints(tmp_path_factory):
-    """The directory of a run of two ranks that ended, with checkpoints after steps 3 and 6."""
-    folder = tmp_path_factory.mktemp("two_checkpoints")
-    done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=6", "--set", "checkpoint.every=3", cwd=folder)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(tmp_path):
+    done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=6", "--set", "checkpoint.every=3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return folder / "run"
-
-
-@pytest.mark.parametrize("damage", ["truncate", "flip", "metadata", "missing"])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(damage, two_checkpoints, tmp_path):
-    shutil.copytree(two_checkpoints, tmp_path / "run")
     newest = tmp_path / "run/checkpoints/step-00000006"
     path = newest / "model-00002-of-00002.safetensors"
     raw = path.read_bytes()
-    if damage == "truncate":
-        path.write_bytes(raw[:-100])
-    elif damage == "flip":
-        path.write_bytes(raw[:-100] + bytes([raw[-100] ^ 1]) + raw[-99:])
-    elif damage == "metadata":
-        save_file(load_file(path), path, {"format": "mpitrain-1", "step": "6"})
-    else:
-        path.unlink()
+    path.write_bytes(raw[:-100] + bytes([raw[-100] ^ 1]) + raw[-99:])
     refused = launch(2, "train", "--out", "run", "--resume", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("CheckpointError") == 1, refused.stderr
     assert "to go on from step-00000003" in refused.stderr and "Traceback" not in refused.stderr

@@ -4,10 +4,13 @@ fast      -O3 for this machine; memory errors show as page faults, missing barri
 checked   -O1 with the compiler's thread and undefined-behaviour checks, whose calls shadow.cpp answers
 """
 
+import fcntl
 import hashlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -64,13 +67,25 @@ def _compile(arguments: list[str], target: Path, what: str) -> None:
         part.replace(target)
 
 
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Hold up whoever else makes the same library, where files can be locked: of the ranks of a host one runs the compiler."""
+    with target.with_suffix(".lock").open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build_runtime(folder: Path) -> Path:
     """The library of the simulator itself."""
     key = hashlib.sha256((_own_files() + _machine()).encode()).hexdigest()[:16]
     target = folder / f"librun-{key}.so"
-    if not target.exists():
-        sources = [str(HERE / name) for name in RUNTIME]
-        _compile(["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", *sources], target, "the runtime")
+    if target.exists():
+        return target
+    with _alone(target):
+        if not target.exists():
+            sources = [str(HERE / name) for name in RUNTIME]
+            _compile(["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", *sources], target, "the runtime")
     return target
 
 
@@ -89,7 +104,9 @@ def build_kernels(source: SourceFile, defines: dict[str, str], checked: bool, ca
     target = folder / f"{source.path.stem}-{key}.so"
     if target.exists():
         return target
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with _alone(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        if target.exists():
+            return target
         code, compiled = Path(scratch) / source.path.name, Path(scratch) / "kernels.o"
         code.write_text(text)
         include = ["-include", str(HERE / "language.h"), f"-I{HERE / 'include'}"]

@@ -2,10 +2,13 @@
 
 import os
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mpitrain.kernels import cache
+from mpitrain.kernels.simulator import build
 
 
 @pytest.fixture
@@ -53,3 +56,17 @@ def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypa
     folder = cache.cache_of("simulator")
     assert folder.parent == temporary and folder != found and mode(folder) == 0o700 and not list(folder.iterdir())
     assert cache.cache_of("simulator") == folder, "one for the whole process"
+
+
+def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypatch):
+    compiled = []
+
+    def slowly(arguments, target, what):
+        compiled.append(target)
+        time.sleep(0.2)
+        target.write_text(what)
+
+    monkeypatch.setattr(build, "_compile", slowly)
+    with ThreadPoolExecutor(4) as ranks:
+        found = list(ranks.map(build.build_runtime, [tmp_path] * 4))
+    assert len(set(found)) == len(compiled) == 1 and found[0].read_text() == "the runtime"

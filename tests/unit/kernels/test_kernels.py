@@ -7,9 +7,8 @@ from mpitrain.kernels.simulator.machine import Simulator
 from tests.cases.suite import SUITE
 
 MACHINES = {
-    "forward": {}, "reverse": {"order": "reverse"}, "random": {"order": "random", "seed": 1},
+    "forward": {}, "random": {"order": "random", "seed": 1},
     "checked": {"checked": True}, "checked reverse": {"checked": True, "order": "reverse"},
-    "checked random": {"checked": True, "order": "random", "seed": 2},
 }
 GROUPS = {group.__name__: group for groups in SUITE.values() for group in groups}
 

@@ -1,0 +1,59 @@
+"""What each stage of a pipeline sent and held in its last step, beside what its schedule says."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.pipeline.instructions import Send, fused_at_the_input, with_messages
+from mpitrain.pipeline.memory import peak
+from mpitrain.plan.stages import measure
+from mpitrain.run.trainer import Trainer
+
+
+class StageRow(NamedTuple):
+    """One stage, on the rank of it that held most.
+
+    activations, gradients  messages sent in the step; planned: those of the schedule
+    peak_bytes              of activations; simulated_bytes: what the schedule keeps at most, of what each part was seen to keep
+    """
+
+    stage: int
+    units: int
+    activations: int
+    gradients: int
+    planned_activations: int
+    planned_gradients: int
+    sent_bytes: int
+    peak_bytes: int
+    simulated_bytes: float
+
+
+def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> list[StageRow]:
+    """A row for each stage, of the step that was last; collective.
+
+    inputs, targets  rows of this rank, as many as its step has
+    """
+    plan, pipe, stage = fused_at_the_input(trainer.resolved.plan), trainer.pipe, trainer.grid.place.pp
+    (sent, sent_bytes), (returned, returned_bytes) = pipe.channel.sent["activation"], pipe.channel.sent["gradient"]
+    held = pipe.peak_bytes
+    most = -(-len(inputs) // plan.micro_batches)
+    costs = measure(trainer, inputs, targets, [most])[0].costs
+    planned = Counter(i.what for i in with_messages(plan)[stage] if isinstance(i, Send))
+    mine = StageRow(stage, len(trainer.units), sent, returned, planned["activation"], planned["gradient"],
+                    sent_bytes + returned_bytes, held, peak(plan.lists[stage], costs).nbytes)
+    told = sorted(StageRow(*row) for row in trainer.transport.gather_text(mine))
+    return [max((row for row in told if row.stage == number), key=lambda row: row.peak_bytes)
+            for number in range(trainer.grid.axes.pp)]
+
+
+def stage_table(rows: list[StageRow]) -> list[str]:
+    """Lines to print."""
+    lines = [f"{'stage':>5} {'units':>6} {'activations sent':>17} {'gradients sent':>15} {'MB sent':>9} "
+             f"{'peak activations MB':>20} {'simulated':>10} {'ratio':>6}"]
+    for row in rows:
+        ratio = f"{row.peak_bytes / row.simulated_bytes:6.2f}" if row.simulated_bytes else f"{'-':>6}"
+        lines.append(f"{row.stage:>5} {row.units:>6} {f'{row.activations} of {row.planned_activations}':>17} "
+                     f"{f'{row.gradients} of {row.planned_gradients}':>15} {row.sent_bytes / 1e6:>9.2f} "
+                     f"{row.peak_bytes / 1e6:>20.2f} {row.simulated_bytes / 1e6:>10.2f} {ratio}")
+    return lines

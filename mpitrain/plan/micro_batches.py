@@ -1,0 +1,139 @@
+"""Into how many micro-batches to split: the time of a step for every count, simulated with what was measured once."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpitrain.config import Config
+from mpitrain.errors import ConfigError
+from mpitrain.pipeline.files import find_plan
+from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
+from mpitrain.pipeline.memory import peak
+from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.plan.stages import Measured, Way
+
+MOST = 64
+"""Counts that are simulated; of more, some that grow by about the same factor."""
+
+SHOWN = 12
+"""Counts that a table has, at most."""
+
+WORTH = {"gpipe": 1.0, "1f1b": 2 / 3, "zero-bubble": 1 / 3, "zb-v": 1 / 6, "v-half": 7 / 12}
+"""What the bubble comes to, in micro-batches of a stage for each stage but one; of interleaved and breadth-first 1/chunks."""
+
+
+class Predicted(NamedTuple):
+    """A step in so many micro-batches.
+
+    rows        in a micro-batch, in the mean
+    step_s      seconds, from the first forward to the last update
+    bubble      share of the time between the first and the last instruction in which stages do not compute
+    peak_bytes  of activations, on the stage that holds most
+    """
+
+    micro_batches: int
+    rows: float
+    step_s: float
+    bubble: float
+    peak_bytes: float
+
+
+def counts(config: Config, stages: int, rows: int) -> list[int]:
+    """The numbers of micro-batches that a share of `rows` rows can be split into, by the configured schedule; ascending.
+
+    raises  ConfigError if there is no choice
+    """
+    name = config.pipeline.schedule
+    if stages == 1:
+        raise ConfigError("A model on one stage has no bubble that micro-batches would fill, but layout.pp is 1.",
+                          "Start with several ranks and --pp 2, or more.")
+    if name not in SCHEDULES:
+        find_plan(name)
+        raise ConfigError(f"A schedule in a file has its number of micro-batches, and {name} is one.",
+                          f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.")
+    step = stages if SCHEDULES[name].grouped else 1
+    found = list(range(stages, rows + 1, step))
+    if not found:
+        raise ConfigError(f"A pipeline of {stages} stages needs as many micro-batches, but a replica has {rows} row(s).",
+                          f"Set batch.size to at least {stages} for each of the dp replicas.")
+    if len(found) > MOST:
+        found = sorted({found[round((len(found) ** (i / (MOST - 1))) - 1)] for i in range(MOST)})
+    return found
+
+
+def sizes(counts: Sequence[int], rows: int) -> list[int]:
+    """Rows of the micro-batches to measure: those of the most and of the fewest micro-batches, and powers of two between."""
+    least, most = rows // counts[-1], -(-rows // counts[0])
+    return sorted({least, most, *(1 << i for i in range(most.bit_length()) if least < 1 << i < most)})
+
+
+def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]:
+    """Costs and way of micro-batches of so many rows, on straight lines between the sizes that were measured."""
+    right = min(max(1, bisect_left([each.rows for each in measured], rows)), len(measured) - 1)
+    low, high = measured[max(0, right - 1)], measured[right]
+    part = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
+
+    def mixed(one: Sequence[float], other: Sequence[float]) -> list[float]:
+        return [max(0.0, a + part * (b - a)) for a, b in zip(one, other, strict=True)]
+
+    return [Cost(*mixed(a, b)) for a, b in zip(low.costs, high.costs, strict=True)], Way(*mixed(low.way, high.way))
+
+
+def predict(config: Config, stages: int, rows: int, counts: Sequence[int], measured: Sequence[Measured],
+            end_s: float) -> list[Predicted]:
+    """What each count comes to. end_s: what a step takes after its last gradient, however many micro-batches it had."""
+    found = []
+    for count in counts:
+        plan = fused_at_the_input(find_plan(config.pipeline.schedule, stages, count, config.pipeline.chunks or None))
+        costs, way = between(measured, rows / count)
+        simulation = simulate(with_messages(plan), costs, *way)
+        most = max(peak(mine, costs).nbytes for mine in plan.lists)
+        found.append(Predicted(count, rows / count, simulation.makespan + end_s, simulation.bubble, most))
+    return found
+
+
+def best(predicted: Sequence[Predicted]) -> Predicted:
+    """The fastest; of several as fast the one of fewest micro-batches."""
+    return min(predicted, key=lambda each: each.step_s)
+
+
+def neighbours(predicted: Sequence[Predicted]) -> list[Predicted]:
+    """The best one between those before and after."""
+    at = predicted.index(best(predicted))
+    return [*predicted[max(0, at - 1):at + 2]]
+
+
+def table(predicted: Sequence[Predicted]) -> list[str]:
+    """A line for each count, or for some of them: the best one, its neighbours and others far and wide."""
+    near = neighbours(predicted)
+    others = [each for each in predicted if each not in near]
+    room = max(1, SHOWN - len(near))
+    if len(others) > room:
+        others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
+    lines = [f"{'micro-batches':>13} {'rows each':>10} {'step ms':>10} {'bubble':>8} {'peak MB':>9}"]
+    for each in sorted([*near, *others]):
+        mark = "   <- best" if each == best(predicted) else ""
+        lines.append(f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f} {100 * each.bubble:>7.1f}% "
+                     f"{each.peak_bytes / 1e6:>9.2f}{mark}")
+    return lines
+
+
+def explanation(config: Config, stages: int, rows: int, measured: Sequence[Measured]) -> list[str]:
+    """Why: what a micro-batch costs the slowest stage besides its rows, and the count at which that meets the bubble."""
+    chunks = len(measured[0].costs) // stages
+    name = config.pipeline.schedule
+    worth = WORTH.get(name, 1 / chunks if SCHEDULES[name].chunks is None else 0.0)
+    low, high = (max(sum(cost[:3]) for cost in each.costs) * chunks for each in (measured[0], measured[-1]))
+    width = measured[-1].rows - measured[0].rows
+    if not width or not worth:
+        return []
+    each = (high - low) / width
+    fixed = low - each * measured[0].rows
+    if min(fixed, each) <= 0:
+        return ["A micro-batch costs a stage nothing besides its rows: the more there are, the better."]
+    ideal = math.sqrt(worth * (stages - 1) * each * rows / fixed)
+    root = f"sqrt({worth:.2g} x {stages - 1} x {1e3 * each * rows:.3g} / {1e3 * fixed:.3g})"
+    return [f"On the slowest stage a row takes {1e3 * each:.3g} ms, and a micro-batch {1e3 * fixed:.3g} ms besides.",
+            f"Where messages take no time, about {root} = {ideal:.1f} micro-batches are best."]

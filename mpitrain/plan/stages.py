@@ -1,0 +1,222 @@
+"""What the stages of a model take: seconds and bytes of their parts and of messages between them, measured by all ranks."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.parallel.replicate import Contribution
+from mpitrain.pipeline.simulate import Cost
+from mpitrain.run.trainer import Trainer
+from mpitrain.transport.base import Request, Transport
+
+REPEATS = 5
+"""Times that each part computes and each message travels: the median counts, after one that warms up."""
+
+LEAST_S = 2e-3
+"""Seconds that a receiver computes, at least, while it is found out what of a message's way its computing hides."""
+
+
+class Way(NamedTuple):
+    """Seconds of a message between two stages: beside whatever both compute, and of the receiver's own time."""
+
+    transfer: float
+    receive: float
+
+
+class Measured(NamedTuple):
+    """Micro-batches of so many rows.
+
+    costs  of each part of the model: seconds on the slowest of the ranks that hold it, bytes on the one that holds most
+    way    of the slowest message over a boundary
+    """
+
+    rows: int
+    costs: tuple[Cost, ...]
+    way: Way
+
+
+def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Sequence[int]) -> list[Measured]:
+    """Measure micro-batches of each of these sizes; all ranks compute at the same time. Collective; nothing is updated.
+
+    inputs, targets  as a step takes them: rows for the largest of the sizes
+    """
+    found = []
+    for rows in sizes:
+        trainer.transport.barrier()
+        mine = {part: _part(trainer, part, inputs[:rows], targets[:rows]) for part in trainer.pipe.stages}
+        way = _way(trainer, (rows, *inputs.shape[1:]))
+        told = trainer.transport.gather_text((mine, way))
+        costs = [Cost(*map(max, zip(*(each[str(part)] for each, _ in told if str(part) in each), strict=True)))
+                 for part in range(len(trainer.resolved.plan.place))]
+        found.append(Measured(rows, tuple(costs), Way(*max((way for _, way in told), key=sum))))
+    return found
+
+
+def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
+    """Seconds from the last gradient to the end of a step, on the slowest rank. Collective; the learning rate is 0.
+
+    What of the gradients' sums a step hides behind its last weight halves is in it.
+    """
+    replication, times = trainer.replication, []
+    for step in range(1 + REPEATS):
+        replication.begin(step)
+        for part in reversed([*trainer.pipe.stages]):
+            trainer.pipe.stages[part].begin(1)
+            _there_and_back(trainer, part, inputs[:1], targets[:1])
+        trainer.backend.synchronize()
+        trainer.transport.barrier()
+        start = time.perf_counter()
+        replication.finish(Contribution(step, 0.0, 0.0))
+        trainer.backend.synchronize()
+        times.append(time.perf_counter() - start)
+    return max(trainer.transport.gather_text(median(times[1:])))
+
+
+def _part(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
+    """The fields of one part's Cost on this rank."""
+    trainer.replication.begin(0)
+    trainer.pipe.stages[part].begin(REPEATS + 3)    # one more than there will be: no gradient is the last, and none is reduced
+    kept = _kept(trainer, part, inputs, targets)
+    times = [_there_and_back(trainer, part, inputs, targets) for _ in range(1 + REPEATS)][1:]
+    return [*map(median, zip(*times, strict=True)), *kept]
+
+
+def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[int]:
+    """The bytes of one part's Cost, in the order of its fields."""
+    stage, arena = trainer.pipe.stages[part], trainer.arena
+    before, most, peaks = arena.live, arena.peak, []
+
+    def noted() -> int:
+        """What is held beyond the start; notes what was held at most since the last time."""
+        peaks.append(arena.peak - before)
+        arena.peak = arena.live
+        return arena.live - before
+
+    arena.peak = arena.live
+    x = _input(trainer, part, inputs)
+    y = stage.forward(0, x)
+    del x
+    dy, shape = _loss(trainer, y, targets) if _is_last(trainer, part) else None, y.shape
+    del y
+    saved = noted()    # and the gradient of the model's output, which no message brings
+    if dy is None:
+        dy = _drawn(trainer, shape)
+    dx = stage.backward_input(0, dy)
+    del dx, dy
+    pending = noted()
+    stage.backward_weight(0)
+    noted()
+    arena.peak = most
+    return [saved, pending, *peaks]
+
+
+def _is_last(trainer: Trainer, part: int) -> bool:
+    return part == len(trainer.resolved.plan.place) - 1
+
+
+def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
+    """The gradient of the model's output."""
+    right = trainer.backend.from_host(targets).reshape(-1)
+    _, gradient = trainer.replication.loss(y.reshape(len(right), -1), right, trainer.replication.scale(1))
+    return gradient.reshape(y.shape)
+
+
+def _there_and_back(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, float, float]:
+    """Seconds of the forward, with the loss where the model ends, and of both halves of the backward."""
+    stage, backend, clock = trainer.pipe.stages[part], trainer.backend, time.perf_counter
+    x = _input(trainer, part, inputs)
+    dy = None if _is_last(trainer, part) else _drawn(trainer, trainer.pipe.input_shape(part + 1, inputs.shape))
+    backend.synchronize()
+    times = [clock()]
+    y = stage.forward(0, x)
+    if dy is None:
+        dy = _loss(trainer, y, targets)
+    del x, y
+    backend.synchronize()
+    times.append(clock())
+    dx = stage.backward_input(0, dy)
+    del dx, dy
+    backend.synchronize()
+    times.append(clock())
+    stage.backward_weight(0)
+    backend.synchronize()
+    times.append(clock())
+    forward, backward_input, backward_weight = (after - before for before, after in pairwise(times))
+    return forward, backward_input, backward_weight
+
+
+def _input(trainer: Trainer, part: int, inputs: np.ndarray) -> Any:
+    if part == 0:
+        return trainer.backend.from_host(inputs)
+    return _drawn(trainer, trainer.pipe.input_shape(part, inputs.shape))
+
+
+def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
+    """Numbers of the size of activations: products of what lies in memory by chance could take far longer."""
+    array = trainer.arena.take(shape, trainer.storage.dtype)
+    array[...] = trainer.backend.from_host(np.random.default_rng(0).standard_normal(shape, np.float32).astype(array.dtype))
+    return array
+
+
+def _way(trainer: Trainer, shape: tuple[int, ...]) -> Way:
+    """The slowest way of a message over a boundary for a model's input of this shape, as far as this rank sees; collective."""
+    place, transport = trainer.resolved.plan.place, trainer.grid.pp.transport
+    found = Way(0.0, 0.0)
+    for part, (here, there) in enumerate(pairwise(place), 1):
+        trainer.transport.barrier()    # one boundary at a time
+        if here != there and transport.rank in (here, there):
+            array = _drawn(trainer, trainer.pipe.input_shape(part, shape))
+            trainer.backend.synchronize()
+            slices = max(1, len(trainer.units))
+            found = max(found, way(transport, array, here, there, slices), key=sum)
+    return found
+
+
+def way(transport: Transport, array: Any, here: int, there: int, slices: int) -> Way:
+    """The way of an array from one rank to another, measured by both; 0 but for the receiver, who alone learns what is hidden.
+
+    A message whose receive is posted travels while the receiver sleeps, in slices between which it polls as layers do. What the
+    receiver then takes longer than it sleeps is of its own time; the rest of the way is beside.
+    """
+    hops, own = [], []
+    peer = there if transport.rank == here else here
+    for _ in range(1 + REPEATS):
+        start = time.perf_counter()
+        if transport.rank == here:
+            transport.send(array, peer)
+            transport.recv(array, peer)
+        else:
+            transport.recv(array, peer)
+            transport.send(array, peer)
+        hops.append((time.perf_counter() - start) / 2)
+    pause = max(2 * median(hops[1:]), LEAST_S) / slices
+    ready = np.zeros(1)
+    for _ in range(1 + REPEATS):
+        if transport.rank == here:
+            transport.recv(ready, peer)
+            _slept(transport.start_send(array, peer), pause, slices)
+        else:
+            request = transport.start_recv(array, peer)
+            transport.send(ready, peer)
+            own.append(_slept(request, pause, slices))
+    if not own:
+        return Way(0.0, 0.0)
+    hop = median(hops[1:])
+    receive = min(max(0.0, median(own[1:])), hop)
+    return Way(hop - receive, receive)
+
+
+def _slept(request: Request, pause: float, slices: int) -> float:
+    """Sleep so many pauses, poll after each, and wait: the seconds that were not slept."""
+    start, slept = time.perf_counter(), 0.0
+    for _ in range(slices):
+        before = time.perf_counter()
+        time.sleep(pause)
+        slept += time.perf_counter() - before
+        request.test()
+    request.wait()
+    return time.perf_counter() - start - slept

@@ -1,0 +1,49 @@
+"""`mpitrain plan micro-batches` on ranks: what it prints and writes, and what it refuses. Never how fast."""
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+from mpitrain.cli.micro_batches import _plan as plan
+from mpitrain.errors import ConfigError
+from mpitrain.transport.threads import run_ranks
+
+TINY = ["model.layers=2", "model.width=8", "model.heads=2", "model.context=8", "batch.size=8", "layout.pp=2", "device.kind=cpu"]
+
+
+def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, capsys):
+    (tmp_path / "job.toml").write_text('[pipeline]\nschedule = "zero-bubble"\n[layout]\ndp = 2\n')
+    run_ranks(4, plan, tmp_path / "job.toml", TINY, (1, 2), tmp_path / "found.json")
+    text = capsys.readouterr().out
+    assert "2 stages by zero-bubble, 4 rows in each of 2 replica(s), " in text and "measured with 1, 2 row(s)" in text
+    assert max(map(len, text.splitlines())) <= 130
+    named, = map(int, re.findall(r"^Set batch.micro_batches to (\d+)\.$", text, re.M))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["micro_batches"] for row in found["rows"]] == [2, 3, 4] and found["header"]["best"] == named
+    assert min(found["rows"], key=lambda row: row["step_s"])["micro_batches"] == named
+    assert re.search(rf"^ +{named} .*<- best$", text, re.M)
+    predicted, measured, stages = (text.partition(f"\n{head} ")[2].split("\n\n")[0] for head in (
+        "micro-batches  rows", "micro-batches  predicted", f"stages of {named} micro-batches:\nstage"))
+    assert len(predicted.splitlines()) == 4 and len(stages.splitlines()) == 3
+    verified = [int(line.split()[0]) for line in measured.splitlines()[1:-1]]
+    assert named in verified and verified == [count for count in (2, 3, 4) if abs(count - named) <= 1]
+
+
+@pytest.mark.parametrize("ranks, settings, law", [
+    (1, ["layout.pp=1"], "A model on one stage has no bubble that micro-batches would fill, but layout.pp is 1."),
+    (2, ["layout.pp=2", "batch.size=1"], "Each of dp 1 x micro-batches 2 = 2 shares needs a sequence"),
+    (3, ["layout.pp=2"], "dp 1 x tp 1 x pp 2 needs 2 ranks, but 3 were started."),
+    (2, ["layout.pp=2", "pipeline.schedule=2f2b"], "'2f2b' is neither."),
+])
+def test_what_leaves_no_choice_is_refused_on_every_rank_before_anything_is_measured(ranks, settings, law, capsys):
+    with pytest.raises(ConfigError) as caught:
+        run_ranks(ranks, plan, None, [*TINY, *settings], None, None)
+    assert caught.value.agreed and law in caught.value.law and capsys.readouterr().out == ""
+
+
+def test_it_is_a_command_with_the_options_of_training():
+    done = CliRunner().invoke(commands, ["plan", "micro-batches", "--help"])
+    assert done.exit_code == 0 and all(f"--{name} " in done.output for name in ("dp", "tp", "pp", "verify", "json", "set"))
