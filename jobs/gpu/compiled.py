@@ -37,7 +37,7 @@ HEAD_SIZED = {"cuda": (2, 64, 768, 12, 512)}
 class Collector:
     """An engine that notes what it should load."""
 
-    name = "an engine that only notes"
+    name, takes_plain = "an engine that only notes", True
 
     def __init__(self, capability: int):
         self.capability, self.found = capability, {}

@@ -71,12 +71,12 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     """Some of a training step's, by name."""
     arena = Ready()
     a, b, c = (np.zeros((SIZE, SIZE), np.float32) for _ in range(3))
-    row, flat = np.zeros(SIZE, np.float32), [np.zeros(SIZE, np.float32) for _ in range(4)]
-    scalars = {"scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    row, p, g, m, v = (np.zeros(SIZE, np.float32) for _ in range(5))
+    scalars: dict[str, Any] = {"scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
     return {
         "gemm": partial(product.gemm, kernels, arena, a, b, c, transposed_b=True, bias=row),
         "layer_norm": partial(norm.layer_norm, kernels, a, row, row, arena),
-        "adamw": partial(steps.adamw, kernels, *flat, arena=arena, **scalars),
+        "adamw": partial(steps.adamw, kernels, p, g, m, v, arena=arena, **scalars),
     }
 
 

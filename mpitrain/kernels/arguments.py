@@ -36,7 +36,10 @@ class Argument(NamedTuple):
     array: Any
     fresh: bool = False
     strided: bool = False
-    dtype = None    # it is no array, and a launch that is found again must see that
+
+    @property
+    def dtype(self) -> None:
+        """None: it is no array, and a launch that is found again must see that."""
 
 
 def fresh(array: Any) -> Argument:

@@ -83,7 +83,7 @@ class Kernels:
         self.engine = engine
         self.launches = 0
         self.plans: dict[tuple, Any] = {}
-        self._takes_plain = getattr(engine, "takes_plain", False)
+        self._takes_plain = engine.takes_plain
         self._sources = {name: source for source in package_sources(folder).values() for name in source.kernels}
         self._ready: dict[tuple, Ready] = {}
 

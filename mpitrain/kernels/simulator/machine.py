@@ -56,6 +56,7 @@ class Simulator:
     """
 
     name = "simulator"
+    takes_plain = False    # it looks at what arrays are, too
     _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
 
     def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,

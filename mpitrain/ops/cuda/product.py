@@ -56,7 +56,8 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     if plan is None:
         plan = kernels.plans[key] = _plan(kernels, a, b, c, transposed_a, transposed_b, row_sums, beta, table, tiling)
     _check_like(c, saved, residual)
-    (m, n, k), lda, stride_a, ldb, stride_b, ldc, stride_c = plan.shape, *plan.steps
+    m, n, k = plan.shape
+    lda, stride_a, ldb, stride_b, ldc, stride_c = plan.steps
     if plan.splits == 1:
         kernels.launch(plan.kernel, plan.grid, plan.block,
                        (m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta, c, ldc, stride_c, bias, residual, saved,
