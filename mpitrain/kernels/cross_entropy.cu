@@ -1,12 +1,24 @@
-// Softmax cross-entropy of each row of logits: (M, V) row-major, whole or with the vocabulary split over ranks.
+// Softmax cross-entropy of each row of logits: (M, V), whole or with the vocabulary split over ranks. Rows lie `pitch`
+// elements apart; what lies behind a row's V elements is nobody's, and is neither read nor written.
 //
 // loss = log(sum over v of exp(x[v])) - x[target];  its gradient, times `scale`, is written over the logits:
 // dx[v] = scale (exp(x[v] - max) / sum - (1 if v is the target)).    targets: (M,)
-// One block a row. Launch: grid (M), block (256). A target outside the row gives loss NaN.
+// One block a row. Launch: grid (M), block (any whole warps). A target outside the row gives loss NaN.
 #include "reduce.cuh"
 
 #define MINUS_INFINITY Sum(__int_as_float(0xff800000))
 #define NOT_A_NUMBER Sum(__int_as_float(0x7fc00000))
+
+constexpr int WIDE = RUN<Element>;
+
+// Calls take(v, x) for each run of the row that is this thread's: x holds the elements v .. v + WIDE - 1, 0 from V on.
+template <class Take> __device__ __forceinline__ void each_run(const Element* row, int V, bool vector, Take take) {
+    for (int v = WIDE * threadIdx.x; v < V; v += WIDE * blockDim.x) {
+        Sum x[WIDE];
+        load_run(row, v, V, vector, x);
+        take(v, x);
+    }
+}
 
 struct Normalizer { Sum maximum, sum; };    // of exp(x - maximum)
 
@@ -18,11 +30,19 @@ __device__ __forceinline__ Normalizer join(Normalizer a, Normalizer b) {
     return {maximum, of_a + of_b};
 }
 
-// The normalizer of one row; every thread of the block gets it.
-__device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, Normalizer* scratch) {
+// The normalizer of one row; every thread of the block gets it. Four a thread: none waits for the one before.
+// kept: shared memory that receives the row, each thread's runs at their places; or null
+__device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, bool vector, Element* kept, Normalizer* scratch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    Normalizer own = {MINUS_INFINITY, Sum(0)};
-    for (int v = threadIdx.x; v < V; v += blockDim.x) own = join(own, {wide(row[v]), Sum(1)});
+    const Normalizer none = {MINUS_INFINITY, Sum(0)};
+    Normalizer four[4] = {none, none, none, none};
+    each_run(row, V, vector, [&](int v, const Sum (&x)[WIDE]) {
+        if (kept) store_run(kept, v, V, true, x);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            if (v + j < V) four[j % 4] = join(four[j % 4], {x[j], Sum(1)});
+    });
+    Normalizer own = join(join(four[0], four[1]), join(four[2], four[3]));
     for (int round = 0; round < 2; ++round) {
 #pragma unroll
         for (int flip = 16; flip > 0; flip /= 2) {
@@ -31,38 +51,51 @@ __device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, 
         }
         if (round == 1) break;
         if (lane == 0) scratch[warp] = own;
-        __syncthreads();
-        own = lane < warps ? scratch[lane] : Normalizer{MINUS_INFINITY, Sum(0)};
+        __syncthreads();    // and what is kept of the row is there for all
+        own = lane < warps ? scratch[lane] : none;
     }
     return own;
 }
 
-// losses[m], and the gradient over the logits.
-extern "C" __global__ void __launch_bounds__(256) cross_entropy(
-    int M, int V, const Index* __restrict__ targets, Sum scale, Element* logits, Sum* __restrict__ losses) {
-    __shared__ Normalizer scratch[8];
-    Element* row = logits + (long long)blockIdx.x * V;
+__device__ __forceinline__ Sum loss_of(Normalizer whole, const Element* row, long long target, int V) {
+    return target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
+}
+
+// losses[m], and the gradient over the logits. With `keep` the row waits in shared memory between the two: it is read once.
+// Dynamic shared memory: with `keep` one row, V elements up to whole runs.
+extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
+    int M, int V, int pitch, int keep, const Index* __restrict__ targets, Sum scale, Element* logits, Sum* __restrict__ losses) {
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    __shared__ Normalizer scratch[32];
+    Element *row = logits + (long long)blockIdx.x * pitch, *kept = reinterpret_cast<Element*>(dynamic_shared);
+    const bool vector = in_runs<WIDE>(logits, pitch);
     const long long target = targets[blockIdx.x];
-    const Normalizer whole = row_normalizer(row, V, scratch);
-    if (threadIdx.x == 0)
-        losses[blockIdx.x] = target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
-    __syncthreads();    // the target's logit is read before it is overwritten
+    const Normalizer whole = row_normalizer(row, V, vector, keep ? kept : nullptr, scratch);
     const Sum inverse = Sum(1) / whole.sum;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) {
-        const Sum p = exp(wide(row[v]) - whole.maximum) * inverse;
-        row[v] = narrow<Element>(scale * (p - (v == target ? Sum(1) : Sum(0))));
+    auto write = [&](int v, const Sum (&x)[WIDE]) {
+        Sum dx[WIDE];
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            dx[j] = scale * (exp(x[j] - whole.maximum) * inverse - (v + j == target ? Sum(1) : Sum(0)));
+        store_run(row, v, V, vector, dx);
+    };
+    if (keep) {
+        if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, kept, target, V);
+        each_run(kept, V, true, write);
+        return;
     }
+    if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, row, target, V);
+    __syncthreads();    // the target's logit is read before it is overwritten
+    each_run(row, V, vector, write);
 }
 
 // losses[m] alone; logits stay as they are.
-extern "C" __global__ void __launch_bounds__(256) cross_entropy_loss(
-    int M, int V, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ losses) {
-    __shared__ Normalizer scratch[8];
-    const Element* row = logits + (long long)blockIdx.x * V;
-    const long long target = targets[blockIdx.x];
-    const Normalizer whole = row_normalizer(row, V, scratch);
-    if (threadIdx.x == 0)
-        losses[blockIdx.x] = target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
+extern "C" __global__ void __launch_bounds__(1024) cross_entropy_loss(
+    int M, int V, int pitch, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ losses) {
+    __shared__ Normalizer scratch[32];
+    const Element* row = logits + (long long)blockIdx.x * pitch;
+    const Normalizer whole = row_normalizer(row, V, in_runs<WIDE>(logits, pitch), nullptr, scratch);
+    if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, row, targets[blockIdx.x], V);
 }
 
 // The vocabulary split in parts: this one has columns first .. first + V - 1. For the loss in order: row_maximum; a maximum over
@@ -79,25 +112,34 @@ __device__ __forceinline__ Sum block_max(Sum value, Sum* scratch) {
 }
 
 // maxima[m] = the largest logit of this part's columns, -infinity if V = 0.
-extern "C" __global__ void __launch_bounds__(256) row_maximum(int M, int V, const Element* __restrict__ logits, Sum* __restrict__ maxima) {
-    __shared__ Sum scratch[8];
-    const Element* row = logits + (long long)blockIdx.x * V;
+extern "C" __global__ void __launch_bounds__(1024) row_maximum(
+    int M, int V, int pitch, const Element* __restrict__ logits, Sum* __restrict__ maxima) {
+    __shared__ Sum scratch[32];
+    const Element* row = logits + (long long)blockIdx.x * pitch;
     Sum own = MINUS_INFINITY;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) own = larger(own, Sum(wide(row[v])));
+    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            if (v + j < V) own = larger(own, x[j]);
+    });
     own = block_max(own, scratch);
     if (threadIdx.x == 0) maxima[blockIdx.x] = own;
 }
 
 // sums[m] = sum of exp(x - maximum) here; target_logits[m] = x[target] - maximum if the target is here, else 0.
-extern "C" __global__ void __launch_bounds__(256) row_exponentials(
-    int M, int V, long long first, const Index* __restrict__ targets, const Element* __restrict__ logits,
+extern "C" __global__ void __launch_bounds__(1024) row_exponentials(
+    int M, int V, int pitch, long long first, const Index* __restrict__ targets, const Element* __restrict__ logits,
     const Sum* __restrict__ maxima, Sum* __restrict__ sums, Sum* __restrict__ target_logits) {
-    __shared__ Sum scratch[8];
-    const Element* row = logits + (long long)blockIdx.x * V;
+    __shared__ Sum scratch[32];
+    const Element* row = logits + (long long)blockIdx.x * pitch;
     const Sum maximum = maxima[blockIdx.x];
     const long long target = targets[blockIdx.x] - first;
     Sum own = 0;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) own += exp(wide(row[v]) - maximum);
+    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            if (v + j < V) own += exp(x[j] - maximum);
+    });
     own = block_sum(own, scratch);
     if (threadIdx.x > 0) return;
     sums[blockIdx.x] = own;
@@ -105,29 +147,36 @@ extern "C" __global__ void __launch_bounds__(256) row_exponentials(
 }
 
 // losses[m] = log(sum) - target logit, from the sums over all parts; the gradient over this part's logits.
-extern "C" __global__ void __launch_bounds__(256) cross_entropy_split(
-    int M, int V, long long first, const Index* __restrict__ targets, Sum scale, const Sum* __restrict__ maxima,
+extern "C" __global__ void __launch_bounds__(1024) cross_entropy_split(
+    int M, int V, int pitch, long long first, const Index* __restrict__ targets, Sum scale, const Sum* __restrict__ maxima,
     const Sum* __restrict__ sums, const Sum* __restrict__ target_logits, Element* logits, Sum* __restrict__ losses) {
-    Element* row = logits + (long long)blockIdx.x * V;
+    Element* row = logits + (long long)blockIdx.x * pitch;
+    const bool vector = in_runs<WIDE>(logits, pitch);
     const Sum maximum = maxima[blockIdx.x], sum = sums[blockIdx.x];
     const long long target = targets[blockIdx.x] - first;
-    for (int v = threadIdx.x; v < V; v += blockDim.x)
-        row[v] = narrow<Element>(scale * (exp(wide(row[v]) - maximum) / sum - (v == target ? Sum(1) : Sum(0))));
+    each_run(row, V, vector, [&](int v, const Sum (&x)[WIDE]) {
+        Sum dx[WIDE];
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) dx[j] = scale * (exp(x[j] - maximum) / sum - (v + j == target ? Sum(1) : Sum(0)));
+        store_run(row, v, V, vector, dx);
+    });
     if (threadIdx.x == 0) losses[blockIdx.x] = log(sum) - target_logits[blockIdx.x];
 }
 
 // places[m] = -(first + v) of the lowest column v of this part whose logit is the largest of the whole row, or a NaN; -infinity
 // if there is none. Places are exact up to 2^24 in float.
-extern "C" __global__ void __launch_bounds__(256) row_argmax(
-    int M, int V, long long first, const Element* __restrict__ logits, const Sum* __restrict__ maxima, Sum* __restrict__ places) {
-    __shared__ Sum scratch[8];
-    const Element* row = logits + (long long)blockIdx.x * V;
+extern "C" __global__ void __launch_bounds__(1024) row_argmax(
+    int M, int V, int pitch, long long first, const Element* __restrict__ logits, const Sum* __restrict__ maxima,
+    Sum* __restrict__ places) {
+    __shared__ Sum scratch[32];
+    const Element* row = logits + (long long)blockIdx.x * pitch;
     const Sum maximum = maxima[blockIdx.x];
     Sum own = MINUS_INFINITY;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) {
-        const Sum x = wide(row[v]);
-        if (x == maximum || x != x) own = larger(own, -Sum(first + v));
-    }
+    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            if (v + j < V && (x[j] == maximum || x[j] != x[j])) own = larger(own, -Sum(first + v + j));
+    });
     own = block_max(own, scratch);
     if (threadIdx.x == 0) places[blockIdx.x] = own;
 }
@@ -141,11 +190,11 @@ extern "C" __global__ void __launch_bounds__(256) place_is_target(
 }
 
 // correct[m] = 1 if the first of the largest logits of row m is at the target, else 0. A NaN is the largest of all.
-extern "C" __global__ void __launch_bounds__(256) largest_is_target(
-    int M, int V, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ correct) {
-    __shared__ Sum values[8];
-    __shared__ int places[8];
-    const Element* row = logits + (long long)blockIdx.x * V;
+extern "C" __global__ void __launch_bounds__(1024) largest_is_target(
+    int M, int V, int pitch, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ correct) {
+    __shared__ Sum values[32];
+    __shared__ int places[32];
+    const Element* row = logits + (long long)blockIdx.x * pitch;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     Sum best = MINUS_INFINITY;
     int place = V;
@@ -157,7 +206,11 @@ extern "C" __global__ void __launch_bounds__(256) largest_is_target(
             place = at;
         }
     };
-    for (int v = threadIdx.x; v < V; v += blockDim.x) take(wide(row[v]), v);
+    each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            if (v + j < V) take(x[j], v + j);
+    });
     for (int round = 0; round < 2; ++round) {
 #pragma unroll
         for (int flip = 16; flip > 0; flip /= 2) {

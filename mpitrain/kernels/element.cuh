@@ -22,38 +22,57 @@ template <> struct Narrow<const float> : Narrow<float> {};
 // Rounds to nearest even.
 template <class T> __device__ __forceinline__ T narrow(Sum x) { return Narrow<T>::from(x); }
 
-// Four neighbours, moved by one instruction (two for double).
-template <class T> struct __align__(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) Four { T at[4]; };
+// N neighbours, moved by as few instructions of at most 16 bytes as there can be.
+template <class T, int N> struct __align__(N * sizeof(T) > 16 ? 16 : N * sizeof(T)) Run { T at[N]; };
 
-// Whether rows that start `pitch` elements apart can be read four elements at a time.
-template <class T> __device__ __forceinline__ bool in_fours(const T* array, long long pitch, long long stride = 0) {
-    return reinterpret_cast<size_t>(array) % alignof(Four<T>) == 0 && pitch % 4 == 0 && stride % 4 == 0;
+template <class T> using Four = Run<T, 4>;
+
+// How many elements a thread takes at a time: 16 bytes of them, of double 32.
+template <class T> constexpr int RUN = sizeof(T) == 2 ? 8 : 4;
+
+// Whether rows that start `pitch` elements apart can be read N elements at a time.
+template <int N, class T> __device__ __forceinline__ bool in_runs(const T* array, long long pitch, long long stride = 0) {
+    return reinterpret_cast<size_t>(array) % alignof(Run<T, N>) == 0 && pitch % N == 0 && stride % N == 0;
 }
 
-// out = row[first .. first + 3], with 0 from `end` on.
+template <class T> __device__ __forceinline__ bool in_fours(const T* array, long long pitch, long long stride = 0) {
+    return in_runs<4>(array, pitch, stride);
+}
+
+// out = row[first .. first + N - 1], with 0 from `end` on. vector: the row is in runs of N, and `first` a multiple of N
+template <class T, int N>
+__device__ __forceinline__ void load_run(const T* __restrict__ row, int first, int end, bool vector, Sum (&out)[N]) {
+    if (vector && first + N <= end) {
+        const Run<T, N> run = *reinterpret_cast<const Run<T, N>*>(row + first);
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = wide(run.at[i]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = first + i < end ? Sum(wide(row[first + i])) : Sum(0);
+}
+
+// row[first .. first + N - 1] = values, as far as `end`.
+template <class T, int N>
+__device__ __forceinline__ void store_run(T* row, int first, int end, bool vector, const Sum (&values)[N]) {
+    if (vector && first + N <= end) {
+        Run<T, N> run;
+#pragma unroll
+        for (int i = 0; i < N; ++i) run.at[i] = narrow<T>(values[i]);
+        *reinterpret_cast<Run<T, N>*>(row + first) = run;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        if (first + i < end) row[first + i] = narrow<T>(values[i]);
+}
+
 template <class T>
 __device__ __forceinline__ void load_four(const T* __restrict__ row, int first, int end, bool vector, Sum (&out)[4]) {
-    if (vector && first + 4 <= end) {
-        const Four<T> four = *reinterpret_cast<const Four<T>*>(row + first);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[i] = wide(four.at[i]);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = first + i < end ? Sum(wide(row[first + i])) : Sum(0);
+    load_run(row, first, end, vector, out);
 }
 
-// row[first .. first + 3] = values, as far as `end`.
 template <class T>
 __device__ __forceinline__ void store_four(T* row, int first, int end, bool vector, const Sum (&values)[4]) {
-    if (vector && first + 4 <= end) {
-        Four<T> four;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four.at[i] = narrow<T>(values[i]);
-        *reinterpret_cast<Four<T>*>(row + first) = four;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (first + i < end) row[first + i] = narrow<T>(values[i]);
+    store_run(row, first, end, vector, values);
 }

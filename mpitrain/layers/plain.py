@@ -49,6 +49,14 @@ class Linear:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
+class Logits(Linear):
+    """x weight^T, which the loss and nobody else takes."""
+
+    def __init__(self, ops: Ops, width: int, vocab: int, draw: Draw):
+        super().__init__(ops, width, vocab, draw, bias=False)
+        self.product = ops.logits
+
+
 class LayerNorm:
     """(x - mean) / standard deviation * gain + bias over the last dim; gain, bias: (width,)."""
 
@@ -185,7 +193,7 @@ class Plain:
 
     def head(self, width: int, vocab: int, draw: Draw) -> Linear:
         """Logits over the vocabulary, without bias."""
-        return Linear(self.ops, width, vocab, draw, bias=False)
+        return Logits(self.ops, width, vocab, draw)
 
     def loss(self) -> Loss:
         """What is made of the head's logits."""

@@ -17,6 +17,7 @@ class Ops(Protocol):
     """A body. `Pair`: (output, saved), or of a backward (dx, pending); `Writes`: into its arguments."""
 
     linear: Pair
+    logits: Pair
     linear_backward_input: Pair
     linear_backward_weight: Writes
     linear_backward_bias: Writes

@@ -90,7 +90,7 @@ class Sharded(Alone):
             raise ConfigError(f"{group.size} ranks share a vocabulary, but it has {vocab} entries.",
                               f"Set layout.tp to at most {vocab}.")
         self._split = SplitCrossEntropy(self, vocab)
-        return Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw, bias=False)
+        return Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw)
 
     def loss(self) -> Loss:
         """Of logits of which each rank has a part, if `head` has made them; else of whole ones, which every rank has."""

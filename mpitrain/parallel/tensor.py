@@ -158,7 +158,11 @@ class RowParallelLinear(Linear):
 
 
 class Head(Column):
-    """A column-parallel layer whose outputs are logits of sequences."""
+    """A column-parallel layer without bias whose outputs are logits of sequences."""
+
+    def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
+        super().__init__(layers, runs, width, vocab, draw, bias=False)
+        self.product = layers.ops.logits
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))

@@ -39,6 +39,21 @@ def check_linear(kernels: Kernels, m: int, k: int, n: int, activation: str = "",
     halves(names[:count], ops, (pending,), (truth,), shapes[:count], dtype)
 
 
+def check_logits(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32") -> None:
+    """Logits begin at multiples of 64 elements, and through loss and both backward products nobody touches what is between."""
+    ops, arena, targets = cuda.body(kernels), Arena(), np.arange(m) % n
+    x, w = stored(numbers(1, m, k), dtype), stored(numbers(2, n, k), dtype)
+    y, saved = ops.logits(x, w, None, arena)
+    assert y.shape == (m, n) and y.strides == (-(-n // 64) * 64 * y.itemsize, y.itemsize) and y.ctypes.data % 64 == 0
+    assert_close(y, reference.logits(values(x), values(w), None, None)[0], dtype, "logits")
+    true_dy = reference.cross_entropy(values(y), targets, 0.125, None)[1]
+    _, dy = ops.cross_entropy(y, targets, 0.125, arena)
+    dx, pending = ops.linear_backward_input(dy, w, saved, arena)
+    true_dx, truth = reference.linear_backward_input(true_dy, values(w), values(x), None)
+    assert_close(dx, true_dx, dtype, "dx")
+    halves(["linear_backward_weight"], ops, (pending,), (truth,), [(n, k)], dtype)
+
+
 def check_activation(kernels: Kernels, n: int, activation: str) -> None:
     """An activation alone, forward and backward, on arrays without alignment."""
     ops = cuda.body(kernels)
@@ -135,6 +150,8 @@ def linears() -> Iterator[Callable]:
     for activation in ("", "_gelu", "_relu"):
         yield partial(check_linear, m=33, k=31, n=37, activation=activation, gemm="library")
     yield partial(check_linear, m=33, k=30, n=36, gemm="library", dtype="bfloat16")
+    yield partial(check_logits, m=33, k=31, n=37)
+    yield partial(check_logits, m=6, k=16, n=129, dtype="bfloat16")
     for n in (0, 1, 1023, 1024, 1025, 1031):
         yield partial(check_activation, n=n, activation="gelu")
         yield partial(check_activation, n=n, activation="relu")

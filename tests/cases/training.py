@@ -17,9 +17,9 @@ from tests.cases.numbers import assert_close, numbers, stored, values
 COUNTS = (0, 1, 3, 1023, 1024, 1025, 4099)
 
 
-def check_cross_entropy(kernels: Kernels, m: int, v: int, dtype: str = "float32", index: str = "int64") -> None:
-    """Loss, gradient over the logits, and the count of right rows."""
-    ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v), dtype)
+def check_cross_entropy(kernels: Kernels, m: int, v: int, dtype: str = "float32", index: str = "int64", room: int = 0) -> None:
+    """Loss, gradient over the logits, and the count of right rows; with `room` elements between the rows."""
+    ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v + room), dtype)[:, :v]
     targets = np.random.default_rng(0).integers(v, size=m).astype(index)
     truth, right = values(logits), (values(logits).argmax(1) == targets).sum()
     assert int(ops.count_correct(logits, targets, Arena())) == right
@@ -53,14 +53,14 @@ def check_stray_target(kernels: Kernels) -> None:
         assert np.isnan(ops.cross_entropy(logits.copy(), np.array([0, stray]), 1.0, Arena())[0])
 
 
-def check_split_vocabulary(kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32") -> None:
+def check_split_vocabulary(kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32", room: int = 0) -> None:
     """The vocabulary cut into ranks: the four steps, with the sums over ranks done here, equal the whole."""
     ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v), dtype)
     targets, cuts = np.random.default_rng(0).integers(v, size=m), [v * rank // ranks for rank in range(ranks + 1)]
     before = [cut - 1 for cut in cuts if 0 < cut < v][:m]
     targets[:len(before)] = before    # right before the first column of a rank
     true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None)
-    parts = [logits[:, a:b].copy() for a, b in pairwise(cuts)]
+    parts = [np.pad(logits[:, a:b], ((0, 0), (0, room)))[:, :b - a] for a, b in pairwise(cuts)]
     maximum = np.max([ops.row_maximum(part, Arena()) for part in parts], axis=0)
     np.testing.assert_array_equal(maximum, values(logits).max(1))
     places = np.max([ops.row_argmax(part, first, maximum, Arena()) for part, first in zip(parts, cuts, strict=False)], axis=0)
@@ -191,10 +191,16 @@ def losses() -> Iterator[Callable]:
     for m, v in ((1, 1), (1, 5), (0, 3), (7, 31), (4, 255), (3, 256), (2, 257), (3, 1031)):
         yield partial(check_cross_entropy, m=m, v=v)
     yield partial(check_cross_entropy, m=5, v=40, dtype="float64", index="int32")
-    yield partial(check_cross_entropy, m=5, v=40, dtype="float16")
+    for dtype, v, room in (("float32", 50, 14), ("float32", 4100, 60), ("float16", 40, 0), ("float16", 29, 35),
+                           ("float16", 29, 4), ("bfloat16", 71, 57)):
+        yield partial(check_cross_entropy, m=2, v=v, dtype=dtype, room=room)
+    for v in (41_700, 42_000):    # on both sides of what shared memory holds of a row
+        yield partial(check_cross_entropy, m=1, v=v)
     for m, v, ranks in ((1, 1, 1), (7, 31, 2), (3, 600, 3), (2, 2, 4)):
         yield partial(check_split_vocabulary, m=m, v=v, ranks=ranks)
     yield partial(check_split_vocabulary, m=5, v=40, ranks=2, dtype="float64")
+    yield partial(check_split_vocabulary, m=5, v=58, ranks=2, room=3)
+    yield partial(check_split_vocabulary, m=5, v=58, ranks=2, dtype="float16", room=35)
     yield from (check_huge_logits, check_stray_target)
 
 

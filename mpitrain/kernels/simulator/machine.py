@@ -6,7 +6,7 @@ import subprocess
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,14 @@ class _Report(c.Structure):
     _fields_ = [("kind", c.c_char * 24), ("text", c.c_char * 1024), ("offset", c.c_size_t)]
 
 
+class Traffic(NamedTuple):
+    """How many bytes the threads of one launch have read and written in global memory, array by array."""
+
+    kernel: str
+    read: dict[str, int]
+    written: dict[str, int]
+
+
 class Simulator:
     """Runs kernels on the CPU, one block after another and one thread at a time.
 
@@ -53,6 +61,7 @@ class Simulator:
     order        in which threads run between two barriers: forward, reverse, or random after `seed`
     capability   the compute capability that sources see, times ten
     cache        folder of compiled kernels
+    traffic      what each launch of a checked build has moved is added to it
     """
 
     name = "simulator"
@@ -60,8 +69,8 @@ class Simulator:
     _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
 
     def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,
-                 capability: int = 80, cache: Path | None = None):
-        self.checked, self.order, self.seed, self.capability = checked, order, seed, capability
+                 capability: int = 80, cache: Path | None = None, traffic: list[Traffic] | None = None):
+        self.checked, self.order, self.seed, self.capability, self.traffic = checked, order, seed, capability, traffic
         self.cache = cache or cache_of("simulator")
         self._runtime = c.CDLL(str(build_runtime(self.cache)))
 
@@ -90,15 +99,21 @@ class Simulator:
                 "Use smaller blocks, or raise __launch_bounds__.")
         report = _Report()
         with self._one_at_a_time, guarded(self._runtime, signature, arguments, self.checked) as (buffers, cells):
+            counted = (Buffer * (len(buffers) + 1))(*buffers)
             launch = _Launch(
                 signature.name.encode(), c.cast(library[f"simulator_call_{signature.name}"], c.c_void_p),
                 (c.c_void_p * (len(cells) + 1))(*[c.addressof(cell) for cell in cells]),
                 grid, block, shared, ORDERS.index(self.order), self.seed, self.checked,
-                (Buffer * (len(buffers) + 1))(*buffers), len(buffers),
+                counted, len(buffers),
             )
             dynamic_shared = c.c_void_p(library.simulator_dynamic_shared())
             if self._runtime.simulator_launch(c.byref(launch), dynamic_shared, c.byref(report)):
                 raise self._error(path, signature, report)
+            if self.traffic is not None:
+                names = [buffer.name.decode().strip("`") for buffer in buffers]
+                moved = list(zip(names, counted, strict=False))
+                self.traffic.append(Traffic(signature.name, {name: buffer.bytes_read for name, buffer in moved},
+                                            {name: buffer.bytes_written for name, buffer in moved}))
 
     def _error(self, path: Path, signature: Signature, report: _Report) -> KernelError:
         place = f", {_source_line(path, report.offset)}" if report.offset else ""

@@ -35,12 +35,14 @@ struct Fiber {
 };
 
 // An array argument. `member` has one byte an element, 0 for those that a strided view skips; null if it has all.
+// A checked launch counts the bytes that its threads have read and written, an atomic operation as both.
 struct Buffer {
     char* base;
     size_t nbytes;
     unsigned element_bytes, readonly, fresh;
     const uint8_t* member;
     const char* name;
+    unsigned long long bytes_read, bytes_written;
 };
 
 enum Order { FORWARD, REVERSE, RANDOM };
@@ -52,7 +54,7 @@ struct Launch {
     void** arguments;
     unsigned blocks[3], threads[3], dynamic_shared;
     unsigned order, seed, checked;
-    const Buffer* buffers;
+    Buffer* buffers;
     unsigned buffer_count;
 };
 

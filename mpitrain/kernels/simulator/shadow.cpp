@@ -91,6 +91,8 @@ void check_access(char* address, size_t nbytes, Access access, const void* from)
     if (size_t(address - reinterpret_cast<char*>(&self)) < sizeof self) return;
     Shadow* shadow = find(address, nbytes, access, from);
     if (!shadow) return;
+    if (access != WRITE) shadow->buffer.bytes_read += nbytes;
+    if (access != READ) shadow->buffer.bytes_written += nbytes;
     const unsigned me = block_number() * block_size() + running->number + 1;
     const Touch now{me, barrier_epoch, warp_epoch[running->number / kWarp], access == ATOMIC};
     const size_t first = size_t(address - shadow->buffer.base) >> shadow->shift;
@@ -154,7 +156,10 @@ void check_outputs() {
     }
 }
 
-void close_shadow() { arrays.clear(); }
+void close_shadow() {
+    for (size_t i = 0; i < arrays.size(); ++i) launch.buffers[i] = arrays[i].buffer;
+    arrays.clear();
+}
 
 void touch(const void* address, size_t nbytes, Access access) {
     check_access(const_cast<char*>(static_cast<const char*>(address)), nbytes, access, __builtin_return_address(0));

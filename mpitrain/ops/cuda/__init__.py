@@ -13,7 +13,7 @@ from mpitrain.ops.cuda.tiles import DEFAULT, read_tiles
 from mpitrain.ops.reference import add
 
 WITH_PRODUCTS = (
-    linear.linear, linear.linear_backward_input, linear.linear_backward_weight,
+    linear.linear, linear.logits, linear.linear_backward_input, linear.linear_backward_weight,
     linear.linear_gelu, linear.linear_gelu_backward_input, linear.linear_relu, linear.linear_relu_backward_input,
 )
 FUNCTIONS = (

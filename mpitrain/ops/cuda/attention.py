@@ -11,10 +11,7 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import c_type, element, sum_type
-from mpitrain.ops.cuda.grids import ROWS, row_blocks
-
-# Bytes of shared memory that a block may have, by compute capability; the largest entry not above a device's counts.
-SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
 
 
 class Way(NamedTuple):
@@ -62,7 +59,7 @@ def choose(kernels: Kernels, qkv: Any, heads: int) -> Way:
     """The way for these arrays on this device; KernelError if the heads are too wide for it."""
     _, length, width = _shape(qkv)
     head, capability = width // heads, kernels.engine.capability
-    limit = SHARED[max((known for known in SHARED if known <= capability), default=min(SHARED))]
+    limit = most_shared(kernels)
     if c_type(qkv) in ("__half", "__nv_bfloat16") and capability >= 80 and head % 16 == 0 and head <= 128:
         steps, row = (64, 64) if head <= 64 else (32, 16), 2 * (head + 8)     # as many rows as registers allow
         shared = (64 + 4 * steps[0]) * row, (128 + 4 * steps[1]) * row

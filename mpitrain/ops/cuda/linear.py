@@ -16,6 +16,9 @@ from mpitrain.ops.cuda.sums import add_parts, sum_rows
 
 Multiply = Callable[..., None]
 
+PITCH = 64
+"""Elements that rows of logits begin at multiples of: of an odd vocabulary only every eighth could be moved in runs."""
+
 
 class _Pending:
     """dy and x of a linear layer, and dy's sum over rows once the weight half has made it."""
@@ -29,6 +32,12 @@ def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None):
     y = arena.take((len(x), len(w)), x.dtype) if out is None else out
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b)
     return y, (x, None, b is not None)
+
+
+def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
+    """As `linear`. Between the rows of y there is room up to a multiple of PITCH, which nobody reads or writes."""
+    y = arena.take((len(x), -(-len(w) // PITCH) * PITCH), x.dtype)[:, :len(w)]
+    return linear(kernels, multiply, x, w, b, arena, y)
 
 
 def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):

@@ -1,19 +1,24 @@
-"""Softmax cross-entropy. Losses are summed on the device: who needs the number waits for it, nobody else."""
+"""Softmax cross-entropy. Losses are summed on the device: who needs the number waits for it, nobody else.
+
+Rows of logits may lie further apart than they are long, as `linear.logits` leaves them.
+"""
 
 from typing import Any
 
-from mpitrain.kernels.arguments import fresh
+from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import element, index, sum_type
-from mpitrain.ops.cuda.grids import POINTWISE, blocks
+from mpitrain.ops.cuda.grids import POINTWISE, WIDE_ROWS, blocks, most_shared
 from mpitrain.ops.cuda.sums import sum_all
+
+SCRATCH = 1 << 10    # bytes of a block's shared memory that a row cannot have: the normalizers of its warps, and the system's
 
 
 def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
     """(loss_sum, dlogits), dlogits written over the logits; loss_sum is an array without dims."""
-    losses = arena.take((len(logits),), sum_type(logits))
-    kernels.launch("cross_entropy", (len(logits),), POINTWISE, (*logits.shape, targets, scale, logits, fresh(losses)),
-                   **element(logits), **index(targets))
+    losses, row = arena.take((len(logits),), sum_type(logits)), logits.shape[1] * logits.itemsize
+    keep = row <= most_shared(kernels) - SCRATCH
+    _launch(kernels, "cross_entropy", logits, (int(keep), targets, scale, strided(logits), fresh(losses)), targets, row * keep)
     return sum_all(kernels, losses, arena), logits
 
 
@@ -30,34 +35,30 @@ def count_correct(kernels: Kernels, logits, targets, arena):
 def row_maximum(kernels: Kernels, logits, arena, out=None):
     """The largest logit of each row, of the columns held here: (M,), for a maximum over the parts."""
     maxima = arena.take((len(logits),), sum_type(logits)) if out is None else out
-    kernels.launch("row_maximum", (len(logits),), POINTWISE, (*logits.shape, logits, fresh(maxima)),
-                   **element(logits), Index="long long")    # any: this kernel reads no targets
+    _launch(kernels, "row_maximum", logits, (strided(logits), fresh(maxima)))
     return maxima
 
 
 def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena, out=None):
     """(2, M): each row's sum of exp(x - maximum), and its target's x - maximum or 0, for a sum over the parts."""
     facts = arena.take((2, len(logits)), sum_type(logits)) if out is None else out
-    kernels.launch("row_exponentials", (len(logits),), POINTWISE,
-                   (*logits.shape, first, targets, logits, maxima, fresh(facts[0]), fresh(facts[1])),
-                   **element(logits), **index(targets))
+    _launch(kernels, "row_exponentials", logits, (first, targets, strided(logits), maxima, fresh(facts[0]), fresh(facts[1])),
+            targets)
     return facts
 
 
 def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts, scale, arena):
     """As `cross_entropy`, over the columns held here, from the sums over the parts; the loss is that of whole rows."""
     losses = arena.take((len(logits),), sum_type(logits))
-    kernels.launch("cross_entropy_split", (len(logits),), POINTWISE,
-                   (*logits.shape, first, targets, scale, maxima, facts[0], facts[1], logits, fresh(losses)),
-                   **element(logits), **index(targets))
+    _launch(kernels, "cross_entropy_split", logits,
+            (first, targets, scale, maxima, facts[0], facts[1], strided(logits), fresh(losses)), targets)
     return sum_all(kernels, losses, arena), logits
 
 
 def row_argmax(kernels: Kernels, logits, first, maxima, arena, out=None):
     """Minus the lowest entry held here whose logit is its row's largest, or -inf: (M,), for a maximum over the parts."""
     places = arena.take((len(logits),), sum_type(logits)) if out is None else out
-    kernels.launch("row_argmax", (len(logits),), POINTWISE, (*logits.shape, first, logits, maxima, fresh(places)),
-                   **element(logits), Index="long long")    # any: this kernel reads no targets
+    _launch(kernels, "row_argmax", logits, (first, strided(logits), maxima, fresh(places)))
     return places
 
 
@@ -72,6 +73,13 @@ def count_correct_split(kernels: Kernels, places, targets, arena):
 def _row_total(kernels: Kernels, name: str, logits: Any, targets: Any, arena: Any) -> Any:
     """The sum of one number a row."""
     rows = arena.take((len(logits),), sum_type(logits))
-    kernels.launch(name, (len(logits),), POINTWISE, (*logits.shape, targets, logits, fresh(rows)),
-                   **element(logits), **index(targets))
+    _launch(kernels, name, logits, (targets, strided(logits), fresh(rows)), targets)
     return sum_all(kernels, rows, arena)
+
+
+def _launch(kernels: Kernels, name: str, logits: Any, rest: tuple, targets: Any = None, shared: int = 0) -> None:
+    """A block a row, of more threads where rows are long; `rest` follows M, V and the pitch. Without targets any Index does."""
+    kinds = {"Index": "long long"} if targets is None else index(targets)
+    threads = POINTWISE if logits.shape[1] <= 16 * POINTWISE[0] else WIDE_ROWS
+    kernels.launch(name, (len(logits),), threads, (*logits.shape, logits.strides[0] // logits.itemsize, *rest), shared,
+                   **element(logits), **kinds)

@@ -17,6 +17,7 @@ from mpitrain.ops.host.linear import (
     linear_gelu_backward_input,
     linear_relu,
     linear_relu_backward_input,
+    logits,
     relu,
     relu_backward,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "linear_gelu_backward_input",
     "linear_relu",
     "linear_relu_backward_input",
+    "logits",
     "momentum",
     "relu",
     "relu_backward",

@@ -38,6 +38,7 @@ from mpitrain.ops.reference.layers import (
     linear_gelu_backward_input,
     linear_relu,
     linear_relu_backward_input,
+    logits,
     relu,
     relu_backward,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "linear_gelu_backward_input",
     "linear_relu",
     "linear_relu_backward_input",
+    "logits",
     "momentum",
     "relu",
     "relu_backward",

@@ -18,6 +18,11 @@ def linear(x, w, b, arena, out=None):
     return into(out, y if b is None else y + b), x
 
 
+def logits(x, w, b, arena):
+    """As `linear`, for the operations on logits and the halves of `linear` alone: its rows may lie further apart than V."""
+    return linear(x, w, b, arena)
+
+
 def linear_backward_input(dy, w, saved, arena, out=None):
     """(dx, pending): dx = dy w, and what the two weight halves below need.    dy: (M, N); dx: (M, K)"""
     return into(out, dy @ w), (dy, saved)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from mpitrain.kernels.source import package_sources
-from mpitrain.ops.cuda.attention import SHARED
+from mpitrain.ops.cuda.grids import SHARED
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL
 from tests.unit.kernels.nvrtc import Compiler, usages
 

@@ -1,0 +1,35 @@
+"""How often kernels pass over memory: the checked simulator counts the bytes that a launch reads and writes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.simulator.machine import Simulator, Traffic
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import cuda
+from tests.cases.numbers import numbers, stored
+
+
+def moved(kernel: str, call) -> Traffic:
+    """What the only launch of a kernel has moved, of those that `call` makes through the operations it is given."""
+    traffic: list[Traffic] = []
+    call(cuda.body(Kernels(Simulator(checked=True, traffic=traffic))))
+    found, = (launch for launch in traffic if launch.kernel == kernel)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "rows", "vocabulary", "room", "passes"), [
+    ("float32", 3, 50, 14, 1), ("bfloat16", 3, 71, 57, 1), ("float32", 1, 42_000, 0, 2)])
+def test_cross_entropy_writes_the_logits_once_and_reads_them_once_where_a_row_fits(dtype, rows, vocabulary, room, passes):
+    logits = stored(numbers(1, rows, vocabulary + room), dtype)[:, :vocabulary]
+    found = moved("cross_entropy", lambda ops: ops.cross_entropy(logits, np.zeros(rows, np.int64), 1.0, Arena()))
+    assert found.written == {"targets": 0, "logits": logits.nbytes, "losses": 4 * rows}
+    again = rows * logits.itemsize if passes > 1 else 0     # the target's logit, before it is overwritten
+    assert found.read["logits"] == passes * logits.nbytes + again
+
+
+def test_what_is_counted_is_what_a_kernel_moves():
+    z, dy = np.ones(1031, np.float32), np.ones(1031, ml_dtypes.bfloat16).astype(np.float32)
+    found = moved("activation_backward", lambda ops: ops.gelu_backward(dy, z, Arena()))
+    assert found == Traffic("activation_backward", {"z": z.nbytes, "dy": dy.nbytes}, {"z": z.nbytes, "dy": 0})
