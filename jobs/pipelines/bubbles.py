@@ -18,7 +18,7 @@ from mpitrain.plan.stages import Way, way
 from mpitrain.transport.base import Transport
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zb-v": 2, "v-half": 2}
-MICRO_BATCHES, HALF_S, WARM_UP, STEPS = 8, 0.05, 1, 3
+MICRO_BATCHES, HALF_S, WARM_UP, STEPS = 8, 0.05, 1, 5
 MESSAGES = {"1 KiB": 1 << 8, "8 MiB": 1 << 21}
 """Elements of float32 that cross a boundary, as a micro-batch of one row."""
 MOST = 0.03

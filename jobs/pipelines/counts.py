@@ -17,8 +17,8 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Transport
 
 SCHEDULES = ("gpipe", "1f1b")
-ROWS, STEPS, WIDTH = 16, 5, 1 << 16
-SECONDS = ((0.004, 0.001), (0.004, 0.001), (0.004, 0.001))
+ROWS, STEPS, WIDTH = 24, 4, 1 << 16
+SECONDS = ((0.002, 0.0015), (0.002, 0.0015), (0.002, 0.0015))
 """Of a stage's forward, input half and weight half: for a micro-batch, and for each row."""
 MOST = 1.05
 

@@ -21,7 +21,7 @@ NOT_YET = {"model.kind": "cnn"}  # values that are meant to work one day
 PATTERNS = {    # what each says, in words
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
-    "pipeline.partition": "must be numbers and commas, as in 4,4,3,5",
+    "pipeline.partition": "must be time, or numbers and commas, as in 4,4,3,5",
     "replication.async_lr": "must be 1/workers, staleness or a number",
 }
 SYNONYMS = {

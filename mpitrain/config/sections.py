@@ -11,7 +11,7 @@ from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
-PARTITION = r"^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
+PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
 WHOLE = 2**63 - 1  # the largest whole number: of 64 bits
@@ -110,7 +110,8 @@ class Pipeline(Section):
     chunks: int = Field(0, ge=0, description="parts of the model on each stage; 0: as many as the schedule has, 2 if any number")
     partition: str = Field(
         "", pattern=PARTITION, description="how many units (of a gpt: embedding, 2 for each block, head) each part has, as in "
-                                            "4,4,3,5; empty: about the same parameters"
+                                            "4,4,3,5; empty: about the same parameters; time: about the same time, measured at "
+                                            "the start on all ranks"
     )
 
 

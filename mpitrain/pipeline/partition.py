@@ -8,6 +8,9 @@ from itertools import accumulate, pairwise
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 
+TIME = "time"
+"""The partition by measured time, which whoever builds a run replaces by numbers."""
+
 
 def balanced(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> list[int]:
     """How many units each part has, so that the slowest part is as fast as can be, and then all are as even as can be.
@@ -97,7 +100,13 @@ def by_hand(text: str, units: int, parts: int) -> list[int]:
 
 
 def cut(units: Sequence[Unit], parts: int, partition: str) -> list[int]:
-    """How many units each part has: as written in `partition`, or if that is empty, balanced by their parameters."""
+    """How many units each part has: as written in `partition`, or if that is empty, balanced by their parameters.
+
+    raises   ConfigError for what `by_hand` refuses, and for TIME: the data that units are timed with is not known here
+    """
+    if partition == TIME:
+        raise ConfigError("A Trainer of your own units is not cut by time, but pipeline.partition is time.",
+                          "Time them with pipeline.timed, and write the numbers into pipeline.partition; or leave it empty.")
     if partition:
         return by_hand(partition, len(units), parts)
     return balanced([sum(math.prod(p.shape) for p in unit.layer.parameters()) for unit in units], parts)

@@ -13,8 +13,8 @@ from mpitrain.pipeline.simulate import Cost
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Request, Transport
 
-REPEATS = 5
-"""Times that each part computes and each message travels: the median counts, after one that warms up."""
+REPEATS, TRIPS = 5, 21
+"""Times that each part computes, and that each message travels, after one that warms up."""
 
 LEAST_S = 2e-3
 """Seconds that a receiver computes, at least, while it is found out what of a message's way its computing hides."""
@@ -40,14 +40,17 @@ class Measured(NamedTuple):
 
 
 def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Sequence[int]) -> list[Measured]:
-    """Measure micro-batches of each of these sizes; all ranks compute at the same time. Collective; nothing is updated.
+    """Measure micro-batches of each of these sizes; all ranks compute at the same time. Collective.
 
+    Each size is a step whose learning rate is 0: parameters stay as they are, but what the optimizer remembers does not.
     inputs, targets  as a step takes them: rows for the largest of the sizes
     """
     found = []
-    for rows in sizes:
+    for step, rows in enumerate(sizes):
         trainer.transport.barrier()
+        trainer.replication.begin(step)
         mine = {part: _part(trainer, part, inputs[:rows], targets[:rows]) for part in trainer.pipe.stages}
+        trainer.replication.finish(Contribution(step, 0.0, 0.0))
         way = _way(trainer, (rows, *inputs.shape[1:]))
         told = trainer.transport.gather_text((mine, way))
         costs = [Cost(*map(max, zip(*(each[str(part)] for each, _ in told if str(part) in each), strict=True)))
@@ -78,8 +81,7 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
 
 def _part(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
     """The fields of one part's Cost on this rank."""
-    trainer.replication.begin(0)
-    trainer.pipe.stages[part].begin(REPEATS + 3)    # one more than there will be: no gradient is the last, and none is reduced
+    trainer.pipe.stages[part].begin(2 + REPEATS)
     kept = _kept(trainer, part, inputs, targets)
     times = [_there_and_back(trainer, part, inputs, targets) for _ in range(1 + REPEATS)][1:]
     return [*map(median, zip(*times, strict=True)), *kept]
@@ -180,11 +182,11 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
     """The way of an array from one rank to another, measured by both; 0 but for the receiver, who alone learns what is hidden.
 
     A message whose receive is posted travels while the receiver sleeps, in slices between which it polls as layers do. What the
-    receiver then takes longer than it sleeps is of its own time; the rest of the way is beside.
+    receiver then takes longer than it sleeps is of its own time; the rest of the fastest way is beside.
     """
     hops, own = [], []
     peer = there if transport.rank == here else here
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + TRIPS):
         start = time.perf_counter()
         if transport.rank == here:
             transport.send(array, peer)
@@ -195,7 +197,7 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
         hops.append((time.perf_counter() - start) / 2)
     pause = max(2 * median(hops[1:]), LEAST_S) / slices
     ready = np.zeros(1)
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + TRIPS):
         if transport.rank == here:
             transport.recv(ready, peer)
             _slept(transport.start_send(array, peer), pause, slices)
@@ -205,9 +207,8 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
             own.append(_slept(request, pause, slices))
     if not own:
         return Way(0.0, 0.0)
-    hop = median(hops[1:])
-    receive = min(max(0.0, median(own[1:])), hop)
-    return Way(hop - receive, receive)
+    receive = max(0.0, median(own[1:]))
+    return Way(max(0.0, min(hops) - receive), receive)
 
 
 def _slept(request: Request, pause: float, slices: int) -> float:

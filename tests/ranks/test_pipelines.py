@@ -97,7 +97,7 @@ def test_every_schedule_is_equal_to_one_rank(name, dp, pp, micro_batches, alone)
 
 @pytest.mark.parametrize("settings", [
     ["replication.zero=1"], ["replication.overlap=false"], ["replication.algorithm=halving-doubling", "pipeline.partition=1,6,1"],
-    ["replication.bucket_mb=0.0001", "pipeline.partition=3,2,3"],
+    ["replication.bucket_mb=0.0001", "pipeline.partition=3,2,3"], ["pipeline.partition=time"],
 ])
 def test_how_replicas_are_kept_in_step_and_where_the_model_is_cut_changes_nothing(settings, alone):
     assert_equal_to_one_rank(alone["true"], 6, layout(2, 3, "zero-bubble", 5, "model.tied=true", *settings))

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.partition import balanced, by_hand
+from mpitrain.layers.base import Parameter, Unit
+from mpitrain.layers.initial import normal
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import backend_for
+from mpitrain.pipeline.partition import balanced, by_hand, cut
+from mpitrain.pipeline.timed import by_time, unit_seconds
 
 
 def times(counts, costs, speeds):
@@ -73,3 +78,67 @@ def test_more_parts_than_units_are_refused(cut):
     assert caught.value.law == ("Every part of a pipeline needs a unit of the model, but there are 3 units for 4 parts "
                                 "(stages x chunks).")
     assert caught.value.way_out == "Take at most 3 parts, or a model with more layers."
+
+
+class Clock:
+    """Seconds that pass only where a layer says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Slow:
+    """A layer (rows, width) -> (rows, width + 1) whose forward, input half and weight half take so long; the first use twice."""
+
+    def __init__(self, clock, *seconds):
+        self.clock, self.seconds, self.used = clock, seconds, 0
+
+    def parameters(self):
+        return [Parameter("gain", (3,), normal(1.0), True)]
+
+    def output_shape(self, shape):
+        return (*shape[:-1], shape[-1] + 1)
+
+    def forward(self, w, x, arena):
+        self.used += 1
+        self.clock.now += self.seconds[0] * (1 + (self.used == 1))
+        assert w["gain"].shape == (3,)
+        return arena.take(self.output_shape(x.shape), x.dtype), x.shape
+
+    def backward_input(self, w, dy, saved, arena):
+        self.clock.now += self.seconds[1]
+        assert dy.shape == self.output_shape(saved)
+        return np.zeros(saved), dy
+
+    def backward_weight(self, pending, dw, arena):
+        self.clock.now += self.seconds[2]
+        assert not dw["gain"].claim()
+
+
+def test_units_are_timed_there_and_back_with_the_loss_at_the_end_and_the_slow_first_time_left_out():
+    clock, arena = Clock(), Arena()
+
+    def loss(y):
+        clock.now += 0.5
+        assert y.shape == (2, 7)
+        return y
+
+    units = [Unit(f"slow.{i}", Slow(clock, i, 10.0 * i, 100.0 * i), {"gain": "slow.0.gain"} if i else {}) for i in range(3)]
+    found = unit_seconds(units, np.zeros((2, 4), np.float32), loss, backend_for("cpu"), arena, "float32", clock)
+    assert found == [0.0, 111.0, 222.5] and arena.live == 0
+
+
+def test_a_stage_is_as_fast_as_its_slowest_rank_and_has_units_accordingly():
+    units = [1.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0]
+    seconds = [[speed * unit for unit in units] for speed in (1, 1, 1, 2)]    # rank 3 takes twice as long
+    assert by_time(seconds, [0, 0, 1, 1], (0, 1)) == [5, 2]
+    assert by_time(seconds[:3], [0, 0, 1], (0, 1)) == [3, 4]
+    assert by_time(seconds, [0, 0, 1, 1], (0, 1, 1, 0)) == [3, 1, 1, 2]
+
+
+def test_a_trainer_of_own_units_says_that_it_is_not_cut_by_time():
+    with pytest.raises(ConfigError, match="A Trainer of your own units is not cut by time"):
+        cut([], 2, "time")
