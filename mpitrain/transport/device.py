@@ -77,11 +77,8 @@ class Aside:
         self._before: list[Copy] = []
 
     def begin(self) -> None:
-        """Have the stream wait for what was computed so far."""
-        before = self._backend.mark()
-        with self.here():
-            self._backend.follow(before)
-        self._before = [before]
+        """Note what was computed so far: nothing may be started on the stream before that has ended."""
+        self._before = [self._backend.mark()]
 
     def is_ready(self) -> bool:
         """Whether what was computed before `begin` has ended, so that no start has to wait; never blocks."""

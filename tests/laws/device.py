@@ -62,9 +62,13 @@ class DeviceLaws:
 
     def law_no_step_of_a_reduction_waits_for_what_is_computed_meanwhile(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        array, other = backend.from_host(coded(host.rank, 5 * PIECE + 3)), backend.zeros(7, "float64")
+        for algorithm in ("ring", "recursive-doubling"):    # the last thing that a rank does: receive, add
+            self.reduce_beside_computation(transport, backend, algorithm)
+
+    def reduce_beside_computation(self, transport, backend, algorithm):
+        array, other = backend.from_host(coded(transport.rank, 5 * PIECE + 3)), backend.zeros(7, "float64")
         array += array    # which must have ended before the first message
-        reduction = bind(transport, array, algorithm="ring")
+        reduction = bind(transport, array, algorithm=algorithm)
         reduction.start()
         while transport.size > 1 and not reduction._posted:
             reduction.poll()
@@ -74,8 +78,8 @@ class DeviceLaws:
         left = cupy.get_current_stream()._pending
         assert all(any(work is pending for pending in left) for work in computing[-2:]), "a step has waited for the computation"
         array += array    # which must wait for the last sum, though nobody on the host did
-        total = 4 * sum(coded(rank, 5 * PIECE + 3) for rank in range(host.size))
-        assert np.array_equal(backend.to_host(array), total) and cupy.faults == []
+        total = 4 * sum(coded(rank, 5 * PIECE + 3) for rank in range(transport.size))
+        assert np.array_equal(backend.to_host(array), total) and cupy.faults == [], algorithm
 
     def law_long_messages_of_one_tag_keep_their_order(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
