@@ -140,7 +140,8 @@ class Replication(Section):
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="of local: momentum of what averages change; DiLoCo takes 0.9")
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="what of a replica is divided among the replicas: 0 nothing, 1 the state of the optimizer, 2 and the "
-                       "gradients, 3 and the parameters; 2 and 3 reduce gradients with every micro-batch anew"
+                       "gradients, 3 and the parameters; 2 and 3 reduce gradients with every micro-batch anew, or in a pipeline, "
+                       "where they need gpipe or breadth-first, once"
     )
     shard: Literal["all", "host"] = Field(
         "all", description="zero: among whom; all: all replicas; host: those of each host, between which only gradients travel, "

@@ -78,12 +78,6 @@ class Config(Section):
                 f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
                 "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
             )
-        if self.layout.pp > 1 and self.replication.zero > 1:
-            raise ConfigError(
-                f"With a pipeline replication.zero is at most 1 in this version, but it is {self.replication.zero} and layout.pp "
-                f"is {self.layout.pp}.",
-                "Set replication.zero to 0 or 1, or layout.pp to 1.",
-            )
         self._check_mode()
         self._check_shared()
         width, heads = self.model.width, self.model.heads
@@ -138,10 +132,6 @@ class Config(Section):
             raise ConfigError(
                 f"With layout.sequence_parallel layout.tp must divide model.context, but {tp} does not divide {context}.",
                 f"Set model.context to {near}, or layout.sequence_parallel to false.")
-        if self.replication.zero > 1:
-            raise ConfigError(
-                "With layout.sequence_parallel replication.zero is at most 1 in this version, but it is "
-                f"{self.replication.zero}.", "Set replication.zero to 0 or 1, or layout.sequence_parallel to false.")
 
     def next_pause(self, step: int) -> int:
         """The number of steps done when all ranks meet next, after `step`: for a checkpoint, an evaluation or the end."""

@@ -10,7 +10,7 @@ and divide them alike, and so sum them in one order, whatever else each of them 
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,17 +177,18 @@ class Storage:
         if run:
             yield run
 
-    def buckets(self, nbytes: float) -> list[Bucket]:
+    def buckets(self, nbytes: float, firsts: Collection[int] = ()) -> list[Bucket]:
         """Whole spans joined from the last to the first until a bucket holds `nbytes`: the order in which they become ready.
 
         Those of one set of holders alone are joined.
+        firsts  units that are not joined with those before them
         """
         buckets: list[Bucket] = []
         units: list[int] = []
         stop = self.length
         for span, before in zip(reversed(self.spans), [*self.spans[-2::-1], None], strict=True):
             units.append(span.unit)
-            is_last = before is None or before[3:] != span[3:]
+            is_last = before is None or before[3:] != span[3:] or span.unit in firsts
             if is_last or (stop - span.start) * self.dtype.itemsize >= nbytes:
                 if span.start < stop:
                     buckets.append(Bucket(span.start, stop, tuple(units), span.holders, span.partial))

@@ -29,7 +29,7 @@ class AllReduce(Replication):
     """
 
     def __init__(self, replica: Replica):
-        config, grid, storage, _, device, arena, _ = self.replica = replica
+        config, grid, storage, _, device, arena, *_ = self.replica = replica
         # Ranks that share layers cut alike what all of them hold, or they would sum it in different orders.
         self._bucket_bytes = max(grid.tp.transport.gather_text(bucket_bytes(config, self._peers(), storage)))
         super().__init__(replica)

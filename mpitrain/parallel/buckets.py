@@ -13,6 +13,7 @@ from mpitrain.collectives.wire import Wire
 from mpitrain.config import Config
 from mpitrain.layers.flat import Bucket, Piece, Storage
 from mpitrain.parallel.kept import Kept
+from mpitrain.parallel.slots import users
 
 SUMMED = -1
 """In place of a unit: gradients of which holders had parts are whole."""
@@ -32,7 +33,7 @@ def bucket_bytes(config: Config, group: Group, storage: Storage) -> float:
 
 
 class Buckets:
-    """Reductions in place of buckets, each started when the gradients of all its units are ready.
+    """Reductions in place of buckets, each started when the gradients are ready of all units that have tensors there or use them.
 
     Ranks that reduce together make their units' gradients ready in one order.
     bytes sent  as the bound reductions say; in a wire format, as its formula does
@@ -47,6 +48,8 @@ class Buckets:
         """
         self._parts = parts
         self._storage, self._buckets, self._dense_steps = storage, buckets, config.dense_steps
+        self._writers = [{*bucket.units, *others, *((SUMMED,) if bucket.partial else ())}
+                         for bucket, others in users(storage, buckets).items()]
         self._views = views = [gradients[b.start:b.stop] for b in buckets]
         needs_dense = [wire.name == "none" or config.dense_steps > 0 or bool(b.holders) for b in buckets]
         self._dense: list[Reduction | None] = []
@@ -75,7 +78,7 @@ class Buckets:
         """Choose the reductions of step `step`, from 0; no unit's gradient is ready."""
         first, second = (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
         self._active: list[Reduction] = [one or other for one, other in zip(first, second, strict=True)]  # type: ignore[misc]
-        self._missing = [{*bucket.units, *((SUMMED,) if bucket.partial else ())} for bucket in self._buckets]
+        self._missing = [*map(set, self._writers)]
 
     @property
     def delay(self) -> bool:

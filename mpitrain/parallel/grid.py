@@ -60,7 +60,7 @@ def axes(config: Config, ranks: int) -> Axes:
     found = Axes(layout.tp, dp, layout.pp, servers)
     if found.ranks != ranks:
         beside = f" + servers {servers}" if servers else ""
-        too = " or --tp" if layout.tp > 1 else ""
+        too = "".join(f" or --{axis}" for axis in ("tp", "pp") if getattr(layout, axis) > 1)
         raise ConfigError(
             f"dp {dp} x tp {layout.tp} x pp {layout.pp}{beside} needs {found.ranks} ranks, but {ranks} were started.",
             f"Start with `mpitrain launch -n {found.ranks} -- train`, or change --dp (0 takes all ranks){too}.",

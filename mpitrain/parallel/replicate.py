@@ -85,6 +85,7 @@ class Replica(NamedTuple):
     storage  where its tensors lie in a flat buffer
     wire     in which format gradients travel
     loss     of this rank's logits
+    parts    of a model in several parts: the units of each part that lies here, numbered as in `storage`
     """
 
     config: Config
@@ -94,6 +95,7 @@ class Replica(NamedTuple):
     device: Device
     arena: Arena
     loss: Loss
+    parts: Sequence[range] = ()
 
     def squares(self, gradients: Sequence[np.ndarray]) -> tuple[float, int]:
         """The sum of these arrays' squares and, if it is not finite, how many of their elements are not; waits for the device."""

@@ -94,7 +94,7 @@ class Holder(_Member):
 
     def __init__(self, replica: Replica):
         self.replica = replica    # nothing of Replication's own: that holds whole buffers
-        config, grid, storage, _, device, arena, _ = replica
+        config, grid, storage, _, device, arena, *_ = replica
         assert grid.servers is not None
         pieces = dealt(storage.spans, grid.servers.size)[grid.servers.rank]
         length = sum(piece.stop - piece.start for piece in pieces)

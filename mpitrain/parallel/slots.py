@@ -20,21 +20,28 @@ TURNS = 2
 class Slots:
     """Where buckets lie that no rank keeps whole. A bucket's slot is always the same: what is bound to it there stays bound.
 
-    slot     {bucket: number of its slot}: neighbours of one set of holders take turns, each of `alone` has a slot of its own
+    Of a model in one part neighbours take turns. Of one in several parts one part lies there at a time: the n-th buckets of all
+    parts have the n-th slot. Buckets of different holders have different slots, and each of `alone` has one of its own.
+
+    slot     {bucket: number of its slot}
     views    {bucket: its elements, there}
     tensors  {full name: the tensor, there}
     nbytes   of all slots
     """
 
-    def __init__(self, storage: Storage, buckets: Collection[Bucket], alone: Collection[Bucket], transport: Transport):
-        """Collective: slots lie in a window, where there are windows."""
+    def __init__(self, storage: Storage, buckets: Collection[Bucket], alone: Collection[Bucket], transport: Transport,
+                 parts: Sequence[range] = ()):
+        """Collective: slots lie in a window, where there are windows. parts: see `Replica`; no bucket has units of two."""
         numbers: dict[Any, int] = {}
-        turns: dict[str, count] = {}
+        turns: dict[Any, count] = {}
         self.slot: dict[Bucket, int] = {}
-        for bucket in sorted(buckets):
-            key = bucket if bucket in alone else (bucket.holders, next(turns.setdefault(bucket.holders, count())) % TURNS)
-            self.slot[bucket] = numbers.setdefault(key, len(numbers))
-        lengths = [max(b.stop - b.start for b, slot in self.slot.items() if slot == number) for number in numbers.values()]
+        for bucket in sorted(set(buckets) - set(alone)):
+            part = next((number for number, units in enumerate(parts) if bucket.units[0] in units), None)
+            turn = next(turns.setdefault((bucket.holders, part), count()))
+            self.slot[bucket] = numbers.setdefault((bucket.holders, turn if parts else turn % TURNS), len(numbers))
+        self.slot |= {bucket: number for number, bucket in enumerate(sorted(alone), len(numbers))}
+        lengths = [max(b.stop - b.start for b, slot in self.slot.items() if slot == number)
+                   for number in range(len(numbers) + len(alone))]
         flat = transport.allocate(sum(lengths), storage.dtype)
         self.nbytes = flat.nbytes
         self.views = {}
@@ -63,33 +70,42 @@ def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucke
     return [[b for b in sorted(buckets) if any(b.start <= start < b.stop for start in mine)] for mine in starts]
 
 
+def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
+    """The units that compute with tensors of each bucket, those of other units that are tied to one included."""
+    used = buckets_used(storage, buckets)
+    return {bucket: {unit for unit, mine in enumerate(used) if bucket in mine} for bucket in buckets}
+
+
 def shared_by_ties(storage: Storage, buckets: Sequence[Bucket]) -> list[Bucket]:
     """The buckets with tensors that units outside of them use too."""
-    used = buckets_used(storage, buckets)
-    return [bucket for bucket in buckets if any(bucket in mine and unit not in bucket.units for unit, mine in enumerate(used))]
+    return [bucket for bucket, units in users(storage, buckets).items() if not units <= {*bucket.units}]
 
 
 class GradientSlots:
     """Gradients of a few buckets at a time: each is reduce-scattered for every micro-batch, and this rank's part of the sum added
     to a compact buffer. With the last micro-batch that part is summed over those who have the same.
 
-    A bucket with a tied tensor waits for all units that use the tensor, in a slot of its own.
+    Of a model in several parts a bucket is reduce-scattered once: all micro-batches go back through a part before the next.
+    A bucket with a tied tensor waits for all units that use the tensor, in a slot of its own. Where holders have only parts of
+    gradients, they sum what is left of these at the end.
     mover  moves these reductions, and those `beside` them
     """
 
     delay = False
 
     def __init__(self, replica: Replica, dividing: Group, alike: Group, pieces: Mapping[Bucket, Piece], compact: Any,
-                 beside: Sequence[Reduction] = ()):
+                 beside: Sequence[Reduction], held: Sequence[Reduction]):
         """Collective.
 
         dividing, alike  the ranks that have a part each of every bucket, and those that have the same
         pieces           what this rank has of each bucket, and its place in `compact`
+        held             what sums there what is `partial` over its holders
         """
         buckets, storage = list(pieces), replica.storage
-        self.slots = slots = Slots(storage, buckets, shared_by_ties(storage, buckets), dividing.transport)
+        self._is_once, self._held = bool(replica.parts), held
+        self.slots = slots = Slots(storage, buckets, shared_by_ties(storage, buckets), dividing.transport, replica.parts)
         self._used = buckets_used(storage, buckets)
-        self._writers = {b: {unit for unit, used in enumerate(self._used) if b in used} for b in buckets}
+        self._writers = users(storage, buckets)
         leaves = {name: Gradient(tensor) for name, tensor in slots.tensors.items()}
         self._trees = storage.nested(leaves)
         self._leaves = {b: [leaves[e.name] for e in storage.entries if b.start <= e.start < b.stop] for b in buckets}
@@ -128,7 +144,7 @@ class GradientSlots:
 
     def ready(self, unit: int, is_last: bool) -> None:
         """The unit has written, in the last micro-batch or before: start the buckets that waited for it alone."""
-        for bucket in self._used[unit]:
+        for bucket in self._used[unit] if is_last or not self._is_once else ():
             self._missing[bucket].remove(unit)
             if not self._missing[bucket]:
                 del self._missing[bucket]
@@ -157,12 +173,18 @@ class GradientSlots:
         """Move what is under way."""
         self.mover.poll()
 
-    def wait(self) -> None:
+    def settle(self) -> None:
         """Block until all that was started is summed."""
         for slot in [*self._under_way]:
             self._end(slot)
         while self._totalled:
             self.mover.wait(self._totalled.pop(0))
+
+    def wait(self) -> None:
+        """Block until everything is reduced; every unit is ready."""
+        self.settle()
+        for reduction in self._held:
+            reduction.run()
 
     run = wait
 

@@ -4,8 +4,9 @@ source  Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Tril
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class ZeroOne(Divided):
     """
 
     def _hold_parameters(self) -> None:
-        config, grid, storage, _, device, arena, _ = self.replica
+        config, grid, storage, _, device, arena, *_ = self.replica
         if not device.mirror:
             super()._hold_parameters()
             return
@@ -162,10 +163,16 @@ class ZeroOne(Divided):
 class DividedGradients(Divided):
     """No rank holds all gradients: a bucket's lie in a slot until they are reduce-scattered, for every micro-batch anew.
 
+    Of a model in several parts they are reduce-scattered once: all micro-batches go back through a part before the next.
+
     gradient_buffer  what this rank updates with, one piece behind the other
     """
 
     buckets: GradientSlots
+
+    @cached_property
+    def _cut(self) -> Sequence[Bucket]:
+        return self.replica.storage.buckets(self._bucket_bytes, [part.start for part in self.replica.parts])
 
     def _hold_gradients(self) -> None:
         length = sum(piece.stop - piece.start for piece in self._pieces.values())
@@ -173,7 +180,15 @@ class DividedGradients(Divided):
         self._leaves = []  # those in slots are claimed for every micro-batch
 
     def _reductions(self) -> GradientSlots:
-        return GradientSlots(self.replica, self.dividing, self.alike, self._pieces, self.gradient_buffer, self._beside())
+        return GradientSlots(self.replica, self.dividing, self.alike, self._pieces, self.gradient_buffer, self._beside(),
+                             list(self._parts()))
+
+    def _parts(self) -> Iterator[Reduction]:
+        for (holders, partial), found in groupby(self._pieces.items(), lambda each: (each[0].holders, each[0].partial)):
+            if partial:
+                pieces = [piece for _, piece in found]    # neighbours, here as in storage
+                start, stop = pieces[0].place, pieces[-1].place + pieces[-1].stop - pieces[-1].start
+                yield self.replica.grid.holders[holders].bind(self.gradient_buffer[start:stop])
 
     def _beside(self) -> Sequence[Reduction]:
         """What is under way at the same time."""
@@ -195,13 +210,15 @@ class DividedGradients(Divided):
         self.buckets.ready(unit, is_last)
         if not self._overlap:
             began = time.perf_counter()
-            self.buckets.wait()
+            self.buckets.settle()
             self._waited_s += time.perf_counter() - began
 
 
 class ZeroTwo(DividedGradients, ZeroOne):
     """Stage 2: gradients are divided, too.
 
-    bytes sent  with m micro-batches m reduce-scatters and an all-gather by s ranks, and an all-reduce of 1/s of the gradient by h
-    gradients   1/s of them to the padding, two buckets on their way, and the bucket of a tied tensor
+    bytes sent  with m micro-batches m reduce-scatters and an all-gather by s ranks, and an all-reduce of 1/s of the gradient by
+                h; of a model in several parts one reduce-scatter
+    gradients   1/s of them to the padding, two buckets on their way, and the bucket of a tied tensor; of a model in several parts
+                one part instead of two buckets
     """

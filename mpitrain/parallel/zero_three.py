@@ -22,12 +22,15 @@ class ZeroThree(DividedGradients):
     backward, nor the first two for the next micro-batch. A unit with a tied tensor, or of at most replication.zero_keep
     elements, has a slot of its own, and is gathered once a step.
 
+    Of a model in several parts one part lies in the slots, while all micro-batches go through it. Its other units are gathered
+    while its first one computes. A rank with v parts gathers 2 v - 1 of them, for the last one stays until it has gone back.
+
     With replication.gather units travel in that format, and all compute with what is decoded, the rank that has a piece too. It
     updates the piece itself, which stays as it is in float32: nothing that is lost on the way adds up.
 
     bytes sent  with m micro-batches at most 2 m all-gathers and m reduce-scatters by s ranks, and an all-reduce of 1/s of the
-                gradient by h
-    parameters  1/s of them to the padding, two units, and those with a slot of their own
+                gradient by h; of a model in several parts at most 2 all-gathers, 1 of the last part here, and 1 reduce-scatter
+    parameters  1/s of them to the padding, two units or one part, and those with a slot of their own
     """
 
     @cached_property
@@ -40,7 +43,7 @@ class ZeroThree(DividedGradients):
         self._divide_parameters()
         tied = shared_by_ties(storage, buckets)
         alone = [b for b in buckets if b in tied or _elements(storage.entries, b) <= config.replication.zero_keep]
-        self.slots = Slots(storage, buckets, alone, self.dividing.transport)
+        self.slots = Slots(storage, buckets, alone, self.dividing.transport, self.replica.parts)
         self._weights = storage.nested(self.slots.tensors)
         self._needed = buckets_used(storage, buckets)
         wire = parse_wire(config.replication.gather)
@@ -65,11 +68,19 @@ class ZeroThree(DividedGradients):
         self._waited_s += time.perf_counter() - began
         if self._overlap:
             in_use = {self.slots.slot[bucket] for bucket in self._needed[unit]}
-            for bucket in self._needed[self._next(unit)]:
-                if self.slots.slot[bucket] not in in_use:
-                    self._gather(bucket)
+            for following in self._following(unit):
+                for bucket in self._needed[following]:
+                    if self.slots.slot[bucket] not in in_use:
+                        self._gather(bucket)
         self._opened = unit
         return self._weights[unit]
+
+    def _following(self, unit: int) -> Sequence[int]:
+        """What is gathered while the unit computes: the next one, or of a model in several parts the rest of its part."""
+        part = next((units for units in self.replica.parts if unit in units), None)
+        if part is None:
+            return [self._next(unit)]
+        return part if unit == part.start else part[::-1]
 
     def _next(self, unit: int) -> int:
         """The unit that will be opened after this one: on in the direction in which units were opened last, back at the ends."""

@@ -41,7 +41,7 @@ class Channel:
 
     def complete(self, message: Message) -> None:
         """Wait until what was sent is there."""
-        self._sends.pop(message)[0].wait()
+        self._wait(self._sends.pop(message)[0], message)
 
     def receive(self, message: Message, peer: int) -> None:
         """Begin to receive an array."""
@@ -54,8 +54,14 @@ class Channel:
     def received(self, message: Message) -> Any:
         """Wait for an array; it is the caller's."""
         request, array = self._receives.pop(message)
-        request.wait()
+        self._wait(request, message)
         return array
+
+    def _wait(self, request: Request, message: Message) -> None:
+        what, part, micro = message
+        self._transport.traffic.content = f"the {what} of micro-batch {micro} for part {part}"
+        request.wait()
+        self._transport.traffic.content = ""
 
     def poll(self) -> None:
         """Move what is under way along; called between layers, for messages move only while somebody calls the transport."""

@@ -74,8 +74,11 @@ def find_plan(name: str, stages: int | None = None, micro_batches: int | None = 
     found = read_plan(Path(name))
     theirs = len(found.lists), found.micro_batches
     if stages not in (None, theirs[0]) or micro_batches not in (None, theirs[1]) or chunks is not None:
+        asked = ((stages, "stages"), (micro_batches, "micro-batches"), (chunks, "chunks"))
         raise ConfigError(f"The schedule {name} is for {theirs[0]} stages and {theirs[1]} micro-batches, and has its own chunks; "
-                          f"asked for were {stages}, {micro_batches} and {chunks}.", "Leave these out, or name another file.")
+                          f"asked for were {', '.join(f'{number} {what}' for number, what in asked if number is not None)}.",
+                          f"Ask for {theirs[0]} stages, leave the numbers of micro-batches and chunks out, or name another "
+                          "file.")
     return found
 
 

@@ -1,6 +1,7 @@
 """What a stage holds at most, and what it gathers: told by its list of instructions alone, however long they take."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
@@ -45,6 +46,15 @@ def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
         most = Peak(max(most.live, whole + pending), max(most.whole, whole), max(most.pending, pending),
                     max(most.nbytes, nbytes, during))
     return most
+
+
+def goes_in_passes(mine: Sequence[Compute]) -> bool:
+    """Whether all micro-batches go forward through a part of the stage one after another, and later back through it likewise.
+
+    ZeRO gathers a part once for each such pass then, and reduces its gradients once.
+    """
+    passes = [way for way, _ in groupby((i.part, isinstance(i, Forward)) for i in mine)]
+    return len(passes) == len(set(passes))
 
 
 def turns(mine: Sequence[Compute]) -> int:

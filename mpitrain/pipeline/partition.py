@@ -116,4 +116,4 @@ def check_enough(units: int, parts: int) -> None:
     """ConfigError unless every part can have a unit."""
     if units < parts:
         raise ConfigError(f"Every part of a pipeline needs a unit of the model, but there are {units} units for {parts} parts "
-                          "(stages x chunks).", f"Take at most {units} parts, or a model with more layers.")
+                          "(stages x chunks).", f"Lower --pp or pipeline.chunks to at most {units} parts, or raise model.layers.")

@@ -89,7 +89,7 @@ def _check_memory(transport: Transport, resolved: Resolved, source: Source | Uno
     if config.device.kind == "cuda":
         ranks, where = -(-ranks // process.gpus()), "on this GPU"
     parts = divisor(resolved.axes, transport.hosts, config.replication.shard)
-    elements = _held(resolved, length, parts) + _on_its_way(resolved, source)
+    elements = _held(resolved, length, parts) + _on_its_way(resolved, source, length)
     needed = ranks * np.dtype(config.precision.stored).itemsize * elements
     free = process.free_memory(config.device.kind)
     if needed > free:
@@ -120,10 +120,12 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     return (averages + divided + (is_half and settings.zero < 3)) * length
 
 
-def _on_its_way(resolved: Resolved, source: Source | Unopened) -> int:
-    """Elements of what is gathered or reduced, where it is divided: at least the largest unit."""
-    config = resolved.config
+def _on_its_way(resolved: Resolved, source: Source | Unopened, length: float) -> float:
+    """Elements of what is gathered or reduced, where it is divided: at least the largest unit, or one of several parts."""
+    config, parts = resolved.config, len(resolved.plan.place)
     kinds = max(0, config.replication.zero - 1)
+    if parts > 1:
+        return kinds * length / parts
     shallow = config.model.model_copy(update={"layers": min(2, config.model.layers)})
     layers = described(resolved.device.ops, resolved.config.layout)
     units = model(config.model_copy(update={"model": shallow}), source, layers) if kinds else []

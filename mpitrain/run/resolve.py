@@ -15,7 +15,8 @@ from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import Plan
-from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.memory import goes_in_passes
+from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
@@ -78,8 +79,21 @@ def _planned(config: Config, found: Axes) -> Plan:
     if plan.micro_batches < stages:
         raise ConfigError(
             f"A pipeline of {stages} stages is never full with fewer micro-batches, but there are {plan.micro_batches}.",
-            f"Set batch.micro_batches to at least {stages}, or --pp to at most {plan.micro_batches}.")
+            f"Set batch.micro_batches to at least {stages}, or --pp to at most {plan.micro_batches}."
+            if settings.schedule in SCHEDULES else f"Name a schedule, or a file that has at least {stages} micro-batches.")
+    if config.replication.zero > 1 and len(plan.place) > 1 and not all(map(goes_in_passes, plan.lists)):
+        raise ConfigError(
+            f"With replication.zero {config.replication.zero} all micro-batches go through a part of the model before the next, "
+            f"so that it is gathered and reduced once, but {settings.schedule} comes back to parts.",
+            f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, settings.chunks)}, or replication.zero to 0 or 1.")
     return plan
+
+
+def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
+    """The schedules that take all micro-batches through a part before the next, of those with so many chunks, if not 0."""
+    return " or ".join(name for name, schedule in SCHEDULES.items()
+                       if chunks in (0, schedule.chunks or chunks) and not schedule.grouped
+                       and all(map(goes_in_passes, plan_of(name, stages, micro_batches, chunks or None).lists)))
 
 
 def _settled(transport: Transport, config: Config) -> tuple[Config, Device]:

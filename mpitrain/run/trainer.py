@@ -4,6 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,14 @@ class Trainer:
         parts, tied = agreed(self.transport, lambda: dealt(model, cut(model, len(place), self.config.pipeline.partition), place))
         grid.deal(place, tied)
         agreed(self.transport, grid.check)
-        self.units = [unit for part in own(place, grid.place.pp) for unit in parts[part]]
+        mine = [parts[part] for part in own(place, grid.place.pp)]
+        self.units = [unit for part in mine for unit in part]
+        firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
         self._loss = loss or layers.loss()
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
         self.replication = replication_for(self.config.replication, Replica(
-            self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss))
+            self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss,
+            [range(first, end) for first, end in pairwise(firsts)]))
         micro_batches = self.config.batch.micro_batches
         self.pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
         self._recorder = recorder = self.transport.recorder

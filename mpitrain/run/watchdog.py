@@ -37,8 +37,8 @@ class Watchdog:
         while not self._closed.wait(min(1.0, self._seconds / 4)):
             silent = time.monotonic() - self._since
             if silent > self._seconds:
-                waits_for = self._traffic.waits_for
-                waiting = f", waiting for {waits_for}" if waits_for else ""
+                waits_for, content = self._traffic.waits_for, self._traffic.content
+                waiting = f", waiting for {f'{content}: ' if content else ''}{waits_for}" if waits_for else ""
                 print(f"rank {self._rank}: no progress for {silent:.0f} s in {self._doing}{waiting}; ending the job "
                       f"(run.stall_seconds is {self._seconds:g}). Where it stands:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.stderr)

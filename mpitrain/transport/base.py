@@ -34,11 +34,13 @@ class Traffic:
     point-to-point and are not counted.
 
     waits_for  what this rank stands still for, if it does and that has a name: read by whoever reports a rank that hangs
+    content    what is in the message it stands still for, where somebody has said so
     """
 
     messages: int = 0
     nbytes: int = 0
     waits_for: Any = None
+    content: str = ""
 
 
 class Tenants:

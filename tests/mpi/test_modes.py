@@ -19,10 +19,10 @@ def test_a_mode_computes_over_mpi_what_it_does_on_threads(mpi_ranks, mode):
         assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
 
 
-@pytest.mark.parametrize("mpi_ranks", [3])
-@pytest.mark.parametrize("name", ("1f1b", "v-half"))
-def test_a_pipeline_computes_over_mpi_what_it_does_on_threads(mpi_ranks, name):
-    transport, settings = connect(), test_pipelines.layout(1, 3, name, 6, "model.tied=true")
+@pytest.mark.parametrize("mpi_ranks, dp, name, zero", [(3, 1, "1f1b", 0), (3, 1, "v-half", 0), (4, 2, "breadth-first", 3)])
+def test_a_pipeline_computes_over_mpi_what_it_does_on_threads(mpi_ranks, dp, name, zero):
+    transport = connect()
+    settings = test_pipelines.layout(dp, mpi_ranks // dp, name, 6, "model.tied=true", f"replication.zero={zero}")
     numbers, tensors, _ = run_ranks(mpi_ranks, test_pipelines.trained, settings)[transport.rank]
     over_mpi, found, _ = test_pipelines.trained(transport, settings)
     assert np.all(np.abs(over_mpi - numbers) <= 1e-9 + 1e-9 * np.abs(numbers)) and found.keys() == tensors.keys()

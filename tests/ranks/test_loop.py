@@ -311,11 +311,12 @@ def test_a_watchdog_that_is_told_how_long_to_wait_begins_to_wait_then(monkeypatc
 def test_a_watchdog_says_which_message_a_rank_waits_for(monkeypatch, capfd):
     ended = threading.Event()
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
-    one = watchdog.Watchdog(4, 0.01, Traffic(waits_for="recv from rank 2, tag 7"))
+    one = watchdog.Watchdog(4, 0.01, Traffic(waits_for="recv from rank 2, tag 7", content="the gradient of micro-batch 3"))
     one.alive("step 5")
     assert ended.wait(SECONDS)
     one.close()
-    assert "in step 5, waiting for recv from rank 2, tag 7; ending the job" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "in step 5, waiting for the gradient of micro-batch 3: recv from rank 2, tag 7; ending the job" in said
 
 
 @pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b""))

@@ -1,9 +1,15 @@
 """Programs of schedules carried out by threads that send real messages: what is computed is what one rank computes."""
 
+import threading
+import weakref
+
 import numpy as np
 import pytest
 
 from mpitrain.errors import CommError
+from mpitrain.machine.arena import Arena
+from mpitrain.pipeline.channel import Channel
+from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -109,3 +115,86 @@ def test_blocking_sends_deadlock_on_threads_where_the_simulator_says_so():
         run_ranks(3, carry_out, program, 3)
     for rank, wait in enumerate(("send to rank 1, tag 2,", "send to rank 2, tag 4,", "send to rank 1, tag 3,")):
         assert f"rank {rank} waits in {wait}" in str(caught.value)
+
+
+class Written:
+    """A stage that writes down what it computes."""
+
+    def __init__(self, notes, part):
+        self.notes, self.part = notes, part
+
+    def forward(self, micro, x):
+        self.notes.append((Forward, self.part, micro))
+        return forward(self.part, x)
+
+    def backward_input(self, micro, dy):
+        self.notes.append((BackwardInput, self.part, micro))
+        return dy + 1
+
+    def backward_weight(self, micro):
+        self.notes.append((BackwardWeight, self.part, micro))
+
+    def backward(self, micro, dy):
+        self.notes.append((Backward, self.part, micro))
+        return dy + 1
+
+
+class Noting(Channel):
+    """A channel that writes down what it begins and what a stage waits for."""
+
+    notes: list
+
+    def receive(self, message, peer):
+        self.notes.append(("receive", message))
+        super().receive(message, peer)
+
+    def complete(self, message):
+        self.notes.append(("complete", message))
+        super().complete(message)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_receive_begins_before_the_instruction_that_precedes_its_use(name):
+    plan = plan_of(name, 3, 6)
+    parts, used = len(plan.place), {}
+
+    def run(transport):
+        channel = Noting(transport, Arena(), np.float64)
+        channel.notes = notes = []
+        channel.begin(lambda part, micro: (shape(micro),))
+        stages = {part: Written(notes, part) for part, home in enumerate(plan.place) if home == transport.rank}
+        execute(with_messages(plan)[transport.rank], stages, parts, lambda micro: np.full(shape(micro), 1.0),
+                lambda micro, y: y + 7, channel)
+        return notes
+
+    for notes in run_ranks(3, run):
+        computed = [index for index, note in enumerate(notes) if isinstance(note[0], type)]
+        for turn, index in enumerate(computed):
+            kind, *where = notes[index]
+            message = needed(kind(*where), parts)
+            if ("receive", message) in notes:
+                assert notes.index(("receive", message)) < computed[max(0, turn - 1)]
+                used[message] = True
+    assert len(used) == sum(isinstance(i, Receive) for mine in with_messages(plan) for i in mine)
+
+
+def test_a_send_blocks_nobody_and_its_array_is_held_until_it_is_complete():
+    begun = threading.Event()
+
+    def run(transport):
+        channel = Channel(transport, Arena(), np.float64)
+        channel.begin(lambda part, micro: (1_000_000,))
+        if transport.rank:
+            assert begun.wait(60), "the receive is not there before the sender has gone on"
+            channel.receive(("activation", 1, 0), 0)
+            return channel.received(("activation", 1, 0)).sum()
+        array = np.ones(1_000_000)
+        held = weakref.ref(array)
+        channel.send(("activation", 1, 0), array, 1)
+        del array
+        begun.set()
+        assert held() is not None
+        channel.complete(("activation", 1, 0))
+        return held()
+
+    assert run_ranks(2, run) == [None, 1_000_000]

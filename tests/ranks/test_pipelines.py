@@ -2,12 +2,13 @@
 
 import gc
 from collections import Counter, defaultdict
-from itertools import islice, pairwise
+from itertools import count, cycle, islice, pairwise, product
 
 import numpy as np
 import pytest
 
 from mpitrain.bench.pipelines import stage_rows, stage_table
+from mpitrain.collectives.algorithms import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import share
 from mpitrain.pipeline import memory
@@ -27,7 +28,8 @@ from tests.saving import save
 
 pytestmark = pytest.mark.slow
 STEPS, ROWS = 5, 13    # ragged, whatever it is divided by
-SMALL = ["model.layers=3", "model.width=8", "model.heads=2", "model.context=8", f"batch.size={ROWS}", "run.steps=5",
+UNITS, WIDTH = 8, 24
+SMALL = ["model.layers=3", f"model.width={WIDTH}", "model.heads=24", "model.context=8", f"batch.size={ROWS}", "run.steps=5",
          "optimizer.warmup=0", "optimizer.lr=0.01", "optimizer.clip=0.5", "precision.compute=float64", "run.eval_rows=5"]
 
 
@@ -70,23 +72,30 @@ def alone():
     return {tied: run_ranks(1, trained, [f"model.tied={tied}"])[0] for tied in ("true", "false")}
 
 
-LAYOUTS = [(1, 1, "zb-v"), (1, 2, "zero-bubble"), (1, 3, "v-half"), (1, 4, "1f1b"), (2, 2, "gpipe"), (1, 6, "naive"),
-           (2, 3, "breadth-first"), (3, 2, "interleaved"), (1, 8, "zero-bubble"), (2, 4, "1f1b"), (4, 2, "zb-v")]
+def layouts():
+    """(dp, tp, pp) of 1, 2, 3, 4, 6 and 8 ranks, each with a schedule, tied or not, and an all-reduce: all in turns."""
+    turn, ties, algorithms = count(), cycle(("true", "false")), cycle(choices("allreduce"))
+    for n in (1, 2, 3, 4, 6, 8):
+        for dp, tp in product(range(1, n + 1), repeat=2):
+            if n % (dp * tp) == 0:
+                pp = n // dp // tp
+                served = [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1 or 2 * pp <= UNITS]
+                yield dp, tp, pp, served[next(turn) % len(served)], next(ties), next(algorithms) if dp > 1 else "auto"
 
 
-@pytest.mark.parametrize("tied", ("true", "false"))
-@pytest.mark.parametrize("dp, pp, name", LAYOUTS, ids=[f"{dp}x{pp}-{name}" for dp, pp, name in LAYOUTS])
-def test_every_layout_is_equal_to_one_rank(dp, pp, name, tied, alone):
-    micro_batches = max(1, min(2 * pp, ROWS // dp // pp * pp))
-    assert_equal_to_one_rank(alone[tied], dp * pp, layout(dp, pp, name, micro_batches, f"model.tied={tied}"))
+LAYOUTS = list(layouts())
 
 
-@pytest.mark.parametrize("tied, dp, pp, name", [
-    ("true", 1, 2, "zb-v"), ("true", 2, 2, "interleaved"), ("false", 2, 2, "zero-bubble"), ("true", 1, 3, "breadth-first"),
-    ("false", 1, 4, "1f1b"),
-])
-def test_stages_of_ranks_that_share_layers_are_equal_to_one_rank(dp, pp, name, tied, alone):
-    assert_equal_to_one_rank(alone[tied], 2 * dp * pp, layout(dp, pp, name, pp, f"model.tied={tied}", "layout.tp=2"))
+@pytest.mark.parametrize("dp, tp, pp, name, tied, algorithm", LAYOUTS, ids=["-".join(map(str, line)) for line in LAYOUTS])
+def test_every_layout_is_equal_to_one_rank(dp, tp, pp, name, tied, algorithm, alone):
+    settings = layout(dp, pp, name, max(1, min(2 * pp, ROWS // dp // pp * pp)), f"layout.tp={tp}", f"model.tied={tied}",
+                      f"replication.algorithm={algorithm}")
+    assert_equal_to_one_rank(alone[tied], dp * tp * pp, settings)
+
+
+def test_these_layouts_have_every_schedule_and_their_replicas_every_all_reduce():
+    assert len(LAYOUTS) == len({line[:3] for line in LAYOUTS}) == 32 and {line[3] for line in LAYOUTS} == set(SCHEDULES)
+    assert {line[5] for line in LAYOUTS if line[0] > 1} == set(choices("allreduce"))
 
 
 @pytest.mark.parametrize("dp, pp, micro_batches", [(1, 3, 6), (2, 2, 6)])
@@ -110,13 +119,33 @@ def test_a_schedule_of_a_file_trains(alone, tmp_path):
     assert_equal_to_one_rank(alone["true"], 4, layout(2, 2, tmp_path / "own.json", 0, "model.tied=true"))
 
 
-@pytest.mark.parametrize("wire", ("fp16", "topk:0.2"))
+@pytest.mark.parametrize("wire", ("fp16", "int8", "topk:0.2", "powersgd:2"))
 def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
     settings = layout(2, 2, "1f1b", 3, "precision.compute=float32", f"replication.wire={wire}", "model.tied=true")
     whole, *_ = run_ranks(4, trained, [*settings[:-2], "model.tied=true"])
     for found, *_ in run_ranks(4, trained, settings):
         assert np.all(np.abs(found[:, 0] / whole[0][:, 0] - 1) <= (1e-3 if wire == "fp16" else 0.1))
         assert not np.array_equal(found, whole[0])
+
+
+def test_a_gradient_that_is_not_finite_on_one_stage_is_known_to_all_and_nobody_updates():
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3)))
+        told, finish = [], trainer.replication.finish
+
+        def spoilt(mine):
+            """On the middle stage of the first replica, when all micro-batches have gone back."""
+            if mine.number == 1 and transport.rank == 2:
+                trainer.gradients[0] = np.nan
+            return finish(mine)
+
+        trainer.replication.finish = spoilt
+        for index in range(3):
+            outcome = trainer.step(index, *trainer.replication.batch(source, index))
+            told.append((outcome.updated, outcome.nonfinite > 0))
+        return told, replicas_equal(trainer)
+
+    assert run_ranks(6, run) == [([(True, False), (False, True), (True, False)], True)] * 6
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -138,9 +167,34 @@ def test_a_boundary_has_one_activation_and_one_gradient_for_each_micro_batch(nam
     rows = [len(share(ROWS, micro, m)) for micro in range(m)]
     expected = Counter()
     for part, (here, there) in enumerate(pairwise(place)):
-        for nbytes in (8 * 8 * 8 * count for count in rows if here != there):
+        for nbytes in (8 * WIDTH * 8 * each for each in rows if here != there):
             expected[here, there, 2 * (part + 1), nbytes] += 1
             expected[there, here, 2 * part + 1, nbytes] += 1
+    assert sent == expected
+
+
+@pytest.mark.parametrize("rows_divided", (False, True))
+def test_ranks_that_share_a_stage_send_their_counterparts_whole_activations_or_their_own_rows(rows_divided, monkeypatch):
+    sent, start_send, m = Counter(), ThreadTransport.start_send, 3
+
+    def noted(self, array, to, tag=0):
+        if tag < FIRST_CLAIMED_TAG:
+            sent[self.me, self.members[to], tag, array.nbytes] += 1
+        return start_send(self, array, to, tag)
+
+    def step(transport):
+        more = ["layout.tp=2", f"layout.sequence_parallel={str(rows_divided).lower()}"]
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(1, 2, "1f1b", m, *more)))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+
+    monkeypatch.setattr(ThreadTransport, "start_send", noted)
+    run_ranks(4, step)
+    expected = Counter()
+    for tp in range(2):
+        for micro in range(m):
+            nbytes = len(share(ROWS, micro, m)) * 8 * WIDTH * 8 // (1 + rows_divided)
+            expected[tp, 2 + tp, 2, nbytes] += 1
+            expected[2 + tp, tp, 1, nbytes] += 1
     assert sent == expected
 
 
@@ -240,7 +294,7 @@ def everything(transport, settings, folder, saved=None):
 
 LOADED = {"alone": (1, []), "2x2": (4, layout(2, 2, "zb-v", 2, "replication.zero=1")), "1x4": (4, layout(1, 4, "1f1b", 4)),
           "2x2x2": (8, layout(2, 2, "v-half", 2, "layout.tp=2", "replication.zero=1")),
-          "2x3": (6, layout(2, 3, "interleaved", 3, "pipeline.partition=1,1,1,1,1,3"))}
+          "2x3": (6, layout(2, 3, "breadth-first", 3, "pipeline.partition=1,1,1,1,1,3", "replication.zero=3"))}
 
 
 @pytest.mark.parametrize("then", [name for name in LOADED if name != "2x2x2"])
@@ -264,22 +318,31 @@ def test_checkpoints_of_any_layout_load_into_any_other_bit_for_bit_and_speak_ali
         assert seen == whole.keys()
 
 
-@pytest.mark.parametrize("ranks, settings, law, way_out", [
+@pytest.mark.parametrize("ranks, settings, law, way_out, mended", [
     (3, layout(1, 3, "interleaved", 3, "model.layers=1"), "there are 4 units for 6 parts (stages x chunks).",
-     "Take at most 4 parts, or a model with more layers."),
+     "Lower --pp or pipeline.chunks to at most 4 parts, or raise model.layers.",
+     [(2, "layout.pp=2", "batch.micro_batches=2"), (3, "pipeline.chunks=1"), (3, "model.layers=2")]),
     (3, layout(1, 3, "1f1b", 2), "A pipeline of 3 stages is never full with fewer micro-batches, but there are 2.",
-     "Set batch.micro_batches to at least 3, or --pp to at most 2."),
-    (3, layout(1, 3, "interleaved", 4), "3 stages do not divide 4 micro-batches.", "Take 3 or 6 micro-batches"),
+     "Set batch.micro_batches to at least 3, or --pp to at most 2.", [(3, "batch.micro_batches=3"), (2, "layout.pp=2")]),
+    (3, layout(1, 3, "interleaved", 4), "3 stages do not divide 4 micro-batches.",
+     "Take 3 or 6 micro-batches, or schedule 1f1b or breadth-first, which serve any number.",
+     [(3, "batch.micro_batches=3"), (3, "batch.micro_batches=6"), (3, "pipeline.schedule=1f1b"),
+      (3, "pipeline.schedule=breadth-first")]),
     (4, layout(2, 2, "1f1b", 0, "batch.size=3"), "Each of dp 2 x micro-batches 2 = 4 shares needs a sequence, but batch.size",
-     "Set batch.size to at least 4"),
-    (2, layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"), "but '3,4' is 2 that add up to 7.", "Write 4,4, for example."),
-    (2, layout(1, 2, "1f1b", 4, "pipeline.chunks=2"), "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.", "Leave the"),
-    (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", ""),
+     "Set batch.size to at least 4", [(4, "batch.size=4")]),
+    (2, layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"), "but '3,4' is 2 that add up to 7.", "Write 4,4, for example.",
+     [(2, "pipeline.partition=4,4")]),
+    (2, layout(1, 2, "1f1b", 4, "pipeline.chunks=2"), "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.",
+     "Leave the number of chunks out, or take one of interleaved, zb-v, v-half, breadth-first.",
+     [(2, "pipeline.chunks=0"), (2, "pipeline.schedule=zb-v")]),
+    (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", "", [(2, "pipeline.schedule=v-half")]),
 ])
-def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(ranks, settings, law, way_out):
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(ranks, settings, law, way_out, mended):
     with pytest.raises(ConfigError) as caught:
         run_ranks(ranks, lambda transport: build(transport, configured(*SMALL, *settings)))
     assert caught.value.agreed and law in caught.value.law and way_out in caught.value.way_out
+    for needed, *others in mended:
+        run_ranks(needed, lambda transport, others: build(transport, configured(*SMALL, *settings, *others)), others)
 
 
 def test_micro_batches_that_nobody_has_set_are_two_a_stage_as_far_as_there_are_rows():

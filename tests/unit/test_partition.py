@@ -77,7 +77,7 @@ def test_more_parts_than_units_are_refused(cut):
         cut()
     assert caught.value.law == ("Every part of a pipeline needs a unit of the model, but there are 3 units for 4 parts "
                                 "(stages x chunks).")
-    assert caught.value.way_out == "Take at most 3 parts, or a model with more layers."
+    assert caught.value.way_out == "Lower --pp or pipeline.chunks to at most 3 parts, or raise model.layers."
 
 
 class Clock:

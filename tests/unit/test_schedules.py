@@ -24,7 +24,7 @@ from mpitrain.pipeline.instructions import (
     fused_at_the_input,
     with_messages,
 )
-from mpitrain.pipeline.memory import peak, turns
+from mpitrain.pipeline.memory import goes_in_passes, peak, turns
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, Event, simulate
 
@@ -232,6 +232,12 @@ def test_a_stage_that_holds_one_part_at_a_time_gathers_as_often_as_the_formula_s
 def test_what_is_freed_after_each_use_is_gathered_twice_a_micro_batch(name):
     for p, m, v in points(name):
         assert all(sum(not isinstance(i, BackwardWeight) for i in mine) == 2 * m for mine in planned(name, p, m, v).lists)
+
+
+def test_all_micro_batches_go_through_a_part_before_the_next_by_two_schedules_alone():
+    for name in SCHEDULES:
+        found = {all(map(goes_in_passes, planned(name, p, m, v).lists)) for p, m, v in points(name) if p > 1 and 1 < m < 7}
+        assert found == {name in ("gpipe", "breadth-first")}, name
 
 
 def test_interleaving_gathers_more_often_and_breadth_first_reduces_each_part_once():
