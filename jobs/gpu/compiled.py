@@ -20,8 +20,11 @@ from workload import all_products, config, multiply, source
 
 from mpitrain.bench import kernels as bench
 from mpitrain.errors import MpitrainError
+from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.engines import KERNELS
 from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.nvrtc import Compiler
+from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine.backend import BACKENDS, HostBackend
 from mpitrain.machine.process import processors
@@ -86,16 +89,21 @@ def step(transport: Any, kind: str, settings: Any) -> None:
 
 
 @cache
-def engine(kind: str) -> Any:
+def simulator() -> Simulator:
     """This process's."""
-    return device_for(kind).kernels.engine
+    return Simulator()
 
 
-def compile_one(kind: str, stem: str, macros: tuple, kernel: str) -> str:
-    """Compile it into the cache; what went wrong, or nothing."""
+def compile_one(kind: str, capability: int, stem: str, macros: tuple, kernel: str) -> str:
+    """Compile it into the cache; what went wrong, or nothing. On a GPU nothing is loaded: so many processes want none of it."""
     found = package_sources()[stem]
     try:
-        engine(kind).load(found, found.kernels[kernel], dict(macros))
+        if kind == "cuda":
+            import cupy
+
+            Compiler(cupy, capability, cache_of("cuda")).compile(found, dict(macros))
+        else:
+            simulator().load(found, found.kernels[kernel], dict(macros))
     except MpitrainError as error:
         return str(error)
     return ""
@@ -104,10 +112,14 @@ def compile_one(kind: str, stem: str, macros: tuple, kernel: str) -> str:
 def main(kind: str) -> None:
     """One result, and one for each that does not compile."""
     start = time.perf_counter()
-    found = collect(kind, engine(kind).capability)
+    kernels = device_for(kind).kernels
+    assert kernels is not None
+    capability = kernels.engine.capability
+    found = collect(kind, capability)
     collected, processes = time.perf_counter() - start, min(PROCESSES, processors())
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        jobs = [(stem, macros, pool.submit(compile_one, kind, stem, macros, kernel)) for (stem, macros), kernel in found.items()]
+        jobs = [(stem, macros, pool.submit(compile_one, kind, capability, stem, macros, kernel))
+                for (stem, macros), kernel in found.items()]
         wrong = [(stem, macros, said) for stem, macros, job in jobs if (said := job.result())]
     for stem, macros, said in wrong:
         emit(f"{stem} does not compile: {said.splitlines()[-1][:80]}", ok=False, macros=dict(macros))

@@ -25,11 +25,13 @@ class Products(NamedTuple):
 
 
 FORMS = ("NT", "NN", "TN")    # forward, input half, weight half
-FUSED = ("NT+gelu", "TN+sums")
 PRODUCTS = {
-    # A cube; of 8 sequences of 1024 tokens the layers of GPT-2 124M, and its logits.
-    "cuda": (Products((4096, 4096, 4096), FORMS), Products((8192, 3072, 768), FORMS + FUSED), Products((8192, 768, 3072), FORMS),
-             Products((8192, VOCABULARY, 768), FORMS), Products((8192, 2304, 768), FORMS), Products((8192, 768, 768), FORMS)),
+    # A cube; of 8 sequences of 1024 tokens the layers of GPT-2 124M, their gradients and its logits.
+    "cuda": (Products((4096, 4096, 4096), FORMS), Products((8192, 3072, 768), ("NT", "NT+gelu")),
+             Products((8192, 768, 3072), ("NT", "NN")), Products((3072, 768, 8192), ("TN", "TN+sums")),
+             Products((8192, VOCABULARY, 768), ("NT",)), Products((8192, 768, VOCABULARY), ("NN",)),
+             Products((VOCABULARY, 768, 8192), ("TN",)), Products((768, 768, 8192), ("TN",)),
+             Products((8192, 2304, 768), ("NT",))),
     "cuda-sim": (Products((33, 20, 41), ("NT", "TN+sums")),),
 }
 DTYPES = ("float32", "bfloat16")
