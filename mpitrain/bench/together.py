@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from mpitrain.transport.base import Transport
+from mpitrain.transport.clocks import Clocks
 
 ROUNDS = 5
-"""Messages to and fro between two clocks: the quickest of them tells their distance best."""
+"""Agreements before the first that counts."""
 
 MARGIN = 1.5
 """Time from agreement to start, over the longest time that an agreement took: so that all have heard of it by then."""
@@ -23,7 +24,7 @@ def starting_line(transport: Transport) -> Callable[[], None]:
     """A function that returns on all ranks at once; between hosts good for some seconds, as clocks drift. Collective."""
     if len(set(transport.hosts)) == 1:
         return transport.barrier
-    ahead = _ahead(transport)
+    ahead = -Clocks(transport, time.perf_counter).measure()[1]
     due = np.zeros(1)
 
     def agree() -> None:
@@ -45,21 +46,3 @@ def starting_line(transport: Transport) -> Callable[[], None]:
             time.sleep(max(0, left - 2e-4))  # a sleep ends late; the end is awaited awake
 
     return meet
-
-
-def _ahead(transport: Transport) -> float:
-    """Seconds that this rank's clock is ahead of rank 0's, which answers every rank in turn."""
-    tag, clock, best = transport.claim_tag(), np.zeros(1), (np.inf, 0.0)
-    for peer in range(1, transport.size):
-        for _ in range(ROUNDS):
-            if transport.rank == 0:
-                transport.recv(clock, peer, tag)
-                clock[0] = time.perf_counter()
-                transport.send(clock, peer, tag)
-            elif transport.rank == peer:
-                start = time.perf_counter()
-                transport.send(clock, 0, tag)
-                transport.recv(clock, 0, tag)
-                end = time.perf_counter()
-                best = min(best, (end - start, (start + end) / 2 - clock[0]))
-    return best[1]

@@ -21,7 +21,8 @@ LONGEST = 1e9  # seconds that a timer of the system can be set to
 
 @contextmanager
 def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
-          patience: Callable[[], float] = lambda: STALL_SECONDS) -> "Iterator[Transport]":
+          patience: Callable[[], float] = lambda: STALL_SECONDS,
+          does_trace: Callable[[], bool] = lambda: False) -> "Iterator[Transport]":
     """Connect to the other ranks; when the body has run, all pass a barrier before any leaves.
 
     An error that every rank has is printed by rank 0, and all leave with its exit code. Anything else that is raised ends
@@ -31,6 +32,7 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
     kind         the device.kind that will be asked for, since a GPU is chosen before MPI starts; an error it may raise
                  is dropped: the body will meet it again, with all ranks there to agree on it
     patience     the seconds after which this process ends if the ranks have not found each other; as for `kind`
+    does_trace   whether what they do is recorded, from before the first message; as for `kind`
     """
     process.limit_blas_threads()
     seconds = STALL_SECONDS
@@ -38,11 +40,18 @@ def ranks(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
         seconds = patience()
     with suppress(MpitrainError, OSError):
         process.choose_gpu(kind())
+    recorder = None
+    with suppress(MpitrainError, OSError):
+        if does_trace():
+            from mpitrain.trace.early import begun
+
+            recorder = begun(process.launched().rank, process.launched().size)
     from mpitrain.transport.mpi import connect
+    from mpitrain.transport.recorded import recorded
 
     # mpi4py starts MPI with the interpreter's lock held: a watchdog in Python would not run, this one does, and exits with 1.
     faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
-    transport = connect()
+    transport = recorded(connect, recorder)
     faulthandler.cancel_dump_traceback_later()
     try:
         if not allow_alone:
@@ -82,7 +91,7 @@ def _toml(value: Any) -> str:
 
 def kind_of(folder: Path, settings: list[str]) -> str:
     """The device.kind of a run directory under these settings."""
-    from mpitrain.run.loop import configured
+    from mpitrain.run.reopen import configured
 
     return configured(folder, settings).device.kind
 

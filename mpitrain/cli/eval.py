@@ -22,7 +22,7 @@ def command(run: Path, data: str | None, rows: int | None, tp: int | None, pp: i
     settings = settings_of(("data.source", data), ("run.eval_rows", rows), ("layout.tp", tp), ("layout.pp", pp),
                            ("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
-        from mpitrain.run.loop import open_run
+        from mpitrain.run.reopen import open_run
         from mpitrain.run.trainer import evaluated_rows
 
         job = open_run(transport, run, settings)

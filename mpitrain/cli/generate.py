@@ -45,7 +45,7 @@ def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, 
     settings = settings_of(("layout.tp", tp), ("layout.pp", pp), ("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.run.generate import tokens
-        from mpitrain.run.loop import open_run
+        from mpitrain.run.reopen import open_run
         from mpitrain.transport.agreed import agreed
 
         trainer, source, _ = open_run(transport, run, settings, needs_data=False)

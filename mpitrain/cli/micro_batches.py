@@ -77,6 +77,7 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
                                    "measured": measured, "arguments": sys.argv[1:]}, predicted)
     if verified:
         near = neighbours(predicted)
+        config = config.model_copy(update={"pipeline": trainer.config.pipeline})    # cut as it was measured
         job.close()
         _verify(transport, config, job.source, near, *verified)
 

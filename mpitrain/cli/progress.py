@@ -83,8 +83,9 @@ class Progress:
         elif event == "end":
             self._bar.close()
             said = ENDED if record["replicas_equal"] else "done: parameters bitwise NOT equal"
+            peaks = record["peak_activation_bytes_of_ranks"]
             print(f"{said} on all ranks, "
-                  f"peak activations {record['peak_activation_bytes'] / 1e6:.1f} MB on rank 0", flush=True)
+                  f"peak activations {max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}", flush=True)
         elif event in CLOSING:
             self._bar.close()
             said = f"{STOPPED_AT}{step}; --resume goes on from there" if event == "stopped" else f"{event} at step {step}"

@@ -9,6 +9,9 @@ import click
 from mpitrain.machine import process
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
     from mpitrain.report.page import Section
 
 FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = "report", "report.html", "timeline.png", "metrics.png", "perfetto.json"
@@ -37,37 +40,67 @@ def command(runs: tuple[Path, ...]) -> None:
     folder = runs[0] / FOLDER
     draw_metrics({str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE)
     write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
-    click.echo(f"{folder / PAGE} has all of it, {folder / PERFETTO} is for https://ui.perfetto.dev")
+    click.echo(f"{folder / PAGE} has all of it, {PERFETTO} beside it is for https://ui.perfetto.dev")
 
 
 def reported(run: Path) -> "Section":
     """Say what the traces of a run say, and write what Perfetto reads and, with matplotlib, the timeline."""
+    from mpitrain.errors import ConfigError
     from mpitrain.report.page import Section
+    from mpitrain.report.words import how_it_ended
+    from mpitrain.run.folder import CONFIG, METRICS, TRACE
+    from mpitrain.run.metrics import read_metrics
+    from mpitrain.trace.early import left
+
+    records, is_early = read_metrics(run / METRICS), any(run.glob("rank-*"))
+    if not records and not is_early and not (run / CONFIG).exists() and not (run / TRACE).exists():
+        starts = ", ".join(map(str, left()[-3:]))
+        raise ConfigError(f"There is no run in {run}.", "Name the directory of a run" + (
+            f", or that of a start which had none yet; on this host {starts}." if starts else "."))
+    try:
+        (run / FOLDER).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{run} cannot be written: {error.strerror}.", "Copy the run to where you may write.") from None
+    lines, picture = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"], None
+    if is_early or any((run / TRACE).glob("*")):
+        traced, picture = _traced(run, records)
+        lines += traced
+    else:
+        lines.append("It has no trace: run.trace, which is the default, keeps one.")
+    click.echo("\n".join(lines))
+    return Section("\n".join(lines), picture)
+
+
+def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> tuple[list[str], Path | None]:
+    """Lines on what the traces of a run say, and the picture of its timeline, if there is one."""
     from mpitrain.report.perfetto import write_perfetto
-    from mpitrain.report.predicted import compare
+    from mpitrain.report.predicted import what_was_predicted
     from mpitrain.report.shares import shares
     from mpitrain.report.timeline import read_timeline
-    from mpitrain.report.words import how_it_ended, what_each_did_last, what_the_trace_cost, where_the_time_went
-    from mpitrain.run.folder import METRICS, configuration
-    from mpitrain.run.metrics import CLOSING, read_metrics
+    from mpitrain.report.words import (
+        what_each_did_last,
+        what_the_trace_cost,
+        where_the_time_went,
+        whose_traces_are_missing,
+    )
+    from mpitrain.run.metrics import CLOSING
 
-    timeline, records = read_timeline(run), read_metrics(run / METRICS)
-    (run / FOLDER).mkdir(exist_ok=True)
+    timeline, picture = read_timeline(run), None
+    lines = list(whose_traces_are_missing(timeline))
     write_perfetto(run / FOLDER / PERFETTO, timeline)
-    found, picture = shares(timeline), None
-    lines = [f"{run}: {how_it_ended(records)}"]
+    found = shares(timeline)
     if found:
-        compared = compare(timeline, found.steps, configuration(run))
-        lines += [*where_the_time_went(found, timeline), *([str(compared)] if compared else []),
+        lines += [*where_the_time_went(found, timeline), *what_was_predicted(run, timeline, found.steps),
                   what_the_trace_cost(found, timeline)]
         if find_spec("matplotlib"):
             from mpitrain.report.picture import draw_timeline
 
             picture = run / FOLDER / TIMELINE
             draw_timeline(timeline, found.steps, picture)
+    elif timeline.missing:
+        lines.append("Where the time went cannot be said without the traces of all ranks, for they wait for each other.")
     else:
         lines.append("No step was finished by all ranks.")
     if not records or records[-1].get("event") not in CLOSING:
         lines += what_each_did_last(timeline)
-    click.echo("\n".join(lines))
-    return Section("\n".join(lines), picture)
+    return lines, picture

@@ -88,7 +88,8 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
     stop = Stop()
-    with ranks(kind=lambda: configured().device.kind, patience=lambda: configured().run.stall_seconds) as transport:
+    with ranks(kind=lambda: configured().device.kind, patience=lambda: configured().run.stall_seconds,
+               does_trace=lambda: configured().run.trace) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
 

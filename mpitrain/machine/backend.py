@@ -6,6 +6,7 @@ A backend is the only thing that knows how arrays get there and back, and what m
 import ctypes
 import platform
 import shutil
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,13 +18,14 @@ import numpy as np
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.arena import Arena, Lease
 from mpitrain.machine.kinds import KINDS, Kind
+from mpitrain.machine.marks import CudaMark, Mark, Passed
 
 
 class Copy(Protocol):
-    """A copy under way, neither end of which may be touched before `test` has said True or `wait` has returned; or a mark."""
+    """A copy under way, neither end of which may be touched before `test` has said True or `wait` has returned; or a place."""
 
     def test(self) -> bool:
-        """True once the copy, or what was started before the mark, is complete; never blocks."""
+        """True once the copy, or what was started before the place, is complete; never blocks."""
 
     def wait(self) -> None:
         """Block until then."""
@@ -53,6 +55,9 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait for all the work that was started here."""
 
+    def mark(self) -> Mark | None:
+        """A mark behind the work that was started here; None where the host computes itself."""
+
 
 @runtime_checkable
 class DeviceBackend(Backend, Protocol):
@@ -61,11 +66,11 @@ class DeviceBackend(Backend, Protocol):
     def staging(self, nbytes: int) -> np.ndarray:
         """Page-locked host bytes, which a device copies to and from while the host does something else."""
 
-    def mark(self) -> Copy:
-        """A mark behind all the work that was started here so far."""
+    def so_far(self) -> Copy:
+        """The place behind all the work that was started here so far."""
 
-    def follow(self, mark: Copy) -> None:
-        """Let the work that is started here from now on wait for what is before the mark; nobody waits on the host."""
+    def follow(self, place: Copy) -> None:
+        """Let the work that is started here from now on wait for what is before the place; nobody waits on the host."""
 
     def aside(self) -> AbstractContextManager[Any]:
         """Within it `here` is a place beside the computation: the stream of messages, of the copies and sums that make them."""
@@ -73,7 +78,7 @@ class DeviceBackend(Backend, Protocol):
     def start_copy(self, target: Any, source: Any, after: Copy) -> Copy:
         """Begin to copy one contiguous array onto another, one of them staging, beside the work under way.
 
-        after   a mark behind the work that writes the source, or still reads the target
+        after   a place behind the work that writes the source, or still reads the target
         """
 
     def gpus(self) -> tuple[str, list[str]]:
@@ -115,6 +120,9 @@ class HostBackend:
     def synchronize(self) -> None:
         pass
 
+    def mark(self) -> Mark | None:
+        return None
+
 
 class SimulatorBackend(HostBackend):
     """NumPy arrays for kernels that g++ has compiled; a launch has ended when it returns.
@@ -126,6 +134,9 @@ class SimulatorBackend(HostBackend):
 
     def __init__(self) -> None:
         compiler()
+
+    def mark(self) -> Mark:
+        return Passed(time.perf_counter())
 
 
 class CudaBackend:
@@ -161,14 +172,17 @@ class CudaBackend:
     def synchronize(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
 
+    def mark(self) -> Mark:
+        return CudaMark(self._cupy.cuda)
+
     def staging(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), np.uint8, nbytes)
 
-    def mark(self) -> Copy:
-        return self._marked(self._cupy.cuda.get_current_stream())
+    def so_far(self) -> Copy:
+        return self._placed(self._cupy.cuda.get_current_stream())
 
-    def follow(self, mark: Any) -> None:
-        self._cupy.cuda.get_current_stream().wait_event(mark.event)
+    def follow(self, place: Any) -> None:
+        self._cupy.cuda.get_current_stream().wait_event(place.event)
 
     def aside(self) -> AbstractContextManager[Any]:
         stream: AbstractContextManager[Any] = self._messages
@@ -178,10 +192,10 @@ class CudaBackend:
         runtime = self._cupy.cuda.runtime
         self._messages.wait_event(after.event)
         runtime.memcpyAsync(_address(target), _address(source), source.nbytes, runtime.memcpyDefault, self._messages.ptr)
-        return self._marked(self._messages, target, source)
+        return self._placed(self._messages, target, source)
 
-    def _marked(self, stream: Any, *ends: Any) -> "_CudaMark":
-        return _CudaMark(stream.record(self._cupy.cuda.Event(disable_timing=True)), ends)
+    def _placed(self, stream: Any, *ends: Any) -> "_CudaPlace":
+        return _CudaPlace(stream.record(self._cupy.cuda.Event(disable_timing=True)), ends)
 
     def gpus(self) -> tuple[str, list[str]]:
         runtime = self._cupy.cuda.runtime
@@ -220,7 +234,7 @@ class _CudaMemory:
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
 
-class _CudaMark:
+class _CudaPlace:
     """A place in a stream, reached with its event; behind a copy it keeps both ends alive."""
 
     def __init__(self, event: Any, ends: tuple[Any, ...]):

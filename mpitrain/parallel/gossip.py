@@ -30,11 +30,12 @@ class Gossip(Apart):
         super().__init__(replica)
         transport, length = replica.grid.dp.transport, replica.storage.length
         n, rank = transport.size, transport.rank
-        self._shifts = [
-            Execution(transport, self._average, "add", Plan((Step((Transfer((rank + distance) % n, 0, length),),
-                                                                  (Transfer((rank - distance) % n, 0, length),)),)),
-                      transport.claim_tag(), outgoing=self._own)
-            for distance in distances(n)]
+        with transport.recorder.called("parameters of a neighbour"):
+            self._shifts = [
+                Execution(transport, self._average, "add", Plan((Step((Transfer((rank + distance) % n, 0, length),),
+                                                                      (Transfer((rank - distance) % n, 0, length),)),)),
+                          transport.claim_tag(), outgoing=self._own)
+                for distance in distances(n)]
 
     def _weight_in_average(self) -> float:
         return 1 / self.replica.grid.dp.size

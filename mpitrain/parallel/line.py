@@ -39,7 +39,10 @@ class Line:
     def __init__(self, transport: Transport):
         """Every rank makes its own, in the same order beside other claims of tags."""
         self.transport = transport
-        self._headers, self._pieces = transport.claim_tag(), transport.claim_tag()
+        with transport.recorder.called("a header"):
+            self._headers = transport.claim_tag()
+        with transport.recorder.called("parameters or gradients"):
+            self._pieces = transport.claim_tag()
 
     def start_send(self, numbers: np.ndarray, views: Sequence[Any], to: int) -> list[Request]:
         """Begin to send a header and what it announces; none of it may change meanwhile."""

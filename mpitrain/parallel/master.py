@@ -32,7 +32,10 @@ class Master(AllReduce):
     def __init__(self, replica: Replica):
         super().__init__(replica)
         dp = replica.grid.dp
-        self._rows_tag, self._logits_tag = (dp.transport.claim_tag() for _ in range(2))
+        with dp.transport.recorder.called("rows"):
+            self._rows_tag = dp.transport.claim_tag()
+        with dp.transport.recorder.called("logits or their gradient"):
+            self._logits_tag = dp.transport.claim_tag()
         self._broadcast = dp.bind_broadcast(self.parameters, ROOT)
         self._is_current = True  # whether all ranks have the parameters of rank 0
         self._forms: list[tuple[str, list[int]]] = []  # dtype and shape of a row of inputs, and of targets

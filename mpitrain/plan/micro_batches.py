@@ -132,7 +132,7 @@ def explanation(config: Config, stages: int, rows: int, measured: Sequence[Measu
     each = (high - low) / width
     fixed = low - each * measured[0].rows
     if min(fixed, each) <= 0:
-        return ["A micro-batch costs a stage nothing besides its rows: the more there are, the better."]
+        return ["By the smallest and the largest size a micro-batch costs the slowest stage nothing besides its rows."]
     ideal = math.sqrt(worth * (stages - 1) * each * rows / fixed)
     root = f"sqrt({worth:.2g} x {stages - 1} x {1e3 * each * rows:.3g} / {1e3 * fixed:.3g})"
     return [f"On the slowest stage a row takes {1e3 * each:.3g} ms, and a micro-batch {1e3 * fixed:.3g} ms besides.",

@@ -10,23 +10,29 @@ from typing import Any
 
 from mpitrain.files import write_whole
 from mpitrain.report.timeline import Timeline, told
-from mpitrain.trace.ring import KINDS, RECEIVE, REDUCTION, SEND, STEP
+from mpitrain.trace.ring import DEVICE, KINDS, RECEIVE, REDUCTION, SEND, STEP
+
+THREADS = ("host", "device")
 
 
 def write_perfetto(path: Path, timeline: Timeline) -> None:
     """Write everything that the ranks have noted: a process per rank, messages and reductions beside what computes."""
-    write_whole(path, json.dumps({"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}))
+    write_whole(path, json.dumps({"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False))
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    start, end = min(float(trace.records["start"].min(initial=0)) for trace in timeline.traces), timeline.end()
-    for rank, trace in enumerate(timeline.traces):
+    start = min((float(trace.records["start"].min()) for trace in timeline.traces if len(trace.records)), default=0.0)
+    end = timeline.end()
+    for trace in timeline.traces:
+        rank = trace.facts["rank"]
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} on {trace.facts['host']}"}}
+        for thread, name in enumerate(THREADS):
+            yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
         for record in trace.records:
             kind, last = int(record["kind"]), float(record["end"] or end)
             name = f"step {record['step'] + 1}" if kind == STEP else told(trace, record)
-            event = {"pid": rank, "tid": 0, "name": name, "cat": KINDS[kind], "ts": 1e6 * (float(record["start"]) - start),
-                     "args": {"step": int(record["step"]) + 1}}
+            event = {"pid": rank, "tid": int(kind == DEVICE), "name": name, "cat": KINDS[kind],
+                     "ts": 1e6 * (float(record["start"]) - start), "args": {"step": int(record["step"]) + 1}}
             if kind in (SEND, RECEIVE, REDUCTION):    # several are under way at a time
                 event |= {"id": f"{rank}.{record['number']}"}
                 yield {**event, "ph": "b"}

@@ -7,18 +7,19 @@ from typing import Any
 from mpitrain.bench.curves import is_number
 from mpitrain.bench.plot import COLOURS
 from mpitrain.report.timeline import Timeline
+from mpitrain.trace.read import Trace
 from mpitrain.trace.ring import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     COMPUTE,
+    DEVICE,
     FORWARD,
     PAUSE,
     RECEIVE,
     REDUCTION,
     SEND,
     WAIT,
-    Trace,
 )
 
 FILLS = {"forward": "#56b4e9", "backward": "#e69f00", "input half": "#f0c060", "weight half": "#009e73",
@@ -46,14 +47,17 @@ def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
     for rank, trace in enumerate(timeline.traces):
         records = trace.records[(trace.records["end"] > zero) & (trace.records["start"] < last)]
         bars: dict[tuple[str, float, float], list[tuple[float, float]]] = {}    # boxes by how they look: one by one takes long
+        has_device = (records["kind"] == DEVICE).any()
         for record in records:
-            if look := _look(record):
+            if look := _look(record, has_device):
                 bars.setdefault(look, []).append((1e3 * (record["start"] - zero), 1e3 * (record["end"] - record["start"])))
         for (fill, place, height), spans in bars.items():
-            is_wait = fill == FILLS["standing still"]    # over what computes: a layer may wait within
-            axes.broken_barh(spans, (rank + place, height), facecolors=fill, linewidth=0.4, zorder=1 + is_wait,
+            is_wait = fill == FILLS["standing still"]
+            above = (0.5 if has_device else 2) if is_wait else 1    # over what computes: a layer may wait within, but no device
+            axes.broken_barh(spans, (rank + place, height), facecolors=fill, linewidth=0.4, zorder=above,
                              edgecolors="black" if is_wait else "none")
-        for record in records[(records["kind"] == COMPUTE) & (records["phase"] == FORWARD) & (records["unit"] == 0)]:
+        spans = records[records["kind"] == (DEVICE if has_device else COMPUTE)]
+        for record in spans[(spans["phase"] == FORWARD) & (spans["unit"] == 0)]:
             axes.text(1e3 * (record["start"] - zero), rank, f" {record['micro']}", fontsize="xx-small", va="center", zorder=3)
     axes.set(xlabel="ms", yticks=range(ranks), yticklabels=[_row_name(trace) for trace in timeline.traces],
              xlim=(0, 1e3 * (last - zero)), ylim=(ranks - 0.45, -0.5))
@@ -64,14 +68,16 @@ def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _look(record: Any) -> tuple[str, float, float] | None:
-    """Colour, place within the row and height of a record; None: it is not drawn."""
+def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
+    """Colour, place within the row and height of a record; None: it is not drawn, nor is what the host of a device launches."""
     kind = int(record["kind"])
+    if kind == COMPUTE and has_device:
+        return None
     if kind in (SEND, RECEIVE):
         return BENEATH["messages"], 0.3, 0.06
     if kind == REDUCTION:
         return BENEATH["reductions"], 0.38, 0.08
-    if kind == COMPUTE:
+    if kind in (COMPUTE, DEVICE):
         return FILLS[OF_PHASE.get(int(record["phase"]), "other computing")], -0.3, 0.56
     fill = {WAIT: "standing still", PAUSE: "evaluation, checkpoint"}.get(kind)
     return (FILLS[fill], -0.3, 0.56) if fill else None

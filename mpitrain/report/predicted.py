@@ -1,5 +1,7 @@
 """What the simulator says of the schedule in use, with the costs that were measured, beside what became of it."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
@@ -10,8 +12,10 @@ from mpitrain.errors import ConfigError
 from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.report.timeline import Timeline, within
-from mpitrain.trace.ring import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, FORWARD, WAIT, Trace
+from mpitrain.report.timeline import Timeline, computed, within
+from mpitrain.run.folder import configuration
+from mpitrain.trace.read import Trace
+from mpitrain.trace.ring import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, FORWARD, WAIT
 
 LOSS = "the loss"
 
@@ -34,6 +38,17 @@ class Compared(NamedTuple):
                 f"{100 * self.measured_bubble:.1f}% measured.")
 
 
+def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[str]:
+    """A line on the schedule of a run directory, if there is one to be said."""
+    try:
+        found = compare(timeline, steps, configuration(run))
+    except ConfigError as error:
+        yield f"Nothing can be predicted: {error.law}"
+        return
+    if found:
+        yield str(found)
+
+
 def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None:
     """The schedule of a run in its first replica; None where the traces say nothing of parts."""
     replica = [trace for trace in timeline.traces if (trace.facts["place"] or {}).get("dp") == 0
@@ -41,16 +56,15 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
     stages = config.layout.pp
     if len(replica) != stages:
         return None
-    try:
-        plan = find_plan(config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None)
-    except ConfigError:    # a schedule in a file that is not there any more
-        return None
+    plan = find_plan(config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None)
     used = {int(part): trace for trace in replica for part in trace.facts["parts"]}
     costs = [_cost(used[part], part, steps, plan.micro_batches, part == len(plan.place) - 1) for part in sorted(used)]
     simulated = simulate(with_messages(fused_at_the_input(plan)), costs)
     spans, busy = [], 0.0
     for step in steps:
         instructions = [_instructions(trace, range(step, step + 1)) for trace in replica]
+        if not all(map(len, instructions)):    # a worker of a server that others were faster than
+            return None
         spans.append(max(float(i["end"].max()) for i in instructions) - min(float(i["start"].min()) for i in instructions))
     busy = sum(_own(trace, _instructions(trace, steps)) for trace in replica)
     return Compared(config.pipeline.schedule, stages, plan.micro_batches, simulated.makespan, simulated.bubble, fmean(spans),
@@ -59,26 +73,28 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
 
 def _instructions(trace: Trace, steps: range) -> np.ndarray:
     """What a rank computed for micro-batches in these steps."""
-    records = within(trace, steps)
-    return records[(records["kind"] == COMPUTE) & (records["micro"] >= 0) & (records["end"] > 0)]
+    records = within(trace, steps, computed(trace))
+    return records[(records["micro"] >= 0) & (records["end"] > 0)]
 
 
-def _own(trace: Trace, computed: np.ndarray) -> float:
-    """Seconds of these records without the waits within them."""
-    waits = trace.records[(trace.records["kind"] == WAIT) & (trace.records["end"] > 0)]
-    if not len(computed):
+def _own(trace: Trace, spans: np.ndarray) -> float:
+    """Seconds of these records without the waits within them; a device does not wait with its host."""
+    if not len(spans):
         return 0.0
-    total = float((computed["end"] - computed["start"]).sum())
-    at = np.searchsorted(computed["start"], waits["start"], side="right") - 1
-    inside = (at >= 0) & (waits["end"] <= computed["end"][at])
+    total = float((spans["end"] - spans["start"]).sum())
+    if (spans["kind"] == DEVICE).all():
+        return total
+    waits = trace.records[(trace.records["kind"] == WAIT) & (trace.records["end"] > 0)]
+    at = np.searchsorted(spans["start"], waits["start"], side="right") - 1
+    inside = (at >= 0) & (waits["end"] <= spans["end"][at])
     return total - float((waits["end"] - waits["start"])[inside].sum())
 
 
 def _cost(trace: Trace, part: int, steps: range, micro_batches: int, is_last: bool) -> Cost:
     """Mean seconds of a part for one micro-batch; what took both halves at once is divided among them."""
     names = {*trace.facts["parts"][str(part)], *([LOSS] if is_last else [])}
-    computed = _instructions(trace, steps)
-    mine = computed[[trace.names[what][0] in names for what in computed["what"]]]
+    spans = _instructions(trace, steps)
+    mine = spans[[trace.names[what][0] in names for what in spans["what"]]]
 
     def seconds(*phases: int) -> float:
         return _own(trace, mine[np.isin(mine["phase"], phases)]) / len(steps) / micro_batches

@@ -1,18 +1,21 @@
 """Where the time of each rank went: computing, and standing still for one of three reasons.
 
 A wait for several ranks counts as waiting until the last of them came to it, and as communication from then on. A wait for one
-rank counts as waiting until that rank began its end of the message: between stages of a pipeline that is the bubble.
+rank counts as waiting until that rank began its end of the message: between stages of a pipeline that is the bubble. Who is
+waited for and waits itself meanwhile is not to blame, but whom it waits for. While a GPU computes, its rank does.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.pipeline.instructions import ACTIVATION, GRADIENT
 from mpitrain.report.timeline import Timeline
-from mpitrain.trace.ring import COMPUTE, PAUSE, RECEIVE, SEND, STEP, WAIT, Trace
+from mpitrain.trace.read import Trace
+from mpitrain.trace.ring import COMPUTE, DEVICE, PAUSE, RECEIVE, SEND, WAIT
 
 SHARES = ("computing", "exposed communication", "bubble", "waiting for another rank", "evaluation, checkpoint", "in between")
 COMPUTING, COMMUNICATION, BUBBLE, WAITING, PAUSES, BETWEEN = range(len(SHARES))
@@ -47,43 +50,106 @@ def shares(timeline: Timeline) -> Shares | None:
     steps, ranks = timeline.steps(), len(timeline.traces)
     if not steps:
         return None
-    ready = _Ready(timeline, steps)
-    seconds, waited = np.zeros((ranks, len(SHARES))), np.zeros((ranks, ranks))
+    ready, seconds = _Ready(timeline, steps), np.zeros((ranks, len(SHARES)))
+    stood: list[list[Still]] = [[] for _ in range(ranks)]
     for rank, trace in enumerate(timeline.traces):
         start, stop = timeline.window(rank, steps)
-        seconds[rank, BETWEEN] = stop - start
+        busy, mine = _busy(trace.records), seconds[rank]
+        mine[COMPUTING] = busy(start, stop)
         for record, own, is_paused in _own_times(trace.records, start, stop):
-            seconds[rank, BETWEEN] -= own
+            idle = [(end - begin) - busy(begin, end) for begin, end in own]
             if is_paused:
-                seconds[rank, PAUSES] += own
+                mine[PAUSES] += sum(end - begin for begin, end in own)
+                mine[COMPUTING] -= sum(busy(begin, end) for begin, end in own)
             elif record["kind"] == COMPUTE:
-                seconds[rank, COMPUTING] += own
-            elif record["kind"] == WAIT:
+                mine[COMPUTING] += sum(idle)
+            elif record["kind"] == WAIT and own:
                 other, when = ready.of(rank, record)
-                still = 0.0 if other == rank else min(max(when - record["start"], 0.0), own)
-                waited[rank, other] += still
-                is_bubble = trace.names[record["what"]][0] in (ACTIVATION, GRADIENT)
-                seconds[rank, BUBBLE if is_bubble else WAITING] += still
-                seconds[rank, COMMUNICATION] += own - still
-            else:
-                seconds[rank, BETWEEN] += own
-    return Shares(steps, seconds, waited)
+                begin, end = own[0]    # nothing is nested in a wait
+                until = begin if other == rank else min(max(when, begin), end)
+                if until > begin:
+                    stood[rank].append(Still(begin, until, other))
+                still = until - begin - busy(begin, until)
+                mine[BUBBLE if trace.names[record["what"]][0] in (ACTIVATION, GRADIENT) else WAITING] += still
+                mine[COMMUNICATION] += idle[0] - still
+        mine[BETWEEN] = stop - start - mine.sum()
+    return Shares(steps, seconds, _waited(stood))
 
 
-def _own_times(records: np.ndarray, start: float, stop: float) -> Iterator[tuple[Any, float, bool]]:
-    """What the rank's own thread did in [start, stop]: (record, seconds without what is nested in it, whether in a pause)."""
-    mine = records[np.isin(records["kind"], (STEP, COMPUTE, WAIT, PAUSE)) & (records["end"] > start) & (records["start"] < stop)]
+class Still(NamedTuple):
+    """A rank stood still for another one."""
+
+    start: float
+    end: float
+    other: int
+
+
+def _waited(stood: Sequence[Sequence[Still]]) -> np.ndarray:
+    """(ranks, ranks): seconds that each rank stood still because of each, by when each stood still for whom."""
+    found = np.zeros((len(stood), len(stood)))
+    ordered = [sorted(mine) for mine in stood]
+    ends = [[still.end for still in mine] for mine in ordered]
+
+    def blame(waits: int, other: int, start: float, end: float, through: frozenset[int]) -> None:
+        mine = ordered[other]
+        for still in mine[bisect_right(ends[other], start):]:
+            if still.start >= end or still.other in through:
+                break
+            begin, until = max(still.start, start), min(still.end, end)
+            found[waits, other] += begin - start
+            blame(waits, still.other, begin, until, through | {other})
+            start = until
+        found[waits, other] += end - start
+
+    for rank, mine in enumerate(ordered):
+        for still in mine:
+            blame(rank, still.other, still.start, still.end, frozenset((rank,)))
+    return found
+
+
+def _busy(records: np.ndarray) -> Callable[[float, float], float]:
+    """How many seconds of an interval the device of a rank computed."""
+    spans = np.sort(records[(records["kind"] == DEVICE) & (records["end"] > 0)], order="start")
+    if not len(spans):
+        return lambda start, end: 0.0
+    ends = np.maximum.accumulate(spans["end"])
+    starts = np.maximum(spans["start"], np.concatenate([spans["start"][:1], ends[:-1]]))    # work that overlaps counts once
+    points = np.stack([starts, np.maximum(starts, ends)], 1).ravel()
+    sums = np.cumsum(np.where(np.arange(len(points)) % 2, np.diff(points, prepend=points[0]), 0.0))
+
+    def of(start: float, end: float) -> float:
+        before, after = np.interp((start, end), points, sums)
+        return float(after - before)
+
+    return of
+
+
+def _own_times(records: np.ndarray, start: float, stop: float) -> Iterator[tuple[Any, list[tuple[float, float]], bool]]:
+    """What the rank's own thread did in [start, stop]: (record, intervals without what is nested in it, whether in a pause)."""
+    mine = records[np.isin(records["kind"], (COMPUTE, WAIT, PAUSE)) & (records["end"] > start) & (records["start"] < stop)]
     mine = mine[np.argsort(mine["number"])]    # a span is noted before those within it
-    around: list[list[Any]] = []    # of spans that last: [record, seconds of its own, whether in a pause]
+    around: list[list[Any]] = []    # of spans that last: [record, its own intervals, whether in a pause, own since]
+
+    def leave(now: float) -> None:
+        """Whoever is innermost does something of its own until now."""
+        if around and now > around[-1][3]:
+            around[-1][1].append((around[-1][3], now))
+
+    def close(until: float) -> Iterator[tuple[Any, list[tuple[float, float]], bool]]:
+        while around and (end := min(float(around[-1][0]["end"]), stop)) <= until:
+            leave(end)
+            record, own, is_paused, _ = around.pop()
+            yield record, own, is_paused
+            if around:
+                around[-1][3] = max(around[-1][3], end)
+
     for record in mine:
-        while around and around[-1][0]["end"] <= record["start"]:
-            yield tuple(around.pop())
-        if around:
-            around[-1][1] -= min(record["end"], stop) - max(record["start"], start)
+        begin = max(float(record["start"]), start)
+        yield from close(begin)
+        leave(begin)
         is_paused = record["kind"] == PAUSE or bool(around and around[-1][2])
-        around.append([record, min(record["end"], stop) - max(record["start"], start), is_paused])
-    for rest in reversed(around):
-        yield tuple(rest)
+        around.append([record, [], is_paused, begin])
+    yield from close(stop)
 
 
 class _Ready:

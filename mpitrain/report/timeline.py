@@ -1,23 +1,34 @@
 """The traces of all ranks of a run as one timeline, on the clock of rank 0."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.run.folder import TRACE
-from mpitrain.trace.ring import PHASES, RECEIVE, SEND, STEP, Trace, read_trace
+from mpitrain.run.folder import TRACE, trace_file
+from mpitrain.trace.read import MOST, Trace, read_trace
+from mpitrain.trace.ring import COMPUTE, DEVICE, PHASES, RECEIVE, SEND, STEP
 
 
 class Timeline(NamedTuple):
-    """What the ranks of a run noted, by rank, in seconds of the clock of rank 0."""
+    """What the ranks of a run noted, by rank, in seconds of the clock of rank 0.
+
+    missing  why there is no trace of a rank, by its number; the others are then not in their places
+    """
 
     traces: Sequence[Trace]
+    missing: Mapping[int, str] = {}
 
     def steps(self) -> range:
-        """The newest steps that every rank has finished and has in its trace; without the first of them, which may allocate."""
+        """The newest steps that every rank has finished and has in its trace; without the first of them, which may allocate.
+
+        None, if the trace of a rank is missing: the others waited for it.
+        """
+        if self.missing or not self.traces:
+            return range(0)
         common: set[int] = set.intersection(*({
             int(record["step"]) for record in trace.records if record["kind"] == STEP and record["end"]}
             for trace in self.traces))
@@ -36,35 +47,84 @@ class Timeline(NamedTuple):
 
     def end(self) -> float:
         """When a rank gave the last sign of life."""
-        return max(last_sign(trace) for trace in self.traces)
+        return max((last_sign(trace) for trace in self.traces), default=0.0)
 
 
-def within(trace: Trace, steps: range) -> np.ndarray:
-    """What a rank began during these steps, which it has all finished; not what it did between them, such as an evaluation."""
-    records = trace.records
-    spans = records[(records["kind"] == STEP) & (records["step"] >= steps.start) & (records["step"] < steps.stop)]
+def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.ndarray:
+    """What a rank began during these steps, which it has all finished; not what it did between them, such as an evaluation.
+
+    records  those to choose among; all, if None
+    """
+    records, steps_of = trace.records if records is None else records, trace.records[trace.records["kind"] == STEP]
+    spans = steps_of[(steps_of["step"] >= steps.start) & (steps_of["step"] < steps.stop)]
     at = np.searchsorted(spans["start"], records["start"], side="right") - 1
     return records[(at >= 0) & (records["start"] <= spans["end"][at])]
 
 
+def computed(trace: Trace) -> np.ndarray:
+    """What a rank computed: by its device, where it has one."""
+    on_device = trace.records[(trace.records["kind"] == DEVICE) & (trace.records["end"] > 0)]
+    return on_device if len(on_device) else trace.records[trace.records["kind"] == COMPUTE]
+
+
 def read_timeline(folder: Path) -> Timeline:
-    """The traces of a run directory; ConfigError if there is none, or one cannot be read."""
-    files = sorted((folder / TRACE).glob("rank-*"))
-    if not files:
+    """The traces of a run directory, or of a start without one, as far as they can be read; ConfigError if there are none."""
+    found: dict[int, Trace] = {}
+    missing: dict[int, str] = {}
+    where = folder / TRACE if (folder / TRACE).is_dir() else folder
+    for file in sorted(where.glob("rank-*")):
+        rank = int(digits) if (digits := file.name.removeprefix("rank-")).isdecimal() else -1
+        try:
+            found[rank] = _told_by(read_trace(file), rank, file)
+        except ConfigError as error:
+            missing[rank] = error.law
+    if not found and not missing:
         raise ConfigError(f"There is no trace of a run in {folder}.",
                           "Name the directory of a run that was trained with run.trace, which is the default.")
-    traces = sorted((_on_one_clock(read_trace(file)) for file in files), key=lambda trace: trace.facts["rank"])
-    if [trace.facts["rank"] for trace in traces] != list(range(traces[0].facts["ranks"])):
-        raise ConfigError(f"{folder / TRACE} has the traces of {len(traces)} ranks, but the run had {traces[0].facts['ranks']}.",
-                          "Look for the others on the hosts of the run: every rank writes its own.")
-    return Timeline(traces)
+    whose = Counter((trace.facts.get("run"), trace.facts["ranks"]) for trace in found.values())
+    for rank, trace in list(found.items()):
+        if (mine := (trace.facts.get("run"), trace.facts["ranks"])) != (most := whose.most_common(1)[0][0]):
+            missing[rank] = f"The trace {where / trace_file(folder, rank).name} is of another run{_unlike(mine, most)}."
+            del found[rank]
+    for rank in range(max((trace.facts["ranks"] for trace in found.values()), default=0)):
+        if rank not in found:
+            missing.setdefault(rank, f"There is no trace of rank {rank} in {where}; every rank writes its own.")
+    return Timeline([_on_one_clock(found[rank]) for rank in sorted(found)], dict(sorted(missing.items())))
+
+
+def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
+    return f", of {mine[1]} ranks" if mine[1] != others[1] else ""
+
+
+def _told_by(trace: Trace, rank: int, file: Path) -> Trace:
+    """The trace, if its facts say that it is of this rank."""
+    facts, place = trace.facts, trace.facts.setdefault("place", None)
+    is_placed = place is None or (isinstance(place, dict) and all(type(place.get(axis)) is int for axis in ("dp", "tp", "pp")))
+    if (facts.get("rank") != rank or type(facts.get("ranks")) is not int or not rank < facts["ranks"] < MOST
+            or not is_placed or not isinstance(facts.get("host"), str)):
+        raise ConfigError(f"The trace {file} does not say of what rank it is.", "Copy it again, whole.")
+    return trace
 
 
 def _on_one_clock(trace: Trace) -> Trace:
-    records = trace.records.copy()
-    records["start"] += trace.facts["offset"]
-    records["end"][records["end"] > 0] += trace.facts["offset"]
+    records, has_ended = trace.records.copy(), trace.records["end"] > 0
+    records["start"] = on_the_clock_of_rank_0(records["start"], trace.clocks)
+    records["end"][has_ended] = on_the_clock_of_rank_0(records["end"][has_ended], trace.clocks)
     return trace._replace(records=records)
+
+
+def on_the_clock_of_rank_0(times: np.ndarray, clocks: Sequence[tuple[float, float]]) -> np.ndarray:
+    """Times of a rank on the clock of rank 0.
+
+    clocks  times of the rank's clock, at which it was compared, and the seconds that it was behind. In between it drifts evenly;
+            before and after as fast as from the first to the last.
+    """
+    if not clocks:
+        return times
+    at, behind = np.array(sorted(clocks)).T
+    inside = np.clip(times, at[0], at[-1])
+    drift = (behind[-1] - behind[0]) / (at[-1] - at[0]) if at[-1] > at[0] else 0.0
+    return times + np.interp(inside, at, behind) + drift * (times - inside)
 
 
 def last_sign(trace: Trace) -> float:
@@ -76,7 +136,7 @@ def told(trace: Trace, record: Any) -> str:
     """A record in words."""
     what, _ = trace.names[record["what"]]
     phase = PHASES[record["phase"]]
-    said = f"{phase} of {what}" if phase else what or f"message of tag {record['tag']}"
+    said = f"{phase} of {what}" if phase else what or (f"message of tag {record['tag']}" if record["tag"] >= 0 else "a message")
     if record["kind"] in (SEND, RECEIVE):
         way = "send to" if record["kind"] == SEND else "receive from"
         peer = f"rank {record['peer']}" if record["peer"] >= 0 else "any rank"

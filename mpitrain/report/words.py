@@ -5,16 +5,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from mpitrain.report.shares import COMPUTING, SHARES, Shares
 from mpitrain.report.timeline import Timeline, is_open, last_sign, told, within
 from mpitrain.run.metrics import CLOSING
+from mpitrain.trace.read import Trace
 from mpitrain.trace.recorder import Recorder
-from mpitrain.trace.ring import RECEIVE, REDUCTION, SEND, STEP, WAIT, Trace
+from mpitrain.trace.ring import PAUSE, RECEIVE, REDUCTION, SEND, STEP, WAIT
 
 SHOWN = 8
 """Ranks that get a column; more are told by the median and the extremes."""
 LISTED = 4
 """Messages under way that are listed of one rank."""
+ENDS = {"end": "finished after", "stopped": "was stopped after", "failed": "failed at"}
 TRIED = 10_000
 """Records that are written to measure what one takes."""
 
@@ -28,10 +32,10 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
            f"{hosts} host(s), in %:")
     shown = range(min(ranks, SHOWN))
     yield f"  {'':26}{'all':>7}" + "".join(f"{f'rank {rank}':>9}" for rank in shown) + (" ..." if ranks > SHOWN else "")
-    rows = found.seconds / found.seconds.sum(1, keepdims=True)
-    for number, name in enumerate(SHARES):
-        yield f"  {name:26}{100 * found.of_all[number]:7.1f}" + "".join(f"{100 * rows[rank, number]:9.1f}" for rank in shown)
-    yield f"  {'sum':26}{100 * found.of_all.sum():7.1f}" + "".join(f"{100 * rows[rank].sum():9.1f}" for rank in shown)
+    columns = [_per_mille(found.seconds.sum(0)), *(_per_mille(found.seconds[rank]) for rank in shown)]
+    for name, (every, *each) in zip((*SHARES, "sum"), zip(*columns, strict=True), strict=True):
+        yield f"  {name:26}{every / 10:7.1f}" + "".join(f"{one / 10:9.1f}" for one in each)
+    yield from _memory(timeline)
     slowest = found.slowest
     if slowest is None:
         yield "No rank waited for another."
@@ -44,6 +48,30 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
     others = [seconds for rank, seconds in enumerate(computing) if rank != longest]
     yield (f"Rank {longest} computes longest: {1e3 * computing[longest]:.1f} ms a step, "
            f"{computing[longest] / median(others):.2f} times the median of the others.")
+
+
+def _per_mille(seconds: np.ndarray) -> list[int]:
+    """Shares in thousandths, and their sum, which is 1000: the largest of what rounding down left out is made up for first."""
+    exact = 1000 * seconds / seconds.sum()
+    whole = np.floor(exact).astype(int)
+    whole[np.argsort(whole - exact)[:1000 - whole.sum()]] += 1
+    return [*whole.tolist(), int(whole.sum())]
+
+
+def _memory(timeline: Timeline) -> Iterator[str]:
+    peaks = [trace.facts.get("peak_activation_bytes") for trace in timeline.traces]
+    told = [peak for peak in peaks if isinstance(peak, int)]
+    if len(told) == len(peaks) > 0:
+        shown = told[:SHOWN]
+        yield (f"  {'peak activations, MB':26}{max(told) / 1e6:7.1f}" + "".join(f"{peak / 1e6:9.1f}" for peak in shown))
+
+
+def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
+    """Lines: why there is no trace of some ranks."""
+    reasons = list(timeline.missing.values())
+    yield from reasons[:SHOWN]
+    if len(reasons) > SHOWN:
+        yield f"And {len(reasons) - SHOWN} more."
 
 
 def what_the_trace_cost(found: Shares, timeline: Timeline) -> str:
@@ -65,14 +93,13 @@ def _seconds_of_a_record() -> float:
 
 def what_each_did_last(timeline: Timeline) -> Iterator[str]:
     """Lines: of every rank what it was at when it gave the last sign of life, and what was under way."""
-    end = timeline.end()
-    signs = [last_sign(trace) for trace in timeline.traces]
-    silent = min(range(len(signs)), key=signs.__getitem__)
-    yield "What each rank did last, and how long before the last sign of any:"
-    for trace, sign in zip(timeline.traces, signs, strict=True):
-        yield f"  rank {trace.facts['rank']} on {trace.facts['host']}, {end - sign:.3f} s before: {_last(trace)}"
-    if len(signs) > 1:
-        yield f"First to fall silent was rank {silent}."
+    end, traces = timeline.end(), timeline.traces
+    if traces:
+        yield "What each rank did last, and how long before the last sign of any:"
+    for trace in traces:
+        yield f"  rank {trace.facts['rank']} on {trace.facts['host']}, {end - last_sign(trace):.3f} s before: {_last(trace)}"
+    if len(traces) > 1 and any((trace.records["kind"] == STEP).any() for trace in traces):
+        yield f"First to fall silent was rank {min(traces, key=last_sign).facts['rank']}."
 
 
 def _last(trace: Trace) -> str:
@@ -84,6 +111,7 @@ def _last(trace: Trace) -> str:
     steps = [record for record in spans if record["kind"] == STEP]
     said = f"in step {steps[-1]['step'] + 1}, " if steps else ""
     inner = [record for record in spans if record["kind"] != STEP]
+    said += "".join(f"in {told(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE)
     if inner:
         said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + told(trace, inner[-1])
         if inner[-1]["peer"] >= 0:
@@ -103,6 +131,5 @@ def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
         return "It has no metrics."
     last = records[-1]
     if last.get("event") in CLOSING:
-        return {"end": f"It finished after step {last['step']}.", "stopped": f"It was stopped after step {last['step']}.",
-                "failed": f"It failed at step {last['step']}."}[last["event"]]
+        return f"It {ENDS[last['event']]} step {last.get('step')}."
     return f"It has not ended by itself: the last line of its metrics is of step {last.get('step')}."

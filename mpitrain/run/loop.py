@@ -1,8 +1,6 @@
 """One run from start to end: its loop, its checkpoints, its metrics."""
 
-import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -10,32 +8,29 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from mpitrain import __version__
-from mpitrain.config import Config, parse, with_settings
-from mpitrain.data import Unopened
-from mpitrain.errors import CheckpointError, ConfigError, TrainingError, on_every_rank
+from mpitrain.config import Config
+from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.parallel.replicate import Outcome
 from mpitrain.run import checkpoint
 from mpitrain.run.build import Job, build
-from mpitrain.run.finished import newest
 from mpitrain.run.folder import (
     CHECKPOINTS,
-    CONFIG,
     METRICS,
     Place,
     claim,
-    configuration,
     find,
     noted_scan,
-    trace_file,
 )
 from mpitrain.run.manifest import Done
-from mpitrain.run.metrics import MetricsFile, read_metrics
+from mpitrain.run.metrics import MetricsFile
+from mpitrain.run.past import Past, past
+from mpitrain.run.traced import Traced
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.trace.recorder import Recorder
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
-from mpitrain.transport.recorded import Recorded, clock_offset
+from mpitrain.transport.recorded import Recorded
 
 SKIPS = 10  # so many skipped steps in a row end a run
 OVERFLOWS = 20  # and so many whose gradients were beyond float16
@@ -61,21 +56,6 @@ class Finished(NamedTuple):
     job: Job
 
 
-class Past(NamedTuple):
-    """What the metrics of a run say of its time before.
-
-    wall_s        seconds it took
-    is_evaluated  whether its checkpoint was
-    skipped       steps whose update was skipped
-    in_a_row      such steps up to its checkpoint without another between
-    """
-
-    wall_s: float = 0.0
-    is_evaluated: bool = False
-    skipped: int = 0
-    in_a_row: int = 0
-
-
 def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher,
           begins: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None) -> Finished:
     """Train as configured, in its run directory; collective.
@@ -98,15 +78,16 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
     watchdog.alive("looking for the run directory")
     place = find(transport, config, resume)
     watchdog.alive("building the model")
-    job = build(transport, config, place.saved, noted=noted_scan(place.folder))
+    with transport.recorder.pausing("building the model"):
+        job = build(transport, config, place.saved, noted=noted_scan(place.folder))
     watchdog.alive("claiming the run directory")
     begins()
     agreed(transport, lambda: _check_steps(job.step, config))
     claimed = agreed(transport, lambda: claim(place, job.trainer.resolved, job.source, job.step)
                      if transport.rank == 0 else None)
-    folder, past = transport.gather_text((str(claimed[0]), _past(claimed[0], job.step)) if claimed else None)[0]
-    _keep_trace(transport, job, Path(folder))
-    run = _Run(job, place, Path(folder), Past(*past), stop_requested, watchdog, watcher)
+    folder, before = transport.gather_text((str(claimed[0]), past(claimed[0], job.step)) if claimed else None)[0]
+    traced = Traced(transport, job, Path(folder))
+    run = _Run(job, place, Path(folder), Past(*before), stop_requested, watchdog, watcher, traced)
     try:
         return Finished(run.loop(), job)
     finally:
@@ -115,44 +96,19 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
             os.close(claimed[1])
 
 
-def _keep_trace(transport: Transport, job: Job, folder: Path) -> None:
-    """Give the recorder its file in the run directory; collective. A disk that has no room for it does not end a run."""
-    recorder = transport.recorder
-    if not recorder.is_on:
-        return
-    rank, grid = transport.rank, job.trainer.grid
-    offset = clock_offset(transport, recorder.clock)
-    recorder.facts(rank=rank, ranks=transport.size, host=transport.hosts[rank], process=os.getpid(), offset=offset,
-                   clock=recorder.clock(), time=time.time(), device=job.trainer.backend.kind,
-                   place=None if grid.is_server else grid.place._asdict())
-    try:
-        recorder.keep(trace_file(folder, rank))
-    except OSError as error:
-        print(f"warning: rank {rank} cannot keep a trace in {folder}: {error.strerror}.", file=sys.stderr, flush=True)
-
-
 def _check_steps(done: int, config: Config) -> None:
     if done > config.run.steps:
         raise CheckpointError(f"The checkpoint is at step {done}, past run.steps {config.run.steps}.",
                               f"Set run.steps to at least {done}.")
 
 
-def _past(folder: Path, step: int) -> Past:
-    records = read_metrics(folder / METRICS)
-    walls = [wall for record in records if isinstance(wall := record.get("wall_s"), float) and math.isfinite(wall)]
-    skipped = {record.get("step") for record in records if record.get("skipped") is True}
-    in_a_row = next(count for count in range(len(skipped) + 1) if step - count not in skipped)
-    is_evaluated = any("val_loss" in record and record.get("step") == step for record in records)
-    return Past(max(walls, default=0.0), is_evaluated, len(skipped), in_a_row)
-
-
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
     def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool],
-                 watchdog: Watchdog, watcher: Watcher):
+                 watchdog: Watchdog, watcher: Watcher, traced: Traced):
         self._trainer, self._source, self._done = job.trainer, job.data, job.done
-        self._recorder = job.trainer.transport.recorder
+        self._recorder, self._traced = job.trainer.transport.recorder, traced
         self._batch_name = self._recorder.name("its rows")
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
@@ -163,6 +119,7 @@ class _Run:
         self._since, self._logged_at, self._comm_s = time.perf_counter(), self._first, 0.0  # of what the next line sums up
         self._skipped, self._in_a_row = past.skipped, past.in_a_row  # steps whose update was skipped: in all, and up to now
         self._saved_at: int | None = self._first if place.saved else None
+        self._peaks = [0]    # of the activations of each rank, in bytes, as all of them told when they last met
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
         record = {
             "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
@@ -235,15 +192,29 @@ class _Run:
         """
         began = time.perf_counter()
         every, is_last = self._config.checkpoint.every, step == self._config.run.steps
-        if stop or is_last or (every and step and step % every == 0):
+        is_left, is_saved = self._is_evaluation_due(step), stop or is_last or bool(every and step and step % every == 0)
+        does_rest = is_saved or is_left
+        if is_saved:
             self._save(step)
-        is_left = self._is_evaluation_due(step)
         if is_left and not stop:
             is_left = stop = not self._evaluate(step)
             if stop:
                 self._save(step)
+        if does_rest:
+            self._meet()
         self._since += time.perf_counter() - began
         return stop and (is_left or not is_last)
+
+    def _meet(self) -> None:
+        """All ranks are here: measure the clocks of their hosts, and hear what their activations took."""
+        with self._recorder.pausing("the clocks"):
+            self._traced.align()
+            self._peaks = self._trainer.transport.gather_text(self._trainer.arena.peak)
+
+    @property
+    def _peak(self) -> int:
+        """Bytes of activations at most: of this rank, and of the others until all met last."""
+        return max(self._trainer.arena.peak, *self._peaks)
 
     def _is_evaluation_due(self, step: int) -> bool:
         run = self._config.run
@@ -253,13 +224,14 @@ class _Run:
     def _end(self) -> None:
         equal = replicas_equal(self._trainer)
         self._record({"event": "end", "step": self._config.run.steps, "replicas_equal": equal,
-                      "peak_activation_bytes": self._trainer.arena.peak})
+                      "peak_activation_bytes": self._peak, "peak_activation_bytes_of_ranks": self._peaks})
         if not equal:
             raise on_every_rank(TrainingError("After the last step the parameters differ between replicas.",
                                               "This is a fault of mpitrain or of the machine's memory; please report it."))
 
     def _log_step(self, step: int, outcome: Outcome) -> None:
         """A line on the steps since the last one."""
+        self._traced.peak(self._trainer.arena.peak)
         now, size, steps = time.perf_counter(), self._config.batch.size, step - self._logged_at
         step_s, comm_s = (now - self._since) / steps, self._comm_s / steps
         self._since, self._logged_at, self._comm_s = now, step, 0.0
@@ -274,7 +246,7 @@ class _Run:
         if self._config.precision.compute == "float16":
             rates |= {"loss_scale": outcome.loss_scale}
         self._record({"step": step, "loss": outcome.loss, "lr": outcome.lr, "grad_norm": outcome.grad_norm, "step_s": step_s,
-                      "comm_s": comm_s, **rates, "peak_activation_bytes": self._trainer.arena.peak, **skipped})
+                      "comm_s": comm_s, **rates, "peak_activation_bytes": self._peak, **skipped})
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate and record; returns False if a request to stop came between."""
@@ -319,29 +291,3 @@ class _Run:
         """The run's last line, and the error to raise on every rank."""
         self._record({"event": "failed", "step": step})
         return on_every_rank(TrainingError(law, way_out))
-
-
-def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
-    """The configuration of a run directory, to be opened by so many ranks, with `section.key=value` put in."""
-    if not (folder / CONFIG).exists():
-        raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
-    then = configuration(folder)
-    rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))  # at once on a rank, in training
-    anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows * ranks}"]
-    # Which ranks held what, and how gradients were made, concerns nobody any more.
-    alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
-    return parse(with_settings(alone, [*anew, *settings]))
-
-
-def open_run(transport: Transport, folder: Path, settings: list[str], needs_data: bool = True) -> Job:
-    """The job of a run directory as its newest checkpoint left it, on however many ranks; collective.
-
-    settings    section.key=value, over the configuration of the run
-    needs_data  False: a token model is built without its data source
-    """
-    config = agreed(transport, lambda: configured(folder, settings, transport.size))
-    saved = transport.gather_text(agreed(transport, lambda: str(newest(folder / CHECKPOINTS))))[0]
-    vocabulary = config.data.vocabulary or 256
-    is_enough = not needs_data and config.model.kind == "gpt"
-    return build(transport, config, Path(saved), Unopened("gpt", vocabulary, vocabulary) if is_enough else None,
-                 noted_scan(folder))

@@ -90,6 +90,7 @@ class Trainer:
         micro_batches = self.config.batch.micro_batches
         self.pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
         self._recorder = recorder = self.transport.recorder
+        recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
         self._loss_sums = self.backend.zeros(micro_batches, np.float64)  # of a step; read at its end, when the device is done
 
@@ -117,7 +118,10 @@ class Trainer:
         return self.replication.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's parameters in host memory, by full name, in order of storage. Collective, once settled."""
+        """Copies of this rank's parameters in host memory, by full name, in order of storage. Collective, once settled.
+
+        They are those that layers compute with: in half precision the rounded mirror, whose masters `replication.kept` has.
+        """
         found = {}
         for index, unit in enumerate(self.units):
             weights = self.replication.open(index, 0)

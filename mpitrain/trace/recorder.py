@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mpitrain.trace.ring import COMPUTE, NO_PHASE, PAUSE, STEP, WAIT, Ring, spelled
+from mpitrain.trace.device import DeviceSpans
+from mpitrain.trace.ring import COMPUTE, DEVICE, NO_PHASE, PAUSE, STEP, WAIT, Ring, spelled
 
 
 class Recorder:
@@ -27,6 +28,7 @@ class Recorder:
         self._owner, self._waiting = threading.get_ident(), 0
         self.step = self.micro = -1
         self.naming, self.topic = "", 0
+        self._device: DeviceSpans | None = None
         self.name("")
 
     def facts(self, **facts: Any) -> None:
@@ -62,10 +64,20 @@ class Recorder:
     def end(self, span: int) -> None:
         """What was begun has ended."""
         self._ring.end(span, self.clock())
+        if self._device:
+            self._device.end(span)
 
     def compute(self, name: int, phase: int = NO_PHASE, unit: int = -1, micro: int = -1) -> int:
-        """Begin to compute."""
-        return self._ring.write(self.clock(), 0.0, 0, self.step, -1, -1, micro, unit, name, COMPUTE, phase)
+        """Begin to compute, or to start what a device computes."""
+        number = self._ring.write(self.clock(), 0.0, 0, self.step, -1, -1, micro, unit, name, COMPUTE, phase)
+        if self._device:
+            self._device.begin(number, self.step, (0, self.step, -1, -1, micro, unit, name, DEVICE, phase))
+        return number
+
+    def computes_on(self, mark: Callable[[], Any]) -> None:
+        """Note what a device does of what this rank computes. mark: of its backend; says None where there is no such device."""
+        if mark() is not None:
+            self._device = DeviceSpans(mark, self.clock, self._ring.write)
 
     def wait(self, name: int, peer: int = -1, message: int = 0) -> int:
         """Stand still for messages, until `go_on`. A wait within a wait, and that of another thread, is none.
@@ -76,6 +88,8 @@ class Recorder:
         if self._waiting or threading.get_ident() != self._owner:
             return 0
         self._waiting = self._ring.write(self.clock(), 0.0, message, self.step, peer, -1, self.micro, -1, name, WAIT, NO_PHASE)
+        if self._device:
+            self._device.interrupt()
         return self._waiting
 
     def go_on(self, wait: int) -> None:
@@ -83,6 +97,8 @@ class Recorder:
         if wait:
             self._waiting = 0
             self.end(wait)
+            if self._device:
+                self._device.resume()
 
     @contextmanager
     def stepping(self, step: int) -> Iterator[None]:
@@ -94,14 +110,22 @@ class Recorder:
 
     @contextmanager
     def pausing(self, what: str) -> Iterator[None]:
-        """Training rests for something else."""
+        """Training rests for something else; messages whose tag has no name are called so, too."""
         span = self.begin(PAUSE, self.name(what))
+        self.about(self.name(what), -1)
         yield
+        self.about(0, -1)
         self.end(span)
+        if self._device:
+            self._device.note()
 
     def keep(self, path: Path) -> None:
         """Write to this file from now on, and what was written before; OSError if that cannot be."""
         self._ring.move(path)
+
+    def give_up(self, folder: Path) -> None:
+        """Remove the file that is written to, if it still lies in this folder."""
+        self._ring.give_up(folder)
 
 
 class Silent(Recorder):
@@ -125,6 +149,9 @@ class Silent(Recorder):
     @contextmanager
     def called(self, what: str) -> Iterator[None]:
         yield
+
+    def computes_on(self, mark: Callable[[], Any]) -> None:
+        pass
 
     def begin(self, *fields: int, **more: int) -> int:
         return 0

@@ -2,9 +2,11 @@
 
 The file is mapped into memory: a record is written without a call to the system, and what was written stays when the process
 is killed. A line of the head is an object of facts, of which later ones hold, or a list of a name and of the ranks it concerns.
-Records name lines of the second kind by their number, from 0.
+Records name lines of the second kind by their number, from 0. The fact `clock`, a time of the rank's clock and the seconds to
+add to it to get that of rank 0, may come several times, and all of them hold.
 """
 
+import contextlib
 import itertools
 import json
 import mmap
@@ -12,15 +14,12 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mpitrain.errors import ConfigError
-from mpitrain.files import contents
-
-KINDS = ("step", "compute", "wait", "reduction", "send", "receive", "pause")
-STEP, COMPUTE, WAIT, REDUCTION, SEND, RECEIVE, PAUSE = range(len(KINDS))
+KINDS = ("step", "compute", "wait", "reduction", "send", "receive", "pause", "device")
+STEP, COMPUTE, WAIT, REDUCTION, SEND, RECEIVE, PAUSE, DEVICE = range(len(KINDS))
 PHASES = ("", "forward", "backward", "input half of backward", "weight half of backward", "update")
 NO_PHASE, FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UPDATE = range(len(PHASES))
 
@@ -36,7 +35,7 @@ END = struct.Struct("<d")
 HEAD = 1 << 16
 CAPACITY = 1 << 14
 """Records: 0.8 MB, which hold some hundred steps of one rank, or some dozen of one that sends many messages."""
-MAGIC = b"mpitrain trace 1\n"
+MAGIC = b"mpitrain trace 2\n"
 
 
 class Ring:
@@ -48,6 +47,8 @@ class Ring:
         self._capacity, self._used = capacity, len(MAGIC)
         self._next = itertools.count(1).__next__    # one call that no other thread interrupts
         self._newest = 0
+        self._path: Path | None = None    # of the file that it lies in
+        self.note({"records": capacity})
 
     def note(self, line: Any) -> bool:
         """Add a line to the head; False if the head is full."""
@@ -71,7 +72,10 @@ class Ring:
             END.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size + 8, end)
 
     def move(self, path: Path) -> None:
-        """Go on in a file, which begins with what was written so far; OSError if there can be none. No other thread may write."""
+        """Go on in a file, which begins with what was written so far; OSError if there can be none. No other thread may write.
+
+        The file that it lay in before is removed.
+        """
         size = len(self._map)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -82,6 +86,21 @@ class Ring:
         moved[:] = self._map[:]
         self._map.close()
         self._map = moved
+        before, self._path = self._path, path
+        if before:
+            remove(before)
+
+    def give_up(self, folder: Path) -> None:
+        """Remove its file, if it still lies in this folder; it may be written to as before."""
+        if self._path and self._path.parent == folder:
+            remove(self._path)
+
+
+def remove(path: Path) -> None:
+    """Remove the file of a ring, and its folder after the last of them."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
 
 
 def spelled(ranks: Sequence[int]) -> list[int] | str:
@@ -91,35 +110,3 @@ def spelled(ranks: Sequence[int]) -> list[int] | str:
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     found = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)
     return [found.start, found.stop, found.step] if tuple(found) == tuple(ranks) else " ".join(map(str, ranks))
-
-
-class Trace(NamedTuple):
-    """What one rank noted: facts, (what, ranks that it concerns) by number, records from the oldest to the newest."""
-
-    facts: dict[str, Any]
-    names: list[tuple[str, tuple[int, ...]]]
-    records: np.ndarray
-
-
-def read_trace(path: Path) -> Trace:
-    """Read the trace of a rank, whatever became of it; ConfigError if the file is none."""
-    try:
-        data = contents(path)
-    except OSError as error:
-        raise ConfigError(f"The trace {path} cannot be read: {error.strerror}.", "Let this user read it.") from None
-    if not data.startswith(MAGIC) or len(data) < HEAD or (len(data) - HEAD) % RECORD.itemsize:
-        raise ConfigError(f"{path} is no trace of this version of mpitrain.", "Report with the version that wrote it.")
-    facts: dict[str, Any] = {}
-    names = []
-    for line in data[len(MAGIC):HEAD].rstrip(b"\0").split(b"\n"):
-        try:
-            found = json.loads(line)
-        except ValueError:    # the last line of a rank that was killed while it wrote
-            continue
-        if isinstance(found, dict):
-            facts |= found
-        else:
-            names.append((str(found[0]), tuple(range(*found[1]) if isinstance(found[1], list) else map(int, found[1].split()))))
-    records = np.frombuffer(data, RECORD, offset=HEAD)
-    records = records[(records["number"] > 0) & (records["what"] < len(names))]
-    return Trace(facts, names, np.sort(records, order="number"))

@@ -105,7 +105,10 @@ class Several:
 
 
 class Transport(Protocol):
-    """Moves arrays between `size` ranks. Waits have no deadline of their own; the watchdog has."""
+    """Moves arrays between `size` ranks. Waits have no deadline of their own; the watchdog has.
+
+    A carrier inherits what has a body here: the calls that wait, made of those that begin.
+    """
 
     rank: int
     size: int
@@ -132,12 +135,17 @@ class Transport(Protocol):
 
     def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
         """Send the array; returns when it may be reused."""
+        self.start_send(array, to, tag).wait()
 
     def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
         """Fill the array with the next message from `source` under `tag`; CommError if its size differs."""
+        self.start_recv(array, source, tag).wait()
 
     def exchange(self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0) -> None:
         """Send and receive at once, so that a ring of exchanges cannot deadlock."""
+        receive = self.start_recv(incoming, source, tag)
+        self.start_send(outgoing, to, tag).wait()
+        receive.wait()
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
         """Begin a send; the array must stay untouched until the request is complete."""
@@ -154,6 +162,18 @@ class Transport(Protocol):
         A request stays complete: leave it out next time. Polls and pauses as `wait_until` does.
         raises  CommError if the list is empty
         """
+        if not requests:
+            raise CommError(f"rank {self.rank}: wait_any needs a request to wait for, but was given none.",
+                            "Leave the loop when no request is left.")
+        found = -1
+
+        def one_is_complete() -> bool:
+            nonlocal found
+            found = next((i for i, request in enumerate(requests) if request.test()), -1)
+            return found >= 0
+
+        self.wait_until(one_is_complete, what=_AnyOf(requests))
+        return found
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         """Call `done`, which polls messages under way, until it says True: beneath `wait_any`, for what is no request.
@@ -220,22 +240,6 @@ def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float, what: A
             time.sleep(now)
         now = min(1.1 * now, LONGEST_PAUSE)
     traffic.waits_for = None
-
-
-def wait_any(transport: Transport, requests: Sequence[Request]) -> int:
-    """`Transport.wait_any`, by its `wait_until`."""
-    if not requests:
-        raise CommError(f"rank {transport.rank}: wait_any needs a request to wait for, but was given none.",
-                        "Leave the loop when no request is left.")
-    found = -1
-
-    def one_is_complete() -> bool:
-        nonlocal found
-        found = next((i for i, request in enumerate(requests) if request.test()), -1)
-        return found >= 0
-
-    transport.wait_until(one_is_complete, what=_AnyOf(requests))
-    return found
 
 
 class _AnyOf:

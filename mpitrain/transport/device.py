@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from mpitrain.machine.backend import Copy, DeviceBackend, on_device
-from mpitrain.transport.base import Request, Transport, wait_any
+from mpitrain.transport.base import Request, Transport
 
 
 class Carrier(Protocol):
@@ -78,7 +78,7 @@ class Aside:
 
     def begin(self) -> None:
         """Note what was computed so far: nothing may be started on the stream before that has ended."""
-        self._before = [self._backend.mark()]
+        self._before = [self._backend.so_far()]
 
     def is_ready(self) -> bool:
         """Whether what was computed before `begin` has ended, so that no start has to wait; never blocks."""
@@ -96,7 +96,7 @@ class Aside:
     def end(self) -> None:
         """Have what is computed from now on wait for the stream."""
         with self.here():
-            after = self._backend.mark()
+            after = self._backend.so_far()
         self._backend.follow(after)
 
 
@@ -131,7 +131,7 @@ class Direct:
         self._host.native_all_reduce(array, op)
 
 
-class DeviceTransport:
+class DeviceTransport(Transport):
     """A Transport whose messages may lie in device memory too, and whose `allocate` gives such memory.
 
     `hosts`, tags, traffic and windows are those of the transport below. A message that is staged counts in `traffic` as
@@ -162,20 +162,6 @@ class DeviceTransport:
 
     def start_recv_any(self, array: Any, tag: int = 0) -> Request:
         return self._way(array).start_recv_any(array, tag)
-
-    def send(self, array: Any, to: int, tag: int = 0) -> None:
-        self.start_send(array, to, tag).wait()
-
-    def recv(self, array: Any, source: int, tag: int = 0) -> None:
-        self.start_recv(array, source, tag).wait()
-
-    def exchange(self, outgoing: Any, to: int, incoming: Any, source: int, tag: int = 0) -> None:
-        receive = self.start_recv(incoming, source, tag)
-        self.start_send(outgoing, to, tag).wait()
-        receive.wait()
-
-    def wait_any(self, requests: Sequence[Request]) -> int:
-        return wait_any(self, requests)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         self._carrier.wait_until(done, pause, what)

@@ -6,7 +6,7 @@ BLAS threads comes first.
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,14 +15,13 @@ from mpitrain.errors import CommError
 from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.base import (
     FIRST_CLAIMED_TAG,
-    Request,
     Several,
     Tenants,
     Traffic,
+    Transport,
     aligned_zeros,
     check_message,
     poll_until,
-    wait_any,
 )
 from mpitrain.transport.mpi_requests import Receive, Send, Turns
 from mpitrain.transport.windows import Windows, no_room, room_left
@@ -53,7 +52,7 @@ def from_communicator(comm: Any) -> "MpiTransport":
     return MpiTransport(comm.Dup(), comm.rank)
 
 
-class MpiTransport:
+class MpiTransport(Transport):
     """One rank's transport over an mpi4py communicator that nobody else uses.
 
     Types that MPI lacks travel as integers of the same width; messages may have more than 2^31 elements.
@@ -135,20 +134,6 @@ class MpiTransport:
             message, unit = self._message(array)
             request = self.comm.Irecv(message, self.MPI.ANY_SOURCE, tag)
             return Receive(self, request, array, unit, f"recv from any rank, tag {tag}")
-
-    def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
-        self.start_send(array, to, tag).wait()
-
-    def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
-        self.start_recv(array, source, tag).wait()
-
-    def exchange(self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0) -> None:
-        receive = self.start_recv(incoming, source, tag)
-        self.start_send(outgoing, to, tag).wait()
-        receive.wait()
-
-    def wait_any(self, requests: Sequence[Request]) -> int:
-        return wait_any(self, requests)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         poll_until(done, self.traffic, pause, what)

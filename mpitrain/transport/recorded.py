@@ -1,19 +1,16 @@
-"""A transport whose messages and waits a recorder notes; and what the clocks of its hosts differ by."""
+"""A transport whose messages and waits a recorder notes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring import RECEIVE, REDUCTION, SEND
-from mpitrain.transport.base import Request, Transport, wait_any
-
-ROUNDS = 16
-"""Questions about the time that each host asks; the answer that took the shortest way counts."""
+from mpitrain.transport.base import Request, Transport
 
 
-class Recorded:
+class Recorded(Transport):
     """A Transport over another one. A message is called what the recorder said when its tag was claimed.
 
     A message lasts until this rank has seen it complete. Whatever makes the recorder's thread stand still is a wait: for the
@@ -27,7 +24,7 @@ class Recorded:
         self.native_dtypes, self.admits_threads = inner.native_dtypes, inner.admits_threads
         self._named: dict[int, int] = {}
         self._messages, self._barrier, self._text, self._native = (
-            recorder.name(what, inner.members) for what in ("messages", "a barrier", "words", "MPI's all-reduce"))
+            recorder.name(what, inner.members) for what in ("messages", "a barrier", "words of all ranks", "MPI's all-reduce"))
 
     def aside(self, array: Any) -> Any:
         return self._inner.aside(array)
@@ -57,20 +54,6 @@ class Recorded:
 
     def _member(self, rank: int) -> int:
         return self.members[rank] if 0 <= rank < self.size else -1    # the transport beneath refuses what is no rank
-
-    def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
-        self.start_send(array, to, tag).wait()
-
-    def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
-        self.start_recv(array, source, tag).wait()
-
-    def exchange(self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0) -> None:
-        receive = self.start_recv(incoming, source, tag)
-        self.start_send(outgoing, to, tag).wait()
-        receive.wait()
-
-    def wait_any(self, requests: Sequence[Request]) -> int:
-        return wait_any(self, requests)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         wait = self.recorder.wait(self._messages)
@@ -150,29 +133,10 @@ class _Noted:
         return str(self._inner)
 
 
-def clock_offset(transport: Transport, clock: Callable[[], float]) -> float:
-    """Seconds to add to this rank's clock to get that of rank 0; collective. One clock serves all ranks of a host.
-
-    The first rank of each other host asks rank 0 what time it is, and takes the answer for that of half the way: wrong by half
-    the shortest way there and back at most.
-    source  Cristian 1989, Probabilistic clock synchronization, Distributed Computing 3
-    """
-    tag, now = transport.claim_tag(), np.zeros(1)
-    firsts = [rank for rank, host in enumerate(transport.hosts) if transport.hosts.index(host) == rank]
-    offset = 0.0
-    for first in firsts[1:]:
-        shortest = float("inf")
-        for _ in range(ROUNDS):
-            if transport.rank == 0:
-                transport.recv(now, first, tag)
-                now[0] = clock()
-                transport.send(now, first, tag)
-            elif transport.rank == first:
-                asked = clock()
-                transport.send(now, 0, tag)
-                transport.recv(now, 0, tag)
-                answered = clock()
-                if answered - asked < shortest:
-                    shortest, offset = answered - asked, float(now[0]) - (asked + answered) / 2
-    offsets = transport.gather_text(offset)
-    return offsets[transport.hosts.index(transport.hosts[transport.rank])]
+def recorded(connect: Callable[[], Transport], recorder: Recorder | None) -> Transport:
+    """The transport that this makes, over which everything is noted if there is a recorder; and that it is being made."""
+    if recorder is None:
+        return connect()
+    with recorder.pausing("finding the other ranks"):
+        found = connect()
+    return Recorded(found, recorder)

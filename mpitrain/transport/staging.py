@@ -51,8 +51,8 @@ class Staged:
     def start_send(self, array: Any, to: int, tag: int) -> Request:
         check_message(array, self._host.rank, (to,), self._host.size)
         flat, buffer = self._staged(array)
-        pieces, mark = self._pieces(flat), self._backend.mark()
-        copies = [self._backend.start_copy(buffer[piece], flat[piece], mark) for piece in pieces]
+        pieces, so_far = self._pieces(flat), self._backend.so_far()
+        copies = [self._backend.start_copy(buffer[piece], flat[piece], so_far) for piece in pieces]
         sends: list[Request] = []
         for piece, copy in zip(pieces, copies, strict=True):
             while not copy.test():
@@ -83,10 +83,10 @@ class Staged:
 
     def native_all_reduce(self, array: Any, op: str) -> None:
         flat, buffer = self._staged(array)
-        mark = self._backend.mark()
-        self._backend.start_copy(buffer, flat, mark).wait()
+        so_far = self._backend.so_far()
+        self._backend.start_copy(buffer, flat, so_far).wait()
         self._host.native_all_reduce(buffer, op)
-        self._backend.start_copy(flat, buffer, mark).wait()
+        self._backend.start_copy(flat, buffer, so_far).wait()
 
     def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
         """The array as one dim, and staging for it: free again when no view of it is left."""
@@ -108,7 +108,7 @@ class _Receive:
                  ends: list[tuple[Any, np.ndarray]]):
         self._backend, self._under_way, self._receives, self._ends = backend, under_way, receives, ends
         self._copies: list[Copy] = []
-        self._before = backend.mark()    # what reads the array still may go on while the message is on its way
+        self._before = backend.so_far()    # what reads the array still may go on while the message is on its way
 
     @property
     def source(self) -> int:

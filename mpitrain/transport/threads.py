@@ -15,14 +15,14 @@ import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.transport.base import FIRST_CLAIMED_TAG, Request, Tenants, Traffic, aligned_zeros, check_message, wait_any
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Tenants, Traffic, Transport, aligned_zeros, check_message
 from mpitrain.transport.rendezvous import Arrival, Message, World
 from mpitrain.transport.windows import Windows
 
 OPS = {"add": np.add, "maximum": np.maximum}
 
 
-class ThreadTransport:
+class ThreadTransport(Transport):
     """One rank's transport; `run_ranks` makes them."""
 
     recorder: Recorder = SILENT
@@ -64,20 +64,6 @@ class ThreadTransport:
         message = Message(self, array, None, tag, sends=False)
         message.bytes.fill(0xFF)
         return message.post()
-
-    def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
-        self.start_send(array, to, tag).wait()
-
-    def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
-        self.start_recv(array, source, tag).wait()
-
-    def exchange(self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0) -> None:
-        receive = self.start_recv(incoming, source, tag)
-        self.start_send(outgoing, to, tag).wait()
-        receive.wait()
-
-    def wait_any(self, requests: Sequence[Request]) -> int:
-        return wait_any(self, requests)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         self.world.wait_until(self.me, done, what)

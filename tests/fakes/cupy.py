@@ -17,6 +17,7 @@ what another's stream still uses is a fault.
 import ctypes
 import itertools
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -87,7 +88,14 @@ class Stream:
     def record(self, event):
         event.copies, self._copies = getattr(self, "_copies", []), []
         event.stream, event.works, event.after = self, list(self._pending), list(self._after)
+        event.when = self.idle_at = max(time.perf_counter(), getattr(self, "idle_at", 0.0))
         return event
+
+    def computes(self, seconds):
+        """Work that takes so long, begun when what was started before has ended; returns when it begins and ends."""
+        began = self.record(Event()).when
+        self.idle_at += seconds
+        return began, self.idle_at
 
     def ordered(self):
         """Everything that has ended before whatever is started here now begins."""
@@ -122,10 +130,14 @@ def _end(stream, work):
 
 
 class Event:
-    """Done when asked for the second time, or when waited for; then the work and the copies before it have ended."""
+    """Done when asked for the second time, or when waited for; then the work and the copies before it have ended.
+
+    One that tells times is done when the stream comes past it.
+    """
 
     def __init__(self, disable_timing=False):
         self.asked, self.copies, self.stream, self.works, self.after = 0, [], None, [], []
+        self.tells_times = not disable_timing
 
     def all_works(self):
         """What has ended when this is reached, on all streams."""
@@ -133,6 +145,8 @@ class Event:
 
     @property
     def done(self):
+        if self.tells_times:
+            return time.perf_counter() >= self.when
         self.asked += 1
         if self.asked > 1:
             self.synchronize()
@@ -150,6 +164,12 @@ class Event:
             for target, source in self.copies:
                 target[:] = source
             self.works, self.after, self.copies = [], [], []
+
+
+def _elapsed(first, last):
+    if not (first.done and last.done):
+        raise CUDARuntimeError("cudaErrorNotReady: device not ready")
+    return float(np.float32(1e3 * (last.when - first.when)))
 
 
 def _bytes(ptr, nbytes):
@@ -235,7 +255,7 @@ def get_current_stream():
 
 
 cuda = SimpleNamespace(
-    Stream=Stream, Event=Event, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
+    Stream=Stream, Event=Event, get_elapsed_time=_elapsed, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
     get_current_stream=get_current_stream, alloc_pinned_memory=_alloc_pinned,
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
     Device=lambda index=0: SimpleNamespace(use=lambda: devices.used.append(index), compute_capability="90"),

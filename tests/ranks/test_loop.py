@@ -18,8 +18,9 @@ from mpitrain.run import checkpoint, watchdog
 from mpitrain.run.build import build
 from mpitrain.run.finished import newest
 from mpitrain.run.folder import noted_scan
-from mpitrain.run.loop import configured, train
+from mpitrain.run.loop import train
 from mpitrain.run.manifest import Done
+from mpitrain.run.reopen import configured
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import run_ranks

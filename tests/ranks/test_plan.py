@@ -1,7 +1,9 @@
 """`mpitrain plan micro-batches` on ranks: what it prints and writes, and what it refuses. Never how fast."""
 
+import importlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -47,3 +49,19 @@ def test_what_leaves_no_choice_is_refused_on_every_rank_before_anything_is_measu
 def test_it_is_a_command_with_the_options_of_training():
     done = CliRunner().invoke(commands, ["plan", "micro-batches", "--help"])
     assert done.exit_code == 0 and all(f"--{name} " in done.output for name in ("dp", "tp", "pp", "verify", "json", "set"))
+
+
+@pytest.mark.parametrize("job, smaller, words, lines", [
+    ("bubbles", {"HALF_S": 0.002, "STEPS": 1, "MICRO_BATCHES": 2, "MESSAGES": {"1 KiB": 256}}, ["1f1b zb-v"], 4),
+    ("counts", {"ROWS": 3, "STEPS": 1, "WIDTH": 4, "SECONDS": ((0.001, 0.0),) * 3, "SCHEDULES": ("gpipe",)}, [], 3),
+    ("unequal", {"LAYER_S": 0.001, "STEPS": 1, "ROWS": 2}, [], 3),
+])
+def test_the_jobs_that_prove_pipelines_run(job, smaller, words, lines, monkeypatch, capsys):
+    """On threads, shortened; whether they find what they claim is asked where times may be."""
+    folder = Path(__file__).parents[2] / "jobs/pipelines"
+    monkeypatch.syspath_prepend(str(folder))
+    module = importlib.import_module(job)
+    for name, value in smaller.items():
+        monkeypatch.setattr(module, name, value)
+    assert len(set(run_ranks(2, module.main, "2", *words))) == 1
+    assert len(capsys.readouterr().out.splitlines()) == lines

@@ -12,7 +12,8 @@ from mpitrain.data import largest_token
 from mpitrain.errors import DataError
 from mpitrain.run import build as build_module
 from mpitrain.run.build import build
-from mpitrain.run.loop import open_run, train
+from mpitrain.run.loop import train
+from mpitrain.run.reopen import open_run
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=6", "device.kind=cpu"]

@@ -14,7 +14,8 @@ from mpitrain.data import SampleSource
 from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.tiles import write_tiles
 from mpitrain.run.folder import configuration
-from mpitrain.run.loop import configured, open_run, train
+from mpitrain.run.loop import train
+from mpitrain.run.reopen import configured, open_run
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=3",

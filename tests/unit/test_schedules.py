@@ -25,7 +25,7 @@ from mpitrain.pipeline.instructions import (
     with_messages,
 )
 from mpitrain.pipeline.memory import goes_in_passes, peak, turns
-from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.pipeline.schedules import KINDS, SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, Event, simulate
 
 pytestmark = pytest.mark.slow
@@ -376,3 +376,14 @@ def test_numbers_that_a_schedule_cannot_serve_are_refused_with_some_that_it_can(
     with pytest.raises(ConfigError) as caught:
         plan_of(*arguments)
     assert (caught.value.law, caught.value.way_out) == (law, way_out)
+
+
+@pytest.mark.parametrize("mine, name, most", [
+    ("F0", "forward_bytes", 30), ("F0 F1", "forward_bytes", 40), ("F0 B0", "input_bytes", 30), ("F0 F1 B0", "input_bytes", 40),
+    ("F0 BW0", "input_bytes", 30), ("F0 F1 BW0", "input_bytes", 40), ("F0 B0 W0", "weight_bytes", 30),
+    ("F0 F1 B0 W0", "weight_bytes", 40), ("F0 F1 F2 F3 F4 B0", "input_bytes", 70),
+])
+def test_what_an_instruction_holds_while_it_computes_is_held_beside_the_other_micro_batches(mine, name, most):
+    """The last instruction of each list holds 30 bytes, and each other micro-batch the 10 that it has saved."""
+    instructions = [KINDS[word[:-1]](0, int(word[-1])) for word in mine.split()]
+    assert peak(instructions, [Cost(saved=10, pending=4, **{name: 30})]).nbytes == most

@@ -1,8 +1,12 @@
 """Traces and what is said of them: rings that overwrite, waits whose cause is known, and who was waited for."""
 
+import json
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Forward, fused_at_the_input, with_messages
@@ -13,18 +17,19 @@ from mpitrain.report.shares import BETWEEN, BUBBLE, COMMUNICATION, COMPUTING, PA
 from mpitrain.report.timeline import read_timeline
 from mpitrain.report.words import what_each_did_last, where_the_time_went
 from mpitrain.run.folder import trace_file
+from mpitrain.trace.read import read_trace
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     COMPUTE,
+    DEVICE,
     FORWARD,
     HEAD,
     RECEIVE,
     SEND,
     Ring,
-    read_trace,
 )
 
 RANKS = 3
@@ -32,12 +37,14 @@ PHASES = {Forward: FORWARD, Backward: BACKWARD, BackwardInput: BACKWARD_INPUT, B
 
 
 class Scripted:
-    """A recorder whose clock stands still unless the script moves it; `skew` is what the clock is ahead of that of rank 0."""
+    """A recorder whose clock stands still unless the script moves it; it is ahead of rank 0's by `skew`, and runs faster."""
 
     def __init__(self, rank, skew=0.0):
         self.now, self.skew = 100.0, skew
-        self.recorder = Recorder(clock=lambda: self.now + self.skew)
-        self.recorder.facts(rank=rank, ranks=RANKS, host=f"host{rank}", offset=-skew)
+        self.recorder = Recorder(clock=lambda: self.now + self.skew * (1 + self.now / 1e4))
+        self.recorder.facts(rank=rank, ranks=RANKS, host=f"host{rank}")
+        for self.now in (200.0, 100.0):
+            self.recorder.facts(clock=(self.recorder.clock(), self.now - self.recorder.clock()))
 
     def computes(self, seconds, what="a layer"):
         span = self.recorder.compute(self.recorder.name(what))
@@ -90,7 +97,7 @@ def test_names_that_find_no_room_cost_their_records_nothing_but_the_name(tmp_pat
 
 def test_what_is_no_trace_is_refused(tmp_path):
     (tmp_path / "trace").write_bytes(b"mpitrain trace 9\n" + bytes(HEAD))
-    with pytest.raises(ConfigError, match="is no trace of this version"):
+    with pytest.raises(ConfigError, match="is a trace of another version"):
         read_trace(tmp_path / "trace")
     with pytest.raises(ConfigError, match="There is no trace of a run in"):
         read_timeline(tmp_path)
@@ -117,6 +124,92 @@ def test_shares_are_the_seconds_that_were_spent_so_and_name_who_was_waited_for(t
     said = "\n".join(where_the_time_went(found, timeline))
     assert "longest for rank 2 on host2: 9.4% of all time, of 9.4%" in said
     assert "Rank 2 computes longest: 5200.0 ms a step, 1.30 times the median of the others." in said
+
+
+def test_who_waits_is_not_to_blame_but_whom_it_waits_for(tmp_path):
+    """Rank 2 computes 3 s longer than the others. Rank 0 gets a message of rank 1, which first waits for one of rank 2."""
+    def script(rank, one, step):
+        recorder, base = one.recorder, 100.0 + 10 * step
+        one.computes(1.0 if rank < 2 else 4.0)
+        if rank == 1:
+            message = recorder.begin(RECEIVE, recorder.name("rows"), peer=2, tag=6)
+            one.waits(base + 4.0, "rows", peer=2, message=message)
+            one.computes(0.5)
+        if rank > 0:
+            recorder.end(recorder.begin(SEND, recorder.name("rows"), peer=rank - 1, tag=4 + rank))
+        if rank == 0:
+            message = recorder.begin(RECEIVE, recorder.name("rows"), peer=1, tag=5)
+            one.waits(base + 4.75, "rows", peer=1, message=message)
+        one.now = base + 6
+
+    found = shares(scripted(tmp_path, script))
+    np.testing.assert_allclose(found.waited, [[0, 1, 6], [0, 0, 6], [0, 0, 0]], atol=1e-9)
+    assert found.slowest == 2
+
+
+def test_printed_shares_sum_to_exactly_100_however_they_are_rounded(tmp_path):
+    def script(rank, one, step):
+        for number in range(1, 4):    # thirds
+            one.computes(1.0)
+            one.waits(one.now + 1.0, f"sum {number}")
+            one.now += 1.0
+
+    timeline = scripted(tmp_path, script)
+    printed = [line.split()[-4:] for line in where_the_time_went(shares(timeline), timeline) if line.startswith("  ")][1:]
+    assert printed.pop() == ["100.0"] * 4
+    assert all(sum(round(10 * float(column)) for column in row) == 1000 for row in zip(*printed, strict=True)), printed
+
+
+def test_while_a_gpu_computes_its_rank_does_and_only_what_is_left_of_a_wait_is_exposed(tmp_path):
+    """The host launches for 1 s and waits 4 s for a sum; its GPU computes from 0.5 s to 4 s, twice over between 1 s and 2 s."""
+    def script(rank, one, step):
+        recorder, base, clock = one.recorder, one.now, one.recorder.clock()
+        span = recorder.compute(recorder.name("a layer"), FORWARD, 0, 0)
+        one.now += 1.0
+        recorder.end(span)
+        one.waits(base + 5.0)
+        for start, end in ((0.5, 2.0), (1.0, 4.0)):
+            recorder._ring.write(clock + start, clock + end, 0, step, -1, -1, 0, 0, recorder.name("a layer"), DEVICE, FORWARD)
+
+    found = shares(scripted(tmp_path, script))
+    np.testing.assert_allclose(found.seconds[0, [COMPUTING, COMMUNICATION]], (8.0, 2.0), atol=1e-9)
+    np.testing.assert_allclose(found.of_all.sum(), 1)
+
+
+@pytest.mark.parametrize("damage, said", [
+    (lambda data: b"", "is no trace."),
+    (lambda data: data[:-100], "bytes, not as many as it was made with."),
+    (lambda data: data[:1000], "bytes, not as many as it was made with."),
+    (lambda data: b"mpitrain trace 3\n" + data[17:], "is a trace of another version of mpitrain."),
+    (lambda data: data[:60] + b"\xff" * 200 + data[260:], "does not say of what rank it is."),
+    (lambda data: data.replace(b'"run": "this"', b'"run": "that"'), "is of another run."),
+    (lambda data: None, "There is no trace of rank 1 in"),
+], ids=["empty", "cut off", "cut in its head", "of a later version", "garbage in its head", "of another run", "gone"])
+def test_what_became_of_a_trace_is_said_and_the_others_tell_what_their_ranks_did_last(damage, said, monkeypatch, tmp_path):
+    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)    # pictures take seconds
+
+    def script(rank, one, step):
+        one.recorder.facts(run="this")
+        one.computes(1.0)
+
+    scripted(tmp_path, script)
+    file = trace_file(tmp_path, 1)
+    damaged = damage(file.read_bytes())
+    file.unlink() if damaged is None else file.write_bytes(damaged)
+    shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
+    assert shown.exit_code == 0 and said in shown.output and "cannot be said without the traces of all ranks" in shown.output
+    assert "rank 0 on host0, " in shown.output and "rank 2 on host2, " in shown.output and "rank 1 on" not in shown.output
+
+
+def test_records_that_are_garbage_are_left_out(tmp_path):
+    scripted(tmp_path, lambda rank, one, step: one.computes(1.0))
+    file, random = trace_file(tmp_path, 1), np.random.default_rng(0)
+    data = bytearray(file.read_bytes())
+    data[HEAD + 48 * 100:] = random.bytes(len(data) - HEAD - 48 * 100)
+    file.write_bytes(data)
+    shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
+    assert shown.exit_code == 0 and "What each rank did last" in shown.output, shown.output
+    json.loads((tmp_path / "report/perfetto.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_a_stage_that_has_nothing_to_do_yet_is_in_a_bubble_and_not_in_communication(tmp_path):
