@@ -5,7 +5,7 @@ from mpitrain.run import checkpoint
 
 def save(folder, trainer, done, keep):
     """Write one as a run does."""
-    trainer.replication.settle()
+    trainer.settle()
     return checkpoint.save(folder, trainer.replication.kept(), trainer.storage, trainer.transport, trainer.backend, done,
                            trainer.resolved.axes._asdict(), trainer.replication.scalars(), keep)
 

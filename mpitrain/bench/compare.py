@@ -120,7 +120,7 @@ def _measured(transport: Transport, job: Job, word: str, watchdog: Watchdog, ste
         outcomes.append(outcome)
         ends.append(time.perf_counter() - began)
         stepped(word, outcome.loss)
-    trainer.replication.settle()
+    trainer.settle()
     sent = transport.traffic.nbytes - sent
     watchdog.alive(f"the evaluation of {word}")
     evaluated = trainer.evaluate(job.data)

@@ -9,7 +9,7 @@ from statistics import median
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mpitrain.config import Config
+from mpitrain.config import ASYNCHRONOUS, Config
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
 from mpitrain.run.build import Job
@@ -113,6 +113,9 @@ def check_common_steps(config: Config) -> None:
     if config.replication.mode == "server" and config.replication.update != "sync":
         raise ConfigError("bench train measures steps that all ranks make together, but replication.update is "
                           f"{config.replication.update}.", "Set replication.update=sync.")
+    if config.pipeline.schedule in ASYNCHRONOUS:
+        raise ConfigError("bench train measures steps that all ranks make together, but in pipeline.schedule "
+                          f"{config.pipeline.schedule} none ends.", "Take another schedule, or `mpitrain train`.")
 
 
 def named(config: Config, settings: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import click
 from mpitrain.cli.bench import Bytes
 from mpitrain.cli.micro_batches import command as micro_batches
 from mpitrain.machine import process
-from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.schedules import NAMED, STREAMS
 
 NARROWEST, WIDEST, PIPED = 80, 130, 100
 """Columns of a chart: those of the terminal within bounds, and where there is none."""
@@ -43,7 +43,7 @@ def amount(name: str, default: float, text: str) -> Callable:
 
 @command.command("schedule")
 @click.option("--schedule", "name", default="1f1b", show_default=True, metavar="NAME|FILE",
-              help=f"{', '.join(SCHEDULES)}, or a file.")
+              help=f"{', '.join(NAMED)}, or a file.")
 @click.option("--stages", type=click.IntRange(1, 128), show_default="4", help="Ranks of the pipeline.")
 @click.option("--micro-batches", type=click.IntRange(1, 512), show_default="8", help="Parts of a batch.")
 @click.option("--chunks", type=click.IntRange(1, 26), show_default="2",
@@ -77,13 +77,16 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     from mpitrain.pipeline.files import find_plan, write_plan
     from mpitrain.pipeline.instructions import with_messages
     from mpitrain.pipeline.simulate import Cost, simulate
-    from mpitrain.plan.chart import chart, summary
+    from mpitrain.plan.chart import chart, streaming, summary
 
     takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
     if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
         raise ConfigError(f"Times and sizes are 0 or from {LEAST:g} to {MOST:g}, and a stage takes time, but these are "
                           + ", ".join(f"{option} {value:g}" for option, value in amounts.items()) + ".",
                           f"Give one of {', '.join(f'--{half}-ms' for half in HALVES)} more than 0.")
+    if json_file and name in STREAMS:
+        raise ConfigError(f"A file has the order of one step, but {name} goes on over the ends of steps.",
+                          "Leave out --json, or write that of 1f1b.")
     plan = find_plan(name, stages, micro_batches, chunks)
     _check_files(json_file, plot_file)
     share = len(plan.lists) / len(plan.place)
@@ -91,7 +94,10 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     costs = [cost] * len(plan.place)
     simulation = simulate(with_messages(plan), costs, amounts["transfer_ms"], amounts["receive_ms"])
     title = f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"
-    click.echo("\n".join([title, "", *chart(plan, simulation, columns()), "", *summary(plan, simulation, costs)]))
+    lines = [title, "", *chart(plan, simulation, columns()), "", *summary(plan, simulation, costs)]
+    if name in STREAMS:
+        lines += streaming(plan, simulation, STREAMS[name](len(plan.lists)))
+    click.echo("\n".join(lines))
     if json_file:
         write_plan(json_file, plan)
         click.echo(f"written to {json_file}")

@@ -40,7 +40,8 @@ def command(runs: tuple[Path, ...]) -> None:
     folder = runs[0] / FOLDER
     draw_metrics({str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE)
     write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
-    click.echo(f"{folder / PAGE} has all of it, {PERFETTO} beside it is for https://ui.perfetto.dev")
+    perfetto = f", {PERFETTO} beside it is for https://ui.perfetto.dev" if (folder / PERFETTO).exists() else ""
+    click.echo(f"{folder / PAGE} has all of it{perfetto}")
 
 
 def reported(run: Path) -> "Section":

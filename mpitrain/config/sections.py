@@ -13,6 +13,7 @@ WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
+ASYNCHRONOUS = ("async", "async-2bw")  # schedules whose stages update by themselves, while others compute
 KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
 WHOLE = 2**63 - 1  # the largest whole number: of 64 bits
 SMALL, LARGE = 1e-30, 1e30  # sizes of the other numbers but 0: float32 has all of these
@@ -105,7 +106,9 @@ class Layout(Section):
 class Pipeline(Section):
     schedule: str = Field(
         "1f1b", description="in which order stages compute: naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, v-half, "
-                            "breadth-first, or a file of `mpitrain plan schedule --json`"
+                            "breadth-first, or a file of `mpitrain plan schedule --json`; async and async-2bw: a stream of "
+                            "micro-batches without end, in which each stage updates by itself: after every micro-batch, or once "
+                            "a step from gradients at the parameters of the step before"
     )
     chunks: int = Field(0, ge=0, description="parts of the model on each stage; 0: as many as the schedule has, 2 if any number")
     partition: str = Field(
@@ -206,7 +209,8 @@ class Optimizer(Section):
     name: Literal["sgd", "momentum", "adamw"] = Field("adamw", description="the update rule")
     lr: float = Field(2e-3, gt=0, description="learning rate at its peak")
     weight_decay: float = Field(0.1, ge=0, description="decay of matrices, decoupled in adamw; biases and gains have none")
-    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm, in asynchronous pipelines of each stage; "
+                                              "0: no clipping")
     warmup: int = Field(20, ge=0, description="steps over which the learning rate rises from 0")
     schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="decay to a tenth after the warm-up")
     momentum: float = Field(0.9, ge=0, lt=1, description="of the momentum rule")

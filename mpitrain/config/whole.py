@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mpitrain.config.sections import (
+    ASYNCHRONOUS,
     KEPT_ON_HOST,
     Batch,
     Checkpoint,
@@ -78,6 +79,7 @@ class Config(Section):
                 f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
                 "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
             )
+        self._check_stream()
         self._check_mode()
         self._check_shared()
         width, heads = self.model.width, self.model.heads
@@ -87,6 +89,24 @@ class Config(Section):
                 f"model.heads must divide model.width, but {heads} does not divide {width}.",
                 f"Set model.width to {' or '.join(map(str, dict.fromkeys(near)))}, or model.heads to a divisor of {width}.",
             )
+
+    def _check_stream(self) -> None:
+        """Refuse what stages that update by themselves cannot agree on."""
+        schedule, replication, compute = self.pipeline.schedule, self.replication, self.precision.compute
+        if schedule not in ASYNCHRONOUS:
+            return
+        if self.model.tied:
+            raise ConfigError(f"With schedule {schedule} each stage updates by itself, but model.tied has two share a tensor.",
+                              "Set model.tied to false, or pipeline.schedule to 1f1b.")
+        if compute == "float16":
+            raise ConfigError(
+                f"With schedule {schedule} no stage waits until all know of an overflow, but the loss scale of float16 adapts to "
+                "them.", "Set precision.compute to bfloat16 or float32, or pipeline.schedule to 1f1b.")
+        for key, value, only in (("replication.mode", replication.mode, "all-reduce"), ("replication.zero", replication.zero, 0),
+                                 ("replication.wire", replication.wire, "none")):
+            if value != only:
+                raise ConfigError(f"Schedule {schedule} needs {key} {only}, but it is {value}.",
+                                  f"Set {key} to {only}, or pipeline.schedule to 1f1b.")
 
     def _check_mode(self) -> None:
         """Refuse what only all-reduce can do."""

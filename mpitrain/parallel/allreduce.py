@@ -77,6 +77,11 @@ class AllReduce(Replication):
 
     def _counted(self) -> Sequence[Piece]:
         """What this rank squares: its share of the reduced gradient, so that each element is squared once, on one rank."""
+        shares = [(piece.start, self.share(piece.stop - piece.start)) for piece in self._runs()]
+        return [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
+
+    def _runs(self) -> Sequence[Piece]:
+        """The runs of the flat buffer that count in norms here, and not on another rank of this replica."""
         runs: list[list[int]] = []
         for span in self.replica.storage.spans:
             if not self.replica.grid.counts(span.holders):
@@ -85,8 +90,7 @@ class AllReduce(Replication):
                 runs[-1][1] = span.stop
             else:
                 runs.append([span.start, span.stop])
-        shares = [(start, self.share(stop - start)) for start, stop in runs]
-        return [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
+        return [Piece(start, stop, 0) for start, stop in runs]
 
     def _parameters_of(self, piece: Piece) -> Any:
         return self.parameters[piece.start:piece.stop]
@@ -118,7 +122,8 @@ class AllReduce(Replication):
         """The control message: loss, squares, elements that are not finite and requests to stop, summed over all ranks."""
         return self.total(*numbers)
 
-    def finish(self, mine: Contribution) -> Outcome:
+    def _sum_gradients(self) -> tuple[float, int, float]:
+        """Wait until gradients are summed: squares and elements not finite of what counts here, and the seconds that it took."""
         began = time.perf_counter()
         wait = self._recorder.wait(self._gradients_name)
         if self._overlap:
@@ -130,6 +135,10 @@ class AllReduce(Replication):
         span = self._recorder.compute(self._norm_name)
         squares, nonfinite = self.replica.squares(self._squared)
         self._recorder.end(span)
+        return squares, nonfinite, comm_s
+
+    def finish(self, mine: Contribution) -> Outcome:
+        squares, nonfinite, comm_s = self._sum_gradients()
         began = time.perf_counter()
         totals = self._agreed(mine.loss, squares / self.loss_scale**2, nonfinite, mine.stop)
         outcome = outcome_of(mine, totals, comm_s + time.perf_counter() - began)

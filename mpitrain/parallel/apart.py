@@ -48,7 +48,7 @@ class Apart(AllReduce, ABC):
         """This worker's own."""
         return list(numbers)
 
-    def scale(self, predictions: int) -> float:
+    def scale(self, predictions: int, part: int) -> float:
         """As of all modes, but one update uses this worker's own rows alone."""
         return 1 / (len(self.share(self.replica.config.batch.size)) * predictions)
 

@@ -75,7 +75,7 @@ class LateWorker(Client):
     def share(self, rows: int) -> range:
         return super().share(rows) if self._ticket is None else share(rows, self._ticket % len(self._workers), len(self._workers))
 
-    def scale(self, predictions: int) -> float:
+    def scale(self, predictions: int, part: int) -> float:
         return 1 / (len(self.share(self.replica.config.batch.size)) * predictions)
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:

@@ -10,6 +10,7 @@ from mpitrain.parallel.local import Local
 from mpitrain.parallel.master import Master
 from mpitrain.parallel.replicate import Replica, Replication
 from mpitrain.parallel.server import Server, Worker
+from mpitrain.parallel.stashed import EachMicroBatch, EachStep
 from mpitrain.parallel.zero import ZeroOne, ZeroTwo
 from mpitrain.parallel.zero_three import ZeroThree
 
@@ -35,6 +36,11 @@ MODES: dict[tuple[str, int], Callable[[Replica], Replication]] = {
 """By replication.mode and replication.zero. A line here is all it takes for the trainer to know a mode."""
 
 
+STREAMS: dict[str, Callable[[Replica], Replication]] = {"async": EachMicroBatch, "async-2bw": EachStep}
+"""By pipeline.schedule, where stages update by themselves; they reduce as all-reduce does."""
+
+
 def replication_for(settings: Settings, replica: Replica) -> Replication:
     """The configured mode; collective."""
-    return MODES[settings.mode, settings.zero](replica)
+    stream = STREAMS.get(replica.config.pipeline.schedule)
+    return stream(replica) if stream else MODES[settings.mode, settings.zero](replica)

@@ -171,10 +171,11 @@ class Replication:
         config = self.replica.config
         return source.batch(config.run.seed, step, config.batch.size, self.share(config.batch.size), before)
 
-    def scale(self, predictions: int) -> float:
+    def scale(self, predictions: int, part: int) -> float:
         """What the gradient of a summed loss is multiplied by: the mean over the rows that one update uses is taken here alone.
 
         predictions  in a row
+        part         the micro-batch that the loss is of
         """
         return 1 / (self.replica.config.batch.size * predictions)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
 from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Plan, with_messages
-from mpitrain.pipeline.schedules import KINDS, SCHEDULES, plan_of
+from mpitrain.pipeline.schedules import KINDS, NAMED, plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
 
 LETTERS = {kind: letters for letters, kind in KINDS.items()}
@@ -68,7 +68,7 @@ def find_plan(name: str, stages: int | None = None, micro_batches: int | None = 
 
     raises   ConfigError if there is neither, if the schedule cannot serve these numbers, or if the file holds others
     """
-    if name in SCHEDULES or not os.path.exists(name):  # of a name that no file can have, too
+    if name in NAMED or not os.path.exists(name):  # of a name that no file can have, too
         return plan_of(name, STAGES if stages is None else stages, MICRO_BATCHES if micro_batches is None else micro_batches,
                        chunks)
     found = read_plan(Path(name))

@@ -48,6 +48,25 @@ def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
     return most
 
 
+def versions(mine: Sequence[Compute], every: int = 0) -> int:
+    """The most versions of its parameters that a stage of one part uses at a time, the newest included, if it updates by itself.
+
+    every   micro-batches that one update uses, which all use the newest version but one (PipeDream-2BW); 0: one, which uses the
+            newest that there is when it goes forward (PipeDream)
+    """
+    used: dict[int, int] = {}
+    made = most = 0
+    for instruction in mine:
+        match instruction:
+            case Forward(_, micro):
+                used[micro] = max(0, micro // every - 1) if every else made
+            case BackwardWeight(_, micro) | Backward(_, micro):
+                del used[micro]
+                made += (micro + 1) % max(1, every) == 0
+        most = max(most, len({made, *used.values()}))
+    return most
+
+
 def goes_in_passes(mine: Sequence[Compute]) -> bool:
     """Whether all micro-batches go forward through a part of the stage one after another, and later back through it likewise.
 

@@ -11,7 +11,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replicate import Replication
 from mpitrain.pipeline.channel import Channel
 from mpitrain.pipeline.execute import execute
-from mpitrain.pipeline.instructions import Plan, forward_alone, fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import Instruction, Plan, forward_alone, fused_at_the_input, with_messages
 from mpitrain.pipeline.stage import Asked, Stage
 from mpitrain.transport.base import Transport
 
@@ -42,13 +42,17 @@ class Pipe:
 
         self.stages, self._asked, first = dict[int, Stage](), {}, 0
         for part in own(plan.place, here):
-            self.stages[part] = Stage(parts[part], replication, arena, first, poll, transport.recorder)
+            self.stages[part] = self._stage(parts[part], replication, arena, first, poll, transport.recorder)
             self._asked[part] = Asked(parts[part], replication, arena, first, poll, transport.recorder)
             first += len(parts[part])
         transport.recorder.facts(parts={part: [unit.name for unit in parts[part]] for part in self.stages})
-        self._program = with_messages(fused_at_the_input(plan))[here]
+        self._program: Sequence[Instruction] = with_messages(fused_at_the_input(plan))[here]
         self._question = with_messages(forward_alone(plan.place))[here]
         self.input_shape = cache(partial(input_shape, parts))
+
+    def _stage(self, units: Sequence[Unit], replication: Any, *rest: Any) -> Stage:
+        """A part of the model, to be trained."""
+        return Stage(units, replication, *rest)
 
     def train(self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
         """Take the micro-batches of a step forward and back.
@@ -64,6 +68,9 @@ class Pipe:
         arena.peak = arena.live
         execute(self._program, self.stages, len(self._parts), first, loss, self.channel)
         self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
+
+    def drain(self) -> None:
+        """Finish what `train` has left under way, which here is nothing; collective."""
 
     def ask(self, shape: Shape, first: Callable[[], Any]) -> Any:
         """The model's output for an input of this shape on the last part's stage, None on the others."""

@@ -155,7 +155,13 @@ SCHEDULES = {
     "v-half": of_chunks(v_half, 2, vee),
     "breadth-first": Schedule(breadth_first),
 }
-"""Every schedule by name. A line here is all it takes: the command line and the laws read this table."""
+"""Every schedule of a step by name. A line here is all it takes: the command line and the laws read this table."""
+
+STREAMS: dict[str, Callable[[int], int]] = {"async": lambda p: 0, "async-2bw": lambda p: p}
+"""Those that go on over the ends of steps, in the order of 1f1b, while each stage updates by itself: (stages) -> `every` of
+`memory.versions`, the least that there can be. What they do in a step says `stream.py`, how they update `parallel/stashed.py`."""
+
+NAMED = {**SCHEDULES, **dict.fromkeys(STREAMS, SCHEDULES["1f1b"])}
 
 
 def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Plan:
@@ -164,15 +170,15 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
     chunks   parts of a stage; None: as many as the schedule has, 2 if it may have any number
     raises   ConfigError for a name that the table lacks, and for numbers that the schedule cannot serve
     """
-    if name not in SCHEDULES:
-        raise ConfigError(f"The schedule must be one of {', '.join(SCHEDULES)}, or a file, but {name!r} is neither.")
-    schedule = SCHEDULES[name]
+    if name not in NAMED:
+        raise ConfigError(f"The schedule must be one of {', '.join(NAMED)}, or a file, but {name!r} is neither.")
+    schedule = NAMED[name]
     many = chunks if chunks is not None else schedule.chunks or 2
     if min(stages, micro_batches, many) < 1:
         raise ConfigError(f"A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are {stages}, "
                           f"{micro_batches} and {many}.")
     if schedule.chunks not in (None, many):
-        others = ", ".join(other for other, line in SCHEDULES.items() if line.chunks in (None, many))
+        others = ", ".join(other for other, line in NAMED.items() if line.chunks in (None, many))
         raise ConfigError(f"Schedule {name} has {schedule.chunks} chunk(s) a stage, but {many} were asked for.",
                           f"Leave the number of chunks out, or take one of {others}.")
     if schedule.grouped and micro_batches % stages:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from mpitrain.pipeline.files import LETTERS
-from mpitrain.pipeline.instructions import Compute, Plan
-from mpitrain.pipeline.memory import peak
+from mpitrain.pipeline.instructions import Compute, Forward, Plan
+from mpitrain.pipeline.memory import peak, versions
 from mpitrain.pipeline.simulate import Cost, Event, Simulation
 
 NAMES = {"F": "forward", "B": "input half of backward", "W": "weight half", "BW": "both halves"}
@@ -69,6 +69,27 @@ def _ruler(makespan: float, scale: float, band: int) -> str:
         if at % band + len(text) <= band:
             row = row.ljust(at) + text
     return row
+
+
+def streaming(plan: Plan, simulation: Simulation, every: int) -> list[str]:
+    """What a schedule comes to that goes on over the ends of steps, in words; the whole plan is one stream.
+
+    every  as of `versions`
+    """
+    idle = total = 0.0
+    for mine in simulation.timeline:
+        first = next(at for at, event in enumerate(mine) if not isinstance(event.instruction, Forward))
+        last = max(at for at, event in enumerate(mine) if isinstance(event.instruction, Forward))
+        steady = mine[first:last + 1]
+        if steady:
+            total += steady[-1].end - steady[0].start
+            idle += steady[-1].end - steady[0].start - sum(event.end - event.start for event in steady)
+    held = _listed(versions(mine, every) for mine in plan.lists)
+    lines = [f"versions of the parameters, by stage: {held}"]
+    if total:
+        lines.append("a stream goes on over the ends of steps: between a stage's first backward and its last forward it stands "
+                     f"still for {100 * idle / total:.1f}%")
+    return lines
 
 
 def summary(plan: Plan, simulation: Simulation, costs: Sequence[Cost]) -> list[str]:

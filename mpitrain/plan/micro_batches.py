@@ -10,7 +10,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.memory import peak
-from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.plan.stages import Measured, Way
 
@@ -49,6 +49,9 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
     if stages == 1:
         raise ConfigError("A model on one stage has no bubble that micro-batches would fill, but layout.pp is 1.",
                           "Start with several ranks and --pp 2, or more.")
+    if name in STREAMS:
+        raise ConfigError(f"Steps of schedule {name} do not end one by one, so none has a time that could be told.",
+                          f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.")
     if name not in SCHEDULES:
         find_plan(name)
         raise ConfigError(f"A schedule in a file has its number of micro-batches, and {name} is one.",

@@ -123,7 +123,7 @@ def _is_last(trainer: Trainer, part: int) -> bool:
 def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
     """The gradient of the model's output."""
     right = trainer.backend.from_host(targets).reshape(-1)
-    _, gradient = trainer.replication.loss(y.reshape(len(right), -1), right, trainer.replication.scale(1))
+    _, gradient = trainer.replication.loss(y.reshape(len(right), -1), right, trainer.replication.scale(1, 0))
     return gradient.reshape(y.shape)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.config import Config
+from mpitrain.config import ASYNCHRONOUS, Config
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
@@ -50,7 +50,9 @@ def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[
 
 
 def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None:
-    """The schedule of a run in its first replica; None where the traces say nothing of parts."""
+    """The schedule of a run in its first replica; None where the traces say nothing of parts, or its steps do not end alone."""
+    if config.pipeline.schedule in ASYNCHRONOUS:
+        return None
     replica = [trace for trace in timeline.traces if (trace.facts["place"] or {}).get("dp") == 0
                and trace.facts["place"]["tp"] == 0 and "parts" in trace.facts]
     stages = config.layout.pp

@@ -117,7 +117,9 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     is_half = resolved.config.precision.is_half    # where a mirror is divided as parameters else are, and they from stage 1 on
     copies = ((1 if is_half else 3, 1), (2, 1), (1, state))
     divided = sum(count / (parts if settings.zero >= stage else 1) for stage, count in copies)
-    return (averages + divided + (is_half and settings.zero < 3)) * length
+    stages = resolved.axes.pp
+    stashed = {"async": (stages - 1) / 2, "async-2bw": 1}.get(resolved.config.pipeline.schedule, 0)    # in the mean of the stages
+    return (averages + divided + (is_half and settings.zero < 3) + stashed) * length
 
 
 def _on_its_way(resolved: Resolved, source: Source | Unopened, length: float) -> float:

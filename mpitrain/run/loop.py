@@ -270,7 +270,7 @@ class _Run:
         self._watchdog.alive(f"the checkpoint of step {step}")
         trainer = self._trainer
         with self._recorder.pausing("checkpoint"):
-            trainer.replication.settle()
+            trainer.settle()
             checkpoint.save(self._folder / CHECKPOINTS, trainer.replication.kept(), trainer.storage, trainer.transport,
                             trainer.backend, self._after(step), trainer.resolved.axes._asdict(), trainer.replication.scalars(),
                             self._config.checkpoint.keep)

@@ -16,7 +16,7 @@ from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import goes_in_passes
-from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
@@ -73,14 +73,14 @@ def _planned(config: Config, found: Axes) -> Plan:
     """What the stages compute: by the configured schedule, or by that of a file; ConfigError if it cannot serve these numbers."""
     settings, stages, micro_batches = config.pipeline, found.pp, config.batch.micro_batches
     rows = config.batch.size // found.dp
-    if not micro_batches and settings.schedule in SCHEDULES:
+    if not micro_batches and settings.schedule in NAMED:
         micro_batches = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
     plan = find_plan(settings.schedule, stages, micro_batches or None, settings.chunks or None)
     if plan.micro_batches < stages:
         raise ConfigError(
             f"A pipeline of {stages} stages is never full with fewer micro-batches, but there are {plan.micro_batches}.",
             f"Set batch.micro_batches to at least {stages}, or --pp to at most {plan.micro_batches}."
-            if settings.schedule in SCHEDULES else f"Name a schedule, or a file that has at least {stages} micro-batches.")
+            if settings.schedule in NAMED else f"Name a schedule, or a file that has at least {stages} micro-batches.")
     if config.replication.zero > 1 and len(plan.place) > 1 and not all(map(goes_in_passes, plan.lists)):
         raise ConfigError(
             f"With replication.zero {config.replication.zero} all micro-batches go through a part of the model before the next, "

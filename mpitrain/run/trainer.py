@@ -22,7 +22,8 @@ from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replicate import Contribution, Outcome, Replica
 from mpitrain.parallel.sharded import Alone, check_shared, layers_for
 from mpitrain.pipeline.partition import cut, dealt
-from mpitrain.pipeline.pipe import Pipe, own
+from mpitrain.pipeline.pipe import own
+from mpitrain.pipeline.stream import pipe_for
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
@@ -88,7 +89,8 @@ class Trainer:
             self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss,
             [range(first, end) for first, end in pairwise(firsts)]))
         micro_batches = self.config.batch.micro_batches
-        self.pipe = Pipe(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
+        self.pipe = pipe_for(self.config)(
+            resolved.plan, parts, grid.pp.transport, self.replication, self.arena, self.storage.dtype)
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
@@ -101,7 +103,7 @@ class Trainer:
         """
         if self._own is None:
             return
-        self.replication.settle()  # nothing may be under way
+        self.settle()  # nothing may be under way
         del self.pipe, self.replication  # and with them the arrays that lie in windows
         self.grid.close()
         self._own.close()
@@ -146,8 +148,7 @@ class Trainer:
         stop     ask all ranks to stop after this step; the outcome tells them
         """
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
-        scale = self.replication.scale(math.prod(targets.shape[1:]))
-
+        scales = [self.replication.scale(math.prod(targets.shape[1:]), micro) for micro in range(micro_batches)]
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
 
         def of(micro: int, array: np.ndarray) -> Any:
@@ -157,7 +158,7 @@ class Trainer:
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
             right = of(micro, targets).reshape(-1)
-            value, gradient = self.replication.loss(logits.reshape(len(right), -1), right, scale)
+            value, gradient = self.replication.loss(logits.reshape(len(right), -1), right, scales[micro])
             self._loss_sums[micro:micro + 1] = value  # copied on the device; an element would be read first
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
@@ -167,10 +168,15 @@ class Trainer:
             self._straggle(index)
             self.pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
         total = 0.0
-        for each in self.backend.to_host(self._loss_sums).tolist() if self.grid.speaks else ():
+        for scale, each in zip(scales, self.backend.to_host(self._loss_sums).tolist(), strict=True) if self.grid.speaks else ():
             total += scale * each
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         return self.replication.finish(Contribution(index, total, lr, stop))
+
+    def settle(self) -> None:
+        """Finish what is under way, and make the parameters current on all ranks, as evaluations and the like do; collective."""
+        self.pipe.drain()
+        self.replication.settle()
 
     def _straggle(self, step: int) -> None:
         """Sleep for as long as run.delay says that the step takes longer here: who computes other rows draws anew."""
@@ -213,7 +219,7 @@ class Trainer:
 
         stop_requested  asked before every batch; a True on any rank ends the evaluation on all, which then return None
         """
-        self.replication.settle()
+        self.settle()
         rows, replicas = evaluated_rows(self.config, source), self.grid.axes.dp
         together = replicas * max(1, self.config.batch.size // (replicas * self.config.batch.micro_batches))
         totals = np.zeros(3)
@@ -254,7 +260,7 @@ def evaluated_rows(config: Config, source: Source) -> int:
 
 def replicas_equal(trainer: Trainer) -> bool:
     """Whether every tensor that several ranks hold has the same bits on all of them; collective. True if none is."""
-    trainer.replication.settle()
+    trainer.settle()
     grid = trainer.grid
     parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
     flat = trainer.backend.to_host(parameters.array)

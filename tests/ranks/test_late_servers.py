@@ -64,7 +64,7 @@ def emulated(config, workers, servers, logs):
                         entries[name].view(trainer.parameters)[...] = value
                 rows = share(config.batch.size, ticket % workers, workers)
                 inputs, targets = source.batch(0, ticket // workers, config.batch.size, rows)
-                trainer.replication.scale = lambda predictions: 1 / (len(rows) * predictions)
+                trainer.replication.scale = lambda predictions, part: 1 / (len(rows) * predictions)
                 trainer.replication.finish = lambda mine: trainer.replication.buckets.wait()    # and update nothing
                 trainer.step(0, inputs, targets)
                 found = {name: entries[name].view(trainer.gradients).copy() for name in owner}

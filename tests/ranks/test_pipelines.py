@@ -252,10 +252,13 @@ def test_a_stage_sends_and_holds_in_a_step_what_is_told_of_it(name, layers):
             assert abs(row.peak_bytes / row.simulated_bytes - 1) <= 0.1, (name, row)
 
 
-def test_stages_are_measured_together_and_nothing_is_updated():
+@pytest.mark.parametrize("ranks, settings", [
+    (8, layout(2, 2, "zb-v", 2, "layout.tp=2")), (4, layout(2, 2, "breadth-first", 2, "replication.zero=3")),
+])
+def test_stages_are_measured_together_and_nothing_is_updated(ranks, settings):
     """Costs are those of all parts on every rank; what is bound, kept and reduced afterwards is as if nobody had measured."""
     def run(transport):
-        trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 2, "zb-v", 2, "layout.tp=2", "model.tied=true")))
+        trainer, source, _ = build(transport, configured(*SMALL, *settings, "model.tied=true"))
         batch = trainer.replication.batch(source, 0)
         measured = measure(trainer, *batch, [1, 3])
         ending = end_s(trainer, *batch)
@@ -266,7 +269,7 @@ def test_stages_are_measured_together_and_nothing_is_updated():
         return trainer.step(0, *trainer.replication.batch(source, 0)).loss
 
     loss, = run_ranks(1, alone)
-    found = run_ranks(8, run)
+    found = run_ranks(ranks, run)
     for measured, ending, own, is_equal in found:
         assert measured == found[0][0] and ending == found[0][1] > 0 and is_equal and abs(own - loss) <= 1e-9 * loss
         assert [each.rows for each in measured] == [1, 3] and sum(measured[0].way) > 0

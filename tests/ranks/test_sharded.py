@@ -55,7 +55,7 @@ def together(transport, axes):
         own = share(ROWS, place.dp, axes.dp)
         replication.begin(index)
         stage.begin(MICRO_BATCHES)
-        loss, scale = 0.0, replication.scale(GPT["context"])
+        loss, scale = 0.0, replication.scale(GPT["context"], 0)
         for micro in range(MICRO_BATCHES):
             here = share(len(own), micro, MICRO_BATCHES)
             part = rows[own.start + here.start:own.start + here.stop]

@@ -38,8 +38,7 @@ def test_replicas_of_stages_that_divide_gradients_and_parameters_are_equal_to_on
 
 
 @STAGES
-@pytest.mark.parametrize("tied", (TIED, UNTIED))
-@pytest.mark.parametrize("name, chunks", [("gpipe", 1), ("breadth-first", 2), ("breadth-first", 3)])
+@pytest.mark.parametrize("name, chunks, tied", [("gpipe", 1, UNTIED), ("breadth-first", 2, TIED), ("breadth-first", 3, UNTIED)])
 def test_each_part_is_gathered_once_a_pass_and_reduced_once_and_one_is_held_at_a_time(name, chunks, tied, zero):
     dp, pp, m = 3, 2, 4
 

@@ -149,10 +149,10 @@ def test_who_waits_is_not_to_blame_but_whom_it_waits_for(tmp_path):
 
 def test_printed_shares_sum_to_exactly_100_however_they_are_rounded(tmp_path):
     def script(rank, one, step):
-        for number in range(1, 4):    # thirds
-            one.computes(1.0)
-            one.waits(one.now + 1.0, f"sum {number}")
-            one.now += 1.0
+        for number in range(3):    # thirds of 10 s
+            one.computes(10 / 9)
+            one.waits(one.now + 10 / 9, f"sum {number}")
+            one.now += 10 / 9
 
     timeline = scripted(tmp_path, script)
     printed = [line.split()[-4:] for line in where_the_time_went(shares(timeline), timeline) if line.startswith("  ")][1:]
