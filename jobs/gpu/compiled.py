@@ -42,8 +42,8 @@ class Collector:
 
     name, takes_plain = "an engine that only notes", True
 
-    def __init__(self, capability: int):
-        self.capability, self.found = capability, {}
+    def __init__(self, capability: int, multiprocessors: int):
+        self.capability, self.multiprocessors, self.found = capability, multiprocessors, {}
 
     def load(self, source: Any, signature: Any, defines: dict[str, str]) -> Any:
         self.found[source.path.stem, tuple(defines.items())] = signature.name
@@ -57,9 +57,9 @@ class Nowhere(HostBackend):
     """Arrays of the host that pass for those of a device."""
 
 
-def collect(kind: str, capability: int) -> dict[tuple[str, tuple], str]:
+def collect(kind: str, capability: int, multiprocessors: int) -> dict[tuple[str, tuple], str]:
     """Kernels by (source, macros)."""
-    collector = Collector(capability)
+    collector = Collector(capability, multiprocessors)
     kernels = Kernels(collector)
     for shape, dtype, name in all_products(kind):
         multiply(kernels, HostBackend().arena(), shape, np.dtype(dtype), name)
@@ -115,7 +115,7 @@ def main(kind: str) -> None:
     kernels = device_for(kind).kernels
     assert kernels is not None
     capability = kernels.engine.capability
-    found = collect(kind, capability)
+    found = collect(kind, capability, kernels.engine.multiprocessors)
     collected, processes = time.perf_counter() - start, min(PROCESSES, processors())
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = [(stem, macros, pool.submit(compile_one, kind, capability, stem, macros, kernel))

@@ -10,6 +10,7 @@ import numpy as np
 from mpitrain.bench.clock import seconds
 from mpitrain.bench.kernels import count_wrong, stored, values
 from mpitrain.errors import ConfigError
+from mpitrain.kernels.loader import Engine
 from mpitrain.ops import reference
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import DEFAULT, Measured, Tiling, worth_measuring
@@ -137,14 +138,14 @@ def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iter
     for shape in shapes:
         for dtype in dtypes:
             for ways in ("NT", "NN", "TN"):
-                yield _fastest(device, device.kernels.engine.capability, shape, dtype, ways)
+                yield _fastest(device, device.kernels.engine, shape, dtype, ways)
 
 
-def _fastest(device: Device, capability: int, shape: Shape, dtype: str, ways: str) -> Tuned:
+def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str) -> Tuned:
     """Every tiling on its own, then the best and the usual one in turns, so that chance does not decide between those."""
     case, like = case_of(device, shape, dtype, Product(ways)), _like(dtype)
-    usual = DEFAULT.tiling(like, ways, (*shape, 1), capability)
-    tilings = [usual, *worth_measuring(like, *shape, capability)]
+    usual = DEFAULT.tiling(like, ways, (*shape, 1), engine)
+    tilings = [usual, *worth_measuring(like, *shape, engine)]
     runs = {tiling: case.by(partial(product.gemm, tiling=tiling)) for tiling in tilings}
     times: dict[Tiling, float] = {}
     wrong = 0
@@ -176,8 +177,8 @@ def _planned(device: Device, what: Product, shape: Shape, dtype: str) -> str:
     """The tiling that our product takes, in words."""
     if device.kernels is None or not isinstance(device.multiply, partial):    # the library's own business
         return ""
-    table, capability = device.multiply.keywords["table"], device.kernels.engine.capability
-    tile, splits = table.tiling(_like(dtype), what.stored, (*shape, 1), capability)
+    table = device.multiply.keywords["table"]
+    tile, splits = table.tiling(_like(dtype), what.stored, (*shape, 1), device.kernels.engine)
     return f"{tile.TILE_M}x{tile.TILE_N}x{tile.TILE_K}" + (f"/{splits}" if splits > 1 else "")
 
 

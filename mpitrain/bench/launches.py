@@ -39,7 +39,7 @@ class Nothing:
     takes_plain  as a GPU's does; else it has each argument of each launch looked at, as the simulator does
     """
 
-    name, capability = "no engine", 90
+    name, capability, multiprocessors = "no engine", 90, 132
 
     def __init__(self, takes_plain: bool):
         self.takes_plain = takes_plain

@@ -62,7 +62,9 @@ class CudaEngine:
     def __init__(self, cupy: ModuleType, folder: Path | None = None):
         """folder: of compiled kernels; None: this user's."""
         self._cupy = cupy
-        self.capability = int(cupy.cuda.Device().compute_capability)
+        device = cupy.cuda.Device()
+        self.capability = int(device.compute_capability)
+        self.multiprocessors = int(device.attributes["MultiProcessorCount"])
         self._compiler = Compiler(cupy, self.capability, folder or cache_of("cuda"))
         self._modules: dict[tuple[Path, tuple], Any] = {}
 

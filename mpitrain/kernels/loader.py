@@ -33,6 +33,9 @@ class Engine(Protocol):
     capability: int
     """Compute capability times ten: 80 for sm_80."""
 
+    multiprocessors: int
+    """How many blocks run at a time where each needs a multiprocessor of its own."""
+
     takes_plain: bool
     """Whether its functions take arguments as they are: one that looks at nothing but addresses."""
 

@@ -191,7 +191,7 @@ class CudaBackend:
     def start_copy(self, target: Any, source: Any, after: Any) -> Copy:
         runtime = self._cupy.cuda.runtime
         self._messages.wait_event(after.event)
-        runtime.memcpyAsync(_address(target), _address(source), source.nbytes, runtime.memcpyDefault, self._messages.ptr)
+        runtime.memcpyAsync(address(target), address(source), source.nbytes, runtime.memcpyDefault, self._messages.ptr)
         return self._placed(self._messages, target, source)
 
     def _placed(self, stream: Any, *ends: Any) -> "_CudaPlace":
@@ -274,11 +274,12 @@ def on_device(array: Any) -> bool:
 
 def overlap(one: Any, other: Any) -> bool:
     """Whether two contiguous arrays have bytes in common, wherever they lie."""
-    start, begin = _address(one), _address(other)
+    start, begin = address(one), address(other)
     return start < begin + other.nbytes and begin < start + one.nbytes
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
+    """Where an array begins, in the memory that it lies in."""
     return array.data.ptr if on_device(array) else array.ctypes.data
 
 

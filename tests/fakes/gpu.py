@@ -14,7 +14,7 @@ class FakeEngine:
 
     def __init__(self):
         self._simulator = Simulator()
-        self.capability = self._simulator.capability
+        self.capability, self.multiprocessors = self._simulator.capability, self._simulator.multiprocessors
 
     name, takes_plain = "a fake GPU", False
 

@@ -66,6 +66,7 @@ class Simulator:
 
     name = "simulator"
     takes_plain = False    # it looks at what arrays are, too
+    multiprocessors = 132    # of the GPU that tilings are chosen for: an H100's
     _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
 
     def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,

@@ -8,6 +8,7 @@ import numpy as np
 from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import ELEMENTS, name_of
 from mpitrain.kernels.loader import Macros
+from mpitrain.machine.backend import address
 
 
 class Kind(NamedTuple):
@@ -65,6 +66,11 @@ def sum_type(array: Any) -> str:
 def element(array: Any) -> dict[str, Any]:
     """Element and Sum of element.cuh."""
     return {"Element": c_type(array), "Sum": ELEMENTS[sum_type(array)]}
+
+
+def in_chunks(*arrays: Any) -> int:
+    """CHUNKED: whether all rows of all arrays begin at multiples of 16 bytes, so that 16 of them can be copied at a time."""
+    return int(all(address(array) % 16 == 0 and not any(step % 16 for step in array.strides[:-1]) for array in arrays))
 
 
 def index(array: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import numpy as np
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
-from mpitrain.ops.cuda.elements import c_type, element, sum_type
+from mpitrain.machine.backend import address
+from mpitrain.ops.cuda.elements import c_type, element, in_chunks, sum_type
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
 
@@ -51,7 +52,7 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     raises     KernelError if the shapes do not fit
     """
     key = (a.dtype, c.dtype, a.shape, b.shape, c.shape, a.strides, b.strides, c.strides, transposed_a, transposed_b,
-           row_sums is None, beta == 0, table, tiling)
+           row_sums is None, beta == 0, table, tiling, a.itemsize == 2 and (address(a) | address(b)) % 16 == 0)
     plan = kernels.plans.get(key)
     if plan is None:
         plan = kernels.plans[key] = _plan(kernels, a, b, c, transposed_a, transposed_b, row_sums, beta, table, tiling)
@@ -80,9 +81,10 @@ def _plan(kernels: Kernels, a: Any, b: Any, c: Any, transposed_a: bool, transpos
     if row_sums is not None and batches > 1:
         raise KernelError(f"Row sums of {batches} products have no place in one array.", "Multiply one by one.")
     stored = "NT"[transposed_a] + "NT"[transposed_b]
-    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine.capability)
+    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
-    macros = Macros(**types, **tile._asdict(), TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
+    chunked = {"CHUNKED": in_chunks(a, b)} if tile.kernel == "gemm_tensor" else {}
+    macros = Macros(**types, **tile._asdict(), **chunked, TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
     return Plan(
         (m, n, k), (*_steps(a), *_steps(b), *_steps(c)), tile.kernel, splits, tile.shared,
         (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,), _kept(kernels, macros),

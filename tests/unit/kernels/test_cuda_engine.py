@@ -116,7 +116,8 @@ class RememberingCupy:
 
     def __init__(self, log: str = "", capability: str = "90"):
         self.modules, self.kernels = [], {}
-        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(compute_capability=capability),
+        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(
+            compute_capability=capability, attributes={"MultiProcessorCount": 132}),
                                     nvrtc=RememberingCompiler(log), cublas=ColumnMajor(), get_cublas_handle=lambda: "handle",
                                     get_current_stream=lambda: SimpleNamespace(ptr=77),
                                     driver=SimpleNamespace(launchKernel=self.launch_kernel))
