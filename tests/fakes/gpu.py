@@ -22,7 +22,7 @@ class FakeEngine:
         self.capability, self.multiprocessors = self._simulator.capability, self._simulator.multiprocessors
         self.noted = defaultdict(list)
 
-    name = "a fake GPU"
+    name, takes_plain = "a fake GPU", False
 
     def load(self, source, signature, defines):
         function = self._simulator.load(source, signature, defines)
