@@ -1,20 +1,14 @@
-"""LayerNorm. `saved` is (x, mean, inverse); the gain half also sums what the bias half will need."""
-
-from typing import Any
+"""LayerNorm. `saved` is (x, mean, inverse); the input half makes what the weight halves add up, since it has read all of it."""
 
 from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, sum_type
-from mpitrain.ops.cuda.grids import ROWS, parts, row_blocks
-from mpitrain.ops.cuda.sums import COLUMNS, add_parts, sum_rows
+from mpitrain.ops.cuda.elements import element, run, sum_type
+from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_blocks
+from mpitrain.ops.cuda.sums import add_parts
 from mpitrain.ops.reference import EPSILON
 
-
-class _Pending:
-    """dy and what was saved, and the parts of the bias gradient once the gain half has made them."""
-
-    def __init__(self, dy: Any, saved: Any):
-        self.dy, self.saved, self.sums = dy, saved, None
+PARTS = 4          # of the rows of a backward, to a multiprocessor
+FEWEST_ROWS = 8    # of a part
 
 
 def layer_norm(kernels: Kernels, x, gain, bias, arena):
@@ -27,27 +21,25 @@ def layer_norm(kernels: Kernels, x, gain, bias, arena):
 
 
 def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena):
-    """(dx, pending)."""
+    """(dx, pending): pending is what the weight halves add up, (2, parts, C) sums of dy times the normalised x, and of dy."""
     rows, width = dy.shape
     dx = arena.take(dy.shape, dy.dtype)
-    kernels.launch("layer_norm_backward_input", row_blocks(rows), ROWS,
-                   (rows, width, dy, gain, *saved, fresh(dx)), **element(dy))
-    return dx, _Pending(dy, saved)
+    sums = arena.take((2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width), sum_type(dy))
+    room = -(-width // run(dy)) * run(dy)
+    shared = 4 * room * sums.itemsize
+    keep = shared <= most_shared(kernels) - SCRATCH
+    threads = min(-(-room // run(dy) // 32) * 32, WIDE_ROWS[0])
+    kernels.launch("layer_norm_backward", sums.shape[1:2], (threads,),
+                   (rows, width, int(keep), dy, gain, *saved, fresh(dx), fresh(sums[0]), fresh(sums[1])), shared * keep,
+                   **element(dy))
+    return dx, sums
 
 
 def layer_norm_backward_gain(kernels: Kernels, pending, dgain, accumulate, arena):
     """Write or add the sum over rows of dy times the normalised x."""
-    rows, width = pending.dy.shape
-    sums = arena.take((2, parts(rows, width), width), sum_type(pending.dy))
-    kernels.launch("layer_norm_backward_weight", (-(-width // 32), sums.shape[1]), COLUMNS,
-                   (rows, width, pending.dy, *pending.saved, fresh(sums[0]), fresh(sums[1])), **element(pending.dy))
-    add_parts(kernels, sums[0], dgain, accumulate)
-    pending.sums = sums[1]
+    add_parts(kernels, pending[0], dgain, accumulate)
 
 
 def layer_norm_backward_bias(kernels: Kernels, pending, dbias, accumulate, arena):
     """Write or add the sum over rows of dy."""
-    if pending.sums is None:
-        sum_rows(kernels, pending.dy, dbias, accumulate, arena)
-    else:
-        add_parts(kernels, pending.sums, dbias, accumulate)
+    add_parts(kernels, pending[1], dbias, accumulate)

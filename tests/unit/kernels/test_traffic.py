@@ -29,6 +29,14 @@ def test_cross_entropy_writes_the_logits_once_and_reads_them_once_where_a_row_fi
     assert found.read["logits"] == passes * logits.nbytes + again
 
 
+@pytest.mark.parametrize(("dtype", "width", "passes"), [("float32", 36, 1), ("bfloat16", 37, 1), ("float32", 10_500, 2)])
+def test_the_backward_of_layer_norm_reads_x_and_dy_once_where_a_row_fits(dtype, width, passes):
+    x, gain, dy = stored(numbers(1, 9, width), dtype), stored(numbers(2, width), dtype), stored(numbers(3, 9, width), dtype)
+    saved = x, np.zeros(9, np.float32), np.ones(9, np.float32)
+    found = moved("layer_norm_backward", lambda ops: ops.layer_norm_backward_input(dy, gain, saved, Arena()))
+    assert (found.read["x"], found.read["dy"], found.written["dx"]) == (passes * x.nbytes, passes * dy.nbytes, x.nbytes)
+
+
 def test_what_is_counted_is_what_a_kernel_moves():
     z, dy = np.ones(1031, np.float32), np.ones(1031, ml_dtypes.bfloat16).astype(np.float32)
     found = moved("activation_backward", lambda ops: ops.gelu_backward(dy, z, Arena()))
