@@ -16,7 +16,7 @@ class FakeEngine:
         self._simulator = Simulator()
         self.capability, self.multiprocessors = self._simulator.capability, self._simulator.multiprocessors
 
-    name = "a fake GPU"
+    name, takes_plain = "a fake GPU", False
 
     def load(self, source, signature, defines):
         function = self._simulator.load(source, signature, defines)

@@ -1,8 +1,7 @@
 """LayerNorm. `saved` is (x, mean, inverse); the input half makes what the weight halves add up, since it has read all of it."""
 
-from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, run, sum_type
+from mpitrain.ops.cuda.elements import KINDS, run
 from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_blocks
 from mpitrain.ops.cuda.sums import add_parts
 from mpitrain.ops.reference import EPSILON
@@ -14,9 +13,10 @@ FEWEST_ROWS = 8    # of a part
 def layer_norm(kernels: Kernels, x, gain, bias, arena):
     """y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim."""
     rows, width = x.shape
-    y, mean, inverse = arena.take(x.shape, x.dtype), arena.take((rows,), sum_type(x)), arena.take((rows,), sum_type(x))
-    kernels.launch("layer_norm", row_blocks(rows), ROWS,
-                   (rows, width, EPSILON, x, gain, bias, fresh(y), fresh(mean), fresh(inverse)), **element(x))
+    sums, macros = KINDS[x.dtype]
+    y, mean, inverse = arena.take(x.shape, x.dtype), arena.take((rows,), sums), arena.take((rows,), sums)
+    kernels.launch("layer_norm", row_blocks(rows), ROWS, (rows, width, EPSILON, x, gain, bias, y, mean, inverse),
+                   macros=macros, fresh="y mean inverse")
     return y, (x, mean, inverse)
 
 
@@ -24,14 +24,15 @@ def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena):
     """(dx, pending): pending is what the weight halves add up, (2, parts, C) sums of dy times the normalised x, and of dy."""
     rows, width = dy.shape
     dx = arena.take(dy.shape, dy.dtype)
-    sums = arena.take((2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width), sum_type(dy))
-    room = -(-width // run(dy)) * run(dy)
+    kind, wide = KINDS[dy.dtype], run(dy)
+    sums = arena.take((2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width), kind.sums)
+    room = -(-width // wide) * wide
     shared = 4 * room * sums.itemsize
     keep = shared <= most_shared(kernels) - SCRATCH
-    threads = min(-(-room // run(dy) // 32) * 32, WIDE_ROWS[0])
+    threads = min(-(-room // wide // 32) * 32, WIDE_ROWS[0])
     kernels.launch("layer_norm_backward", sums.shape[1:2], (threads,),
-                   (rows, width, int(keep), dy, gain, *saved, fresh(dx), fresh(sums[0]), fresh(sums[1])), shared * keep,
-                   **element(dy))
+                   (rows, width, int(keep), dy, gain, *saved, dx, sums[0], sums[1]), shared * keep, macros=kind.macros,
+                   fresh="dx gain_parts bias_parts")
     return dx, sums
 
 
