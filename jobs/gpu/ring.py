@@ -1,14 +1,17 @@
-"""A ring all-reduce between the ranks that start this, on arrays of a device: correct, and how long it takes.
+"""Part of the GPU job: an all-reduce between ranks that share one GPU: correct, and how long it takes.
 
-mpirun -n 2 python jobs/gpu/ring.py DEVICE yes|no BYTES    whether GPU pointers go to MPI or are staged; rank 0 prints JSON
+mpirun -n 2 python3 jobs/gpu/ring.py DEVICE WAY    WAY: staged (by host memory), pointers (to MPI), ipc (no messages)
+
+A refusal is a result: an MPI that is not CUDA-aware takes no pointers, and a driver may refuse to share memory.
 """
 
-import json
 import sys
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
+from result import emit, micro, wrong_words
 
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.on_kernels import arithmetic_of
@@ -18,22 +21,40 @@ from mpitrain.transport.cuda_aware import cuda_messages, over_device
 from mpitrain.transport.mpi import connect
 
 RUNS = 11
+NBYTES = {"cuda": 64 << 20, "cuda-sim": 64 << 10}
+SETTINGS = {"staged": "no", "pointers": "yes", "ipc": "no"}
 
 
-def main(kind: str, aware: str, nbytes: int) -> None:
-    """Wrong elements over all ranks, and the median over runs of the slowest rank's seconds."""
+def main(kind: str, way: str) -> None:
+    """One result, of rank 0."""
     process.choose_gpu(kind)
     host, device = connect(), device_for(kind)
+    what = f"all-reduce of {host.size} ranks on one device, {way}"
+    if kind != "cuda" and way != "staged":
+        refuse(host, f"{what}: there is no GPU here")
+    elif way == "pointers" and not (asked := cuda_messages(host, "auto")).cuda:
+        refuse(host, f"{what}: refused, MPI {asked.how}")
+    else:
+        measure(host, device, what, way)
+
+
+def refuse(host: Any, words: str) -> None:
+    """Say why not."""
+    if host.rank == 0:
+        emit(words)
+
+
+def measure(host: Any, device: Any, what: str, way: str) -> None:
+    """Wrong elements over all ranks, and the median over runs of the slowest rank's seconds."""
     backend = device.backend
-    if kind == "cuda" and aware == "yes" and not (asked := cuda_messages(host, "auto")).cuda:
-        if host.rank == 0:
-            print(json.dumps({"refused": f"MPI {asked.how}"}))
-        return
-    transport = over_device(host, backend, aware)
-    array = transport.allocate(nbytes // 4, "float32")
+    transport = over_device(host, backend, SETTINGS[way])
+    array = transport.allocate(NBYTES[backend.kind] // 4, "float32")
     mine = np.arange(array.size, dtype=np.float32) % 1009 + host.rank
     truth = host.size * (mine - host.rank) + sum(range(host.size))
-    original, reduction = backend.from_host(mine), Group(transport, "ring", arithmetic=arithmetic_of(device)).bind(array)
+    original = backend.from_host(mine)
+    reduction = Group(transport, "shared" if way == "ipc" else "ring", arithmetic=arithmetic_of(device)).bind(array)
+    if way == "ipc" and reduction.algorithm != "shared":
+        refuse(host, f"{what}: refused by the driver, {reduction.algorithm} stands in")
     times, wrong = [], 0
     for _ in range(RUNS):
         array[...] = original
@@ -44,11 +65,13 @@ def main(kind: str, aware: str, nbytes: int) -> None:
         backend.synchronize()
         times.append(time.perf_counter() - start)
         wrong += int((~(backend.to_host(array) == truth)).sum())
-    slowest = median(map(max, zip(*host.gather_text(times), strict=True)))
+    seconds = median(map(max, zip(*host.gather_text(times), strict=True)))
     everywhere = sum(host.gather_text(wrong))
+    bus = 2 * (host.size - 1) / host.size * array.nbytes / seconds / 1e9
     if host.rank == 0:
-        print(json.dumps({"seconds": slowest, "wrong": everywhere, "bytes": array.nbytes, "ranks": host.size}))
+        emit(f"{what}, {array.nbytes:,} bytes, {bus:.2f} GB/s bus bandwidth{wrong_words(everywhere)}", micro(seconds),
+             ok=everywhere == 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2])

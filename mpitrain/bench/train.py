@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,18 +25,32 @@ THE_WORK = ("run.", "data.", "model.", "precision.", "batch.size", "optimizer.na
 class Ours:
     """Our trainer, with the interface of a peer."""
 
+    comm_s = 0.0
+    """Of the last step: seconds that this rank stood still for messages, and for the sums made of them."""
+
     def __init__(self, job: Job, name: str = "mpitrain"):
-        self.name, self.job, self._trainer = name, job, job.trainer
+        self.name, self.job = name, job
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
         """One optimizer step on this rank's rows, waited for; the loss of the whole batch."""
-        loss = self._trainer.step(index, inputs, targets).loss
-        self._trainer.backend.synchronize()
-        return loss
+        outcome = self.job.trainer.step(index, inputs, targets)
+        self.job.trainer.backend.synchronize()
+        self.comm_s = outcome.comm_s
+        return outcome.loss
 
     def close(self) -> None:
         """Give back what the job holds; collective."""
         self.job.close()
+
+
+class LookingOn:
+    """A side that this rank has no part in."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def close(self) -> None:
+        """It holds nothing."""
 
 
 class Result(NamedTuple):
@@ -45,11 +59,13 @@ class Result(NamedTuple):
     name    of the side
     blocks  median seconds per step of each block, every step timed on its slowest rank
     losses  of the whole batch at each timed step
+    comm_s  of each timed step, seconds that computing did not hide, on the rank that stood still longest; a peer does not tell
     """
 
     name: str
     blocks: list[float]
     losses: list[float]
+    comm_s: list[float]
 
     @property
     def step_s(self) -> float:
@@ -136,42 +152,45 @@ def alternate(transport: Transport, job: Job, sides: Sequence[Any], blocks: int,
     blocks  times that every side has its turn
     steps   in each turn
     """
-    results = [Result(side.name, [], []) for side in sides]
+    results = [Result(side.name, [], [], []) for side in sides]
     for side in sides:
         _timed(transport, job, side, range(WARM_UP))
     for block in range(blocks):
         first = WARM_UP + block * steps
         for side, result in zip(sides, results, strict=True):
-            times, losses = _timed(transport, job, side, range(first, first + steps))
+            times, losses, waits = _timed(transport, job, side, range(first, first + steps))
             result.blocks.append(median(times))
             result.losses.extend(losses)
+            result.comm_s.extend(waits)
     return results
 
 
-def _timed(transport: Transport, job: Job, side: Any, indices: range) -> tuple[list[float], list[float]]:
-    """Seconds of each step on the slowest rank, and the mean of the ranks' losses."""
-    times, losses = [], []
-    for index in indices:
-        whose = side.job if isinstance(side, Ours) else job
+def _timed(transport: Transport, job: Job, side: Any, indices: range) -> tuple[list[float], list[float], list[float]]:
+    """Of each step, over the ranks that make it: the most seconds, the mean of their losses, and the longest stand-still."""
+    times, losses, waits = [], [], []
+    whose = side.job if isinstance(side, Ours) else job
+    for index in indices if not isinstance(side, LookingOn) else ():
         inputs, targets = whose.trainer.replication.batch(job.data, index)
-        transport.barrier()
+        whose.trainer.transport.barrier()
         start = time.perf_counter()
         losses.append(side.step(index, inputs, targets))
         times.append(time.perf_counter() - start)
-    gathered = transport.gather_text([times, losses])
-    slowest = [max(step) for step in zip(*(times for times, _ in gathered), strict=True)]
-    means = [sum(step) / len(step) for step in zip(*(losses for _, losses in gathered), strict=True)]
-    return slowest, means
+        if isinstance(side, Ours):
+            waits.append(side.comm_s)
+    gathered = [told for told in transport.gather_text([times, losses, waits]) if told[0]]    # by those that do not look on
+    slowest, all_losses, longest = (list(zip(*each, strict=True)) for each in zip(*gathered, strict=True))
+    return [*map(max, slowest)], [*map(fmean, all_losses)], [*map(max, longest)]
 
 
 def table(results: Sequence[Result], tokens: int) -> list[str]:
     """Lines to print; the first result is the one that the others are compared with. tokens: per step, over all ranks."""
     width = max(18, *(len(result.name) for result in results))
-    lines = [f"{'side':<{width}} {'step s':>9} {'tokens/s':>10}   {'step s, blocks':<18} {'last loss':>10}"]
+    lines = [f"{'side':<{width}} {'step s':>9} {'comm s':>9} {'tokens/s':>10}   {'step s, blocks':<18} {'last loss':>10}"]
     for result in results:
         spread = f"{min(result.blocks):.4f} .. {max(result.blocks):.4f}"
         rate = f"{tokens / result.step_s:10.0f}" if tokens else f"{'-':>10}"
-        lines.append(f"{result.name:<{width}} {result.step_s:9.4f} {rate}   {spread:<18} {result.losses[-1]:10.5f}")
+        waits = f"{median(result.comm_s):9.4f}" if result.comm_s else f"{'-':>9}"
+        lines.append(f"{result.name:<{width}} {result.step_s:9.4f} {waits} {rate}   {spread:<18} {result.losses[-1]:10.5f}")
     ours, *others = results
     for other in others:
         ratios = against(ours, other)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.bench_kernels import gemm, kernels
+from mpitrain.cli.bench_kernels import gemm, kernels, launch
 from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import MOST, ranks
 from mpitrain.machine.kinds import KINDS
@@ -48,6 +48,7 @@ def command() -> None:
 command.add_command(train, "train")
 command.add_command(kernels)
 command.add_command(gemm)
+command.add_command(launch)
 
 
 WIRE = click.option("--wire", default="", metavar="A,B",

@@ -109,6 +109,25 @@ def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None
     _end(run)
 
 
+@click.command("launch")
+def launch() -> None:
+    """Measure what the host does to launch a kernel, on an engine that does nothing.
+
+    Arguments are looked at one by one when a launch is the first of its kind, and in the simulator always; afterwards the launch
+    is found again. calls: of Python functions, in a launch that is found again. Buffers are at hand: leasing is not counted.
+    """
+    def run() -> int:
+        from mpitrain.bench.launches import measure
+
+        click.echo(f"{'operation':<12} {'looked at us':>13} {'found again us':>15} {'ratio':>7} {'calls':>6}")
+        for row in measure():
+            click.echo(f"{row.name:<12} {row.looked_at_us:13.2f} {row.found_us:15.2f} {row.looked_at_us / row.found_us:7.1f} "
+                       f"{row.calls:6}")
+        return 0
+
+    _end(run)
+
+
 def _device(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, str]":
     """What the options ask for, and its name for a header; ConfigError where it is missing or cannot do that."""
     from mpitrain.bench.header import processor

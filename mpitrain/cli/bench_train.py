@@ -10,6 +10,9 @@ from mpitrain.cli.ending import MOST, ranks, settings_of
 SHAPE = {"model.layers": 4, "model.width": 256, "model.heads": 4, "model.context": 128, "optimizer.clip": 0.0,
          "optimizer.lr": 1e-3}
 SEQUENCES = 16  # per rank
+ALONE = ["layout.dp=1", "layout.tp=1", "layout.pp=1", "layout.sequence_parallel=false", "replication.mode=all-reduce",
+         "replication.shard=all", "run.delay="]
+"""What makes the job that of one rank."""
 
 
 @click.command("train")
@@ -19,14 +22,15 @@ SEQUENCES = 16  # per rank
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages, each with some of the layers (default: 1).")
 @click.option("--against", "others", multiple=True, metavar="SECTION.KEY=VALUE",
               help="Measure a second job in turns with the first: the same with this setting (repeatable; all of one job).")
+@click.option("--alone", is_flag=True, help="Measure one rank as well, in turns: it computes the whole batch, the others wait.")
 @click.option("--peer", type=click.Choice(["torch"]),
               help="Measure this as well, in turns: PyTorch over gloo, with what it has like the first job's replication.")
 @click.option("--blocks", type=click.IntRange(1, MOST), default=5, show_default=True, help="Turns that each side has.")
 @click.option("--steps", type=click.IntRange(1, MOST), default=10, show_default=True, help="Training steps in a turn.")
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change the configuration (repeatable).")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all sides' times there, at the end.")
-def command(device: str | None, gemm: str | None, tp: int | None, pp: int | None, others: tuple[str, ...], peer: str | None,
-            blocks: int, steps: int, settings: tuple[str, ...], json_file: Path | None) -> None:
+def command(device: str | None, gemm: str | None, tp: int | None, pp: int | None, others: tuple[str, ...], alone: bool,
+            peer: str | None, blocks: int, steps: int, settings: tuple[str, ...], json_file: Path | None) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences per rank.
 
     All sides start from the same weights and see the same batches, so their losses show that they do the same work. Of pipelines
@@ -35,7 +39,7 @@ def command(device: str | None, gemm: str | None, tp: int | None, pp: int | None
     changes = [*settings, *settings_of(("device.kind", device), ("device.gemm", gemm), ("layout.tp", tp),
                                         ("layout.pp", pp))]
     with ranks(kind=lambda: _configured(1, blocks, steps, changes).device.kind) as transport:
-        _measure(transport, changes, list(others), peer, blocks, steps, json_file)
+        _measure(transport, changes, list(others), alone, peer, blocks, steps, json_file)
 
 
 def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
@@ -47,30 +51,45 @@ def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
     return parse(with_settings({}, [*(f"{key}={value}" for key, value in shape.items()), *changes]))
 
 
-def _measure(transport: Any, settings: list[str], others: list[str], peer: str | None, blocks: int, steps: int,
+def _measure(transport: Any, settings: list[str], others: list[str], alone: bool, peer: str | None, blocks: int, steps: int,
              json_file: Path | None) -> None:
     from mpitrain.bench.pipelines import stage_rows, stage_table
     from mpitrain.bench.table import check_writable
-    from mpitrain.bench.train import Ours, alternate, check_common_steps, check_same_work, named, peer_class, table, write_json
+    from mpitrain.bench.train import (
+        LookingOn,
+        Ours,
+        alternate,
+        check_common_steps,
+        check_same_work,
+        named,
+        peer_class,
+        table,
+        write_json,
+    )
     from mpitrain.collectives.tuning import foreign
     from mpitrain.run.build import build
     from mpitrain.transport.agreed import agreed
 
     def configured() -> list[Any]:
         check_same_work(others)
-        both = [_configured(transport.size, blocks, steps, changes) for changes in (settings, [*settings, *others])]
-        for each in both:
+        found = [_configured(transport.size, blocks, steps, [*settings, *more]) for more in ([], others, ALONE)]
+        for each in found:
             check_common_steps(each)
-        return both
+        return found
 
     if json_file:
         agreed(transport, lambda: transport.rank > 0 or check_writable(json_file))
-    first, second = agreed(transport, configured)
+    first, second, third = agreed(transport, configured)
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
     config = job.trainer.config    # which knows what device.kind auto has become
     rival = agreed(transport, lambda: peer_class(peer, config, job.trainer.grid.axes.dp)) if peer else None
     sides: list[Any] = [Ours(each, named(each.trainer.config, others)) for each in jobs]
+    if alone:
+        own = transport.split(None if transport.rank else 0)
+        found = agreed(transport, lambda: own and build(own, third, source=job.source))
+        name = "one rank of mpitrain"
+        sides.append(Ours(found, name) if found else LookingOn(name))
     if rival:
         sides.append(rival(transport, config, job.source.inputs, job.trainer.tensors()))
     results = alternate(transport, job, sides, blocks, steps)

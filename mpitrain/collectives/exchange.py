@@ -5,7 +5,9 @@ its own: each keeps what was bound to it, and is leased again for activations of
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +45,32 @@ class Buffer:
                 reduction.wait()
 
 
+@dataclass
+class Waited:
+    """How many seconds a rank has stood still so far."""
+
+    seconds: float = 0.0
+
+
+class Awaited:
+    """A Reduction over another one, which counts how long its rank stands still for it."""
+
+    def __init__(self, inner: Reduction, waited: Waited):
+        self._inner, self._waited = inner, waited
+        self.algorithm, self.is_messages, self.state, self.learn = inner.algorithm, inner.is_messages, inner.state, inner.learn
+        self.start, self.poll = inner.start, inner.poll
+
+    def run(self) -> None:
+        began = time.perf_counter()
+        self._inner.run()
+        self._waited.seconds += time.perf_counter() - began
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self._inner.wait()
+        self._waited.seconds += time.perf_counter() - began
+
+
 class Exchange:
     """An activation of all ranks of a group, and the collectives that work on it in place.
 
@@ -52,8 +80,8 @@ class Exchange:
     array   uninitialised, contiguous, of the shape and dtype that were asked for
     """
 
-    def __init__(self, group: "Group", buffer: Buffer, array: Any):
-        self._group, self._buffer, self.array = group, buffer, array
+    def __init__(self, group: "Group", waited: Waited, buffer: Buffer, array: Any):
+        self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
     def all_reduce(self, op: str = "add") -> Reduction:
         """The all-reduce of the array. Collective where the buffer has none yet."""
@@ -89,7 +117,7 @@ class Exchange:
     def _found(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> Reduction:
         bound, key = self._buffer.bound, (operation, op)
         if key not in bound:
-            bound[key] = bind(self._buffer.elements)
+            bound[key] = Awaited(bind(self._buffer.elements), self._waited)
         return bound[key]
 
 
@@ -100,11 +128,12 @@ class Exchanges:
     get the buffer of one number. Nothing checks the second condition but where a buffer is made: ranks for which it does not
     hold wait for each other, or reduce different activations.
 
-    arena  counts leases as its own, and the buffers made for them
+    arena   counts leases as its own, and the buffers made for them
+    waited  for collectives of leases
     """
 
     def __init__(self, arena: Arena):
-        self._arena = arena
+        self._arena, self.waited = arena, Waited()
         self._buffers: list[Buffer] = []
         self._free: dict[tuple[int, np.dtype], list[Buffer]] = {}
         self._rest: Any = np.empty(0, np.uint8)
@@ -120,7 +149,7 @@ class Exchanges:
             buffer.settle()
         else:
             buffer = self._made(group, count, dtype)
-        return Exchange(group, buffer, self._arena.lend(buffer.raw, shape, dtype, buffer, free))
+        return Exchange(group, self.waited, buffer, self._arena.lend(buffer.raw, shape, dtype, buffer, free))
 
     def close(self) -> None:
         """Wait for what is under way, and keep no buffer; those that are leased go with their leases. Collective."""

@@ -98,6 +98,7 @@ class Execution:
         self._steps = bind_plan(transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat)
         self._requests: deque[list[Request]] = deque()
         self._posted = self._ended = len(self._steps)
+        self._aside = transport.aside(array)
 
     def run(self) -> None:
         self.start()
@@ -107,16 +108,40 @@ class Execution:
         if self._ended < len(self._steps):
             raise started_twice()
         self._posted = self._ended = 0
-        self._post()
+        if self._aside is None:
+            self._post()
+        elif self._steps:
+            self._aside.begin()
 
     def poll(self) -> bool:
+        if self._aside is None or self._ended == len(self._steps):
+            return self._go_on()
+        if not self._posted and not self._aside.is_ready():
+            return False
+        with self._aside.here():
+            self._post()
+            ended = self._go_on()
+        if ended:
+            self._aside.end()
+        return ended
+
+    def wait(self) -> None:
+        if self._aside is None or self._ended == len(self._steps):
+            return self._finish()
+        self._aside.wait()
+        with self._aside.here():
+            self._post()
+            self._finish()
+        return self._aside.end()
+
+    def _go_on(self) -> bool:
         while self._ended < len(self._steps):
             if not all(request.test() for request in self._requests[0]):
                 return False
             self._end_step()
         return True
 
-    def wait(self) -> None:
+    def _finish(self) -> None:
         while self._ended < len(self._steps):
             for request in self._requests[0]:
                 request.wait()

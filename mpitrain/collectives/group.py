@@ -103,6 +103,11 @@ class Group:
         """
         return self._exchanges.lease(self, shape, dtype)
 
+    @property
+    def exchanged_s(self) -> float:
+        """Seconds that this rank has stood still in collectives of activations so far."""
+        return self._exchanges.waited.seconds
+
     def all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         """All-reduce the array now."""
         self.bind(array, op).run()

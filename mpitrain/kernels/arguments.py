@@ -1,6 +1,6 @@
 """What may be passed to a kernel: arguments are checked against its signature before anything is launched."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,9 +37,13 @@ class Argument(NamedTuple):
     fresh: bool = False
     strided: bool = False
 
+    @property
+    def dtype(self) -> None:
+        """None: it is no array, and a launch that is found again must see that."""
+
 
 def fresh(array: Any) -> Argument:
-    """An output that is wholly written; None where the kernel takes no such output."""
+    """An output that is wholly written, or None. By its name it costs nothing: see `loader.Kernels.launch`."""
     return Argument(array, fresh=True)
 
 
@@ -52,14 +56,14 @@ def _refuse(kernel: str, parameter: Parameter, is_what: str, way_out: str) -> No
     raise KernelError(f"{kernel}: argument `{parameter.name}` {is_what}.", way_out)
 
 
-def _array_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[Any], Argument]:
+def _array_check(kernel: str, parameter: Parameter, dtype: str, fresh: bool, strided: bool) -> Callable[[Any], Argument]:
     def check(value: Any) -> Argument:
-        argument = value if isinstance(value, Argument) else Argument(value)
+        argument = value if isinstance(value, Argument) else Argument(value, fresh, strided)
         array = argument.array
         if array is None:
             return argument
         if not hasattr(array, "flags"):
-            _refuse(kernel, parameter, f"is {value!r}, not an array of {dtype}",
+            _refuse(kernel, parameter, f"is {array!r}, not an array of {dtype}",
                     "Pass an array, or None to leave it out.")
         if name_of(array.dtype) != dtype:
             _refuse(kernel, parameter, f"is an array of {array.dtype.name}, the kernel takes {dtype}",
@@ -90,14 +94,27 @@ def _scalar_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[An
     return check
 
 
-def argument_checks(signature: Signature, defines: Mapping[str, Any]) -> list[Callable[[Any], Any]]:
-    """One function per parameter: it returns the argument as launched, or raises KernelError."""
-    checks = []
+def argument_checks(signature: Signature, defines: Mapping[str, Any], fresh: Collection[str] = (),
+                    strided: Collection[str] = ()) -> tuple[list[Callable[[Any], Any]], tuple[tuple[Any, bool], ...]]:
+    """One function per parameter: it returns the argument as launched, or raises KernelError; and as in `loader.Ready.wants`.
+
+    fresh, strided  names of parameters; KernelError if there is no such array
+    """
+    checks: list[Callable[[Any], Any]] = []
+    wants: list[tuple[Any, bool]] = []
     for parameter in signature.parameters:
         name = str(defines.get(parameter.type, parameter.type))
         if name not in C_TYPES:
             raise KernelError(f"{signature.name}: parameter `{parameter.name}` has the unknown type `{name}`.",
                               f"Define it at the launch, or use one of {', '.join(C_TYPES)}.")
-        make = _array_check if parameter.is_pointer else _scalar_check
-        checks.append(make(signature.name, parameter, C_TYPES[name]))
-    return checks
+        how = signature.name, parameter, C_TYPES[name]
+        if parameter.is_pointer:
+            checks.append(_array_check(*how, parameter.name in fresh, parameter.name in strided))
+            wants.append((np.dtype(C_TYPES[name]), parameter.name in strided))
+        else:
+            checks.append(_scalar_check(*how))
+            wants.append((None, False))
+    arrays = [parameter.name for parameter in signature.parameters if parameter.is_pointer]
+    if wrong := [name for name in (*fresh, *strided) if name not in arrays]:
+        raise KernelError(f"{signature.name} has no array `{wrong[0]}`.", f"Its arrays: {', '.join(arrays)}.")
+    return checks, tuple(wants)

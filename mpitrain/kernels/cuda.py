@@ -1,29 +1,71 @@
-"""The GPU as an engine: kernels compiled by NVRTC through CuPy, which caches them on disk, and launched on its stream."""
+"""The GPU as an engine: kernels compiled by NVRTC, kept on disk, loaded by CuPy and launched on its stream."""
 
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpitrain.errors import ConfigError, KernelError
-from mpitrain.kernels.arguments import Argument
+from mpitrain.errors import ConfigError
+from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.loader import Dims, Function
+from mpitrain.kernels.nvrtc import Compiler
 from mpitrain.kernels.source import Signature, SourceFile
 
-OPTIONS = ("--std=c++17",)
 WITHOUT_ASKING = 48 << 10    # bytes of dynamic shared memory that any kernel may have
-NULL = np.uintp(0)
+CODES = {"float": "f", "double": "d", "signed char": "b", "unsigned char": "B", "unsigned short": "H", "int": "i",
+         "unsigned": "I", "long long": "q", "unsigned long long": "Q"}
+"""How struct packs a number, by its C++ type."""
+
 LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType by dtype."""
+
+
+class Launch:
+    """A kernel of a module, launched by the driver itself: CuPy's own way looks at each argument anew, and costs as much again.
+
+    All arguments are packed into one piece of memory, to whose parts the driver is given pointers, made once.
+    """
+
+    def __init__(self, cupy: ModuleType, kernel: Any, signature: Signature, defines: Mapping[str, str]):
+        self._kernel, self._function = kernel, kernel.kernel.ptr
+        self._launch, self._stream = cupy.cuda.driver.launchKernel, cupy.cuda.get_current_stream
+        layout = "".join("Q" if each.is_pointer else CODES[defines.get(each.type, each.type)] for each in signature.parameters)
+        packed = struct.Struct(layout)    # aligned as C aligns the members of a structure
+        self._pack, self._scalars = packed.pack_into, tuple(not each.is_pointer for each in signature.parameters)
+        self._memory = (ctypes.c_ubyte * max(1, packed.size))()
+        starts = (struct.calcsize(layout[:place + 1]) - struct.calcsize(code) for place, code in enumerate(layout))
+        first = ctypes.addressof(self._memory)
+        self._pointers = (ctypes.c_void_p * max(1, len(layout)))(*(first + start for start in starts))
+        self._places, self._allowed = ctypes.addressof(self._pointers), WITHOUT_ASKING
+
+    def __call__(self, grid: Dims, block: Dims, arguments: Sequence[Any], shared: int) -> None:
+        self._pack(self._memory, 0, *[value if is_scalar else 0 if value is None else value.data.ptr
+                                      for value, is_scalar in zip(arguments, self._scalars, strict=True)])
+        if shared > self._allowed:
+            self._kernel.max_dynamic_shared_size_bytes = self._allowed = shared
+        self._launch(self._function, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream().ptr, self._places, 0)
+
+    def used(self) -> dict[str, int]:
+        """What a thread takes; bytes of local memory are spilled registers."""
+        return {"registers": self._kernel.num_regs, "local_bytes": self._kernel.local_size_bytes}
 
 
 class CudaEngine:
     """Compiles and launches kernels on the current device of a CuPy module."""
 
-    def __init__(self, cupy: ModuleType):
+    takes_plain = True
+
+    def __init__(self, cupy: ModuleType, folder: Path | None = None):
+        """folder: of compiled kernels; None: this user's."""
         self._cupy = cupy
-        self.capability = int(cupy.cuda.Device().compute_capability)
+        device = cupy.cuda.Device()
+        self.capability = int(device.compute_capability)
+        self.multiprocessors = int(device.attributes["MultiProcessorCount"])
+        self._compiler = Compiler(cupy, self.capability, folder or cache_of("cuda"))
         self._modules: dict[tuple[Path, tuple], Any] = {}
 
     @property
@@ -36,23 +78,8 @@ class CudaEngine:
         """One kernel of a source; KernelError with NVRTC's words if it does not compile."""
         key = source.path, tuple(defines.items())
         if key not in self._modules:
-            macros = tuple(f"-D{macro}={value}" for macro, value in defines.items())
-            module = self._cupy.RawModule(code=source.text, options=(*OPTIONS, *macros))
-            try:
-                module.compile()
-            except self._cupy.cuda.compiler.CompileException as error:
-                raise KernelError(f"NVRTC cannot compile {source.path.name} for sm_{self.capability}:\n{error}",
-                                  "CuPy and its CUDA headers must be of one version: reinstall mpitrain[cuda13] or [cuda12].",
-                                  ) from None
-            self._modules[key] = module
-        kernel = self._modules[key].get_function(signature.name)
-
-        def launch(grid: Dims, block: Dims, arguments: list[Any], shared: int) -> None:
-            if shared > max(WITHOUT_ASKING, kernel.max_dynamic_shared_size_bytes):
-                kernel.max_dynamic_shared_size_bytes = shared
-            kernel(tuple(grid), tuple(block), [_plain(argument) for argument in arguments], shared_mem=shared)
-
-        return launch
+            self._modules[key] = self._cupy.RawModule(path=str(self._compiler.compile(source, defines)))
+        return Launch(self._cupy, self._modules[key].get_function(signature.name), signature, defines)
 
     def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
         """By cuBLAS. To it our rows are columns, so that it computes the transposed: c^T = op(b)^T op(a)^T.
@@ -77,10 +104,3 @@ class CudaEngine:
 def _matrix(array: Any) -> tuple[int, int, int]:
     """Address, type and elements from row to row, which in a single row may be anything."""
     return array.data.ptr, LIBRARY_TYPES[array.dtype.name], max(array.shape[1], array.strides[0] // array.itemsize)
-
-
-def _plain(argument: Any) -> Any:
-    """What CuPy passes on: an array's pointer, a scalar's bytes; a null pointer for an absent array."""
-    if not isinstance(argument, Argument):
-        return argument
-    return NULL if argument.array is None else argument.array

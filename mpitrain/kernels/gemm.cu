@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     }
 
     const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
-    const bool c_in_fours = in_fours(C, ldc, stride_c) && (!saved || in_fours(saved, ldc)) && (!residual || in_fours(residual, ldc));
+    const bool c_in_fours = epilogue.in_runs_of<4>(C, ldc, stride_c);
     Sum* raw = splits > 1 ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;
 #pragma unroll
     for (int i = 0; i < THREAD_M; ++i) {

@@ -14,8 +14,7 @@ extern "C" __global__ void __launch_bounds__(256) gemm_combine(
     workspace += blockIdx.z * splits * part;
     const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
     const bool parts_in_fours = in_fours(workspace, N, part);
-    const bool c_in_fours =
-        in_fours(C, ldc, stride_c) && (!saved || in_fours(saved, ldc)) && (!residual || in_fours(residual, ldc));
+    const bool c_in_fours = epilogue.in_runs_of<4>(C, ldc, stride_c);
     for (long long i = blockIdx.x * 256LL + threadIdx.x; i < work; i += gridDim.x * 256LL) {
         if (ROW_SUMS && i >= M * fours) {
             const long long m = i - M * fours;

@@ -12,7 +12,7 @@ __device__ __forceinline__ Tile tile_of(int block, int tiles_m, int tiles_n) {
 
 __device__ __forceinline__ int tiles_over(int count, int size) { return (count + size - 1) / size; }
 
-// The epilogue of four neighbours of row m, from column n on:
+// The epilogue of N neighbours of row m, from column n on:
 //     z = alpha sum + beta C + bias[n];  saved = z;  C = activation(z) + residual
 // bias, saved and residual may be null; saved and residual have the shape and pitch of C. With beta = 0 C is not read.
 struct Epilogue {
@@ -22,28 +22,34 @@ struct Epilogue {
     Result* saved;
     int activation;
 
-    __device__ __forceinline__ void store(const Sum (&sums)[4], Result* c, long long row, int n, int N, bool vector) const {
-        Sum z[4], addend[4];
+    // Whether these rows of C can be moved in runs of this length.
+    template <int RUN> __device__ __forceinline__ bool in_runs_of(const Result* c, int pitch, long long stride) const {
+        return in_runs<RUN>(c, pitch, stride) && (!saved || in_runs<RUN>(saved, pitch)) && (!residual || in_runs<RUN>(residual, pitch));
+    }
+
+    template <int RUN>
+    __device__ __forceinline__ void store(const Sum (&sums)[RUN], Result* c, long long row, int n, int N, bool vector) const {
+        Sum z[RUN], addend[RUN];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) z[i] = alpha * sums[i];
+        for (int i = 0; i < RUN; ++i) z[i] = alpha * sums[i];
         if (beta != Sum(0)) {
-            load_four(c + row, n, N, vector, addend);
+            load_run(c + row, n, N, vector, addend);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) z[i] += beta * addend[i];
+            for (int i = 0; i < RUN; ++i) z[i] += beta * addend[i];
         }
         if (bias) {
-            load_four(bias, n, N, in_fours(bias, 0), addend);
+            load_run(bias, n, N, in_runs<RUN>(bias, 0), addend);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) z[i] += addend[i];
+            for (int i = 0; i < RUN; ++i) z[i] += addend[i];
         }
-        if (saved) store_four(saved + row, n, N, vector, z);
+        if (saved) store_run(saved + row, n, N, vector, z);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) z[i] = activate(z[i], activation);
+        for (int i = 0; i < RUN; ++i) z[i] = activate(z[i], activation);
         if (residual) {
-            load_four(residual + row, n, N, vector, addend);
+            load_run(residual + row, n, N, vector, addend);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) z[i] += addend[i];
+            for (int i = 0; i < RUN; ++i) z[i] += addend[i];
         }
-        store_four(c + row, n, N, vector, z);
+        store_run(c + row, n, N, vector, z);
     }
 };

@@ -4,22 +4,33 @@
 // A block of THREADS threads computes TILE_M x TILE_N; each warp WARP_M x WARP_N, in products of 16 x 8 x 16. STAGES
 // tiles of TILE_K are under way at once: asynchronous copies fill the stage after next while this one is computed with.
 // In shared memory a tile keeps the order in which the operand is stored; matrix loads transpose where that order is not
-// the fragment's. Launch: as gemm.cu, with STAGES x STAGE elements of dynamic shared memory. Any M, N, K >= 0.
+// the fragment's. Sums pass through shared memory once more on their way out, so that a warp writes whole rows of its part.
+// CHUNKED: both operands can be copied 16 bytes at a time, whatever the batch; else they are copied element by element.
+// Launch: as gemm.cu, with STAGES x STAGE elements of dynamic shared memory. Any M, N, K >= 0.
 // Needs sm_80; float16 also runs on sm_75 (with STAGES = 2, whose shared memory is small).
 #include "gemm_parts.cuh"
 #include "tensor_tile.cuh"
 
 constexpr int WARPS_N = TILE_N / WARP_N, THREADS = TILE_M / WARP_M * WARPS_N * 32;
 constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
+// As many blocks share a multiprocessor's registers as leave each thread 64 beside its sums, but no more than four.
+constexpr int ROOM = 65536 / (THREADS * (WARP_M * WARP_N / 32 + 64));
+constexpr int BLOCKS = __CUDA_ARCH__ < 800 || ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
 
 static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && TILE_K % 16 == 0, "whole fragments fill a warp's part");
+static_assert(!ROW_SUMS || THREADS >= TILE_M, "one thread sums each row");
 
 // A piece of A and one of B, each in the order in which the operand is stored.
 using PieceA = SharedTile<TRANSPOSED_A ? TILE_K : TILE_M, TRANSPOSED_A ? TILE_M : TILE_K, THREADS>;
 using PieceB = SharedTile<TRANSPOSED_B ? TILE_N : TILE_K, TRANSPOSED_B ? TILE_K : TILE_N, THREADS>;
 constexpr int STAGE = PieceA::ELEMENTS + PieceB::ELEMENTS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tensor(
+// Sixteen rows of a warp's sums on their way out; the pitch keeps eight rows of pairs in different banks.
+constexpr int OUT_PITCH = WARP_N + 8, OUT_FLOATS = 16 * OUT_PITCH;
+constexpr int WIDE = RUN<Result>, ROW_LANES = WARP_N / WIDE;    // lanes that move one row
+static_assert(THREADS / 32 * OUT_FLOATS * 4 <= STAGES * STAGE * 2, "what goes out fits where the pieces were");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     int M, int N, int K, float alpha, const Element* __restrict__ A, int lda, long long stride_a,
     const Element* __restrict__ B, int ldb, long long stride_b, float beta, Result* C, int ldc, long long stride_c,
     const Element* __restrict__ bias, const Result* residual, Result* saved, int activation, float* row_sums,
@@ -35,25 +46,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tensor(
 
     A += batch * stride_a;
     B += batch * stride_b;
-    const bool a_in_chunks = in_chunks(A, lda), b_in_chunks = in_chunks(B, ldb);
     const int steps = tiles_over(K, TILE_K);
     const int first = int((long long)steps * split / splits), end = int((long long)steps * (split + 1) / splits);
     auto fetch = [&](int step) {    // an empty group past the end keeps the count of groups under way right
         if (step < end) {
             Element *a_piece = stages + step % STAGES * STAGE, *b_piece = a_piece + PieceA::ELEMENTS;
             const int k0 = step * TILE_K;
-            if (TRANSPOSED_A) PieceA::fetch(a_piece, A, lda, k0, K, m0, M, a_in_chunks);
-            else PieceA::fetch(a_piece, A, lda, m0, M, k0, K, a_in_chunks);
-            if (TRANSPOSED_B) PieceB::fetch(b_piece, B, ldb, n0, N, k0, K, b_in_chunks);
-            else PieceB::fetch(b_piece, B, ldb, k0, K, n0, N, b_in_chunks);
+            if (TRANSPOSED_A) PieceA::fetch(a_piece, A, lda, k0, K, m0, M, CHUNKED);
+            else PieceA::fetch(a_piece, A, lda, m0, M, k0, K, CHUNKED);
+            if (TRANSPOSED_B) PieceB::fetch(b_piece, B, ldb, n0, N, k0, K, CHUNKED);
+            else PieceB::fetch(b_piece, B, ldb, k0, K, n0, N, CHUNKED);
         }
         copy_async_commit();
     };
 
     float sums[FRAGMENTS_M][FRAGMENTS_N][4] = {};
-    float row_sum[FRAGMENTS_M][4] = {};    // by products with ones, in the warps of the first columns
-    const bool sums_rows = ROW_SUMS && n0 + nw == 0;
-    const unsigned ones[2] = {packed(1.0f, 1.0f), packed(1.0f, 1.0f)};
+    const bool sums_a_row = ROW_SUMS && tile.n == 0 && threadIdx.x < TILE_M;
+    float row_sum = 0.0f;    // of row m0 + threadIdx.x, in the first tile of each row of tiles
 
     for (int step = first; step < first + STAGES - 1; ++step) fetch(step);
     for (int step = first; step < end; ++step) {
@@ -75,29 +84,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_tensor(
                 else PieceB::b_from_rows_of_k(b[j], b_piece, k, nw + 16 * j);
             }
 #pragma unroll
-            for (int i = 0; i < FRAGMENTS_M; ++i) {
-                if (sums_rows) mma_m16n8k16(row_sum[i], a[i], ones, Element{});
+            for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
                 for (int j = 0; j < FRAGMENTS_N; ++j) mma_m16n8k16(sums[i][j], a[i], b[j / 2][j % 2], Element{});
-            }
+        }
+        if (sums_a_row) {
+#pragma unroll 1    // unrolled, it takes registers from the loop above
+            for (int k = 0; k < TILE_K; ++k)
+                row_sum += wide(TRANSPOSED_A ? PieceA::at(a_piece, k, threadIdx.x) : PieceA::at(a_piece, threadIdx.x, k));
         }
     }
 
+    __syncthreads();    // the pieces are done with: their memory is free for what goes out
     const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
-    const bool c_in_fours = in_fours(C, ldc, stride_c) && (!saved || in_fours(saved, ldc)) && (!residual || in_fours(residual, ldc));
+    const bool vector = epilogue.in_runs_of<WIDE>(C, ldc, stride_c);
     float* raw = splits > 1 ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;
+    float* out = reinterpret_cast<float*>(dynamic_shared) + warp * OUT_FLOATS;
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i) {
+        __syncwarp();    // the rows before are out
 #pragma unroll
-        for (int j = 0; j < FRAGMENTS_N; ++j) {
-            const FourOfFragment four(sums[i][j]);
-            const int m = m0 + mw + 16 * i + four.row, n = n0 + nw + 8 * j + four.column;
+        for (int j = 0; j < FRAGMENTS_N; ++j)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)    // lane 4 g + t holds rows g and g + 8, columns 2 t and 2 t + 1
+                *reinterpret_cast<float2*>(out + (lane / 4 + 8 * half) * OUT_PITCH + 8 * j + lane % 4 * 2) =
+                    make_float2(sums[i][j][2 * half], sums[i][j][2 * half + 1]);
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < 16; r += 32 / ROW_LANES) {
+            const int row = r + lane / ROW_LANES, column = lane % ROW_LANES * WIDE;
+            const int m = m0 + mw + 16 * i + row, n = n0 + nw + column;
             if (m >= M) continue;
-            if (raw) store_four(raw + (long long)m * N, n, N, false, four.at);
-            else epilogue.store(four.at, C, batch * stride_c + (long long)m * ldc, n, N, c_in_fours);
+            float run[WIDE];
+            load_run(out + row * OUT_PITCH, column, WARP_N, true, run);
+            if (raw) store_run(raw + (long long)m * N, n, N, N % WIDE == 0, run);
+            else epilogue.store(run, C, batch * stride_c + (long long)m * ldc, n, N, vector);
         }
-        // All columns of a product with ones are equal: lane 4 g writes row g, lane 4 g + 1 row g + 8.
-        const int m = m0 + mw + 16 * i + lane / 4 + lane % 2 * 8;
-        if (sums_rows && lane % 4 < 2 && m < M) (raw ? raw + (long long)M * N : row_sums)[m] = row_sum[i][lane % 2 * 2];
+    }
+    if (sums_a_row && m0 + threadIdx.x < M) {
+        const int m = m0 + threadIdx.x;
+        (raw ? raw + (long long)M * N : row_sums)[m] = row_sum;
     }
 }

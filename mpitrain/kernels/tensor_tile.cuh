@@ -34,6 +34,8 @@ template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
         }
     }
 
+    static __device__ __forceinline__ Element at(const Element* tile, int row, int column) { return tile[row * PITCH + column]; }
+
     // 16 x 16 elements from (row, column) on, as four 8 x 8 matrices: with ROWS_FIRST (r, c), (r + 8, c), (r, c + 8),
     // (r + 8, c + 8), else the middle two in the other order. TRANSPOSED transposes each.
     template <bool ROWS_FIRST, bool TRANSPOSED>

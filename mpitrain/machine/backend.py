@@ -9,6 +9,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,13 +22,13 @@ from mpitrain.machine.marks import CudaMark, Mark, Passed
 
 
 class Copy(Protocol):
-    """A copy under way; neither end may be touched before `test` has said True or `wait` has returned."""
+    """A copy under way, neither end of which may be touched before `test` has said True or `wait` has returned; or a place."""
 
     def test(self) -> bool:
-        """True once the copy is complete; never blocks."""
+        """True once the copy, or what was started before the place, is complete; never blocks."""
 
     def wait(self) -> None:
-        """Block until the copy is complete."""
+        """Block until then."""
 
 
 class Backend(Protocol):
@@ -65,8 +66,20 @@ class DeviceBackend(Backend, Protocol):
     def staging(self, nbytes: int) -> np.ndarray:
         """Page-locked host bytes, which a device copies to and from while the host does something else."""
 
-    def start_copy(self, target: Any, source: Any) -> Copy:
-        """Begin to copy one contiguous array onto another, one of them staging, beside the work under way."""
+    def so_far(self) -> Copy:
+        """The place behind all the work that was started here so far."""
+
+    def follow(self, place: Copy) -> None:
+        """Let the work that is started here from now on wait for what is before the place; nobody waits on the host."""
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Within it `here` is a place beside the computation: the stream of messages, of the copies and sums that make them."""
+
+    def start_copy(self, target: Any, source: Any, after: Copy) -> Copy:
+        """Begin to copy one contiguous array onto another, one of them staging, beside the work under way.
+
+        after   a place behind the work that writes the source, or still reads the target
+        """
 
     def gpus(self) -> tuple[str, list[str]]:
         """PCI addresses of this process's GPU and of all that it sees."""
@@ -139,7 +152,7 @@ class CudaBackend:
 
     def __init__(self) -> None:
         self._cupy = cupy_with_gpu()
-        self._copies = self._cupy.cuda.Stream(non_blocking=True)
+        self._messages = self._cupy.cuda.Stream(non_blocking=True)
 
     def arena(self) -> Arena:
         return Arena(_CudaMemory(self._cupy))
@@ -165,10 +178,24 @@ class CudaBackend:
     def staging(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), np.uint8, nbytes)
 
-    def start_copy(self, target: Any, source: Any) -> Copy:
+    def so_far(self) -> Copy:
+        return self._placed(self._cupy.cuda.get_current_stream())
+
+    def follow(self, place: Any) -> None:
+        self._cupy.cuda.get_current_stream().wait_event(place.event)
+
+    def aside(self) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = self._messages
+        return stream
+
+    def start_copy(self, target: Any, source: Any, after: Any) -> Copy:
         runtime = self._cupy.cuda.runtime
-        runtime.memcpyAsync(_address(target), _address(source), source.nbytes, runtime.memcpyDefault, self._copies.ptr)
-        return _CudaCopy(self._copies.record(self._cupy.cuda.Event(disable_timing=True)), target, source)
+        self._messages.wait_event(after.event)
+        runtime.memcpyAsync(address(target), address(source), source.nbytes, runtime.memcpyDefault, self._messages.ptr)
+        return self._placed(self._messages, target, source)
+
+    def _placed(self, stream: Any, *ends: Any) -> "_CudaPlace":
+        return _CudaPlace(stream.record(self._cupy.cuda.Event(disable_timing=True)), ends)
 
     def gpus(self) -> tuple[str, list[str]]:
         runtime = self._cupy.cuda.runtime
@@ -207,17 +234,17 @@ class _CudaMemory:
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
 
-class _CudaCopy:
-    """A copy on a stream, complete with the event behind it; keeps both ends alive."""
+class _CudaPlace:
+    """A place in a stream, reached with its event; behind a copy it keeps both ends alive."""
 
-    def __init__(self, event: Any, target: Any, source: Any):
-        self._event, self._ends = event, (target, source)
+    def __init__(self, event: Any, ends: tuple[Any, ...]):
+        self.event, self._ends = event, ends
 
     def test(self) -> bool:
-        return self._event.done
+        return self.event.done
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class _Opened:
@@ -247,11 +274,12 @@ def on_device(array: Any) -> bool:
 
 def overlap(one: Any, other: Any) -> bool:
     """Whether two contiguous arrays have bytes in common, wherever they lie."""
-    start, begin = _address(one), _address(other)
+    start, begin = address(one), address(other)
     return start < begin + other.nbytes and begin < start + one.nbytes
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
+    """Where an array begins, in the memory that it lies in."""
     return array.data.ptr if on_device(array) else array.ctypes.data
 
 

@@ -44,6 +44,7 @@ class AllReduce(Replication):
         self._norm_name, self._update_name = recorder.name("the norm"), recorder.name("the parameters")
         self._scale = DynamicLossScale() if config.precision.compute == "float16" else LossScale()
         self._skipped = 0    # updates, which AdamW does not count
+        self._exchanged_s = 0.0    # when the step began
         self._squared = [self._gradients_of(piece) for piece in self._counted()]
 
     @cached_property
@@ -103,6 +104,7 @@ class AllReduce(Replication):
 
     def begin(self, step: int) -> None:
         super().begin(step)
+        self._exchanged_s = self.replica.grid.tp.exchanged_s
         self.buckets.begin(step)
 
     def gradient_ready(self, unit: int, is_last: bool) -> None:
@@ -131,7 +133,7 @@ class AllReduce(Replication):
         else:
             self.buckets.run()
         self._recorder.go_on(wait)
-        comm_s = time.perf_counter() - began
+        comm_s = time.perf_counter() - began + self.replica.grid.tp.exchanged_s - self._exchanged_s
         span = self._recorder.compute(self._norm_name)
         squares, nonfinite = self.replica.squares(self._squared)
         self._recorder.end(span)

@@ -127,6 +127,9 @@ class Transport(Protocol):
     admits_threads: bool
     """Whether a second thread may send and receive beside the main one."""
 
+    def aside(self, array: Any) -> Any:
+        """What orders a reduction of the array and the computation: `device.Aside`; None in host memory, all in order there."""
+
     def claim_tag(self) -> int:
         """A tag that nobody else on this transport uses, the same on all ranks if they claim in the same order."""
 

@@ -1,20 +1,27 @@
 """Messages of GPU memory over a transport of host memory: arrays of a device take a carrier, all else goes straight on.
 
 A carrier is how a device's array gets into a message: `Direct` hands its pointer to an MPI that can read GPU memory,
-`staging.Staged` copies through host memory. MPI knows nothing of streams: whatever wrote an array, or still reads the one
-that a receive will overwrite, must have ended before MPI or a copy beside the stream touches it. So both carriers wait
-for the current stream, once, as the first thing that a start does, and nobody else has to.
+`staging.Staged` copies through host memory. Whatever wrote an array, or still reads the one that a receive will overwrite, must
+have ended before a message touches it. A copy waits for that on the device. MPI knows nothing of streams: before it is handed a
+pointer, the host waits for what was started so far on the current stream, and nobody else has to.
+
+A reduction of many messages has a stream of its own, beside the computation: its copies and sums wait once for what was computed
+before it, and what is computed after it waits for them (`aside`). So no step of a ring waits for what is computed meanwhile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from mpitrain.machine.backend import DeviceBackend, on_device
+from mpitrain.machine.backend import Copy, DeviceBackend, on_device
 from mpitrain.transport.base import Request, Transport
 
 
 class Carrier(Protocol):
     """Moves arrays in device memory. Both ends of a message lie in device memory."""
+
+    under_way: "UnderWay"
+    """What the device has under way for it; shared by all that come from one `over`."""
 
     def over(self, host: Transport) -> "Carrier":
         """The same way, over another transport."""
@@ -35,14 +42,74 @@ class Carrier(Protocol):
         """As Transport.native_all_reduce."""
 
 
+class UnderWay:
+    """Asks what a device has under way whether it has ended, and notes that it has not: a wait for that is no deadlock."""
+
+    def __init__(self) -> None:
+        self._is_any = False
+
+    def ended(self, copies: Sequence[Copy]) -> bool:
+        """Whether all have."""
+        if all(copy.test() for copy in copies):
+            return True
+        self._is_any = True
+        return False
+
+    def wait_until(self, host: Transport, done: Callable[[], bool], pause: float, what: Any) -> None:
+        """As Transport.wait_until of the host's, which takes a wait that no message can end for a deadlock."""
+        ended = False
+
+        def goes_on() -> bool:
+            nonlocal ended
+            self._is_any = False
+            ended = done()
+            return ended or self._is_any
+
+        while not ended:
+            host.wait_until(goes_on, pause, what)
+
+
+class Aside:
+    """The stream of a device's messages, for a reduction that lies in its memory."""
+
+    def __init__(self, backend: DeviceBackend, under_way: UnderWay):
+        self._backend, self._under_way = backend, under_way
+        self._before: list[Copy] = []
+
+    def begin(self) -> None:
+        """Note what was computed so far: nothing may be started on the stream before that has ended."""
+        self._before = [self._backend.so_far()]
+
+    def is_ready(self) -> bool:
+        """Whether what was computed before `begin` has ended, so that no start has to wait; never blocks."""
+        return self._under_way.ended(self._before)
+
+    def wait(self) -> None:
+        """Block until it is ready."""
+        for before in self._before:
+            before.wait()
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Within it, work is started on that stream."""
+        return self._backend.aside()
+
+    def end(self) -> None:
+        """Have what is computed from now on wait for the stream."""
+        with self.here():
+            after = self._backend.so_far()
+        self._backend.follow(after)
+
+
 class Direct:
     """Hands device pointers to the transport below."""
 
     def __init__(self, host: Transport, backend: DeviceBackend):
-        self._host, self._backend = host, backend
+        self._host, self._backend, self.under_way = host, backend, UnderWay()
 
     def over(self, host: Transport) -> "Direct":
-        return Direct(host, self._backend)
+        part = Direct(host, self._backend)
+        part.under_way = self.under_way
+        return part
 
     def start_send(self, array: Any, to: int, tag: int) -> Request:
         self._backend.synchronize()
@@ -57,7 +124,7 @@ class Direct:
         return self._host.start_recv_any(array, tag)
 
     def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
-        self._host.wait_until(done, pause, what)
+        self.under_way.wait_until(self._host, done, pause, what)
 
     def native_all_reduce(self, array: Any, op: str) -> None:
         self._backend.synchronize()
@@ -79,6 +146,10 @@ class DeviceTransport(Transport):
         self.rank, self.size, self.hosts, self.members = host.rank, host.size, host.hosts, host.members
         self.traffic, self.windows, self.native_dtypes = host.traffic, host.windows, host.native_dtypes
         self.tenants, self.recorder = host.tenants, host.recorder
+
+    def aside(self, array: Any) -> Aside | None:
+        """What orders a reduction of the array and the computation; None in host memory, where all is in order."""
+        return Aside(self.backend, self._carrier.under_way) if on_device(array) else None
 
     def claim_tag(self) -> int:
         return self._host.claim_tag()

@@ -85,6 +85,9 @@ class MpiTransport(Transport):
         self._made: list[int] = []
         self._inherited: list[Any] = []
 
+    def aside(self, array: Any) -> None:
+        return None
+
     def claim_tag(self) -> int:
         tag = self._next_tag
         self._next_tag = tag + 1 if tag < self._last_tag else FIRST_CLAIMED_TAG

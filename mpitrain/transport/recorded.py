@@ -26,6 +26,9 @@ class Recorded(Transport):
         self._messages, self._barrier, self._text, self._native = (
             recorder.name(what, inner.members) for what in ("messages", "a barrier", "words of all ranks", "MPI's all-reduce"))
 
+    def aside(self, array: Any) -> Any:
+        return self._inner.aside(array)
+
     def claim_tag(self) -> int:
         tag = self._inner.claim_tag()
         self._named[tag] = self.recorder.name(self.recorder.naming, self.members if self.recorder.naming else ())

@@ -6,7 +6,7 @@ A message then needs nobody to move it on: a rank may wait for anything else, as
 is as large as the bytes under way ever were; it is used again, never given back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena, HostMemory
 from mpitrain.machine.backend import Copy, DeviceBackend
 from mpitrain.transport.base import Request, Several, Transport, check_message, named
+from mpitrain.transport.device import UnderWay
 
 PIECE = 1 << 20
 """Bytes of a piece: long enough for links and copy engines to reach their rates, short enough to overlap early."""
@@ -30,19 +31,6 @@ class _StagingMemory(HostMemory):
         return self._backend.staging(nbytes)
 
 
-class _Copies:
-    """Asks copies whether they have ended, and notes in `under_way` that one has not."""
-
-    def __init__(self) -> None:
-        self.under_way = False
-
-    def ended(self, copies: Sequence[Copy]) -> bool:
-        if all(copy.test() for copy in copies):
-            return True
-        self.under_way = True
-        return False
-
-
 class Staged:
     """Copies device arrays through host memory.
 
@@ -53,19 +41,18 @@ class Staged:
 
     def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE):
         self._host, self._backend, self._piece = host, backend, piece
-        self._buffers, self._copies = Arena(_StagingMemory(backend)), _Copies()
+        self._buffers, self.under_way = Arena(_StagingMemory(backend)), UnderWay()
 
     def over(self, host: Transport) -> "Staged":
         part = Staged(host, self._backend, self._piece)
-        part._buffers, part._copies = self._buffers, self._copies
+        part._buffers, part.under_way = self._buffers, self.under_way
         return part
 
     def start_send(self, array: Any, to: int, tag: int) -> Request:
         check_message(array, self._host.rank, (to,), self._host.size)
-        self._backend.synchronize()
         flat, buffer = self._staged(array)
-        pieces = self._pieces(flat)
-        copies = [self._backend.start_copy(buffer[piece], flat[piece]) for piece in pieces]
+        pieces, so_far = self._pieces(flat), self._backend.so_far()
+        copies = [self._backend.start_copy(buffer[piece], flat[piece], so_far) for piece in pieces]
         sends: list[Request] = []
         for piece, copy in zip(pieces, copies, strict=True):
             while not copy.test():
@@ -76,11 +63,10 @@ class Staged:
 
     def start_recv(self, array: Any, source: int, tag: int) -> Request:
         check_message(array, self._host.rank, (source,), self._host.size)
-        self._backend.synchronize()
         flat, buffer = self._staged(array)
         pieces = self._pieces(flat)
         receives = [self._host.start_recv(buffer[piece], source, tag) for piece in pieces]
-        return _Receive(self._backend, self._copies, receives, [(flat[piece], buffer[piece]) for piece in pieces])
+        return _Receive(self._backend, self.under_way, receives, [(flat[piece], buffer[piece]) for piece in pieces])
 
     def start_recv_any(self, array: Any, tag: int) -> Request:
         check_message(array, self._host.rank, (), self._host.size)
@@ -90,28 +76,17 @@ class Staged:
                 f"rank {self._host.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
                 f"but this array has {array.nbytes}.",
                 "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.")
-        self._backend.synchronize()
-        return _Receive(self._backend, self._copies, [self._host.start_recv_any(buffer, tag)], [(flat, buffer)])
+        return _Receive(self._backend, self.under_way, [self._host.start_recv_any(buffer, tag)], [(flat, buffer)])
 
     def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
-        ended = False
-
-        def goes_on() -> bool:
-            """True also while a copy is under way: the host's transport must not take that for a wait that nothing can end."""
-            nonlocal ended
-            self._copies.under_way = False
-            ended = done()
-            return ended or self._copies.under_way
-
-        while not ended:
-            self._host.wait_until(goes_on, pause, what)
+        self.under_way.wait_until(self._host, done, pause, what)
 
     def native_all_reduce(self, array: Any, op: str) -> None:
-        self._backend.synchronize()
         flat, buffer = self._staged(array)
-        self._backend.start_copy(buffer, flat).wait()
+        so_far = self._backend.so_far()
+        self._backend.start_copy(buffer, flat, so_far).wait()
         self._host.native_all_reduce(buffer, op)
-        self._backend.start_copy(flat, buffer).wait()
+        self._backend.start_copy(flat, buffer, so_far).wait()
 
     def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
         """The array as one dim, and staging for it: free again when no view of it is left."""
@@ -129,10 +104,11 @@ class _Receive:
     ends   (device, staging) of every piece
     """
 
-    def __init__(self, backend: DeviceBackend, all_copies: _Copies, receives: list[Request],
+    def __init__(self, backend: DeviceBackend, under_way: UnderWay, receives: list[Request],
                  ends: list[tuple[Any, np.ndarray]]):
-        self._backend, self._all_copies, self._receives, self._ends = backend, all_copies, receives, ends
+        self._backend, self._under_way, self._receives, self._ends = backend, under_way, receives, ends
         self._copies: list[Copy] = []
+        self._before = backend.so_far()    # what reads the array still may go on while the message is on its way
 
     @property
     def source(self) -> int:
@@ -143,7 +119,7 @@ class _Receive:
             if not self._receives[len(self._copies)].test():
                 return False
             self._start_copy()
-        return self._all_copies.ended(self._copies)
+        return self._under_way.ended(self._copies)
 
     def wait(self) -> None:
         while len(self._copies) < len(self._ends):
@@ -157,4 +133,4 @@ class _Receive:
 
     def _start_copy(self) -> None:
         """The next piece has arrived."""
-        self._copies.append(self._backend.start_copy(*self._ends[len(self._copies)]))
+        self._copies.append(self._backend.start_copy(*self._ends[len(self._copies)], self._before))

@@ -39,6 +39,9 @@ class ThreadTransport(Transport):
         self.next_meeting = 0
         self._next_tag = FIRST_CLAIMED_TAG
 
+    def aside(self, array: Any) -> None:
+        return None
+
     def claim_tag(self) -> int:
         self._next_tag += 1
         return self._next_tag - 1

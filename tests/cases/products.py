@@ -107,7 +107,7 @@ def tensor() -> Iterator[partial]:
         yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu", result="float16")
         yield partial(here, m=40, n=40, k=40, shifted=True)
         yield partial(here, m=40, n=30, k=200, splits=3)
-    for tile in (medium, large, *others):
+    for tile in (medium, large, others[-1]):    # of those with warps of 64 x 64 one: each is long to compile
         yield partial(check, m=tile.TILE_M + 8, n=tile.TILE_N - 8, k=104, tile=tile, dtype="bfloat16", result="float32",
                       tb=True)
     yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)

@@ -5,6 +5,9 @@ pointer or a copy on another stream, sees 0xFF in every byte that the work write
 to what it still reads or writes is a fault. A copy fills its target with 0xFF when it starts and moves the bytes when it
 is waited for, or asked twice. Like CuPy's, these arrays refuse to become NumPy's by themselves.
 
+A stream that waits for an event is ordered behind what was before that; work on one stream that touches what another, not ordered
+with it, still uses is a fault.
+
 Threads are processes: each has its own stream, may open the memory of the others by handle but not its own, and work on
 what another's stream still uses is a fault.
 
@@ -69,27 +72,22 @@ class MemoryPointer:
 
 
 class Stream:
-    """Work in order; `_pending` are the masks to clear and the bytes to show once it is done."""
+    """Work in order; `_pending` is what it has to do: (block, mask to clear, where), and what was done by now on others first."""
 
     def __init__(self, non_blocking=False):
-        self.ptr, self._pending = next(_numbers), []
+        self.ptr, self._pending, self._after, self._outside = next(_numbers), [], [], []
         _streams[self.ptr] = self
 
     def synchronize(self):
         log().append(("synchronize",))
-        self._finish()
+        self.record(Event())._reach()
 
-    def _finish(self):
-        with _lock:
-            for block, mask, where in self._pending:
-                if mask is block.written:
-                    block.memory[where] = block.truth[where]
-                mask[where] = False
-                block.streams.discard(self)
-            self._pending = []
+    def wait_event(self, event):
+        self._after.append(event)
 
     def record(self, event):
         event.copies, self._copies = getattr(self, "_copies", []), []
+        event.stream, event.works, event.after = self, list(self._pending), list(self._after)
         event.when = self.idle_at = max(time.perf_counter(), getattr(self, "idle_at", 0.0))
         return event
 
@@ -99,15 +97,51 @@ class Stream:
         self.idle_at += seconds
         return began, self.idle_at
 
+    def ordered(self):
+        """Everything that has ended before whatever is started here now begins."""
+        return [*self._pending, *(work for event in self._after for work in event.all_works())]
+
+    def __enter__(self):
+        self._outside.append(get_current_stream())
+        _local.stream = self
+        return self
+
+    def __exit__(self, *error):
+        _local.stream = self._outside.pop()
+
+
+def _end(stream, work):
+    """A piece of work has ended: what it wrote is seen, but for what others still write there."""
+    if not any(work is pending for pending in stream._pending):
+        return
+    stream._pending = [pending for pending in stream._pending if pending is not work]
+    block, mask, where = work
+    if mask is block.written:
+        block.memory[where] = block.truth[where]
+    mask[where] = False
+    for other in list(block.streams):
+        for pending, its, there in other._pending:
+            if pending is block:
+                its[there] = True
+                if its is block.written:
+                    block.memory[there] = GARBAGE
+    if not any(pending is block for pending, _, _ in stream._pending):
+        block.streams.discard(stream)
+
 
 class Event:
-    """Done when asked for the second time, or when waited for; then the copies before it have moved their bytes.
+    """Done when asked for the second time, or when waited for; then the work and the copies before it have ended.
 
     One that tells times is done when the stream comes past it.
     """
 
     def __init__(self, disable_timing=False):
-        self.asked, self.copies, self.tells_times = 0, [], not disable_timing
+        self.asked, self.copies, self.stream, self.works, self.after = 0, [], None, [], []
+        self.tells_times = not disable_timing
+
+    def all_works(self):
+        """What has ended when this is reached, on all streams."""
+        return [*self.works, *(work for event in self.after for work in event.all_works())]
 
     @property
     def done(self):
@@ -119,9 +153,17 @@ class Event:
         return self.asked > 1
 
     def synchronize(self):
-        for target, source in self.copies:
-            target[:] = source
-        self.copies = []
+        self._reach()
+
+    def _reach(self):
+        with _lock:
+            for event in self.after:
+                event._reach()
+            for work in self.works:
+                _end(self.stream, work)
+            for target, source in self.copies:
+                target[:] = source
+            self.works, self.after, self.copies = [], [], []
 
 
 def _elapsed(first, last):
@@ -140,10 +182,13 @@ def _block_of(ptr):
         return next((b for b in blocks if b and b.ptr <= ptr < b.ptr + max(1, b.size)), None)
 
 
-def _in_use(ptr, nbytes):
+def _in_use(ptr, nbytes, before=()):
+    """Whether work uses the memory that is not among what has ended before."""
     block = _block_of(ptr)
-    where = slice(ptr - block.ptr, ptr - block.ptr + nbytes)
-    return block.written[where].any() or block.read[where].any()
+    here = slice(ptr - block.ptr, ptr - block.ptr + nbytes)
+    ended = {id(work) for work in before}
+    return any(work[0] is block and id(work) not in ended and work[2][here].any()
+               for stream in list(block.streams) for work in stream._pending)
 
 
 def _memcpy_async(target, source, nbytes, kind, stream):
@@ -152,8 +197,9 @@ def _memcpy_async(target, source, nbytes, kind, stream):
         is_pinned = any(p.ctypes.data <= ptr <= p.ctypes.data + p.nbytes for p in _pinned)
         if nbytes and _block_of(ptr) is None and not is_pinned:
             faults.append("a copy of pageable memory")
-    if nbytes and _block_of(target) is not None and _in_use(target, nbytes):
-        faults.append("a copy onto memory that work on the stream uses")
+    with _lock:
+        if nbytes and _block_of(target) is not None and _in_use(target, nbytes, _streams[stream].ordered()):
+            faults.append("a copy onto memory that work on the stream uses")
     target, source = _bytes(target, nbytes), _bytes(source, nbytes)
     target[:] = GARBAGE
     _streams[stream].__dict__.setdefault("_copies", []).append((target, source))
@@ -212,7 +258,8 @@ cuda = SimpleNamespace(
     Stream=Stream, Event=Event, get_elapsed_time=_elapsed, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
     get_current_stream=get_current_stream, alloc_pinned_memory=_alloc_pinned,
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
-    Device=lambda index=0: SimpleNamespace(use=lambda: devices.used.append(index), compute_capability="90"),
+    Device=lambda index=0: SimpleNamespace(use=lambda: devices.used.append(index), compute_capability="90",
+                                            attributes={"MultiProcessorCount": 132}),
     runtime=SimpleNamespace(getDeviceCount=_get_device_count, memcpyAsync=_memcpy_async, memcpyDefault=4,
                             CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0, memGetInfo=lambda: devices.memory,
                             deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
@@ -243,9 +290,12 @@ def launch(writes, reads, work):
 
 def _check_others(stream, block, where, name):
     """A fault if another stream writes here, or reads what is written now."""
+    ended = {id(work) for work in stream.ordered()}
     for other in block.streams - {stream}:
-        for pending, mask, there in other._pending:
-            if pending is block and (name == "written" or mask is block.written) and (there & where).any():
+        for work in other._pending:
+            pending, mask, there = work
+            is_crossed = name == "written" or mask is block.written
+            if pending is block and id(work) not in ended and is_crossed and (there & where).any():
                 faults.append("work on memory that another stream uses")
 
 

@@ -14,9 +14,9 @@ class FakeEngine:
 
     def __init__(self):
         self._simulator = Simulator()
-        self.capability = self._simulator.capability
+        self.capability, self.multiprocessors = self._simulator.capability, self._simulator.multiprocessors
 
-    name = "a fake GPU"
+    name, takes_plain = "a fake GPU", False
 
     def load(self, source, signature, defines):
         function = self._simulator.load(source, signature, defines)

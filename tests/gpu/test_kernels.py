@@ -20,6 +20,8 @@ GROUPS = {group.__name__: group for groups in SUITE.values() for group in groups
 class Visiting(CudaEngine):
     """Launches on NumPy arrays: each extent, gaps of a strided view included, visits the GPU for one launch."""
 
+    takes_plain = False
+
     def __init__(self, cupy: ModuleType):
         super().__init__(cupy)
         self._module = cupy
@@ -30,7 +32,7 @@ class Visiting(CudaEngine):
         def launch(grid: Any, block: Any, arguments: list[Any], shared: int) -> None:
             visits: dict[tuple, tuple] = {}
             there = [self._visit(argument, visits) for argument in arguments]
-            kernel(grid, block, there, shared)
+            kernel(grid, block, [each.array if isinstance(each, Argument) else each for each in there], shared)
             for parameter, argument in zip(signature.parameters, arguments, strict=True):
                 if parameter.is_pointer and not parameter.is_readonly and argument.array is not None and argument.array.size:
                     self._return(argument.array, visits)

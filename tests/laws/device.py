@@ -42,7 +42,7 @@ class DeviceLaws:
             assert np.array_equal(backend.to_host(incoming), 2 * coded(before, count)), count
         assert cupy.faults == []
 
-    def law_each_start_waits_for_the_stream_once_and_first(self, host, carrier, backend):
+    def law_a_start_waits_for_what_was_started_before_on_the_host_for_pointers_alone(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
         after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
         outgoing, incoming = backend.from_host(coded(host.rank, 3 * PIECE)), backend.zeros(3 * PIECE, "float64")
@@ -50,14 +50,36 @@ class DeviceLaws:
         for start in (lambda: transport.start_recv(incoming, before), lambda: transport.start_send(outgoing, after)):
             cupy.log().clear()
             starts.append((start(), list(cupy.log())))
-        for request, seen in starts:
-            assert seen[0] == ("synchronize",) and seen.count(("synchronize",)) == 1
+        for request, _ in starts:
             request.wait()
-        received, sent = (seen[1:] for _, seen in starts)
+        received, sent = (seen for _, seen in starts)
         if carrier == "direct":
-            assert {event for event, _ in received + sent} == {"pointer"}
+            for seen in (received, sent):
+                assert seen[0] == ("synchronize",) and {event for event, _ in seen[1:]} == {"pointer"}
         else:
-            assert sent == [("copy", PIECE * 8)] * 3 and received == [], "the host never sees a device pointer"
+            assert sent == [("copy", PIECE * 8)] * 3 and received == [], "the host never sees a device pointer, nor waits"
+        assert np.array_equal(backend.to_host(incoming), coded(before, 3 * PIECE)) and cupy.faults == []
+
+    def law_no_step_of_a_reduction_waits_for_what_is_computed_meanwhile(self, host, carrier, backend):
+        transport = self.device(host, carrier, backend)
+        for algorithm in ("ring", "recursive-doubling"):    # the last thing that a rank does: receive, add
+            self.reduce_beside_computation(transport, backend, algorithm)
+
+    def reduce_beside_computation(self, transport, backend, algorithm):
+        array, other = backend.from_host(coded(transport.rank, 5 * PIECE + 3)), backend.zeros(7, "float64")
+        array += array    # which must have ended before the first message
+        reduction = bind(transport, array, algorithm=algorithm)
+        reduction.start()
+        while transport.size > 1 and not reduction._posted:
+            reduction.poll()
+        other += other    # another layer is computed meanwhile
+        computing = list(cupy.get_current_stream()._pending)
+        transport.wait_until(reduction.poll)
+        left = cupy.get_current_stream()._pending
+        assert all(any(work is pending for pending in left) for work in computing[-2:]), "a step has waited for the computation"
+        array += array    # which must wait for the last sum, though nobody on the host did
+        total = 4 * sum(coded(rank, 5 * PIECE + 3) for rank in range(transport.size))
+        assert np.array_equal(backend.to_host(array), total) and cupy.faults == [], algorithm
 
     def law_long_messages_of_one_tag_keep_their_order(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)

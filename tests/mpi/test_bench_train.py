@@ -36,13 +36,15 @@ def test_all_sides_do_the_same_work(tmp_path):
     schedules = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
     calls += [["bench", "train", *TINY, "--peer", "torch", "--pp", "3", "--set", f"pipeline.schedule={name}", "--set",
                "batch.micro_batches=3", "--json", f"{name}.json"] for name in schedules]
-    calls.append(["bench", "train", *TINY, "--peer", "torch", "--tp", "3", "--set", "model.width=24", "--set", "model.heads=3",
-                  "--set", "model.tied=true", "--json", "tp.json"])
+    calls.append(["bench", "train", *TINY, "--peer", "torch", "--alone", "--tp", "3", "--set", "model.width=24",
+                  "--set", "model.heads=3", "--set", "model.tied=true", "--json", "tp.json"])
     _, printed = calls_of_one_start(3, calls, tmp_path, code=0)
     printed, of_stages, of_slices = printed[:len(peers)], printed[len(peers):-1], printed[-1]
-    ours, theirs = json.loads((tmp_path / "tp.json").read_text())["sides"]
+    ours, alone, theirs = json.loads((tmp_path / "tp.json").read_text())["sides"]
     assert theirs["name"] == "torch tensor parallel, gloo" and "3 of them share layers" in of_slices
-    assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    assert alone["name"] == "one rank of mpitrain" and len(alone["comm_s"]) == len(alone["losses"]) and not theirs["comm_s"]
+    for other in (alone, theirs):
+        assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], other["losses"], strict=True))
     for (name, peer), text in zip(schedules.items(), of_stages, strict=True):
         ours, theirs = json.loads((tmp_path / f"{name}.json").read_text())["sides"]
         assert (ours["name"], theirs["name"]) == ("mpitrain", f"torch {peer}, gloo") and f"3 stages by {name}, 3 micro" in text
@@ -117,9 +119,10 @@ def test_a_side_is_named_by_its_values_of_the_keys_that_differ():
 
 
 def test_the_ratio_is_taken_between_neighbouring_blocks():
-    ours, peer = train.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3), train.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5])
+    ours = train.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3, [0.25] * 3)
+    peer = train.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5], [])
     lines = train.table([ours, peer], 100)
-    assert lines[1].split()[:3] == ["mpitrain", "1.0000", "100"]
+    assert lines[1].split()[:4] == ["mpitrain", "1.0000", "0.2500", "100"] and lines[2].split()[2] == "-"
     assert "mpitrain is 1.500 times as fast as peer (neighbouring blocks 1.500 .. 2.000)" in lines[-1]
     assert lines[-1].endswith("losses at most 2.5e-01 apart")
 
@@ -132,4 +135,4 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
 
     monkeypatch.setattr(train, "alternate", alternate)
     with pytest.raises(RuntimeError, match="planted"):
-        run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], None, 1, 1, None)
+        run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], False, None, 1, 1, None)

@@ -33,4 +33,7 @@ def test_a_pipeline_computes_over_mpi_what_it_does_on_threads(mpi_ranks, dp, nam
 def test_ranks_that_share_layers_train_over_mpi_as_one_rank_does(mpi_ranks):
     base = [*test_tensor.GPT, "model.tied=true"]
     alone = run_ranks(1, test_tensor.curve, configured(*base))
-    test_tensor.check_equal(alone, [test_tensor.curve(connect(), configured(*base, f"layout.tp={mpi_ranks}"))])
+    transport, shared = connect(), [*base, f"layout.tp={mpi_ranks}"]
+    for rows in ("false", "true"):
+        config = configured(*shared, f"layout.sequence_parallel={rows}")
+        test_tensor.check_equal(alone, [test_tensor.curve(transport, config)])

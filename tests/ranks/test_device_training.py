@@ -114,13 +114,14 @@ def by_mode(transport, settings):
 
 @pytest.mark.parametrize("settings", [
     ["replication.mode=master"], ["replication.mode=server"],
-    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=24", "model.tied=true"],
+    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=12", "model.context=9", "model.tied=true",
+     "layout.sequence_parallel=true"],
     ["replication.mode=gossip", "replication.period=2"],
     ["replication.mode=local", "replication.period=2", "replication.outer_lr=0.7", "replication.outer_momentum=0.9"],
     ["layout.pp=3", "pipeline.schedule=zero-bubble", "batch.micro_batches=4", "model.tied=true"]])
 def test_modes_and_pipelines_train_on_a_gpu_bit_by_bit_as_on_the_simulator_and_as_the_cpu_does(settings, monkeypatch):
     on_cpu, simulated = (run_ranks(3, by_mode, [*settings, f"device.kind={kind}"]) for kind in ("cpu", "cuda-sim"))
-    assert np.all(np.abs(simulated[0][0] / on_cpu[0][0] - 1) <= 1e-4)
+    assert np.all(np.abs(simulated[0][0] - on_cpu[0][0]) <= 1e-4 * np.abs(on_cpu[0][0]))    # none need be right
     gpu.play(monkeypatch)
     on_gpu = run_ranks(3, by_mode, [*settings, "device.kind=cuda", "device.cuda_aware=no"])
     for one, other in zip(simulated, on_gpu, strict=True):

@@ -1,13 +1,20 @@
 """The table of tiles: which tiling a shape gets, and what a file of tilings may hold."""
 
 import json
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL, Measured, Table, Tiling, read_tiles, worth_measuring, write_tiles
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling, count, read_tiles, worth_measuring, write_tiles
+
+
+def of(capability: int, multiprocessors: int = 132) -> SimpleNamespace:
+    """A device, as far as tilings ask."""
+    return SimpleNamespace(capability=capability, multiprocessors=multiprocessors)
+
 
 FLOATS, HALVES, BRAINS = np.zeros(1, np.float32), np.zeros(1, np.float16), np.zeros(1, ml_dtypes.bfloat16)
 FOUND = [Measured("float32", "NT", 1024, 1024, 1024, Tiling(TILES[3], 1)),
@@ -17,9 +24,9 @@ FOUND = [Measured("float32", "NT", 1024, 1024, 1024, Tiling(TILES[3], 1)),
 
 def test_a_shape_near_a_measured_one_gets_its_plan():
     table = Table(FOUND)
-    assert table.tiling(FLOATS, "NT", (1024, 2048, 512, 1), 80) == Tiling(TILES[3], 1)
-    assert table.tiling(FLOATS, "NT", (100, 33, 5000, 1), 80) == Tiling(TILES[2], 8)
-    assert table.tiling(BRAINS, "NN", (1000, 1000, 1000, 1), 90) == Tiling(TENSOR_TILES[4], 2)
+    assert table.tiling(FLOATS, "NT", (1024, 2048, 512, 1), of(80)) == Tiling(TILES[3], 1)
+    assert table.tiling(FLOATS, "NT", (100, 33, 5000, 1), of(80)) == Tiling(TILES[2], 8)
+    assert table.tiling(BRAINS, "NN", (1000, 1000, 1000, 1), of(90)) == Tiling(TENSOR_TILES[4], 2)
 
 
 @pytest.mark.parametrize(("a", "stored", "shape", "capability"), [
@@ -28,25 +35,39 @@ def test_a_shape_near_a_measured_one_gets_its_plan():
     (BRAINS, "NN", (1024, 1024, 1024, 1), 75), (FLOATS, "NT", (0, 3, 0, 1), 80),
 ])
 def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capability):
-    assert Table(FOUND).tiling(a, stored, shape, capability) == Table().tiling(a, stored, shape, capability)
+    assert Table(FOUND).tiling(a, stored, shape, of(capability)) == Table().tiling(a, stored, shape, of(capability))
 
 
-@pytest.mark.parametrize(("shape", "tiling"), [
-    ((8192, 8192, 8192, 1), Tiling(TILES[0], 1)), ((1024, 1024, 1024, 1), Tiling(TILES[1], 1)),
-    ((512, 512, 64, 1), Tiling(TILES[2], 1)), ((32, 32, 8192, 1), Tiling(TILES[2], 16)), ((0, 0, 0, 1), Tiling(TILES[2], 1)),
+@pytest.mark.parametrize(("a", "shape", "multiprocessors", "tiling"), [
+    (FLOATS, (8192, 8192, 8192, 1), 132, Tiling(TILES[0], 1)), (FLOATS, (1024, 1024, 1024, 1), 132, Tiling(TILES[0], 2)),
+    (FLOATS, (512, 512, 64, 1), 132, Tiling(TILES[2], 1)), (FLOATS, (32, 32, 8192, 1), 132, Tiling(TILES[2], 32)),
+    (FLOATS, (0, 0, 0, 1), 132, Tiling(TILES[0], 1)), (FLOATS, (1024, 1024, 1024, 1), 16, Tiling(TILES[0], 1)),
+    # The gradients of GPT-2's narrow layers: 36 large blocks leave most of a large GPU idle, 144 small ones take two rounds.
+    (FLOATS, (768, 768, 8192, 1), 132, Tiling(TILES[0], 11)), (BRAINS, (768, 768, 8192, 1), 132, Tiling(TENSOR_TILES[0], 3)),
 ])
-def test_without_a_table_the_largest_tile_that_fills_the_device_is_taken(shape, tiling):
-    assert Table().tiling(FLOATS, "NT", shape, 80) == tiling
-    assert tiling.tile in TILES[:USUAL]
+def test_without_a_table_rounds_of_blocks_and_joining_of_split_sums_are_weighed(a, shape, multiprocessors, tiling):
+    assert Table().tiling(a, "NT", shape, of(90, multiprocessors)) == tiling
+
+
+@pytest.mark.parametrize("a", [FLOATS, BRAINS], ids=["ordinary units", "tensor cores"])
+def test_no_product_of_a_gpt_2_leaves_the_rounds_of_a_large_gpu_half_empty(a):
+    """Rows of 8 sequences of 1024 tokens, forward, input halves and weight halves."""
+    tokens, width = 8192, 768
+    for wide in (width, 3 * width, 4 * width, 50257):
+        for m, n, k in ((tokens, wide, width), (tokens, width, wide), (wide, width, tokens)):
+            tile, splits = Table().tiling(a, "NT", (m, n, k, 1), of(90))
+            blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * splits
+            assert blocks / (132 * count(blocks, 132)) >= 0.7, (m, n, k)
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])
 def test_every_tile_is_worth_a_measurement_and_small_products_with_split_sums(capability):
     for a in (FLOATS, HALVES, BRAINS):
-        tilings = worth_measuring(a, 64, 64, 1024, capability)
+        tilings = worth_measuring(a, 64, 64, 1024, of(capability))
         assert len({tiling.tile for tiling in tilings}) == len(TENSOR_TILES if tilings[0].tile.kernel == "gemm_tensor" else TILES)
         assert {tiling.splits for tiling in tilings} == {1, 2, 4, 8}
-    assert all(tiling.splits == 1 for tiling in worth_measuring(FLOATS, 8192, 8192, 8192, capability) if tiling.tile == TILES[2])
+    large = worth_measuring(FLOATS, 8192, 8192, 8192, of(capability))
+    assert all(tiling.splits == 1 for tiling in large if tiling.tile == TILES[2])
 
 
 def test_a_file_says_what_was_written_and_nothing_else_is_read(tmp_path):

@@ -4,13 +4,9 @@ fast      -O3 for this machine; memory errors show as page faults, missing barri
 checked   -O1 with the compiler's thread and undefined-behaviour checks, whose calls shadow.cpp answers
 """
 
-import atexit
 import fcntl
 import hashlib
-import os
 import re
-import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -44,36 +40,6 @@ _ENTRY = """
 EXPORTED SIMULATOR_OWN void simulator_call_{name}(void** arguments) {{ simulator::call(&{name}, arguments); }}
 EXPORTED SIMULATOR_OWN int simulator_bound_{name}() {{ return {bound}; }}
 """
-
-
-def default_cache() -> Path:
-    """This user's folder for compiled kernels: a place where nobody else can put a library, for they are loaded from it."""
-    temporary = Path(tempfile.gettempdir()) / f"mpitrain-simulator-{os.getuid()}"
-    at_home = Path(os.path.expanduser("~/.cache/mpitrain/simulator"))  # as it is, for a user without any home
-    for folder in (at_home, temporary):
-        if folder.is_absolute() and _is_own(folder):
-            return folder
-    return _fresh_folder()
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether the folder, made if there is none, is this user's, no symbolic link, and writable by this user alone."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        facts = folder.lstat()
-    except OSError:
-        return False
-    is_private = facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(facts.st_mode) and is_private and os.access(folder, os.W_OK)
-
-
-@cache
-def _fresh_folder() -> Path:
-    """A folder of this process alone, gone when it ends: every kernel is compiled anew."""
-    folder = tempfile.mkdtemp(prefix="mpitrain-simulator-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 @cache

@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mpitrain.errors import KernelError
+from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.loader import Dims
-from mpitrain.kernels.simulator.build import build_kernels, build_runtime, default_cache
+from mpitrain.kernels.simulator.build import build_kernels, build_runtime
 from mpitrain.kernels.simulator.memory import Buffer, guarded
 from mpitrain.kernels.source import Signature, SourceFile
 
@@ -64,12 +65,14 @@ class Simulator:
     """
 
     name = "simulator"
+    takes_plain = False    # it looks at what arrays are, too
+    multiprocessors = 132    # of the GPU that tilings are chosen for: an H100's
     _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
 
     def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,
                  capability: int = 80, cache: Path | None = None, traffic: list[Traffic] | None = None):
         self.checked, self.order, self.seed, self.capability, self.traffic = checked, order, seed, capability, traffic
-        self.cache = cache or default_cache()
+        self.cache = cache or cache_of("simulator")
         self._runtime = c.CDLL(str(build_runtime(self.cache)))
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:

@@ -30,7 +30,7 @@ class Way(NamedTuple):
     threads: int
     scale: float
     shared: tuple[int, int]
-    macros: tuple[dict[str, int], dict[str, int]]
+    macros: tuple[dict[str, Any], dict[str, Any]]
 
 
 def attention(kernels: Kernels, qkv, heads, arena):

@@ -1,9 +1,50 @@
 """The macros by which kernels learn their element types, from the dtypes of arrays."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import ELEMENTS, name_of
+from mpitrain.kernels.loader import Macros
+from mpitrain.machine.backend import address
+
+
+class Kind(NamedTuple):
+    """What follows from the dtype of float arrays, found again without a call: see `KINDS`.
+
+    sums    dtype of sums over their elements
+    macros  Element and Sum of element.cuh
+    """
+
+    sums: np.dtype
+    macros: Macros
+
+
+class Kinds(dict):
+    """By dtype."""
+
+    def __missing__(self, dtype: np.dtype) -> Kind:
+        like = np.empty(0, dtype)
+        found = self[dtype] = Kind(np.dtype(sum_type(like)), Macros(**element(like)))
+        return found
+
+
+KINDS = Kinds()
+
+
+class ByDtypes(dict):
+    """Macros by the dtypes of two arrays, made by `make` of two such arrays when first asked for."""
+
+    def __init__(self, make: Callable[[Any, Any], dict[str, Any]]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, dtypes: tuple[np.dtype, np.dtype]) -> Macros:
+        found = self[dtypes] = Macros(**self._make(*(np.empty(0, dtype) for dtype in dtypes)))
+        return found
+
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INDICES = ("int32", "int64")
@@ -25,6 +66,11 @@ def sum_type(array: Any) -> str:
 def element(array: Any) -> dict[str, Any]:
     """Element and Sum of element.cuh."""
     return {"Element": c_type(array), "Sum": ELEMENTS[sum_type(array)]}
+
+
+def in_chunks(*arrays: Any) -> int:
+    """CHUNKED: whether all rows of all arrays begin at multiples of 16 bytes, so that 16 of them can be copied at a time."""
+    return int(all(address(array) % 16 == 0 and not any(step % 16 for step in array.strides[:-1]) for array in arrays))
 
 
 def index(array: Any) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, sum_type
+from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import ROWS, parts, row_blocks
 from mpitrain.ops.cuda.sums import COLUMNS, add_parts, sum_rows
 from mpitrain.ops.reference import EPSILON
@@ -20,9 +19,10 @@ class _Pending:
 def layer_norm(kernels: Kernels, x, gain, bias, arena):
     """y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim."""
     rows, width = x.shape
-    y, mean, inverse = arena.take(x.shape, x.dtype), arena.take((rows,), sum_type(x)), arena.take((rows,), sum_type(x))
-    kernels.launch("layer_norm", row_blocks(rows), ROWS,
-                   (rows, width, EPSILON, x, gain, bias, fresh(y), fresh(mean), fresh(inverse)), **element(x))
+    sums, macros = KINDS[x.dtype]
+    y, mean, inverse = arena.take(x.shape, x.dtype), arena.take((rows,), sums), arena.take((rows,), sums)
+    kernels.launch("layer_norm", row_blocks(rows), ROWS, (rows, width, EPSILON, x, gain, bias, y, mean, inverse),
+                   macros=macros, fresh="y mean inverse")
     return y, (x, mean, inverse)
 
 
@@ -31,16 +31,17 @@ def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena):
     rows, width = dy.shape
     dx = arena.take(dy.shape, dy.dtype)
     kernels.launch("layer_norm_backward_input", row_blocks(rows), ROWS,
-                   (rows, width, dy, gain, *saved, fresh(dx)), **element(dy))
+                   (rows, width, dy, gain, *saved, dx), macros=KINDS[dy.dtype].macros, fresh="dx")
     return dx, _Pending(dy, saved)
 
 
 def layer_norm_backward_gain(kernels: Kernels, pending, dgain, accumulate, arena):
     """Write or add the sum over rows of dy times the normalised x."""
     rows, width = pending.dy.shape
-    sums = arena.take((2, parts(rows, width), width), sum_type(pending.dy))
+    kind = KINDS[pending.dy.dtype]
+    sums = arena.take((2, parts(rows, width), width), kind.sums)
     kernels.launch("layer_norm_backward_weight", (-(-width // 32), sums.shape[1]), COLUMNS,
-                   (rows, width, pending.dy, *pending.saved, fresh(sums[0]), fresh(sums[1])), **element(pending.dy))
+                   (rows, width, pending.dy, *pending.saved, sums[0], sums[1]), macros=kind.macros, fresh="gain_parts bias_parts")
     add_parts(kernels, sums[0], dgain, accumulate)
     pending.sums = sums[1]
 

@@ -1,15 +1,43 @@
 """Matrix products on the device, with what follows them: by our kernels alone (`gemm`), or by its library (`library`)."""
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.arguments import fresh, strided
-from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import c_type, element, sum_type
+from mpitrain.kernels.loader import Kernels, Macros
+from mpitrain.machine.backend import address
+from mpitrain.ops.cuda.elements import c_type, element, in_chunks, sum_type
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
 
 ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2}
+STRIDED, STRIDED_COMBINE = "A B C residual saved", "C residual saved"
+COMBINE = (256,)    # threads of gemm_combine
+
+
+class Plan(NamedTuple):
+    """What of a product follows from shapes and types: worked out once, since it would cost as much as the launch.
+
+    steps     elements from row to row and from batch to batch, of a, b and c
+    types     macros of the kernel that combines splits
+    parts     elements of the workspace of splits, of dtype `sums`
+    combined  grid of that kernel
+    """
+
+    shape: tuple[int, int, int]
+    steps: tuple[int, ...]
+    kernel: str
+    splits: int
+    shared: int
+    grid: tuple[int, int, int]
+    block: tuple[int]
+    macros: Macros
+    types: Macros
+    fresh: str
+    parts: int
+    sums: np.dtype
+    combined: tuple[int, int, int]
 
 
 def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
@@ -23,24 +51,56 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     table      says which tiling the shape gets, where none is given
     raises     KernelError if the shapes do not fit
     """
-    m, n, k = _check(a, b, c, transposed_a, transposed_b, saved, residual)
+    key = (a.dtype, c.dtype, a.shape, b.shape, c.shape, a.strides, b.strides, c.strides, transposed_a, transposed_b,
+           row_sums is None, beta == 0, table, tiling, a.itemsize == 2 and (address(a) | address(b)) % 16 == 0)
+    plan = kernels.plans.get(key)
+    if plan is None:
+        plan = kernels.plans[key] = _plan(kernels, a, b, c, transposed_a, transposed_b, row_sums, beta, table, tiling)
+    _check_like(c, saved, residual)
+    m, n, k = plan.shape
+    lda, stride_a, ldb, stride_b, ldc, stride_c = plan.steps
+    if plan.splits == 1:
+        kernels.launch(plan.kernel, plan.grid, plan.block,
+                       (m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta, c, ldc, stride_c, bias, residual, saved,
+                        ACTIVATIONS[activation], row_sums, 1, None), plan.shared, plan.macros, plan.fresh, STRIDED)
+        return
+    workspace = arena.take((plan.parts,), plan.sums)
+    kernels.launch(plan.kernel, plan.grid, plan.block,
+                   (m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta, None, ldc, stride_c, None, None, None, 0, None,
+                    plan.splits, workspace), plan.shared, plan.macros, "workspace", STRIDED)
+    kernels.launch("gemm_combine", plan.combined, COMBINE,
+                   (m, n, alpha, beta, c, ldc, stride_c, bias, residual, saved, ACTIVATIONS[activation], row_sums, plan.splits,
+                    workspace), 0, plan.types, plan.fresh, STRIDED_COMBINE)
+
+
+def _plan(kernels: Kernels, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, row_sums: Any, beta: float,
+          table: Table, tiling: Tiling | None) -> Plan:
+    """What follows from shapes and types alone; KernelError if the shapes do not fit."""
+    m, n, k = _check(a, b, c, transposed_a, transposed_b)
     batches = c.shape[0] if c.ndim == 3 else 1
     if row_sums is not None and batches > 1:
         raise KernelError(f"Row sums of {batches} products have no place in one array.", "Multiply one by one.")
     stored = "NT"[transposed_a] + "NT"[transposed_b]
-    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine.capability)
+    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
-    parts = batches * splits * m * (n + types["ROW_SUMS"])
-    workspace = arena.take((parts,), sum_type(a)) if splits > 1 else None
-    output = _output(c, beta, bias, residual, saved, activation, row_sums)
-    raw = (None, *_steps(c), None, None, None, 0, None)
-    kernels.launch(
-        tile.kernel, (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,),
-        (m, n, k, alpha, strided(a), *_steps(a), strided(b), *_steps(b), beta,
-         *(output if splits == 1 else raw), splits, fresh(workspace)), tile.shared,
-        **types, **tile._asdict(), TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
-    if splits > 1:
-        _combine(kernels, (batches, splits, m, n), workspace, alpha, beta, output, types)
+    chunked = {"CHUNKED": in_chunks(a, b)} if tile.kernel == "gemm_tensor" else {}
+    macros = Macros(**types, **tile._asdict(), **chunked, TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
+    return Plan(
+        (m, n, k), (*_steps(a), *_steps(b), *_steps(c)), tile.kernel, splits, tile.shared,
+        (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,), _kept(kernels, macros),
+        _kept(kernels, Macros(**types)), _fresh(beta), batches * splits * m * (n + types["ROW_SUMS"]), np.dtype(sum_type(a)),
+        _combined(m, n, batches, types))
+
+
+def _kept(kernels: Kernels, macros: Macros) -> Macros:
+    """The first macros that were the same: many shapes are multiplied by one kernel."""
+    found: Macros = kernels.plans.setdefault(("macros", *macros.defines.items()), macros)
+    return found
+
+
+def _fresh(beta: float) -> str:
+    """What an epilogue writes whole."""
+    return "C saved row_sums" if beta == 0 else "saved row_sums"
 
 
 def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
@@ -51,7 +111,8 @@ def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_
     row_sums   only where `a` is stored transposed, and then contiguous: the sums down its columns
     raises     KernelError if the shapes do not fit
     """
-    m, n, _ = _check(a, b, c, transposed_a, transposed_b, saved, residual)
+    m, n, _ = _check(a, b, c, transposed_a, transposed_b)
+    _check_like(c, saved, residual)
     if c.ndim != 2:
         raise KernelError(f"The library makes one product at a time, not {c.shape[0]}.", "Multiply one by one, or by `gemm`.")
     if row_sums is not None and not transposed_a:
@@ -66,10 +127,12 @@ def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_
         product.fill(0)    # sums over nothing
     if not is_bare:
         types = element(a) | {"Result": c_type(c), "ROW_SUMS": 0}
-        _combine(kernels, (1, 1, m, n), product, alpha, beta, _output(c, beta, bias, residual, saved, activation, None), types)
+        kernels.launch("gemm_combine", _combined(m, n, 1, types), COMBINE,
+                       (m, n, alpha, beta, c, *_steps(c), bias, residual, saved, ACTIVATIONS[activation], None, 1, product), 0,
+                       _kept(kernels, Macros(**types)), _fresh(beta), STRIDED_COMBINE)
 
 
-def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, saved: Any, residual: Any) -> tuple[int, int, int]:
+def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tuple[int, int, int]:
     """(M, N, K); KernelError if the shapes do not fit."""
     (m, k), (n, inner) = a.shape[-2:], b.shape[-2:]
     m, k = (k, m) if transposed_a else (m, k)
@@ -79,26 +142,21 @@ def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, saved
         raise KernelError(
             f"A product of {a.shape}{' transposed' * transposed_a} and {b.shape}{' transposed' * transposed_b} "
             f"does not fit into {c.shape}.", "Pass op(a): (M, K), op(b): (K, N), c: (M, N), with one batch size.")
+    return m, n, k
+
+
+def _check_like(c: Any, saved: Any, residual: Any) -> None:
+    """KernelError unless what is written, or added, beside c lies as c does."""
     for name, array in (("saved", saved), ("residual", residual)):
         if array is not None and (array.shape != c.shape or array.strides != c.strides):
             raise KernelError(f"`{name}` of shape {array.shape} is not like the product of shape {c.shape}.",
                               "Pass an array of the same shape and strides.")
-    return m, n, k
 
 
-def _output(c: Any, beta: float, bias: Any, residual: Any, saved: Any, activation: str | None, row_sums: Any) -> tuple:
-    """The arguments that an epilogue takes."""
-    return (strided(c, fresh=beta == 0), *_steps(c), bias, strided(residual), strided(saved, fresh=True),
-            ACTIVATIONS[activation], fresh(row_sums))
-
-
-def _combine(kernels: Kernels, shape: tuple[int, int, int, int], workspace: Any, alpha: float, beta: float, output: tuple,
-             types: dict[str, Any]) -> None:
-    """The epilogue of sums that lie in a workspace of shape (batches, splits, M, N)."""
-    batches, splits, m, n = shape
+def _combined(m: int, n: int, batches: int, types: dict[str, Any]) -> tuple[int, int, int]:
+    """The grid of the epilogue of sums that lie in a workspace of shape (batches, splits, M, N)."""
     fours = m * (count(n, 4) + types["ROW_SUMS"])
-    kernels.launch("gemm_combine", (min(count(fours, 256), 1024), 1, batches), (256,),
-                   (m, n, alpha, beta, *output, splits, workspace), **types)
+    return min(count(fours, 256), 1024), 1, batches
 
 
 def _steps(array: Any) -> tuple[int, int]:

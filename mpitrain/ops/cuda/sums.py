@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, sum_type
+from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, blocks, parts
 
 COLUMNS = (32, 8)    # threads of the kernels that sum down columns
@@ -13,28 +12,32 @@ COLUMNS = (32, 8)    # threads of the kernels that sum down columns
 def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
     """out = the sum of the rows of `sums`, (P, N) in the dtype of sums, or added to it."""
     kernels.launch("add_parts", blocks(out.size), POINTWISE,
-                   (len(sums), out.size, sums, float(accumulate), out if accumulate else fresh(out)), **element(out))
+                   (len(sums), out.size, sums, float(accumulate), out), macros=KINDS[out.dtype].macros,
+                   fresh="" if accumulate else "y")
 
 
 def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -> None:
     """out = the sum of x: (M, N) over its rows, or added to it."""
     rows, columns = x.shape
-    sums = arena.take((parts(rows, columns), columns), sum_type(x))
-    kernels.launch("column_sums", (-(-columns // 32), len(sums)), COLUMNS, (rows, columns, x, fresh(sums)), **element(x))
+    kind = KINDS[x.dtype]
+    sums = arena.take((parts(rows, columns), columns), kind.sums)
+    kernels.launch("column_sums", (-(-columns // 32), len(sums)), COLUMNS, (rows, columns, x, sums), macros=kind.macros,
+                   fresh="parts")
     add_parts(kernels, sums, out, accumulate)
 
 
 def total(kernels: Kernels, partial: Any, arena: Any) -> Any:
     """The sum of a float64 array, as a float64 array without dims."""
     result = arena.take((1,), "float64")
-    kernels.launch("total", (1,), POINTWISE, (partial.size, partial, fresh(result)), **element(partial))
+    kernels.launch("total", (1,), POINTWISE, (partial.size, partial, result), macros=KINDS[partial.dtype].macros,
+                   fresh="result")
     return result.reshape(())
 
 
 def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
     """The sum of a flat array, in float64, as an array without dims."""
     partial = arena.take(max(blocks(x.size), (1,)), "float64")
-    kernels.launch("sum_parts", (partial.size,), POINTWISE, (x.size, x, fresh(partial)), **element(x))
+    kernels.launch("sum_parts", (partial.size,), POINTWISE, (x.size, x, partial), macros=KINDS[x.dtype].macros, fresh="parts")
     return total(kernels, partial, arena)
 
 
@@ -52,5 +55,6 @@ def _facts(kernels: Kernels, x: Any, arena: Any) -> Any:
     """Parts of the sum of squares, and of the number of elements that are not finite."""
     count = max(blocks(x.size, 4)[0], 1)
     facts = arena.take((2, count), "float64")
-    kernels.launch("gradient_facts", (count,), POINTWISE, (x.size, x, fresh(facts[0]), fresh(facts[1])), **element(x))
+    kernels.launch("gradient_facts", (count,), POINTWISE, (x.size, x, facts[0], facts[1]), macros=KINDS[x.dtype].macros,
+                   fresh="square_parts nonfinite_parts")
     return facts

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
+from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda.elements import c_type
 
 
@@ -33,6 +34,11 @@ class Tile(NamedTuple):
     def threads(self) -> int:
         """Threads a block."""
         return self.TILE_M * self.TILE_N // (self.THREAD_M * self.THREAD_N)
+
+    @property
+    def rate(self) -> int:
+        """Products of two numbers that a multiprocessor adds in a cycle, at most."""
+        return 128
 
 
 class TensorTile(NamedTuple):
@@ -62,16 +68,26 @@ class TensorTile(NamedTuple):
         b = max(self.TILE_N * (self.TILE_K + 8), self.TILE_K * (self.TILE_N + 8))
         return 2 * (a + b) * self.STAGES
 
+    @property
+    def rate(self) -> int:
+        """Products of two numbers that a multiprocessor adds in a cycle, at most: what mma.sync reaches."""
+        return 1024
+
 
 TILES = (Tile(128, 128, 8, 8, 8), Tile(64, 64, 16, 4, 4), Tile(32, 32, 16, 4, 4),
          Tile(128, 64, 16, 8, 4), Tile(64, 128, 16, 4, 8))
 TENSOR_TILES = (TensorTile(128, 128, 32, 64, 32, 4), TensorTile(64, 64, 32, 32, 32, 4), TensorTile(32, 32, 32, 16, 16, 3),
                 TensorTile(128, 128, 32, 64, 64, 4), TensorTile(128, 256, 32, 64, 64, 3), TensorTile(256, 128, 32, 64, 64, 3))
 USUAL = 3      # so many of them are taken without a measurement, large ones first
-FILL = 132     # blocks that keep a large GPU busy
 NEAR = 2.0     # what was measured speaks for shapes of which no dim is further away than by this factor
 SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
+SHORTEST = 256    # of a sum over K no part is shorter
+FILLING = 3       # tiles of TILE_K that pass before a block multiplies, and what its start and end take
+EDGE = 16         # a block does as much work on what passes through shared memory as so many more rows and columns of it were
+BYTES = 20        # that a multiprocessor's share of the memory moves in a cycle
+LAUNCH = 5000     # cycles that one more kernel takes
+GAIN = 1.05       # by which splitting must win: the arithmetic is no more exact
 
 
 class Tiling(NamedTuple):
@@ -101,27 +117,27 @@ class Measured(NamedTuple):
 
 
 class Table:
-    """Which tiling a product gets: that of the nearest measured shape, where one is near, or one that fills the device."""
+    """Which tiling a product gets: that of the nearest measured shape, where one is near, or the cheapest by arithmetic."""
 
     def __init__(self, measured: Iterable[Measured] = ()):
         self.measured = tuple(measured)
         self._chosen: dict[tuple, Tiling] = {}    # a search for each of a step's products would cost as much as its launch
 
-    def tiling(self, a: Any, stored: str, shape: tuple[int, int, int, int], capability: int) -> Tiling:
-        """The tiling for operands like `a`; shape: (M, N, K, batches)."""
-        key = (a.dtype, stored, shape, capability)
+    def tiling(self, a: Any, stored: str, shape: tuple[int, int, int, int], engine: Engine) -> Tiling:
+        """The tiling for operands like `a` on the engine's device; shape: (M, N, K, batches)."""
+        key = (a.dtype, stored, shape, engine.capability, engine.multiprocessors)
         if key not in self._chosen:
-            self._chosen[key] = self._choose(possible(a, capability), a.dtype.name, stored, shape)
+            self._chosen[key] = self._choose(possible(a, engine.capability), a.dtype.name, stored, shape, engine.multiprocessors)
         return self._chosen[key]
 
     def _choose(self, tiles: tuple[Tile | TensorTile, ...], elements: str, stored: str,
-                shape: tuple[int, int, int, int]) -> Tiling:
+                shape: tuple[int, int, int, int], multiprocessors: int) -> Tiling:
         *dims, batches = shape
         known = [entry for entry in self.measured if batches == 1 and min(dims) > 0 and entry.tiling.tile in tiles
                  and (entry.elements, entry.stored) == (elements, stored) and entry.distance(*dims) <= NEAR]
         if known:
             return min(known, key=lambda entry: entry.distance(*dims)).tiling
-        return usual(tiles[:USUAL], *shape)
+        return usual(tiles[:USUAL], *shape, multiprocessors)
 
 
 DEFAULT = Table()
@@ -140,23 +156,35 @@ def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
     return TENSOR_TILES if kind in ("__half", "__nv_bfloat16") and capability >= 80 else TILES
 
 
-def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int) -> Tiling:
-    """The largest tile whose blocks fill the device; if none does, the last one, and the sum over K split."""
-    for tile in tiles:
-        blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches
-        if blocks >= FILL:
-            return Tiling(tile, 1)
-    long_enough = max(1, k // 512)
-    return Tiling(tile, min(long_enough, max(1, FILL // max(1, blocks)), MOST_SPLITS))
+def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, multiprocessors: int) -> Tiling:
+    """The tiling of the lowest cost, of equals the one of the largest tile and the fewest parts."""
+    splits = range(1, max(1, min(k // SHORTEST, MOST_SPLITS)) + 1)
+    return min((Tiling(tile, parts) for tile in tiles for parts in splits),
+               key=lambda tiling: cost(tiling, m, n, k, batches, multiprocessors))
 
 
-def worth_measuring(a: Any, m: int, n: int, k: int, capability: int) -> list[Tiling]:
+def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, multiprocessors: int) -> float:
+    """About how many cycles a product takes: rounds of blocks on a multiprocessor times the cost of one, and joining the parts.
+
+    A multiprocessor that several blocks share is no faster, so that the rounds count as if it had them one after another.
+    """
+    (tile, splits), elements = tiling, batches * m * n
+    blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches * splits
+    area = (tile.TILE_M + EDGE) * (tile.TILE_N + EDGE)
+    block = (count(k, tile.TILE_K * splits) + FILLING) * tile.TILE_K * area / tile.rate
+    multiplying = count(blocks, multiprocessors) * block
+    if splits == 1:
+        return multiplying
+    return GAIN * multiplying + LAUNCH + (2 * splits + 1) * 4 * elements / multiprocessors / BYTES
+
+
+def worth_measuring(a: Any, m: int, n: int, k: int, engine: Engine) -> list[Tiling]:
     """Every tile; sums over K are split where parts of some length remain and one part's blocks do not fill the device."""
-    tilings = []
-    for tile in possible(a, capability):
+    tilings, multiprocessors = [], engine.multiprocessors
+    for tile in possible(a, engine.capability):
         blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N)
         tilings += [Tiling(tile, splits) for splits in SPLITS
-                    if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * FILL)]
+                    if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * multiprocessors)]
     return tilings
 
 

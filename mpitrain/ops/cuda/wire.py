@@ -2,28 +2,39 @@
 
 from typing import Any
 
-from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import c_type, element
+from mpitrain.ops.cuda.elements import ByDtypes, c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 
 BLOCK = 256
 """Elements that share one scale of fp16 and int8, here and on the host; chunks of coded arrays are whole blocks."""
 
 
+def _wire(y: Any, x: Any) -> dict[str, Any]:
+    """The macros of wire.cu: Element travels, Result is reduced."""
+    return element(y) | {"Element": c_type(x), "Result": c_type(y), "BLOCK": BLOCK}
+
+
+WIRE = ByDtypes(_wire)
+"""Macros by the dtypes of (what is reduced, what travels)."""
+
+CONVERTED = ByDtypes(lambda x, y: element(x) | {"Result": c_type(y)})
+"""Macros of convert.cu by the dtypes of (what is read, what is written)."""
+
+
 def add_into(kernels: Kernels, y: Any, x: Any) -> None:
     """y += x, where x may be in a shorter format."""
-    kernels.launch("add_into", blocks(y.size, 4), POINTWISE, (y.size, y, x), **_wire(y, x))
+    kernels.launch("add_into", blocks(y.size, 4), POINTWISE, (y.size, y, x), macros=WIRE[y.dtype, x.dtype])
 
 
 def maximum_into(kernels: Kernels, y: Any, x: Any) -> None:
     """y = the larger of y and x, element by element; a NaN stays."""
-    kernels.launch("maximum_into", blocks(y.size, 4), POINTWISE, (y.size, y, x), **_wire(y, x))
+    kernels.launch("maximum_into", blocks(y.size, 4), POINTWISE, (y.size, y, x), macros=WIRE[y.dtype, x.dtype])
 
 
 def convert(kernels: Kernels, x: Any, y: Any) -> None:
     """y = x in y's element type."""
-    kernels.launch("convert", blocks(x.size, 4), POINTWISE, (x.size, x, fresh(y)), **element(x), Result=c_type(y))
+    kernels.launch("convert", blocks(x.size, 4), POINTWISE, (x.size, x, y), macros=CONVERTED[x.dtype, y.dtype], fresh="y")
 
 
 def encode_int8(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
@@ -47,14 +58,10 @@ def decode_fp16(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool)
 
 
 def _encode(kernels: Kernels, name: str, x: Any, q: Any, scales: Any) -> None:
-    kernels.launch(name, (-(-scales.size // 8),), POINTWISE, (x.size, x, fresh(q), fresh(scales)), **_wire(x, x))
+    kernels.launch(name, (-(-scales.size // 8),), POINTWISE, (x.size, x, q, scales), macros=WIRE[x.dtype, x.dtype],
+                   fresh="q scales")
 
 
 def _decode(kernels: Kernels, name: str, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
     kernels.launch(name, blocks(y.size), POINTWISE,
-                   (y.size, int(accumulate), q, scales, y if accumulate else fresh(y)), **_wire(y, y))
-
-
-def _wire(y: Any, x: Any) -> dict[str, Any]:
-    """The macros of wire.cu: Element travels, Result is reduced."""
-    return element(y) | {"Element": c_type(x), "Result": c_type(y), "BLOCK": BLOCK}
+                   (y.size, int(accumulate), q, scales, y), macros=WIRE[y.dtype, y.dtype], fresh="" if accumulate else "y")

@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.loader import Kernels
-from mpitrain.kernels.simulator.build import build_runtime, default_cache
+from mpitrain.kernels.simulator.build import build_runtime
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import FOLDER
 from tests.cases.suite import SUITE
@@ -124,8 +125,8 @@ def judge(mutant: Mutant, folder: Path) -> str | None:
     sources = folder / "kernels"
     shutil.copytree(FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "simulator", "__pycache__"))
     (sources / mutant.file).write_text(mutant.text)
-    build_runtime(default_cache())
-    for library in default_cache().glob("*.so"):    # what the change does not reach need not be compiled again
+    build_runtime(cache_of("simulator"))
+    for library in cache_of("simulator").glob("*.so"):    # what the change does not reach need not be compiled again
         (folder / library.name).symlink_to(library)
     kernels = Kernels(Simulator(checked=True, cache=folder), folder=sources)
     for group in dict.fromkeys(group for source in sources_with(mutant.file) for group in SUITE[source]):

@@ -52,6 +52,63 @@ class Compiler:
         return result.raw, text
 
 
+class Module:
+    """NVRTC behind the names of cupy.cuda.nvrtc."""
+
+    class NVRTCError(RuntimeError):
+        """As CuPy's."""
+
+    def __init__(self) -> None:
+        self._root = _wheels()
+        self._library = c.CDLL(str(next((self._root / "lib").glob("libnvrtc.so.*"))))
+
+    def includes(self) -> str:
+        """The option that names the folder of headers."""
+        return f"-I{self._root / 'include'}"
+
+    def getVersion(self) -> tuple[int, int]:
+        numbers = c.c_int(), c.c_int()
+        self._library.nvrtcVersion(*map(c.byref, numbers))
+        return numbers[0].value, numbers[1].value
+
+    def getSupportedArchs(self) -> list[int]:
+        count = c.c_int()
+        self._library.nvrtcGetNumSupportedArchs(c.byref(count))
+        found = (c.c_int * count.value)()
+        self._library.nvrtcGetSupportedArchs(found)
+        return list(found)
+
+    def createProgram(self, text: str, name: str, headers: tuple, names: tuple) -> int:
+        program = c.c_void_p()
+        self._library.nvrtcCreateProgram(c.byref(program), text.encode(), name.encode(), 0, None, None)
+        assert program.value
+        return program.value
+
+    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
+        words = (c.c_char_p * len(options))(*map(str.encode, options))
+        if self._library.nvrtcCompileProgram(c.c_void_p(program), len(options), words):
+            raise self.NVRTCError
+
+    def _got(self, what: str, program: int) -> bytes:
+        size = c.c_size_t()
+        getattr(self._library, f"nvrtcGet{what}Size")(c.c_void_p(program), c.byref(size))
+        result = c.create_string_buffer(size.value)
+        getattr(self._library, f"nvrtcGet{what}")(c.c_void_p(program), result)
+        return result.raw
+
+    def getCUBIN(self, program: int) -> bytes:
+        return self._got("CUBIN", program)
+
+    def getPTX(self, program: int) -> bytes:
+        return self._got("PTX", program)
+
+    def getProgramLog(self, program: int) -> str:
+        return self._got("ProgramLog", program).rstrip(b"\0").decode()
+
+    def destroyProgram(self, program: int) -> None:
+        self._library.nvrtcDestroyProgram(c.byref(c.c_void_p(program)))
+
+
 def usages(log: str) -> dict[str, Usage]:
     """Every kernel's resources, from the log of a compilation for an sm_ architecture."""
     pattern = re.compile(

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mpitrain.kernels import cache
 from mpitrain.kernels.simulator import build
 
 
@@ -15,9 +16,9 @@ def temporary(tmp_path, monkeypatch):
     """The shared temporary folder of a user who has no home."""
     monkeypatch.setenv("HOME", "/dev/null")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    build._fresh_folder.cache_clear()
+    cache._fresh_folder.cache_clear()
     yield tmp_path
-    build._fresh_folder.cache_clear()
+    cache._fresh_folder.cache_clear()
 
 
 def mode(path):
@@ -26,23 +27,23 @@ def mode(path):
 
 def test_at_home_it_is_used_again_and_nobody_else_can_write_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = build.default_cache()
+    folder = cache.cache_of("simulator")
     assert folder == tmp_path / ".cache/mpitrain/simulator" and mode(folder) == 0o700
     folder.chmod(0o755)
-    assert build.default_cache() == folder, "others may read it"
+    assert cache.cache_of("simulator") == folder, "others may read it"
 
 
 def test_without_a_home_it_is_private_too_and_used_again(temporary):
-    folder = build.default_cache()
+    folder = cache.cache_of("simulator")
     assert folder == temporary / f"mpitrain-simulator-{os.getuid()}" and mode(folder) == 0o700
-    assert build.default_cache() == folder
+    assert cache.cache_of("simulator") == folder
 
 
 @pytest.mark.parametrize("how", ["others may write", "the group may write", "somebody else's", "a link", "a file"])
 def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypatch):
     if how == "somebody else's":
         uid = os.getuid() + 1
-        monkeypatch.setattr(build.os, "getuid", lambda: uid)
+        monkeypatch.setattr(cache.os, "getuid", lambda: uid)
     found = temporary / f"mpitrain-simulator-{os.getuid()}"
     if how == "a link":
         (temporary / "elsewhere").mkdir(mode=0o700)
@@ -52,9 +53,9 @@ def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypa
     else:
         found.mkdir()
         found.chmod({"others may write": 0o777, "the group may write": 0o770}.get(how, 0o700))
-    folder = build.default_cache()
+    folder = cache.cache_of("simulator")
     assert folder.parent == temporary and folder != found and mode(folder) == 0o700 and not list(folder.iterdir())
-    assert build.default_cache() == folder, "one for the whole process"
+    assert cache.cache_of("simulator") == folder, "one for the whole process"
 
 
 def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 """What the GPU engine hands to CuPy, shown by a CuPy that only remembers. With a GPU, tests/gpu shows the rest."""
 
 import ctypes
+import json
+import os
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -11,25 +14,70 @@ import pytest
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.source import package_sources
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
 from tests.cases.numbers import assert_close, numbers, stored, values
+from tests.unit.kernels.nvrtc import Module
+
+
+class OnDevice(np.ndarray):
+    """A NumPy array whose `data.ptr` is its address, as CuPy's is."""
+
+    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
+
+
+def there(*shape, dtype=np.float32):
+    """Ones, on the device."""
+    return np.ones(shape, dtype).view(OnDevice)
 
 
 class RememberingKernel:
-    """Stands in for cupy.RawKernel."""
+    """Stands in for cupy.RawKernel; `calls` are those of the driver: (grid, block, addresses of the arguments, shared)."""
+
+    numbers = iter(range(1, 10**9))
 
     def __init__(self):
-        self.max_dynamic_shared_size_bytes = 0
-        self.calls = []
+        self.kernel = SimpleNamespace(ptr=next(self.numbers))
+        self.asked, self.calls = [], []
 
-    def __call__(self, grid, block, arguments, *, shared_mem):
-        self.calls.append((grid, block, arguments, shared_mem))
+    max_dynamic_shared_size_bytes = property(None, lambda self, nbytes: self.asked.append(nbytes))    # to read it is a call
 
 
-class CompileError(Exception):
-    """Stands in for cupy.cuda.compiler.CompileException."""
+class RememberingCompiler:
+    """Stands in for cupy.cuda.nvrtc: what it makes of a source is the source and the options."""
+
+    class NVRTCError(Exception):
+        pass
+
+    def __init__(self, log: str):
+        self._log = log
+
+    def getVersion(self):
+        return 13, 0
+
+    def getSupportedArchs(self):
+        return [75, 80, 90, 100]
+
+    def createProgram(self, text, name, headers, include_names):
+        return [text]
+
+    def compileProgram(self, program, options):
+        program.append(options)
+        if self._log:
+            raise self.NVRTCError
+
+    def getCUBIN(self, program):
+        return json.dumps(program).encode()
+
+    getPTX = getCUBIN
+
+    def getProgramLog(self, program):
+        return self._log
+
+    def destroyProgram(self, program):
+        pass
 
 
 class ColumnMajor:
@@ -66,50 +114,138 @@ class ColumnMajor:
 class RememberingCupy:
     """Stands in for the CuPy module."""
 
-    def __init__(self, log: str = ""):
+    def __init__(self, log: str = "", capability: str = "90"):
         self.modules, self.kernels = [], {}
-        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(compute_capability="90"),
-                                    compiler=SimpleNamespace(CompileException=CompileError),
-                                    cublas=ColumnMajor(), get_cublas_handle=lambda: "handle")
-        self._log = log
+        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(
+            compute_capability=capability, attributes={"MultiProcessorCount": 132}),
+                                    nvrtc=RememberingCompiler(log), cublas=ColumnMajor(), get_cublas_handle=lambda: "handle",
+                                    get_current_stream=lambda: SimpleNamespace(ptr=77),
+                                    driver=SimpleNamespace(launchKernel=self.launch_kernel))
+        self._core = SimpleNamespace(core=SimpleNamespace(
+            assemble_cupy_compiler_options=lambda options: ("--std=c++17", "-I/of/cuda", *options)))
 
-    def RawModule(self, code, options):
-        def compile():
-            if self._log:
-                raise CompileError(self._log)
+    def launch_kernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, places, extra):
+        kernel, = (kernel for kernel in self.kernels.values() if kernel.kernel.ptr == function)
+        assert (stream, extra) == (77, 0)
+        kernel.calls.append(((gx, gy, gz), (bx, by, bz), places, shared))
 
-        self.modules.append((code, options))
-        return SimpleNamespace(compile=compile, get_function=lambda name: self.kernels.setdefault(name, RememberingKernel()))
+    def RawModule(self, path):
+        self.modules.append(json.loads(Path(path).read_text()))
+        return SimpleNamespace(get_function=lambda name: self.kernels.setdefault(name, RememberingKernel()))
 
 
-def test_arrays_scalars_and_absent_arrays_reach_cupy_as_the_kernel_declares_them():
+C_TYPES = {"int": ctypes.c_int, "float": ctypes.c_float, "long long": ctypes.c_longlong, "double": ctypes.c_double}
+
+
+def passed(kernel, signature, defines):
+    """What the driver would read as the arguments of the last call, by name."""
+    places = (ctypes.c_void_p * len(signature.parameters)).from_address(kernel.calls[-1][2])
+    kinds = [ctypes.c_void_p if each.is_pointer else C_TYPES[defines.get(each.type, each.type)] for each in signature.parameters]
+    return {each.name: kind.from_address(place).value
+            for each, kind, place in zip(signature.parameters, kinds, places, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_arrays_numbers_and_absent_arrays_reach_the_driver_as_the_kernel_declares_them(dtype):
     cupy = RememberingCupy()
-    a, c = np.ones((3, 4), np.float32), np.empty((3, 3), np.float32)
-    product.gemm(Kernels(CudaEngine(cupy)), Arena(), a, a, c, transposed_b=True)
-    (grid, block, arguments, shared), = cupy.kernels["gemm"].calls
-    assert (grid, block, shared) == ((1, 1, 1), (64,), 0)
-    assert [type(argument) for argument in arguments[:4]] == [np.int32, np.int32, np.int32, np.float32]
-    assert arguments[4] is a and arguments[11] is c
-    assert all(not isinstance(argument, (int, float)) and argument is not None for argument in arguments)
-    bias = arguments[14]
-    assert bias == 0 and bias.nbytes == 8, "a null pointer has eight bytes"
+    kernels, (a, b, c) = Kernels(CudaEngine(cupy)), (np.ones((3, 4), dtype).view(OnDevice) for _ in range(3))
+    signature, sums = package_sources()["gemm"].kernels["gemm"], {"float32": "float", "float64": "double"}[dtype]
+    for run in (1, 2, 3):    # looked at, then found again
+        c = np.empty((3, 3), dtype).view(OnDevice)
+        product.gemm(kernels, Arena(), a, b, c, transposed_b=True, alpha=run + 0.5)
+        grid, block, _, shared = cupy.kernels["gemm"].calls[-1]
+        assert (grid, block, shared) == ((1, 1, 1), (64, 1, 1), 0)
+        found = passed(cupy.kernels["gemm"], signature, {"Sum": sums})
+        assert found == {"M": 3, "N": 3, "K": 4, "alpha": run + 0.5, "A": a.data.ptr, "lda": 4, "stride_a": 0, "B": b.data.ptr,
+                         "ldb": 4, "stride_b": 0, "beta": 0.0, "C": c.data.ptr, "ldc": 3, "stride_c": 0, "bias": None,
+                         "residual": None, "saved": None, "activation": 0, "row_sums": None, "splits": 1, "workspace": None}
+    assert kernels.launches == 3
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"p": np.ones(4, np.float64)}, "argument `p` is an array of float64"),
+    ({"g": np.ones((4, 2), np.float32)[:, 0]}, "not contiguous"),
+    ({"g": 1.0}, "argument `g` is 1.0, not an array"), ({"lr": "much"}, "argument `lr` is 'much', the kernel takes float32"),
+])
+def test_a_launch_that_is_found_again_is_refused_as_the_first_one_is(wrong, said):
+    cupy = RememberingCupy()
+    kernels = Kernels(CudaEngine(cupy))
+    good = {name: np.ones(4, np.float32).view(OnDevice) for name in ("p", "g")}
+    numbers = {"scale": 1.0, "lr": 0.1, "decay": 0.0}
+    for _ in range(2):
+        kernels.launch("sgd", (1,), (256,), (4, *good.values(), *numbers.values()), Element="float", Sum="float")
+    changed = {**good, **numbers, **{name: x.view(OnDevice) if isinstance(x, np.ndarray) else x for name, x in wrong.items()}}
+    with pytest.raises(KernelError, match=said):
+        kernels.launch("sgd", (1,), (256,), (4, *changed.values()), Element="float", Sum="float")
+    with pytest.raises(KernelError, match="beyond what int64 holds"):
+        kernels.launch("sgd", (1,), (256,), (2**63, *good.values(), *numbers.values()), Element="float", Sum="float")
+    assert len(cupy.kernels["sgd"].calls) == 2
 
 
 def test_a_source_is_compiled_once_for_each_set_of_macros():
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
-    a, b = np.ones((3, 3), np.float32), np.ones((3, 3), np.float16)
+    a, b = there(3, 3), there(3, 3, dtype=np.float16)
     for _ in range(2):
         for x in (a, b):
             product.gemm(kernels, Arena(), x, x, np.empty_like(x))
     assert len(cupy.modules) == 2
     code, options = cupy.modules[0]
     assert '#include "' not in code, "CuPy's cache would not notice a changed header"
-    assert {"--std=c++17", "-DElement=float", "-DTILE_M=32"} <= set(options)
+    assert {"--std=c++17", "-ftz=true", "-DElement=float", "-DTILE_M=32", "-I/of/cuda"} <= set(options)
+
+
+@pytest.mark.parametrize(("capability", "is_compiled_for"), [
+    ("75", "sm_75"), ("89", "sm_89"), ("90", "sm_90a"), ("100", "sm_100a"), ("121", "compute_100")])
+def test_a_source_is_compiled_for_the_chip_itself_or_for_the_newest_that_nvrtc_knows(capability, is_compiled_for):
+    cupy, a = RememberingCupy(capability=capability), there(3, 3)
+    product.gemm(Kernels(CudaEngine(cupy)), Arena(), a, a, a.copy())
+    assert cupy.modules[0][1][0] == f"-arch={is_compiled_for}"
+
+
+def test_what_was_compiled_is_found_by_the_next_process_and_half_a_file_never(tmp_path):
+    a = there(3, 3)
+    for cupy in (RememberingCupy(), RememberingCupy("nothing may be compiled again")):
+        product.gemm(Kernels(CudaEngine(cupy, tmp_path)), Arena(), a, a, a.copy())
+    path, = tmp_path.iterdir()
+    assert path.name.startswith("gemm-") and path.suffix == ".cubin" and os.access(path, os.R_OK)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """What stands in for machine code must not be found by others."""
+    monkeypatch.setattr("mpitrain.kernels.cuda.cache_of", lambda what: tmp_path)
+
+
+WGMMA = """extern "C" __global__ void waits(float* x) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    *x = 1;
+}
+"""
+
+
+def test_instructions_of_one_chip_alone_are_compiled_and_loaded(tmp_path):
+    """By the real NVRTC, for sm_90a; a chip without them is told so."""
+    (tmp_path / "waits.cu").write_text(WGMMA)
+    (tmp_path / "compiled").mkdir()
+    loaded = []
+    for capability in ("90", "80"):
+        cupy = RememberingCupy(capability=capability)
+        cupy.cuda.nvrtc = Module()
+        cupy._core.core.assemble_cupy_compiler_options = lambda options, nvrtc=cupy.cuda.nvrtc: (nvrtc.includes(),)
+        cupy.RawModule = lambda path, has=cupy.kernels: loaded.append(path) or SimpleNamespace(
+            get_function=lambda name: has.setdefault(name, RememberingKernel()))
+        kernels = Kernels(CudaEngine(cupy, tmp_path / "compiled"), tmp_path)
+        if capability == "90":
+            kernels.launch("waits", (1,), (1,), (there(1),))
+        else:
+            with pytest.raises(KernelError, match=r"cannot compile waits\.cu for sm_80:\n(.|\n)*wgmma"):
+                kernels.launch("waits", (1,), (1,), (there(1),))
+    assert Path(loaded[0]).read_bytes()[:4] == b"\x7fELF" and len(loaded) == 1
 
 
 def test_a_measured_tile_is_the_one_that_is_launched():
-    cupy, a = RememberingCupy(), np.ones((100, 100), np.float32)
+    cupy, a = RememberingCupy(), there(100, 100)
     table = Table([Measured("float32", "NT", 128, 128, 128, Tiling(TILES[1], 1))])
     multiply = partial(product.gemm, Kernels(CudaEngine(cupy)), Arena(), a, a, np.empty_like(a), table=table)
     for transposed_b, tile in ((True, TILES[1]), (False, TILES[2])):
@@ -120,22 +256,17 @@ def test_a_measured_tile_is_the_one_that_is_launched():
 def test_shared_memory_above_48_kib_is_asked_for_first():
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
-    a = np.ones((256, 256), np.float16)
+    a = there(256, 256, dtype=np.float16)
+    product.gemm(kernels, Arena(), a, a, np.empty_like(a), tiling=Tiling(TENSOR_TILES[0], 1))
     product.gemm(kernels, Arena(), a, a, np.empty_like(a), tiling=Tiling(TENSOR_TILES[0], 1))
     kernel = cupy.kernels["gemm_tensor"]
-    assert kernel.calls[0][3] == kernel.max_dynamic_shared_size_bytes > 48 << 10
+    assert kernel.asked == [kernel.calls[0][3]] == [kernel.calls[1][3]] and kernel.asked[0] > 48 << 10
 
 
 def test_a_failed_compilation_is_our_error_with_the_compilers_words():
-    a = np.ones((3, 3), np.float32)
-    with pytest.raises(KernelError, match=r"NVRTC cannot compile gemm\.cu for sm_90:\n.*gemm\.cu\(7\): error"):
+    a = there(3, 3)
+    with pytest.raises(KernelError, match=r"NVRTC cannot compile gemm\.cu for sm_90a:\n.*gemm\.cu\(7\): error"):
         product.gemm(Kernels(CudaEngine(RememberingCupy("gemm.cu(7): error: x"))), Arena(), a, a, a.copy())
-
-
-class OnDevice(np.ndarray):
-    """A NumPy array whose `data.ptr` is its address, as CuPy's is."""
-
-    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
 
 
 @pytest.mark.parametrize(("ta", "tb"), [(False, True), (False, False), (True, False), (True, True)])

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpitrain.bench import launches
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
@@ -162,3 +163,16 @@ def test_a_changed_header_is_compiled_again(tmp_path):
         package_sources.cache_clear()
         Kernels(Simulator(), folder=tmp_path).launch("set", (1,), (1,), (y,))
         assert y == value
+
+
+def test_a_launch_that_is_found_again_takes_twelve_calls_at_most():
+    kernels = Kernels(launches.Nothing(takes_plain=True))
+    counted = {name: launches.calls(run) for name, run in launches.operations(kernels).items()}
+    assert counted.keys() == {"gemm", "layer_norm", "adamw"} and max(counted.values()) <= 12, counted
+    looked_at = launches.operations(Kernels(launches.Nothing(takes_plain=False)))
+    assert launches.calls(looked_at["gemm"]) > 20, "what counts would not see the arguments being looked at"
+
+
+def test_names_of_no_array_are_refused(kernels):
+    with pytest.raises(KernelError, match=r"past_the_end has no array `z`\.\n +Its arrays: x, y"):
+        kernels.launch("past_the_end", (1,), (32,), (32, FLOATS, FLOATS.copy()), fresh="y z", RIGHT=1)

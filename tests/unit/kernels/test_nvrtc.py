@@ -9,12 +9,13 @@ from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.grids import SHARED
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL
 from tests.unit.kernels.nvrtc import Compiler, usages
+from tests.unit.kernels.sass import count, instructions, main_loop
 
 SOURCES = package_sources()
-ARCHITECTURES = ("sm_75", "sm_80", "sm_90")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
 ELEMENTS = {"float": "float", "double": "double", "__half": "float", "__nv_bfloat16": "float"}
 # Of a source without a branch on the architecture: every one of them once, and every type of elements once.
-WHERE = {"float": "sm_80", "double": "sm_80", "__half": "sm_75", "__nv_bfloat16": "sm_90"}
+WHERE = {"float": "sm_80", "double": "sm_80", "__half": "sm_75", "__nv_bfloat16": "sm_90a"}
 # Forward, input half, weight half of a linear layer: (TRANSPOSED_A, TRANSPOSED_B, ROW_SUMS).
 PRODUCTS = ((0, 1, 0), (0, 0, 0), (1, 0, 1))
 
@@ -22,7 +23,7 @@ PRODUCTS = ((0, 1, 0), (0, 0, 0), (1, 0, 1))
 def types(element: str) -> dict[str, object]:
     """Every macro that a source without tiles may need."""
     return {"Element": element, "Result": element, "Sum": ELEMENTS[element], "Index": "long long", "BLOCK": 256,
-            "ROW_SUMS": 1, "HEAD": 64, "TILE": 64, "STEP": 64}
+            "ROW_SUMS": 1, "HEAD": 64, "TILE": 64, "STEP": 64, "CHUNKED": 1}
 
 
 def jobs():
@@ -31,19 +32,21 @@ def jobs():
         for element, architecture in WHERE.items():
             if (name, element) != ("top_k", "double"):    # it knows float32 alone
                 yield name, architecture, types(element)
-    for architecture, head, step in (("sm_80", 64, 64), ("sm_80", 128, 16), ("sm_90", 128, 16)):
+    for architecture, head, step in (("sm_80", 64, 64), ("sm_80", 128, 16), ("sm_90a", 128, 16)):
         yield "attention_tensor", architecture, types("__nv_bfloat16") | {"HEAD": head, "STEP": step}
     # It compiles there too, but `choose` takes it from sm_80 on.
     yield "attention_tensor", "sm_75", types("__half") | {"HEAD": 32, "STEP": 32}
+    yield "attention_tensor", "sm_90", types("__nv_bfloat16") | {"HEAD": 128, "STEP": 16}    # without what is this chip's alone
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
         if sums or architecture != "sm_75":
             for tile in (TILES if sums else TILES[:USUAL]) if architecture == "sm_80" else TILES[:1]:
                 yield "gemm", architecture, types("float") | tile._asdict() | stored
-        if sums or architecture == "sm_80":
-            for tile in (TENSOR_TILES if sums else TENSOR_TILES[:USUAL]) if architecture == "sm_80" else TENSOR_TILES[:1]:
+        if sums or architecture != "sm_75":
+            for tile in (TENSOR_TILES if sums else TENSOR_TILES[1:USUAL]) if architecture == "sm_80" else TENSOR_TILES[:1]:
                 element, stages = ("__half", {"STAGES": 2}) if architecture == "sm_75" else ("__nv_bfloat16", {})
-                yield "gemm_tensor", architecture, types(element) | tile._asdict() | stages | stored
+                result = {"Result": "float"} if sums else {}    # gradients of weights are float32
+                yield "gemm_tensor", architecture, types(element) | tile._asdict() | stages | stored | result
 
 
 @pytest.fixture(scope="module")
@@ -64,21 +67,35 @@ def is_large(name, architecture, macros):
     return name == "gemm" and architecture != "sm_75" and (macros["TILE_M"], macros["TILE_N"]) == (128, 128)
 
 
+def is_default_on_tensor_cores(name, architecture, macros):
+    """True for the product in the default tile of tensor cores on sm_90, whose instructions are counted."""
+    return name == "gemm_tensor" and architecture == "sm_90"
+
+
 def test_every_source_is_compiled_for_every_architecture_and_the_large_product_in_every_form():
-    assert {(name, architecture) for name, architecture, _ in jobs()} == set(product(SOURCES, ARCHITECTURES))
+    found = {(name, architecture) for name, architecture, _ in jobs()}
+    assert found == {*product(SOURCES, ARCHITECTURES), ("attention_tensor", "sm_90")}
     assert sum(is_large(*job) for job in jobs()) == len(PRODUCTS) * 2
+    assert sum(is_default_on_tensor_cores(*job) for job in jobs()) == len(PRODUCTS)
 
 
 @pytest.mark.parametrize(("name", "architecture", "macros"), [pytest.param(*job, id=called(*job)) for job in jobs()])
 def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(name, architecture, macros, compiler):
     """A test a job, so that workers of pytest-xdist share them out. In double, which is for proofs, large kernels may spill."""
-    kernels = usages(compiler.compile(SOURCES[name], architecture, macros)[1])
+    cubin, log = compiler.compile(SOURCES[name], architecture, macros)
+    kernels = usages(log)
     assert kernels.keys() == set(SOURCES[name].kernels)
     assert all(usage.shared <= 48 << 10 for usage in kernels.values()), "static shared memory does not fit any device"
     if macros["Sum"] != "double":
         assert [kernel for kernel, usage in kernels.items() if usage.spilled] == []
     if is_large(name, architecture, macros):
         assert kernels["gemm"].registers <= 128, "two blocks do not fit a multiprocessor"
+    if is_default_on_tensor_cores(name, architecture, macros):
+        assert kernels["gemm_tensor"].registers <= 128, "two blocks do not fit a multiprocessor"
+        loop = main_loop(instructions(cubin), "HMMA")
+        products = count(loop, "HMMA")
+        assert products == 32, "the main loop is not one step of the tile"
+        assert len(loop) <= 6.25 * products, "tensor cores wait for other instructions"
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])

@@ -1,0 +1,131 @@
+"""Part of the GPU job: everything that later parts launch is compiled into the cache, by up to 16 processes at once.
+
+python3 jobs/gpu/compiled.py DEVICE
+
+Which kernels these are, an engine finds out that compiles and launches nothing: what is measured later runs on it once. The
+kernels of the suite compile when it runs, in as many processes.
+"""
+
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from typing import Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+from result import emit, micro
+from workload import all_products, config, multiply, source
+
+from mpitrain.bench import kernels as bench
+from mpitrain.errors import MpitrainError
+from mpitrain.kernels.cache import cache_of
+from mpitrain.kernels.engines import KERNELS
+from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.nvrtc import Compiler
+from mpitrain.kernels.simulator.machine import Simulator
+from mpitrain.kernels.source import package_sources
+from mpitrain.machine.backend import BACKENDS, HostBackend
+from mpitrain.machine.process import processors
+from mpitrain.ops.device import device_for
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+
+PROCESSES = 16
+HEAD_SIZED = {"cuda": (2, 64, 768, 12, 512)}
+"""In the place of bench.SHAPES: as wide, so that heads are, but few rows, since the numbers are drawn here."""
+
+
+class Collector:
+    """An engine that notes what it should load."""
+
+    name, takes_plain = "an engine that only notes", True
+
+    def __init__(self, capability: int, multiprocessors: int):
+        self.capability, self.multiprocessors, self.found = capability, multiprocessors, {}
+
+    def load(self, source: Any, signature: Any, defines: dict[str, str]) -> Any:
+        self.found[source.path.stem, tuple(defines.items())] = signature.name
+        return lambda *arguments: None
+
+    def multiply(self, *arguments: Any) -> None:
+        pass
+
+
+class Nowhere(HostBackend):
+    """Arrays of the host that pass for those of a device."""
+
+
+def collect(kind: str, capability: int, multiprocessors: int) -> dict[tuple[str, tuple], str]:
+    """Kernels by (source, macros)."""
+    collector = Collector(capability, multiprocessors)
+    kernels = Kernels(collector)
+    for shape, dtype, name in all_products(kind):
+        multiply(kernels, HostBackend().arena(), shape, np.dtype(dtype), name)
+    Nowhere.kind = kind
+    BACKENDS[kind], KERNELS[kind] = Nowhere, lambda: kernels
+    bench.SHAPES |= HEAD_SIZED
+    bench.MOVED["cuda"] = 64
+    for work in bench.works(device_for(kind), None):
+        work.run()
+    for compute in ("float32", "bfloat16"):
+        try:
+            settings = config(kind, compute, layers=1)
+        except MpitrainError:    # which the part that trains says
+            continue
+        run_ranks(1, step, kind, settings)
+    return collector.found
+
+
+def step(transport: Any, kind: str, settings: Any) -> None:
+    """One training step of a short model. Its numbers are whatever memory held, so that it may end early."""
+    job = build(transport, settings, source=source(kind, settings))
+    rows = job.data.batch(0, 0, settings.batch.size, range(settings.batch.size))
+    try:
+        job.trainer.step(0, *rows)
+    except MpitrainError as error:
+        print(f"a step on an engine that only notes: {error}", file=sys.stderr)
+
+
+@cache
+def simulator() -> Simulator:
+    """This process's."""
+    return Simulator()
+
+
+def compile_one(kind: str, capability: int, stem: str, macros: tuple, kernel: str) -> str:
+    """Compile it into the cache; what went wrong, or nothing. On a GPU nothing is loaded: so many processes want none of it."""
+    found = package_sources()[stem]
+    try:
+        if kind == "cuda":
+            import cupy
+
+            Compiler(cupy, capability, cache_of("cuda")).compile(found, dict(macros))
+        else:
+            simulator().load(found, found.kernels[kernel], dict(macros))
+    except MpitrainError as error:
+        return str(error)
+    return ""
+
+
+def main(kind: str) -> None:
+    """One result, and one for each that does not compile."""
+    start = time.perf_counter()
+    kernels = device_for(kind).kernels
+    assert kernels is not None
+    capability = kernels.engine.capability
+    found = collect(kind, capability, kernels.engine.multiprocessors)
+    collected, processes = time.perf_counter() - start, min(PROCESSES, processors())
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        jobs = [(stem, macros, pool.submit(compile_one, kind, capability, stem, macros, kernel))
+                for (stem, macros), kernel in found.items()]
+        wrong = [(stem, macros, said) for stem, macros, job in jobs if (said := job.result())]
+    for stem, macros, said in wrong:
+        emit(f"{stem} does not compile: {said.splitlines()[-1][:80]}", ok=False, macros=dict(macros))
+    emit(f"{len(found)} modules compiled by {processes} processes, found in {collected:.1f} s",
+         micro(time.perf_counter() - start - collected), ok=bool(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

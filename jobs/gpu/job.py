@@ -1,0 +1,180 @@
+"""Runs the parts of a GPU job one after another, each within its own seconds and all within LIMIT.
+
+python3 jobs/gpu/job.py MODE DEVICE FOLDER SINCE    MODE is table or deep; SINCE: when the job began, seconds since 1970
+
+A part is a program that prints results, a line of JSON each (result.py), as they are known. Here each is added to
+FOLDER/results.jsonl at once, and the table is printed again; everything else that is said goes to FOLDER/log.txt. Whoever
+kills the job, or a part, loses what was not measured yet and nothing else.
+"""
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from table import misses, read, table
+
+LIMIT = 570.0
+"""Seconds of all parts together."""
+
+WITHOUT_GPU = 5
+"""Times as many seconds for each part and for all, where kernels are compiled by g++ on few cores: nobody pays for them."""
+
+HERE = Path(__file__).parent
+
+
+class Part(NamedTuple):
+    """One part.
+
+    seconds  it may take, counted from its start
+    program  beside this file, and what follows the kind of device on its command line; {folder} is that of the results
+    ranks    more than 0: started by mpirun, where there is an MPI
+    """
+
+    name: str
+    seconds: float
+    program: str
+    words: tuple[str, ...] = ()
+    ranks: int = 0
+
+
+MODES = {
+    "table": (
+        Part("machine", 15, "machine.py"),
+        Part("compiled", 30, "compiled.py"),
+        Part("suite", 60, "suite.py"),
+        Part("products", 90, "products.py"),
+        Part("memory", 60, "memory.py"),
+        Part("training", 120, "training.py"),
+        Part("ring, staged", 20, "ring.py", ("staged",), 2),
+        Part("ring, pointers", 20, "ring.py", ("pointers",), 2),
+        Part("ring, IPC", 20, "ring.py", ("ipc",), 2),
+    ),
+    "deep": (
+        Part("machine", 15, "machine.py"),
+        Part("compiled", 30, "compiled.py"),
+        Part("sanitizer", 200, "sanitizer.py"),
+        Part("profiles", 120, "profiles.py"),
+        Part("tiles", 200, "tuned.py", ("{folder}/tiles.json",)),
+    ),
+}
+
+
+class Results:
+    """The file of results, and the table of what is in it."""
+
+    def __init__(self, path: Path, device: str):
+        self._path, self._device = path, device
+        path.write_text("")
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        """Write a result, and print the table."""
+        if self._device != "cuda":    # there times say nothing about a GPU
+            row = row | {"required": None}
+        with self._path.open("a") as file:
+            file.write(json.dumps({"part": part, **row}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        print("\n".join(["", *table(read(self._path))]), flush=True)
+
+    def note(self, part: str, what: str, ok: bool) -> None:
+        """A result in words alone."""
+        self.add(part, {"what": what, "ours": "-", "peer": "-", "ratio": None, "required": None, "ok": ok})
+
+    @property
+    def misses(self) -> int:
+        """How many of them are wrong or too slow."""
+        return misses(read(self._path))
+
+
+def command(part: Part, device: str, folder: Path) -> list[str]:
+    """What starts a part."""
+    start = ["mpirun", "-n", str(part.ranks)] if part.ranks else []
+    return [*start, sys.executable, str(HERE / part.program), device, *(word.format(folder=folder) for word in part.words)]
+
+
+def run(part: Part, words: Sequence[str], seconds: float, results: Results, log: Path) -> None:
+    """Run a part to its end or that of its seconds, and take down what it finds."""
+    with log.open("ab") as file:
+        file.write(f"\n=== {part.name}: {' '.join(words)}\n".encode())
+        file.flush()
+        begins = file.tell()
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, start_new_session=True)
+        assert child.stdout is not None
+        try:
+            found, ended = listen(child, time.monotonic() + seconds, lambda row: results.add(part.name, row), file)
+        finally:
+            if child.poll() is None or part.ranks:
+                stop(child)
+    if not ended:
+        results.note(part.name, f"{part.name}: stopped after its {seconds:.0f} s", False)
+    elif child.returncode or not found:
+        said = [line.strip() for line in log.read_bytes()[begins:].decode(errors="replace").splitlines() if line.strip()]
+        word = next((line for line in reversed(said) if "Error" in line or "error:" in line), said[-1] if said else "no result")
+        results.note(part.name, f"{part.name}: exit code {child.returncode}: {word[:110]}", False)
+
+
+def listen(child: subprocess.Popen, deadline: float, take: Any, log: Any) -> tuple[int, bool]:
+    """(results that a program has printed, whether it has ended by itself); other lines go to the log."""
+    found, rest = 0, b""
+    with selectors.DefaultSelector() as waits:
+        waits.register(child.stdout, selectors.EVENT_READ)
+        while (left := deadline - time.monotonic()) > 0:
+            if not waits.select(left):
+                continue
+            said = os.read(child.stdout.fileno(), 1 << 16)
+            *lines, rest = (rest + said).split(b"\n")
+            for line in lines:
+                try:
+                    row = json.loads(line) if line.startswith(b"{") else None
+                except ValueError:
+                    row = None
+                if row is None:
+                    log.write(line + b"\n")
+                    log.flush()
+                else:
+                    take(row)
+                    found += 1
+            if not said:
+                child.wait(max(1.0, deadline - time.monotonic()))
+                return found, True
+    return found, False
+
+
+def stop(child: subprocess.Popen) -> None:
+    """End a part with everything that it has started; mpirun first hears of it, and ends its ranks."""
+    for word in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, word)
+            child.wait(2)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def main(mode: str, device: str, folder: Path, since: float) -> int:
+    """All parts; the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results, log = Results(folder / "results.jsonl", device), folder / "log.txt"
+    has_mpi = bool(shutil.which("mpirun") and find_spec("mpi4py"))
+    factor = 1 if device == "cuda" else WITHOUT_GPU
+    for part in MODES[mode]:
+        left = LIMIT * factor - (time.time() - since)
+        if part.ranks and not has_mpi:
+            results.note(part.name, f"{part.name}: skipped, there is no MPI here (mpirun and mpi4py)", True)
+        elif left < 5:
+            results.note(part.name, f"{part.name}: not begun, the seconds of the job are over", False)
+        else:
+            run(part, command(part, device, folder), min(part.seconds * factor, left), results, log)
+    return 1 if results.misses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])))

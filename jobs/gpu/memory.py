@@ -1,0 +1,43 @@
+"""Part of the GPU job: kernels that only move bytes, against a copy, and attention, against PyTorch's fused one.
+
+python3 jobs/gpu/memory.py DEVICE
+"""
+
+import sys
+from importlib.util import find_spec
+
+from result import emit, micro, wrong_words
+
+from mpitrain.bench.kernels import Row, measure
+from mpitrain.ops.device import device_for
+
+OF_A_COPY, OF_THE_PEER = 0.85, 1 / 1.5
+
+
+def report(row: Row, copy: float) -> None:
+    """One kernel."""
+    if row.unit == "GB/s":
+        emit(f"{row.name} against a copy{wrong_words(row.wrong)}", f"{row.rate:,.1f} GB/s", f"{copy:,.1f} GB/s",
+             ratio=row.rate / copy, required=OF_A_COPY, ok=row.wrong == 0)
+    elif row.name.startswith("attention"):
+        has_peer = row.peer_us == row.peer_us
+        emit(f"{row.name} against scaled_dot_product_attention{wrong_words(row.wrong)}", micro(row.time_us / 1e6),
+             micro(row.peer_us / 1e6) if has_peer else "-", ratio=row.peer_us / row.time_us if has_peer else None,
+             required=OF_THE_PEER if has_peer else None, ok=row.wrong == 0, gflops=row.rate)
+    else:
+        emit(f"{row.name}{wrong_words(row.wrong)}", micro(row.time_us / 1e6), ok=row.wrong == 0, gflops=row.rate)
+
+
+def main(kind: str) -> None:
+    """A result for each, as it is measured."""
+    peer = None
+    if find_spec("torch"):
+        from mpitrain.bench.torch_peer import TorchAttention as peer
+    rows = measure(device_for(kind), peer)
+    copy = next(rows).rate
+    for row in rows:
+        report(row, copy)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,71 @@
+"""Part of the second GPU job: what ncu says of each kernel: time, share of peak, registers, occupancy.
+
+python3 jobs/gpu/profiles.py DEVICE           a result for each kernel
+python3 jobs/gpu/profiles.py DEVICE launch    what is profiled: every product and every operation of a step, once
+"""
+
+import csv
+import io
+import shutil
+import subprocess
+import sys
+
+from result import emit, micro
+
+METRICS = {
+    "gpu__time_duration.sum": "ns",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "sm",
+    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "memory",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy",
+    "launch__registers_per_thread": "registers",
+}
+SIZES = {"cuda": (8, 1024, 768, 12, 50257)}
+
+
+def launch(kind: str) -> None:
+    """Everything once."""
+    from workload import FORMS, PRODUCTS
+
+    from mpitrain.bench import gemm
+    from mpitrain.bench import kernels as bench
+    from mpitrain.ops.device import device_for
+
+    device = device_for(kind)
+    for shape, _ in PRODUCTS[kind][:3]:
+        for dtype in ("float32", "bfloat16"):
+            for name in FORMS:
+                gemm.case_of(device, shape, dtype, gemm.PRODUCTS[name]).by(device.multiply)()
+    bench.SHAPES |= SIZES
+    bench.MOVED["cuda"] = 1 << 15
+    for work in bench.works(device, None):
+        work.run()
+    device.backend.synchronize()
+
+
+def main(kind: str) -> None:
+    """A result for each kernel of ours."""
+    if kind != "cuda" or not shutil.which("ncu"):
+        emit(f"ncu: skipped, {'it is not installed' if kind == 'cuda' else 'there is no GPU here'}")
+        return
+    words = ["ncu", "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), sys.executable, __file__, kind, "launch"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        assert child.stdout is not None
+        text = child.stdout.read()
+    print(text, flush=True)
+    start = text.find('"ID"')
+    if start < 0:
+        emit(f"ncu: refused: {next((line for line in text.splitlines() if 'ERROR' in line), 'no profile')[:100]}")
+        return
+    found: dict[str, dict[str, str]] = {}
+    for row in csv.DictReader(io.StringIO(text[start:])):
+        if row.get("Metric Name") in METRICS:
+            found.setdefault(f"{row['ID']} {row['Kernel Name']}", {})[METRICS[row["Metric Name"]]] = row["Metric Value"]
+    for name, facts in found.items():
+        numbers = {key: float(value.replace(",", "")) for key, value in facts.items()}
+        emit(f"profile of {name[:60]}: {numbers.get('sm', 0):.0f}% of peak, memory {numbers.get('memory', 0):.0f}%, "
+             f"{numbers.get('registers', 0):.0f} registers, {numbers.get('occupancy', 0):.0f}% of warps",
+             micro(numbers.get("ns", 0) / 1e9), **numbers)
+
+
+if __name__ == "__main__":
+    (launch if sys.argv[2:] == ["launch"] else main)(sys.argv[1])

@@ -1,0 +1,188 @@
+"""Part of the GPU job: training steps of GPT-2 124M against PyTorch: float32, then bfloat16, then torch.compile of it.
+
+python3 jobs/gpu/training.py DEVICE
+
+PyTorch trains the same weights on the same batches: autocast for bfloat16, fused AdamW, scaled_dot_product_attention. There is
+no MPI in this.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from result import emit
+from workload import BLOCKS, STEPS, config, source
+
+from mpitrain.errors import MpitrainError
+from mpitrain.optim import learning_rate
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+
+WARM_UP = 3
+APART = {"float32": 1e-2, "bfloat16": 5e-2}
+"""Most that losses of the same step may differ."""
+
+
+class Times(NamedTuple):
+    """Median seconds of a step: between events on the device, and of the host until it has started everything."""
+
+    event: float
+    host: float
+
+
+class Events:
+    """Marks the device's time by PyTorch's or CuPy's events; where there is no GPU, by the host's clock."""
+
+    def __init__(self, make: Callable[[], Any] | None, elapsed_ms: Callable[[Any, Any], float], wait: Callable[[], None]):
+        self._make, self._elapsed_ms, self._wait = make, elapsed_ms, wait
+
+    def times(self, step: Callable[[int], Any], indices: range) -> tuple[list[float], list[float]]:
+        """(device seconds, host seconds) of each step."""
+        device, host = [], []
+        for index in indices:
+            self._wait()
+            ends = [self._make(), self._make()] if self._make else []
+            start = time.perf_counter()
+            if ends:
+                ends[0].record()
+            step(index)
+            host.append(time.perf_counter() - start)
+            if ends:
+                ends[1].record()
+            self._wait()
+            device.append(self._elapsed_ms(*ends) / 1e3 if ends else time.perf_counter() - start)
+        return device, host
+
+
+def our_events(kind: str, wait: Callable[[], None]) -> Events:
+    """On CuPy's current stream."""
+    if kind != "cuda":
+        return Events(None, lambda *_: 0.0, wait)
+    import cupy
+
+    return Events(cupy.cuda.Event, cupy.cuda.get_elapsed_time, wait)
+
+
+class Rival:
+    """A GPT of PyTorch's own layers with our weights."""
+
+    def __init__(self, kind: str, settings: Any, vocabulary: int, tensors: dict[str, np.ndarray]):
+        import torch
+
+        from mpitrain.bench.torch_gpt import GPT, copy_weights
+        from mpitrain.bench.torch_peer import placed
+
+        m, o = settings.model, settings.optimizer
+        self._torch, self._place, self._settings = torch, placed(kind), settings
+        self.model = GPT(vocab=vocabulary, context=m.context, width=m.width, heads=m.heads, depth=m.layers, tied=m.tied)
+        copy_weights(tensors, self.model)
+        self.model.to(self._place)
+        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == decays],
+                   "weight_decay": o.weight_decay * decays} for decays in (True, False)]
+        self._optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.epsilon, fused=True)
+        is_half = settings.precision.compute == "bfloat16"
+        self._cast = (lambda: torch.autocast(self._place.type, torch.bfloat16)) if is_half else nullcontext
+        self.losses: list[float] = []
+        self._last: Any = None
+
+    def compiled(self) -> None:
+        """Let PyTorch compile the model."""
+        self.model = self._torch.compile(self.model)
+
+    def events(self) -> Events:
+        """On PyTorch's current stream."""
+        if self._place.type != "cuda":
+            return Events(None, lambda *_: 0.0, lambda: None)
+        cuda = self._torch.cuda
+        return Events(lambda: cuda.Event(enable_timing=True), lambda a, b: a.elapsed_time(b), cuda.synchronize)
+
+    def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> None:
+        """As ours: the loss is read at its end."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._settings.optimizer, index, self._settings.run.steps)
+        self._optimizer.zero_grad(set_to_none=True)
+        tokens = [self._torch.from_numpy(array).to(self._place) for array in (inputs, targets)]
+        with self._cast():
+            loss = self.model(*tokens)
+        loss.backward()
+        self._optimizer.step()
+        self.losses.append(loss.item())
+
+
+def compare(transport: Any, kind: str, compute: str) -> Callable[[], None] | None:
+    """Ours and PyTorch's in turns; what compares ours with torch.compile, which takes its time, if there is one."""
+    what = f"training step of a GPT, {compute}"
+    try:
+        settings = config(kind, compute)
+        job = build(transport, settings, source=source(kind, settings))
+    except MpitrainError as error:
+        emit(f"{what}: refused: {error.law[:110]}", ok=compute != "float32")
+        return None
+    losses: list[float] = []
+    size = settings.batch.size
+    rows = [job.data.batch(0, index, size, range(size)) for index in range(WARM_UP + BLOCKS[kind] * STEPS[kind])]
+    rival = Rival(kind, settings, job.data.inputs, job.trainer.tensors()) if find_spec("torch") else None
+
+    def ours(index: int) -> None:
+        losses.append(job.trainer.step(index, *rows[index]).loss)
+
+    sides = [(our_events(kind, job.trainer.backend.synchronize), ours)]
+    if rival:
+        sides.append((rival.events(), lambda index: rival.step(index, *rows[index])))
+    found = measured(kind, sides)
+    words = f"{size * settings.model.context / found[0].event:,.0f} tokens/s"
+    if not rival:
+        emit(f"{what}, {words}: PyTorch is not installed", milli(found[0].event), **facts(found))
+        return None
+    apart = max(abs(a - b) for a, b in zip(losses, rival.losses, strict=True))
+    emit(f"{what}, {words}, against PyTorch eager, losses {apart:.0e} apart", *(milli(times.event) for times in found),
+         ratio=found[1].event / found[0].event, required=1.0, ok=apart <= APART[compute], **facts(found))
+    emit(f"{what}, the host's part", *(milli(times.host) for times in found), ratio=found[1].host / found[0].host)
+
+    def again() -> None:
+        rival.compiled()
+        found = measured(kind, sides)
+        emit(f"{what}, against torch.compile", *(milli(times.event) for times in found), ratio=found[1].event / found[0].event,
+             **facts(found))
+
+    return again if kind == "cuda" else None
+
+
+def measured(kind: str, sides: list[tuple[Events, Callable[[int], None]]]) -> list[Times]:
+    """Blocks of steps of each side in turn, after some that do not count."""
+    taken: list[tuple[list[float], list[float]]] = [([], []) for _ in sides]
+    for events, step in sides:
+        events.times(step, range(WARM_UP))
+    for block in range(BLOCKS[kind]):
+        first = WARM_UP + block * STEPS[kind]
+        for (events, step), (device, host) in zip(sides, taken, strict=True):
+            seconds = events.times(step, range(first, first + STEPS[kind]))
+            device.append(median(seconds[0]))
+            host.append(median(seconds[1]))
+    return [Times(median(device), median(host)) for device, host in taken]
+
+
+def facts(found: list[Times]) -> dict[str, Any]:
+    """Milliseconds of each side."""
+    return {"times_ms": [{"event": 1e3 * times.event, "host": 1e3 * times.host} for times in found]}
+
+
+def milli(seconds: float) -> str:
+    """Milliseconds for a table."""
+    return f"{1e3 * seconds:,.2f} ms"
+
+
+def main(transport: Any, kind: str) -> None:
+    """All of it; torch.compile last."""
+    for again in [compare(transport, kind, compute) for compute in APART]:
+        if again:
+            again()
+
+
+if __name__ == "__main__":
+    run_ranks(1, main, sys.argv[1])

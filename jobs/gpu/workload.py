@@ -1,0 +1,97 @@
+"""What the parts of a GPU job measure, by kind of device: tiny where only the way is to be shown."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.config import Config, parse, with_settings
+from mpitrain.data import TokenSource
+from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.tiles import DEFAULT, Table, read_tiles
+
+VOCABULARY = 50257
+"""Of GPT-2."""
+
+
+class Products(NamedTuple):
+    """Products of one shape: (M, K) times (K, N), of a linear layer."""
+
+    shape: tuple[int, int, int]
+    products: tuple[str, ...]
+
+
+FORMS = ("NT", "NN", "TN")    # forward, input half, weight half
+PRODUCTS = {
+    # A cube; of 8 sequences of 1024 tokens the layers of GPT-2 124M, their gradients and its logits.
+    "cuda": (Products((4096, 4096, 4096), FORMS), Products((8192, 3072, 768), ("NT", "NT+gelu")),
+             Products((8192, 768, 3072), ("NT", "NN")), Products((3072, 768, 8192), ("TN", "TN+sums")),
+             Products((8192, VOCABULARY, 768), ("NT",)), Products((8192, 768, VOCABULARY), ("NN",)),
+             Products((VOCABULARY, 768, 8192), ("TN",)), Products((768, 768, 8192), ("TN",)),
+             Products((8192, 2304, 768), ("NT",))),
+    "cuda-sim": (Products((33, 20, 41), ("NT", "TN+sums")),),
+}
+DTYPES = ("float32", "bfloat16")
+MODELS = {
+    "cuda": "model.layers=12 model.width=768 model.heads=12 model.context=1024 batch.size=8",
+    "cuda-sim": "model.layers=1 model.width=32 model.heads=2 model.context=16 batch.size=2",
+}
+VOCABULARIES = {"cuda": VOCABULARY, "cuda-sim": 61}
+STEPS = {"cuda": 10, "cuda-sim": 1}
+"""Training steps of a block."""
+
+BLOCKS = {"cuda": 5, "cuda-sim": 1}
+"""Times that each side has its turn."""
+
+
+def table() -> Table:
+    """The tiles in $TILES, or none."""
+    return read_tiles(Path(os.environ["TILES"])) if os.environ.get("TILES") else DEFAULT
+
+
+def all_products(kind: str) -> Iterator[tuple[tuple[int, int, int], str, str]]:
+    """(shape, dtype, product) of everything that is multiplied by itself."""
+    for shape, products in PRODUCTS[kind]:
+        for dtype in DTYPES:
+            for name in products:
+                yield shape, dtype, name
+
+
+def config(kind: str, compute: str, layers: int = 0) -> Config:
+    """A GPT trained by AdamW. layers: if not 0, fewer than it has.
+
+    raises  ConfigError for what this version does not train
+    """
+    changes = [*MODELS[kind].split(), f"device.kind={kind}", f"precision.compute={compute}", "optimizer.clip=0", "run.steps=1000"]
+    if os.environ.get("TILES"):
+        changes.append(f"device.tiles={os.environ['TILES']}")
+    return parse(with_settings({}, [*changes, *([f"model.layers={layers}"] if layers else [])]))
+
+
+def source(kind: str, settings: Config) -> TokenSource:
+    """Tokens drawn at random."""
+    context, vocabulary = settings.model.context, VOCABULARIES[kind]
+    tokens = np.random.default_rng(0).integers(vocabulary, size=100 * (context + 1)).astype(np.uint16)
+    return TokenSource(tokens, vocabulary, context, "random tokens")
+
+
+def operands(shape: tuple[int, int, int], dtype: Any, stored: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """a, b, c of a product, not filled."""
+    m, n, k = shape
+    return (np.empty((k, m) if stored[0] == "T" else (m, k), dtype), np.empty((n, k) if stored[1] == "T" else (k, n), dtype),
+            np.empty((m, n), dtype))
+
+
+def multiply(kernels: Any, arena: Any, shape: tuple[int, int, int], dtype: Any, name: str) -> None:
+    """Launch a product of PRODUCTS, ours and the library's, on operands that nobody has filled."""
+    a, b, c = operands(shape, dtype, name[:2])
+    extras: dict[str, Any] = {}
+    if name.endswith("+gelu"):
+        extras = {"bias": np.empty(shape[1], dtype), "activation": "gelu", "saved": np.empty_like(c)}
+    elif name.endswith("+sums"):
+        extras = {"row_sums": np.empty(shape[0], np.float32)}
+    for one in (partial(product.gemm, table=table()), product.library):
+        one(kernels, arena, a, b, c, transposed_a=name[0] == "T", transposed_b=name[1] == "T", **extras)

@@ -1,0 +1,38 @@
+"""The instructions of a compiled kernel, read with NVIDIA's disassembler: a wheel, which needs neither a GPU nor a driver."""
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+
+def _disassembler() -> Path:
+    folders = importlib.util.find_spec("nvidia").submodule_search_locations
+    return next(path for folder in folders for path in Path(folder).glob("cu*/bin/nvdisasm"))
+
+
+def instructions(cubin: bytes) -> list[str]:
+    """All instructions of the only kernel of a cubin, in order, between its labels: `.L_x_1:`."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([_disassembler(), "-c", file.name], capture_output=True, text=True, check=True, timeout=300).stdout
+    found = re.finditer(r"^\s*(?:(\.L_\w+:)|/\*[0-9a-f]+\*/\s+([^;]+);)", text, re.MULTILINE)
+    return [label or instruction.strip() for label, instruction in (match.groups() for match in found)]
+
+
+def main_loop(code: list[str], work: str) -> list[str]:
+    """The innermost loop with most instructions whose name begins with `work`: from its label to the jump back."""
+    labels = {line[:-1]: place for place, line in enumerate(code) if line.endswith(":")}
+    loops = []
+    for place, line in enumerate(code):
+        jump = re.search(r"\bBRA\b.*?(\.L_\w+)", line)
+        if jump and labels.get(jump[1], place) < place:
+            loops.append([each for each in code[labels[jump[1]]:place + 1] if not each.endswith(":")])
+    return max(loops, key=lambda loop: (count(loop, work), -len(loop)))
+
+
+def count(code: list[str], work: str) -> int:
+    """How many of the instructions have a name that begins with `work`."""
+    return sum(re.match(rf"(?:@!?U?P\w+\s+)?{work}", line) is not None for line in code)
