@@ -245,7 +245,7 @@ class Device(Section):
         "tiled", description="of cuda and cuda-sim: matrix products by kernels of our own, or by cuBLAS (in cuda-sim NumPy)"
     )
     tiles: str = Field("", description="for gemm tiled: file of `mpitrain bench gemm --tune`, in a configuration file from its "
-                       "folder; empty: tiles that fill a large GPU")
+                       "folder; empty: tiles by their cost on this GPU")
 
 
 def _is_speakable(text: str) -> bool:

@@ -18,14 +18,19 @@ extern "C" __global__ void __launch_bounds__(256) column_sums(int M, int N, cons
 }
 
 // y[n] = scale y[n] + sum over p of parts[p, n]; with scale = 0 y is not read.    parts: (P, N)
-// One thread an element. Launch: grid (any), block (256).
+// 32 columns a block, 8 parts at a time. Launch: grid (ceil(N / 32)), block (32, 8).
 extern "C" __global__ void __launch_bounds__(256) add_parts(
-    int P, long long N, const Sum* __restrict__ parts, Sum scale, Element* __restrict__ y) {
-    for (long long n = blockIdx.x * 256LL + threadIdx.x; n < N; n += gridDim.x * 256LL) {
-        Sum sum = scale != Sum(0) ? scale * wide(y[n]) : Sum(0);
-        for (int p = 0; p < P; ++p) sum += parts[p * N + n];
-        y[n] = narrow<Element>(sum);
-    }
+    int P, int N, const Sum* __restrict__ parts, Sum scale, Element* __restrict__ y) {
+    __shared__ Sum sums[8][33];
+    const int n = blockIdx.x * 32 + threadIdx.x;
+    Sum sum = 0;
+    if (n < N)
+        for (int p = threadIdx.y; p < P; p += 8) sum += parts[(long long)p * N + n];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || n >= N) return;
+    for (int i = 1; i < 8; ++i) sum += sums[i][threadIdx.x];
+    y[n] = narrow<Element>(sum + (scale != Sum(0) ? scale * wide(y[n]) : Sum(0)));
 }
 
 // The gradient of learned positions: dpositions[t] = scale dpositions[t] + sum over the batch of dx[b, t], and 0 for the

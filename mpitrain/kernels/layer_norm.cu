@@ -5,7 +5,7 @@
 // is still in the nearest cache. Launch: grid (ceil(M / 4)), block (128); whole warps past the last row leave.
 #include "reduce.cuh"
 
-constexpr int WARPS = 4;
+constexpr int WARPS = 4, WIDE = RUN<Element>;
 
 extern "C" __global__ void __launch_bounds__(128) layer_norm(
     int M, int C, Sum epsilon, const Element* __restrict__ x, const Element* __restrict__ gain,
@@ -13,28 +13,30 @@ extern "C" __global__ void __launch_bounds__(128) layer_norm(
     const int row = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
     const long long at = (long long)row * C;
-    const bool vector = in_fours(x, C) && in_fours(y, C), vector_weights = in_fours(gain, 0) && in_fours(bias, 0);
-    Sum four[4], sum = 0, squares = 0;
-    for (int c = 4 * lane; c < C; c += 128) {
-        load_four(x + at, c, C, vector, four);
-        sum += (four[0] + four[1]) + (four[2] + four[3]);
+    const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(y, C);
+    const bool vector_weights = in_runs<WIDE>(gain, 0) && in_runs<WIDE>(bias, 0);
+    Sum run[WIDE], sum = 0, squares = 0;
+    for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
+        load_run(x + at, c, C, vector, run);
+#pragma unroll
+        for (int i = 0; i < WIDE; i += 4) sum += (run[i] + run[i + 1]) + (run[i + 2] + run[i + 3]);
     }
     const Sum centre = warp_sum(sum) / Sum(C);
-    for (int c = 4 * lane; c < C; c += 128) {
-        load_four(x + at, c, C, vector, four);
+    for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
+        load_run(x + at, c, C, vector, run);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (c + i < C) squares += (four[i] - centre) * (four[i] - centre);
+        for (int i = 0; i < WIDE; ++i)
+            if (c + i < C) squares += (run[i] - centre) * (run[i] - centre);
     }
     const Sum scale = Sum(1) / sqrt(warp_sum(squares) / Sum(C) + epsilon);
-    for (int c = 4 * lane; c < C; c += 128) {
-        Sum g[4], b[4];
-        load_four(x + at, c, C, vector, four);
-        load_four(gain, c, C, vector_weights, g);
-        load_four(bias, c, C, vector_weights, b);
+    for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
+        Sum g[WIDE], b[WIDE];
+        load_run(x + at, c, C, vector, run);
+        load_run(gain, c, C, vector_weights, g);
+        load_run(bias, c, C, vector_weights, b);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = (four[i] - centre) * scale * g[i] + b[i];
-        store_four(y + at, c, C, vector, four);
+        for (int i = 0; i < WIDE; ++i) run[i] = (run[i] - centre) * scale * g[i] + b[i];
+        store_run(y + at, c, C, vector, run);
     }
     if (lane == 0) {
         mean[row] = centre;
@@ -42,62 +44,78 @@ extern "C" __global__ void __launch_bounds__(128) layer_norm(
     }
 }
 
-// With d = dy gain: dx = inverse (d - mean of d - normal x mean of (d normal)), means over the row.
-extern "C" __global__ void __launch_bounds__(128) layer_norm_backward_input(
-    int M, int C, const Element* __restrict__ dy, const Element* __restrict__ gain, const Element* __restrict__ x,
-    const Sum* __restrict__ mean, const Sum* __restrict__ inverse, Element* __restrict__ dx) {
-    const int row = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= M) return;
-    const long long at = (long long)row * C;
-    const bool vector = in_fours(x, C) && in_fours(dy, C) && in_fours(dx, C), vector_gain = in_fours(gain, 0);
-    const Sum centre = mean[row], scale = inverse[row];
-    Sum xs[4], dys[4], g[4], sum = 0, dot = 0;
-    for (int c = 4 * lane; c < C; c += 128) {
-        load_four(x + at, c, C, vector, xs);
-        load_four(dy + at, c, C, vector, dys);
-        load_four(gain, c, C, vector_gain, g);
+// With d = dy gain: dx = inverse (d - mean of d - normal x mean of (d normal)), means over the row. And for the weights, of the
+// rows of part p: gain_parts[p, c] = sum of dy normal, bias_parts[p, c] = sum of dy; parts: (P, C), for add_parts.
+// All threads of a block go through one part's rows together. A thread has the same columns of each, so that sums down them
+// need no barrier. With `keep` what a row needs again waits in shared memory, beside the sums: x and dy are read once.
+// Launch: grid (P), block (any whole warps). Dynamic shared memory: with `keep` normal, d and both sums, (4, C up to runs).
+extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
+    int M, int C, int keep, const Element* __restrict__ dy, const Element* __restrict__ gain, const Element* __restrict__ x,
+    const Sum* __restrict__ mean, const Sum* __restrict__ inverse, Element* __restrict__ dx, Sum* gain_parts, Sum* bias_parts) {
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    __shared__ Sum scratch[2][2][32];    // of rows by turns: one barrier a row
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, room = (C + WIDE - 1) / WIDE * WIDE;
+    const int begin = int((long long)M * blockIdx.x / gridDim.x), end = int((long long)M * (blockIdx.x + 1) / gridDim.x);
+    const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(dy, C) && in_runs<WIDE>(dx, C), vector_gain = in_runs<WIDE>(gain, 0);
+    Sum *normals = reinterpret_cast<Sum*>(dynamic_shared), *ds = normals + room;
+    Sum *gains = gain_parts + (long long)blockIdx.x * C, *biases = bias_parts + (long long)blockIdx.x * C;
+    Sum *gain_sums = keep ? ds + room : gains, *bias_sums = keep ? ds + 2 * room : biases;
+    for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
+        for (int i = 0; i < WIDE; ++i)
+            if (c + i < C) gain_sums[c + i] = bias_sums[c + i] = Sum(0);
+    }
+    for (int row = begin; row < end; ++row) {
+        const long long at = (long long)row * C;
+        const Sum centre = mean[row], scale = inverse[row];
+        auto read = [&](int c, Sum (&normal)[WIDE], Sum (&dys)[WIDE], Sum (&d)[WIDE]) {
+            Sum g[WIDE];
+            load_run(x + at, c, C, vector, normal);
+            load_run(dy + at, c, C, vector, dys);
+            load_run(gain, c, C, vector_gain, g);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {    // beyond C the gain is 0
-            sum += dys[i] * g[i];
-            dot += dys[i] * g[i] * (xs[i] - centre) * scale;
+            for (int i = 0; i < WIDE; ++i) {    // beyond C the gain is 0
+                normal[i] = (normal[i] - centre) * scale;
+                d[i] = dys[i] * g[i];
+            }
+        };
+        Sum normal[WIDE], dys[WIDE], d[WIDE], sum = 0, dot = 0;
+        for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
+            read(c, normal, dys, d);
+#pragma unroll
+            for (int i = 0; i < WIDE; ++i) {
+                sum += d[i];
+                dot += d[i] * normal[i];
+                if (c + i < C) {
+                    gain_sums[c + i] += dys[i] * normal[i];
+                    bias_sums[c + i] += dys[i];
+                }
+            }
+            if (!keep) continue;
+            store_run(normals, c, room, true, normal);
+            store_run(ds, c, room, true, d);
+        }
+        sum = warp_sum(sum);
+        dot = warp_sum(dot);
+        Sum (&mine)[2][32] = scratch[row % 2];
+        if (lane == 0) mine[0][warp] = sum, mine[1][warp] = dot;
+        __syncthreads();    // all have left the row before, and with it the other scratch
+        sum = warp_sum(lane < warps ? mine[0][lane] : Sum(0)) / Sum(C);
+        dot = warp_sum(lane < warps ? mine[1][lane] : Sum(0)) / Sum(C);
+        for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
+            if (keep) {
+                load_run(normals, c, room, true, normal);
+                load_run(ds, c, room, true, d);
+            } else {
+                read(c, normal, dys, d);
+            }
+#pragma unroll
+            for (int i = 0; i < WIDE; ++i) d[i] = scale * (d[i] - sum - normal[i] * dot);
+            store_run(dx + at, c, C, vector, d);
         }
     }
-    sum = warp_sum(sum) / Sum(C);
-    dot = warp_sum(dot) / Sum(C);
-    for (int c = 4 * lane; c < C; c += 128) {
-        load_four(x + at, c, C, vector, xs);
-        load_four(dy + at, c, C, vector, dys);
-        load_four(gain, c, C, vector_gain, g);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) xs[i] = scale * (dys[i] * g[i] - sum - (xs[i] - centre) * scale * dot);
-        store_four(dx + at, c, C, vector, xs);
+    if (!keep) return;
+    for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
+        for (int i = 0; i < WIDE; ++i)
+            if (c + i < C) gains[c + i] = gain_sums[c + i], biases[c + i] = bias_sums[c + i];
     }
-}
-
-// gain_parts[p, c] = sum of dy normal, bias_parts[p, c] = sum of dy, over the rows of part p; parts: (P, C), for add_parts.
-// 32 columns a block, 8 rows at a time. Launch: grid (ceil(C / 32), P), block (32, 8).
-extern "C" __global__ void __launch_bounds__(256) layer_norm_backward_weight(
-    int M, int C, const Element* __restrict__ dy, const Element* __restrict__ x, const Sum* __restrict__ mean,
-    const Sum* __restrict__ inverse, Sum* __restrict__ gain_parts, Sum* __restrict__ bias_parts) {
-    __shared__ Sum gains[8][33], biases[8][33];
-    const int c = blockIdx.x * 32 + threadIdx.x;
-    const int begin = int((long long)M * blockIdx.y / gridDim.y), end = int((long long)M * (blockIdx.y + 1) / gridDim.y);
-    Sum gain = 0, bias = 0;
-    if (c < C)
-        for (int row = begin + threadIdx.y; row < end; row += 8) {
-            const long long at = (long long)row * C + c;
-            const Sum d = wide(dy[at]);
-            gain += d * (wide(x[at]) - mean[row]) * inverse[row];
-            bias += d;
-        }
-    gains[threadIdx.y][threadIdx.x] = gain;
-    biases[threadIdx.y][threadIdx.x] = bias;
-    __syncthreads();
-    if (threadIdx.y > 0 || c >= C) return;
-    for (int i = 1; i < 8; ++i) {
-        gain += gains[i][threadIdx.x];
-        bias += biases[i][threadIdx.x];
-    }
-    gain_parts[(long long)blockIdx.y * C + c] = gain;
-    bias_parts[(long long)blockIdx.y * C + c] = bias;
 }

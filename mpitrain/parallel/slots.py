@@ -21,7 +21,8 @@ class Slots:
     """Where buckets lie that no rank keeps whole. A bucket's slot is always the same: what is bound to it there stays bound.
 
     Of a model in one part neighbours take turns. Of one in several parts one part lies there at a time: the n-th buckets of all
-    parts have the n-th slot. Buckets of different holders have different slots, and each of `alone` has one of its own.
+    parts have the n-th slot. Buckets of different kinds, of which a unit may have one each (holders, `partial`), have different
+    slots, and each of `alone` has one of its own.
 
     slot     {bucket: number of its slot}
     views    {bucket: its elements, there}
@@ -41,8 +42,9 @@ class Slots:
         self.slot: dict[Bucket, int] = {}
         for bucket in sorted(set(buckets) - set(alone)):
             part = next((number for number, units in enumerate(parts) if bucket.units[0] in units), None)
-            turn = next(turns.setdefault((bucket.holders, part), count()))
-            self.slot[bucket] = numbers.setdefault((bucket.holders, turn if parts else turn % TURNS), len(numbers))
+            kind = bucket.holders, bucket.partial
+            turn = next(turns.setdefault((kind, part), count()))
+            self.slot[bucket] = numbers.setdefault((kind, turn if parts else turn % TURNS), len(numbers))
         self.slot |= {bucket: number for number, bucket in enumerate(sorted(alone), len(numbers))}
         lengths = [max(b.stop - b.start for b, slot in self.slot.items() if slot == number)
                    for number in range(len(numbers) + len(alone))]

@@ -178,7 +178,7 @@ def linears() -> Iterator[Callable]:
 
 def norms() -> Iterator[Callable]:
     """layer_norm."""
-    for m, c in ((1, 1), (0, 4), (3, 5), (4, 32), (5, 127), (70, 128), (9, 129), (2, 523)):
+    for m, c in ((1, 1), (0, 4), (3, 5), (4, 32), (5, 127), (70, 128), (9, 129), (2, 523), (3, 10_501)):
         yield partial(check_layer_norm, m=m, c=c)
     yield partial(check_layer_norm, m=7, c=36, shifted=True)
     for dtype in ("float64", "float16", "bfloat16"):

@@ -31,6 +31,7 @@ def alone():
     (3, 2, 1, "breadth-first", TIED, ["replication.overlap=false", "replication.zero_keep=300"]),
     (2, 2, 2, "breadth-first", TIED, ["layout.tp=2", "replication.overlap=false"]),
     (3, 2, 2, "gpipe", TIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    (3, 2, 1, "1f1b", UNTIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
 ])
 def test_replicas_of_stages_that_divide_gradients_and_parameters_are_equal_to_one_rank(zero, dp, pp, name, tied, more, alone):
     ranks = dp * pp * (2 if "layout.tp=2" in more else 1)

@@ -63,6 +63,11 @@ def sum_type(array: Any) -> str:
     return "float64" if name_of(array.dtype) == "float64" else "float32"
 
 
+def run(array: Any) -> int:
+    """RUN of element.cuh: how many elements a thread takes at a time."""
+    return 8 if array.itemsize == 2 else 4
+
+
 def element(array: Any) -> dict[str, Any]:
     """Element and Sum of element.cuh."""
     return {"Element": c_type(array), "Sum": ELEMENTS[sum_type(array)]}

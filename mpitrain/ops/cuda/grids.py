@@ -10,6 +10,8 @@ MOST_BLOCKS = 2048    # of kernels that go round until nothing is left: enough t
 # Bytes of shared memory that a block may have, by compute capability; the largest entry not above a device's counts.
 SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 
+SCRATCH = 2 << 10    # bytes of it that a kernel needs, at most, beside rows that it keeps
+
 
 def most_shared(kernels: Kernels) -> int:
     """Bytes of shared memory that a block may have on this device."""

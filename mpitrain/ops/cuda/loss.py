@@ -8,10 +8,8 @@ from typing import Any
 from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import element, index, sum_type
-from mpitrain.ops.cuda.grids import POINTWISE, WIDE_ROWS, blocks, most_shared
+from mpitrain.ops.cuda.grids import POINTWISE, SCRATCH, WIDE_ROWS, blocks, most_shared
 from mpitrain.ops.cuda.sums import sum_all
-
-SCRATCH = 1 << 10    # bytes of a block's shared memory that a row cannot have: the normalizers of its warps, and the system's
 
 
 def cross_entropy(kernels: Kernels, logits, targets, scale, arena):

@@ -1,19 +1,13 @@
-"""LayerNorm. `saved` is (x, mean, inverse); the gain half also sums what the bias half will need."""
-
-from typing import Any
+"""LayerNorm. `saved` is (x, mean, inverse); the input half makes what the weight halves add up, since it has read all of it."""
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import KINDS
-from mpitrain.ops.cuda.grids import ROWS, parts, row_blocks
-from mpitrain.ops.cuda.sums import COLUMNS, add_parts, sum_rows
+from mpitrain.ops.cuda.elements import KINDS, run
+from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_blocks
+from mpitrain.ops.cuda.sums import add_parts
 from mpitrain.ops.reference import EPSILON
 
-
-class _Pending:
-    """dy and what was saved, and the parts of the bias gradient once the gain half has made them."""
-
-    def __init__(self, dy: Any, saved: Any):
-        self.dy, self.saved, self.sums = dy, saved, None
+PARTS = 4          # of the rows of a backward, to a multiprocessor
+FEWEST_ROWS = 8    # of a part
 
 
 def layer_norm(kernels: Kernels, x, gain, bias, arena):
@@ -27,28 +21,26 @@ def layer_norm(kernels: Kernels, x, gain, bias, arena):
 
 
 def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena):
-    """(dx, pending)."""
+    """(dx, pending): pending is what the weight halves add up, (2, parts, C) sums of dy times the normalised x, and of dy."""
     rows, width = dy.shape
     dx = arena.take(dy.shape, dy.dtype)
-    kernels.launch("layer_norm_backward_input", row_blocks(rows), ROWS,
-                   (rows, width, dy, gain, *saved, dx), macros=KINDS[dy.dtype].macros, fresh="dx")
-    return dx, _Pending(dy, saved)
+    kind, wide = KINDS[dy.dtype], run(dy)
+    sums = arena.take((2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width), kind.sums)
+    room = -(-width // wide) * wide
+    shared = 4 * room * sums.itemsize
+    keep = shared <= most_shared(kernels) - SCRATCH
+    threads = min(-(-room // wide // 32) * 32, WIDE_ROWS[0])
+    kernels.launch("layer_norm_backward", sums.shape[1:2], (threads,),
+                   (rows, width, int(keep), dy, gain, *saved, dx, sums[0], sums[1]), shared * keep, macros=kind.macros,
+                   fresh="dx gain_parts bias_parts")
+    return dx, sums
 
 
 def layer_norm_backward_gain(kernels: Kernels, pending, dgain, accumulate, arena):
     """Write or add the sum over rows of dy times the normalised x."""
-    rows, width = pending.dy.shape
-    kind = KINDS[pending.dy.dtype]
-    sums = arena.take((2, parts(rows, width), width), kind.sums)
-    kernels.launch("layer_norm_backward_weight", (-(-width // 32), sums.shape[1]), COLUMNS,
-                   (rows, width, pending.dy, *pending.saved, sums[0], sums[1]), macros=kind.macros, fresh="gain_parts bias_parts")
-    add_parts(kernels, sums[0], dgain, accumulate)
-    pending.sums = sums[1]
+    add_parts(kernels, pending[0], dgain, accumulate)
 
 
 def layer_norm_backward_bias(kernels: Kernels, pending, dbias, accumulate, arena):
     """Write or add the sum over rows of dy."""
-    if pending.sums is None:
-        sum_rows(kernels, pending.dy, dbias, accumulate, arena)
-    else:
-        add_parts(kernels, pending.sums, dbias, accumulate)
+    add_parts(kernels, pending[1], dbias, accumulate)

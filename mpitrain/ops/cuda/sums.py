@@ -11,7 +11,7 @@ COLUMNS = (32, 8)    # threads of the kernels that sum down columns
 
 def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
     """out = the sum of the rows of `sums`, (P, N) in the dtype of sums, or added to it."""
-    kernels.launch("add_parts", blocks(out.size), POINTWISE,
+    kernels.launch("add_parts", (-(-out.size // 32),), COLUMNS,
                    (len(sums), out.size, sums, float(accumulate), out), macros=KINDS[out.dtype].macros,
                    fresh="" if accumulate else "y")
 

@@ -38,6 +38,14 @@ def test_the_step_of_adamw_with_a_mirror_reads_16_and_writes_14_bytes_an_element
     assert found.written == {"p": 4 * count, "g": 0, "m": 4 * count, "v": 4 * count, "mirror": 2 * count, "numbers": 0}
 
 
+@pytest.mark.parametrize(("dtype", "width", "passes"), [("float32", 36, 1), ("bfloat16", 37, 1), ("float32", 10_500, 2)])
+def test_the_backward_of_layer_norm_reads_x_and_dy_once_where_a_row_fits(dtype, width, passes):
+    x, gain, dy = stored(numbers(1, 9, width), dtype), stored(numbers(2, width), dtype), stored(numbers(3, 9, width), dtype)
+    saved = x, np.zeros(9, np.float32), np.ones(9, np.float32)
+    found = moved("layer_norm_backward", lambda ops: ops.layer_norm_backward_input(dy, gain, saved, Arena()))
+    assert (found.read["x"], found.read["dy"], found.written["dx"]) == (passes * x.nbytes, passes * dy.nbytes, x.nbytes)
+
+
 def test_what_is_counted_is_what_a_kernel_moves():
     z, dy = np.ones(1031, np.float32), np.ones(1031, ml_dtypes.bfloat16).astype(np.float32)
     found = moved("activation_backward", lambda ops: ops.gelu_backward(dy, z, Arena()))
