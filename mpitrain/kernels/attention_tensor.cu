@@ -202,8 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_backward_
 }
 
 // dq of 64 queries. Dynamic shared memory: queries, dy (OWNED x HEAD each), two stages of keys and values (STEP x HEAD each),
-// as SharedTiles. scale: 1 / sqrt(D)
-extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_backward_q(
+// as SharedTiles. scale: 1 / sqrt(D). Three blocks, which is what shared memory has room for at a head size of 128: for four the
+// compiler would spill.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_tensor_backward_q(
     int T, int H, float scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
     const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dqkv) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];

@@ -73,8 +73,8 @@ def is_large(name, architecture, macros):
 
 
 def is_default_on_tensor_cores(name, architecture, macros):
-    """True for the product in the default tile of tensor cores on sm_90, whose instructions are counted."""
-    return name == "gemm_tensor" and architecture == "sm_90"
+    """True for the product in the default tile of tensor cores on sm_90a, whose instructions are counted."""
+    return name == "gemm_tensor" and architecture == "sm_90a"
 
 
 def test_every_source_is_compiled_for_every_architecture_and_the_large_product_in_every_form():
