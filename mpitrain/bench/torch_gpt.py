@@ -98,10 +98,13 @@ def torch_name(name: str) -> str:
 
 
 def copy_weights(arrays: Mapping[str, np.ndarray], model: GPT, is_whole: bool = True) -> None:
-    """Give the model our values, by our names; every tensor must be given, unless the arrays are those of a stage."""
+    """Give the model our values, by our names; every tensor must be given, unless the arrays are those of a stage.
+
+    Those of 16 bits go as float32: PyTorch takes no bfloat16 of NumPy's.
+    """
     tensors = dict(model.named_parameters())
     if is_whole and sorted(map(torch_name, arrays)) != sorted(tensors):
         raise ValueError(f"names differ: {sorted(map(torch_name, arrays))} and {sorted(tensors)}")
     with torch.no_grad():
         for name, array in arrays.items():
-            tensors[torch_name(name)].copy_(torch.from_numpy(array))
+            tensors[torch_name(name)].copy_(torch.from_numpy(array.astype("float32") if array.itemsize == 2 else array))

@@ -66,7 +66,7 @@ __device__ __forceinline__ Sum loss_of(Normalizer whole, const Element* row, lon
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
     int M, int V, int pitch, int keep, const Index* __restrict__ targets, Sum scale, Element* logits, Sum* __restrict__ losses) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    __shared__ Normalizer scratch[32];
+    __shared__ __align__(16) Normalizer scratch[32];
     Element *row = logits + (long long)blockIdx.x * pitch, *kept = reinterpret_cast<Element*>(dynamic_shared);
     const bool vector = in_runs<WIDE>(logits, pitch);
     const long long target = targets[blockIdx.x];
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
 // losses[m] alone; logits stay as they are.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy_loss(
     int M, int V, int pitch, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ losses) {
-    __shared__ Normalizer scratch[32];
+    __shared__ __align__(16) Normalizer scratch[32];
     const Element* row = logits + (long long)blockIdx.x * pitch;
     const Normalizer whole = row_normalizer(row, V, in_runs<WIDE>(logits, pitch), nullptr, scratch);
     if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, row, targets[blockIdx.x], V);
@@ -114,7 +114,7 @@ __device__ __forceinline__ Sum block_max(Sum value, Sum* scratch) {
 // maxima[m] = the largest logit of this part's columns, -infinity if V = 0.
 extern "C" __global__ void __launch_bounds__(1024) row_maximum(
     int M, int V, int pitch, const Element* __restrict__ logits, Sum* __restrict__ maxima) {
-    __shared__ Sum scratch[32];
+    __shared__ __align__(16) Sum scratch[32];
     const Element* row = logits + (long long)blockIdx.x * pitch;
     Sum own = MINUS_INFINITY;
     each_run(row, V, in_runs<WIDE>(logits, pitch), [&](int v, const Sum (&x)[WIDE]) {
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(1024) row_maximum(
 extern "C" __global__ void __launch_bounds__(1024) row_exponentials(
     int M, int V, int pitch, long long first, const Index* __restrict__ targets, const Element* __restrict__ logits,
     const Sum* __restrict__ maxima, Sum* __restrict__ sums, Sum* __restrict__ target_logits) {
-    __shared__ Sum scratch[32];
+    __shared__ __align__(16) Sum scratch[32];
     const Element* row = logits + (long long)blockIdx.x * pitch;
     const Sum maximum = maxima[blockIdx.x];
     const long long target = targets[blockIdx.x] - first;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_split(
 extern "C" __global__ void __launch_bounds__(1024) row_argmax(
     int M, int V, int pitch, long long first, const Element* __restrict__ logits, const Sum* __restrict__ maxima,
     Sum* __restrict__ places) {
-    __shared__ Sum scratch[32];
+    __shared__ __align__(16) Sum scratch[32];
     const Element* row = logits + (long long)blockIdx.x * pitch;
     const Sum maximum = maxima[blockIdx.x];
     Sum own = MINUS_INFINITY;
@@ -192,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(256) place_is_target(
 // correct[m] = 1 if the first of the largest logits of row m is at the target, else 0. A NaN is the largest of all.
 extern "C" __global__ void __launch_bounds__(1024) largest_is_target(
     int M, int V, int pitch, const Index* __restrict__ targets, const Element* __restrict__ logits, Sum* __restrict__ correct) {
-    __shared__ Sum values[32];
-    __shared__ int places[32];
+    __shared__ __align__(16) Sum values[32];
+    __shared__ __align__(16) int places[32];
     const Element* row = logits + (long long)blockIdx.x * pitch;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     Sum best = MINUS_INFINITY;

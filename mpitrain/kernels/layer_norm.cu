@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
     int M, int C, int keep, const Element* __restrict__ dy, const Element* __restrict__ gain, const Element* __restrict__ x,
     const Sum* __restrict__ mean, const Sum* __restrict__ inverse, Element* __restrict__ dx, Sum* gain_parts, Sum* bias_parts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    __shared__ Sum scratch[2][2][32];    // of rows by turns: one barrier a row
+    __shared__ __align__(16) Sum scratch[2][2][32];    // of rows by turns: one barrier a row
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, room = (C + WIDE - 1) / WIDE * WIDE;
     const int begin = int((long long)M * blockIdx.x / gridDim.x), end = int((long long)M * (blockIdx.x + 1) / gridDim.x);
     const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(dy, C) && in_runs<WIDE>(dx, C), vector_gain = in_runs<WIDE>(gain, 0);

@@ -19,7 +19,8 @@ DAY = 86_400
 def begun(rank: int, ranks: int) -> Recorder:
     """A recorder in a file of its own from its first record on; `keep` moves it, a process that ends by itself removes it.
 
-    rank, ranks  as the launcher says; started by one process, the ranks of a host write side by side
+    rank, ranks  as the launcher says; started by one process, the ranks of a host write side by side; one that has no launcher
+                 by itself, for a shell may start several
     """
     recorder = Recorder()
     recorder.facts(rank=rank, ranks=ranks, host=socket.gethostname(), process=os.getpid(), time=time.time())
@@ -30,7 +31,7 @@ def begun(rank: int, ranks: int) -> Recorder:
             for old in left():
                 if time.time() - old.stat().st_mtime > DAY:
                     shutil.rmtree(old, ignore_errors=True)
-            folder = home / str(os.getppid())
+            folder = home / (str(os.getppid()) if ranks > 1 else f"{os.getppid()}-{os.getpid()}")
             folder.mkdir(exist_ok=True)
             recorder.keep(folder / NAME.format(rank))
             atexit.register(recorder.give_up, folder)

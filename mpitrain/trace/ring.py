@@ -74,10 +74,13 @@ class Ring:
     def move(self, path: Path) -> None:
         """Go on in a file, which begins with what was written so far; OSError if there can be none. No other thread may write.
 
-        The file that it lay in before is removed.
+        The file that it lay in before is removed. So is one that lies there, whoever writes to it: it lives on without a name.
+        To cut it off would end the process that has mapped it.
         """
         size = len(self._map)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             os.posix_fallocate(descriptor, 0, size)    # on a disk that is full a write to mapped memory ends the process
             moved = mmap.mmap(descriptor, size)

@@ -356,8 +356,8 @@ def test_a_receive_that_begins_late_is_a_message_that_travels_late():
 
 
 @pytest.mark.parametrize("arguments, law, way_out", [
-    (("2f2b", 2, 2), "The schedule must be one of naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, v-half, breadth-first, or "
-                     "a file, but '2f2b' is neither.", ""),
+    (("2f2b", 2, 2), "The schedule must be one of naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, v-half, breadth-first, "
+                     "async, async-2bw, or a file, but '2f2b' is neither.", ""),
     (("1f1b", 0, 2), "A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are 0, 2 and 1.", ""),
     (("breadth-first", 4, 8, 0), "A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are 4, 8 and 0.",
      ""),

@@ -36,6 +36,15 @@ RANKS = 3
 PHASES = {Forward: FORWARD, Backward: BACKWARD, BackwardInput: BACKWARD_INPUT, BackwardWeight: BACKWARD_WEIGHT}
 
 
+def test_a_trace_whose_file_another_one_takes_goes_on(tmp_path):
+    recorders = Recorder(), Recorder()
+    for recorder in recorders:
+        recorder.keep(tmp_path / "rank-0")
+    for recorder in recorders:    # a write to memory whose file was cut off would end the process
+        recorder.end(recorder.compute(recorder.name("a layer")))
+    assert len(read_trace(tmp_path / "rank-0").records) == 1
+
+
 class Scripted:
     """A recorder whose clock stands still unless the script moves it; it is ahead of rank 0's by `skew`, and runs faster."""
 

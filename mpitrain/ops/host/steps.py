@@ -5,15 +5,16 @@ import numpy as np
 from mpitrain.ops.host.blocks import row_blocks
 
 
-def sgd(p, g, scale, lr, weight_decay, arena):
+def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
     """p, g: (count,)"""
     for block in row_blocks(p):
         step = np.multiply(g[block], lr * scale, out=arena.take(g[block].shape, p.dtype))
         p[block] *= 1 - lr * weight_decay
         p[block] -= step
+        _write(mirror, p, block)
 
 
-def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
+def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     """p, g, m: (count,)"""
     for block in row_blocks(p):
         part = arena.take(p[block].shape, p.dtype)
@@ -22,9 +23,10 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
         if weight_decay:
             m[block] += np.multiply(p[block], weight_decay, out=part)
         p[block] -= np.multiply(m[block], lr, out=part)
+        _write(mirror, p, block)
 
 
-def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
+def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """p, g, m, v: (count,)"""
     # lr m' / (sqrt(v') + eps), with the bias corrections of m' and v' moved into two scalars.
     root = (1 - beta2**step) ** 0.5
@@ -45,6 +47,13 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
         if weight_decay:
             p[block] *= 1 - lr * weight_decay
         p[block] -= part
+        _write(mirror, p, block)
+
+
+def _write(mirror, p, block):
+    """A block of the parameters, rounded to the mirror's type, if there is one."""
+    if mirror is not None:
+        mirror[block] = p[block]
 
 
 def square_sum(x, arena):

@@ -1,21 +1,26 @@
-"""The meaning of the operations of an update: the steps of the optimizers, and what they ask of the gradients."""
+"""The meaning of the operations of an update: the steps of the optimizers, and what they ask of the gradients.
+
+mirror: None, or (count,), which becomes the parameters, rounded to its type.
+"""
 
 import numpy as np
 
 
-def sgd(p, g, scale, lr, weight_decay, arena):
+def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
     """Step p in place: p -= lr (scale g + weight_decay p).    p, g: (count,); scale: clipping and loss scale"""
     p -= lr * (scale * g + weight_decay * p)
+    _write(mirror, p)
 
 
-def momentum(p, g, m, scale, lr, beta, weight_decay, arena):
+def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m.    p, g, m: (count,); m starts at 0"""
     m *= beta
     m += scale * g + weight_decay * p
     p -= lr * m
+    _write(mirror, p)
 
 
-def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
+def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """Step p, m and v in place; decay is decoupled (Loshchilov & Hutter 2019, algorithm 2 with lr in the decay).
 
     p, g, m, v: (count,); m and v start at 0; step counts from 1
@@ -25,6 +30,12 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena):
     v += (1 - beta2) * (g * g - v)
     p *= 1 - lr * weight_decay
     p -= lr / (1 - beta1**step) * m / (np.sqrt(v / (1 - beta2**step)) + eps)
+    _write(mirror, p)
+
+
+def _write(mirror, p):
+    if mirror is not None:
+        mirror[...] = p
 
 
 def square_sum(x, arena):

@@ -165,20 +165,21 @@ def test_arrays_numbers_and_absent_arrays_reach_the_driver_as_the_kernel_declare
 @pytest.mark.parametrize(("wrong", "said"), [
     ({"p": np.ones(4, np.float64)}, "argument `p` is an array of float64"),
     ({"g": np.ones((4, 2), np.float32)[:, 0]}, "not contiguous"),
-    ({"g": 1.0}, "argument `g` is 1.0, not an array"), ({"lr": "much"}, "argument `lr` is 'much', the kernel takes float32"),
+    ({"g": 1.0}, "argument `g` is 1.0, not an array"),
+    ({"decay": "much"}, "argument `decay` is 'much', the kernel takes float32"),
 ])
 def test_a_launch_that_is_found_again_is_refused_as_the_first_one_is(wrong, said):
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
-    good = {name: np.ones(4, np.float32).view(OnDevice) for name in ("p", "g")}
-    numbers = {"scale": 1.0, "lr": 0.1, "decay": 0.0}
+    p, g, numbers = (np.ones(4, np.float32).view(OnDevice) for _ in range(3))
+    good = {"p": p, "g": g, "mirror": None, "numbers": numbers, "decay": 0.0}
     for _ in range(2):
-        kernels.launch("sgd", (1,), (256,), (4, *good.values(), *numbers.values()), Element="float", Sum="float")
-    changed = {**good, **numbers, **{name: x.view(OnDevice) if isinstance(x, np.ndarray) else x for name, x in wrong.items()}}
+        kernels.launch("sgd", (1,), (256,), (4, *good.values()), Element="float", Sum="float")
+    changed = {**good, **{name: x.view(OnDevice) if isinstance(x, np.ndarray) else x for name, x in wrong.items()}}
     with pytest.raises(KernelError, match=said):
         kernels.launch("sgd", (1,), (256,), (4, *changed.values()), Element="float", Sum="float")
     with pytest.raises(KernelError, match="beyond what int64 holds"):
-        kernels.launch("sgd", (1,), (256,), (2**63, *good.values(), *numbers.values()), Element="float", Sum="float")
+        kernels.launch("sgd", (1,), (256,), (2**63, *good.values()), Element="float", Sum="float")
     assert len(cupy.kernels["sgd"].calls) == 2
 
 
