@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.cli.train import _configured
 from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.config import parse, read_toml, with_settings
 from mpitrain.data import SampleSource
@@ -191,3 +192,10 @@ def test_keys_that_a_later_version_has_added_are_no_damage(folder):
     whole = configuration(folder)
     path.write_text(f"{kept[0].replace(str(count), str(count - 1))}\n{kept[1].replace(dropped, '')}")
     assert configuration(folder) == whole
+
+
+@pytest.mark.parametrize("settings, found", [
+    ([], 1), (["layout.pp=2"], 0), (["layout.pp=2", "batch.micro_batches=1"], 1), (["layout.tp=2"], 1)])
+def test_a_run_that_goes_on_in_more_stages_has_micro_batches_for_them(folder, settings, found):
+    assert configuration(folder).batch.micro_batches == 1
+    assert _configured(None, [f'run.out="{folder}"', *settings], "yes").batch.micro_batches == found
