@@ -176,8 +176,9 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     stored = {**configuration(Path(out)).model_dump(), "layout": {}, "pipeline": {}}  # a resumed run may have other ranks
     config = parse(with_settings(stored, settings))
     if config.layout.pp > config.batch.micro_batches and not any(one.startswith("batch.micro_batches") for one in settings):
-        stored["batch"] = {**stored["batch"], "micro_batches": 0}    # more stages than those of the run before need more
-    return parse(with_settings(stored, settings))
+        settings = [*settings, "batch.micro_batches=0"]    # more stages than those of the run before need more
+        config = parse(with_settings(stored, settings))
+    return config
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:

@@ -73,10 +73,10 @@ def rounded(body: Any, dtype: str) -> Rounded:
         def run(p: np.ndarray, g: np.ndarray, *state: np.ndarray, arena: Arena, mirror: np.ndarray | None = None,
                 **numbers: Any) -> None:
             for block in row_blocks(p):
-                step(p[block], g[block], *(buffer[block] for buffer in state), arena=arena, **numbers)
-                if mirror is not None:
-                    mirror[block] = p[block]
-                    put(mirror[block], arena)
+                copy = None if mirror is None else mirror[block]
+                step(p[block], g[block], *(buffer[block] for buffer in state), arena=arena, mirror=copy, **numbers)
+                if copy is not None:
+                    put(copy, arena)
 
         return run
 
