@@ -76,6 +76,7 @@ class Stashed(AllReduce):
         self._turns = 0  # backwards begun
         self._made = 0  # versions made
         self._told: list[list[float]] = []  # by micro-batch: what all ranks were told
+        self._ended: list[float] = []  # when the last micro-batch of a step had gone back
         self._released = 0  # steps whose outcome is known
         self._unread: deque[int] = deque()  # the messages under way
         self._stop_after: int | None = None  # the last step, counted
@@ -144,6 +145,8 @@ class Stashed(AllReduce):
         message[3] = self._wish
         self._telling[micro % self._stages].start()
         self._unread.append(micro)
+        if self._turns % self._micro_batches == 0:
+            self._ended.append(time.perf_counter())
 
     def _make(self, micro: int) -> Sequence[float]:
         """Make the next version; the squares and elements not finite of the stage's gradient."""
@@ -205,7 +208,7 @@ class Stashed(AllReduce):
             stops = is_end and at == steps - 1 and any(told[3] for told in self._told)
             self._newest = self._known[step] = Outcome(
                 losses, norm, int(nonfinite), learning_rate(config.optimizer, step, config.run.steps),
-                math.isfinite(losses) and math.isfinite(norm), stops)
+                math.isfinite(losses) and math.isfinite(norm), stops, ended=self._ended[at])
         self._released = max(self._released, steps)
 
     def outcome(self, step: int, own: Outcome | None) -> Outcome:
