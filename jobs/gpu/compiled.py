@@ -26,7 +26,8 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.nvrtc import Compiler
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
-from mpitrain.machine.backend import BACKENDS, HostBackend
+from mpitrain.machine.backend import HostBackend
+from mpitrain.machine.devices import BACKENDS
 from mpitrain.machine.process import processors
 from mpitrain.ops.device import device_for
 from mpitrain.run.build import build

@@ -131,7 +131,7 @@ def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
 
 def _kinds() -> list[str]:
     """The kinds of device that this rank can use."""
-    from mpitrain.machine.backend import backend_for
+    from mpitrain.machine.devices import backend_for
 
     found: list[str] = []
     for kind in KINDS:
@@ -160,7 +160,7 @@ def gpus() -> str:
 
 def _cupy() -> str:
     """Whether CuPy can use a GPU that is there, and the way out if not."""
-    from mpitrain.machine.backend import backend_for
+    from mpitrain.machine.devices import backend_for
 
     try:
         backend_for("cuda")

@@ -7,7 +7,7 @@ from types import ModuleType
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
-from mpitrain.machine.backend import cupy_with_gpu
+from mpitrain.machine.cuda import cupy_with_gpu
 from mpitrain.machine.kinds import Kind
 
 

@@ -11,7 +11,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.kernels.engines import KERNELS, simulated
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend, backend_for
+from mpitrain.machine.backend import Backend
+from mpitrain.machine.devices import backend_for
 from mpitrain.machine.kinds import Kind
 from mpitrain.ops import Ops, cuda, host
 from mpitrain.ops.cuda.linear import Multiply

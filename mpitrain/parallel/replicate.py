@@ -43,7 +43,7 @@ class Contribution(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What every rank knows after a step: the same values on all of them, but for the last.
+    """What every rank knows after a step: the same values on all of them, but for comm_s and ended.
 
     Workers that train apart know loss and grad_norm of their own alone, until a period ends.
 
@@ -58,6 +58,7 @@ class Outcome(NamedTuple):
     staleness  of asynchronous servers: updates applied between a gradient's pull and its push, at most
     loss_scale of float16: by which this step's loss was multiplied
     overflows  of float16: steps in a row, this one included, that were skipped for gradients beyond it under a finite loss
+    ended      of asynchronous pipelines, which know of a step some steps later: this rank's `perf_counter` when it had done it
     """
 
     loss: float
@@ -71,6 +72,7 @@ class Outcome(NamedTuple):
     staleness: int = 0
     loss_scale: float = 1.0
     overflows: int = 0
+    ended: float | None = None
 
 
 def outcome_of(mine: Contribution, totals: Sequence[float], comm_s: float) -> Outcome:

@@ -67,6 +67,7 @@ class Stashed(AllReduce):
         self._losses = backend.zeros(m, np.float64)
         self._newest = Outcome(math.nan, math.nan, 0, 0.0, True, False)
         self._known: dict[int, Outcome] = {}
+        self._ended: dict[int, float] = {}  # when the last micro-batch of a step had gone back
         self._waited_s, self._wish = 0.0, False
         self._empty()
 
@@ -144,6 +145,8 @@ class Stashed(AllReduce):
         message[3] = self._wish
         self._telling[micro % self._stages].start()
         self._unread.append(micro)
+        if self._turns % self._micro_batches == 0:
+            self._ended[self._numbers[micro // self._micro_batches]] = time.perf_counter()
 
     def _make(self, micro: int) -> Sequence[float]:
         """Make the next version; the squares and elements not finite of the stage's gradient."""
@@ -192,7 +195,9 @@ class Stashed(AllReduce):
         """The newest outcome that all know, which is of an earlier step unless the pipe is empty."""
         self._wish |= mine.stop
         self._release(len(self._numbers) - self._late)
-        self._known = {step: known for step, known in self._known.items() if step >= mine.number - self._late}
+        for late in (self._known, self._ended):
+            for step in [step for step in late if step < mine.number - self._late]:
+                del late[step]
         return self._newest
 
     def _release(self, steps: int, is_end: bool = False) -> None:
@@ -210,7 +215,7 @@ class Stashed(AllReduce):
 
     def outcome(self, step: int, own: Outcome | None) -> Outcome:
         waited, self._waited_s = self._waited_s, 0.0
-        return self._known.pop(step)._replace(comm_s=waited)
+        return self._known.pop(step)._replace(comm_s=waited, ended=self._ended.pop(step))
 
     def settle(self) -> None:
         """The pipe is empty: read what is left to read, and let the newest version be the first."""

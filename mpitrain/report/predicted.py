@@ -1,6 +1,6 @@
 """What the simulator says of the schedule in use, with the costs that were measured, beside what became of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -15,13 +15,16 @@ from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.report.timeline import Timeline, computed, within
 from mpitrain.run.folder import configuration
 from mpitrain.trace.read import Trace
-from mpitrain.trace.ring import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, FORWARD, WAIT
+from mpitrain.trace.ring import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, FORWARD, UPDATE, WAIT
 
 LOSS = "the loss"
 
 
 class Compared(NamedTuple):
-    """Seconds from the first to the last instruction of a step, and the share of them in which stages do not compute."""
+    """Seconds from the first to the last instruction of a step, and the share of them in which stages do not compute.
+
+    Of a stream, which does not run empty: seconds from step to step, of which the slowest stage computes all.
+    """
 
     schedule: str
     stages: int
@@ -50,14 +53,14 @@ def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[
 
 
 def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None:
-    """The schedule of a run in its first replica; None where the traces say nothing of parts, or its steps do not end alone."""
-    if config.pipeline.schedule in ASYNCHRONOUS:
-        return None
+    """The schedule of a run in its first replica; None where the traces say nothing of parts."""
     replica = [trace for trace in timeline.traces if (trace.facts["place"] or {}).get("dp") == 0
                and trace.facts["place"]["tp"] == 0 and "parts" in trace.facts]
     stages = config.layout.pp
     if len(replica) != stages:
         return None
+    if config.pipeline.schedule in ASYNCHRONOUS:
+        return _of_stream(timeline, replica, steps, config)
     plan = find_plan(config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None)
     used = {int(part): trace for trace in replica for part in trace.facts["parts"]}
     costs = [_cost(used[part], part, steps, plan.micro_batches, part == len(plan.place) - 1) for part in sorted(used)]
@@ -73,10 +76,19 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
                     1 - busy / (stages * sum(spans)))
 
 
-def _instructions(trace: Trace, steps: range) -> np.ndarray:
-    """What a rank computed for micro-batches in these steps."""
+def _of_stream(timeline: Timeline, replica: Sequence[Trace], steps: range, config: Config) -> Compared:
+    """Stages that never wait for a step to end; their updates are among what keeps them busy."""
+    busy = [_own(trace, _instructions(trace, steps, updates=True)) for trace in replica]
+    windows = [timeline.window(trace.facts["rank"], steps) for trace in replica]
+    took = fmean(end - start for start, end in windows)
+    return Compared(config.pipeline.schedule, len(replica), config.batch.micro_batches, max(busy) / len(steps),
+                    1 - fmean(busy) / max(busy), took / len(steps), 1 - fmean(busy) / took)
+
+
+def _instructions(trace: Trace, steps: range, updates: bool = False) -> np.ndarray:
+    """What a rank computed for micro-batches in these steps; and where so asked to update its parameters."""
     records = within(trace, steps, computed(trace))
-    return records[(records["micro"] >= 0) & (records["end"] > 0)]
+    return records[((records["micro"] >= 0) | (updates & (records["phase"] == UPDATE))) & (records["end"] > 0)]
 
 
 def _own(trace: Trace, spans: np.ndarray) -> float:

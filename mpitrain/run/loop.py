@@ -233,7 +233,7 @@ class _Run:
     def _log_step(self, step: int, outcome: Outcome) -> None:
         """A line on the steps since the last one."""
         self._traced.peak(self._trainer.arena.peak)
-        now, size, steps = time.perf_counter(), self._config.batch.size, step - self._logged_at
+        now, size, steps = outcome.ended or time.perf_counter(), self._config.batch.size, step - self._logged_at
         step_s, comm_s = (now - self._since) / steps, self._comm_s / steps
         self._since, self._logged_at, self._comm_s = now, step, 0.0
         rates = {"samples_per_s": size / step_s, "samples_seen": self._after(step).samples}

@@ -13,7 +13,8 @@ import numpy as np
 
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
-from mpitrain.machine.backend import Backend, CudaBackend, DeviceBackend, on_device
+from mpitrain.machine.backend import Backend, DeviceBackend, on_device
+from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import DeviceTransport, Direct
 from mpitrain.transport.library import Awareness, cuda_awareness, loaded_path

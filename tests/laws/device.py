@@ -7,7 +7,8 @@ from mpitrain.collectives.bind import bind, bind_all_to_all
 from mpitrain.collectives.lossy import bind_lossy
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.errors import ConfigError
-from mpitrain.machine.backend import CudaBackend, on_device
+from mpitrain.machine.backend import on_device
+from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.device import DeviceTransport, Direct
 from mpitrain.transport.staging import Staged
 from tests.fakes import cupy

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpitrain.machine import backend
+from mpitrain.machine import cuda
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.fakes.pointers import PointerThreads
@@ -19,7 +19,7 @@ from tests.laws.transport import few_and, laws_of, raises_comm_error
 @few_and(5)
 def test_threads_obey(name, carrier, sizes, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
+    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     cupy.faults.clear()
     for n in sizes:
         run_ranks(n, lambda threads: getattr(DeviceLaws(), name)(PointerThreads(threads), carrier, cuda_backend()))

@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.machine import backend
+from mpitrain.machine import cuda
 from mpitrain.run.build import build
 from mpitrain.run.manifest import Done
 from mpitrain.run.trainer import replicas_equal
@@ -85,7 +85,7 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, gemm, t
 def test_gpus_that_reduce_each_other_s_memory_train_as_by_messages(tmp_path, monkeypatch):
     """Bit by bit on two ranks, since a sum of two has one order."""
     gpu.play(monkeypatch)
-    monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
+    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     by_ring, by_memory = (curves(2, tmp_path / algorithm, "device.kind=cuda", "device.cuda_aware=no",
                                  f"replication.algorithm={algorithm}") for algorithm in ("ring", "shared"))
     assert all(np.array_equal(a, b) for a, b in zip(by_ring, by_memory, strict=True))

@@ -329,3 +329,11 @@ def test_a_note_of_tokens_that_cannot_be_read_is_none(text, tmp_path):
 def test_a_note_of_tokens_that_is_a_pipe_is_none(tmp_path):
     os.mkfifo(tmp_path / "tokens.json")
     assert noted_scan(tmp_path) is None
+
+
+def test_of_a_stream_whose_steps_become_known_together_each_has_its_own_time(book, tmp_path):
+    go(2, [*book, "layout.pp=2", "pipeline.schedule=async", "batch.micro_batches=2", "run.delay=0:60", "run.eval_every=3"])
+    took = {record["step"]: record["step_s"] for record in records(tmp_path) if "lr" in record}
+    assert sorted(took) == [1, 2, 3, 4, 5, 6]
+    assert all(seconds > 0.03 for step, seconds in took.items() if step % 3), (took, "but the last before all meet, which "
+                                                                               "goes back in the call before")

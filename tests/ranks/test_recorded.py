@@ -17,7 +17,7 @@ from mpitrain.cli.ending import ranks
 from mpitrain.layers.base import Unit
 from mpitrain.machine import process
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import CudaBackend
+from mpitrain.machine.cuda import CudaBackend
 from mpitrain.parallel.replicate import Replication
 from mpitrain.pipeline.stage import Stage
 from mpitrain.report.predicted import compare

@@ -12,9 +12,10 @@ from mpitrain.collectives.execute import Execution
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.on_kernels import by_kernels
 from mpitrain.errors import CommError, ConfigError
-from mpitrain.machine import backend
+from mpitrain.machine import cuda
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import CudaBackend, on_device
+from mpitrain.machine.backend import on_device
+from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.device import DeviceTransport
 from mpitrain.transport.staging import Staged
 from mpitrain.transport.threads import run_ranks
@@ -28,7 +29,7 @@ BEFORE = 3    # elements of an allocation before the array
 def one_gpu(monkeypatch):
     """A machine with CuPy and a GPU that all ranks share; in the end no fault, and nothing is open."""
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
+    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     monkeypatch.setattr(cupy.ipc, "works", lambda: True)
     shared_gpu._say_once.cache_clear()
     cupy.faults.clear()
@@ -172,7 +173,7 @@ def test_where_one_rank_cannot_open_memory_all_take_the_ring_and_one_line_says_s
 def test_a_driver_that_does_not_answer_is_no_way_either(monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(f"{name}: cannot open")))
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(f"{name}: cannot open")))
 
     def check(transport, memory):
         assert isinstance(bind(transport, memory.zeros(10, "float32"), algorithm="shared"), Execution)

@@ -42,7 +42,7 @@ def driven(trainer, source, steps, stop_at=None):
         for number in replication.steps(index, lambda: False):
             stop = number == stop_at and trainer.transport.rank == trainer.transport.size - 1
             own = trainer.step(number, *replication.batch(source, number), stop=stop)
-        outcomes[index] = replication.outcome(index, own)._replace(comm_s=0.0)
+        outcomes[index] = replication.outcome(index, own)._replace(comm_s=0.0, ended=None)
         if outcomes[index].stop:
             break
     return outcomes

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mpitrain.machine import backend
+from mpitrain.machine import cuda
 from mpitrain.optim import STATE
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.slots import TURNS
@@ -213,7 +213,7 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(algorithm, gather, monkey
 
     simulated, _ = run_ranks(2, run, "device.kind=cuda-sim", "replication.algorithm=ring")
     gpu.play(monkeypatch)
-    monkeypatch.setattr(backend, "_allocation_start", cupy.allocation_start)
+    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     for found in run_ranks(2, run, "device.kind=cuda", "device.cuda_aware=no", f"replication.algorithm={algorithm}"):
         assert all(np.array_equal(one, other) for one, other in zip(simulated, found, strict=True))
     assert cupy.faults == []

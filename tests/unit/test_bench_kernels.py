@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from mpitrain.bench import clock, gemm, kernels
 from mpitrain.cli.bench import command
-from mpitrain.machine import backend
+from mpitrain.machine import devices
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
 from tests.fakes import cupy, gpu
@@ -130,6 +130,6 @@ def test_without_cupy_it_says_what_to_install(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["kernels", "gemm"])
 def test_without_a_compiler_the_simulator_says_what_to_install(name, monkeypatch):
-    monkeypatch.setattr(backend.shutil, "which", lambda program: None)
+    monkeypatch.setattr(devices.shutil, "which", lambda program: None)
     code, _, text = bench(name, "--device", "cuda-sim")
     assert code == 2 and "compiles kernels with g++ 11 or later on x86-64, but there is no g++ here." in text

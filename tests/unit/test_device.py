@@ -12,7 +12,7 @@ from mpitrain.config import Device as Settings
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.engines import KERNELS
-from mpitrain.machine.backend import BACKENDS
+from mpitrain.machine.devices import BACKENDS
 from mpitrain.machine.kinds import KINDS
 from mpitrain.ops import host
 from mpitrain.ops.device import device_for, ops_for

@@ -6,8 +6,8 @@ import pytest
 
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
-from mpitrain.machine import backend, process
-from mpitrain.machine.backend import backend_for
+from mpitrain.machine import devices, process
+from mpitrain.machine.devices import backend_for
 from mpitrain.run.resolve import resolve
 from mpitrain.transport import cuda_aware
 from mpitrain.transport.cuda_aware import cuda_messages, exchange_is_right, over_device, self_test
@@ -58,9 +58,9 @@ def test_with_every_gpu_hidden_cuda_names_the_variable(one_gpu):
 
 
 def test_the_simulator_says_where_it_cannot_work(monkeypatch):
-    monkeypatch.setattr(backend.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     assert "compiles kernels with g++ 11 or later on x86-64, but there is no g++ here." in refusal("cuda-sim")
-    monkeypatch.setattr(backend.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(devices.platform, "machine", lambda: "aarch64")
     assert "but this machine is aarch64." in refusal("cuda-sim")
 
 

@@ -29,6 +29,7 @@ from mpitrain.trace.ring import (
     HEAD,
     RECEIVE,
     SEND,
+    UPDATE,
     Ring,
 )
 
@@ -282,3 +283,26 @@ def test_predicted_equals_measured_where_stages_take_what_the_simulator_was_told
     found = compare(read_timeline(tmp_path), range(1, 3), config)
     np.testing.assert_allclose(found[3:], [simulated.makespan, simulated.bubble] * 2)
     assert found.predicted_bubble > 0.1 and str(found).startswith("Schedule 1f1b on 2 stage(s) with 4 micro-batch(es): ")
+
+
+def test_of_a_stream_all_is_predicted_that_its_slowest_stage_computes(tmp_path):
+    """Two micro-batches a step, and after each an update; the second stage takes 7 s of a step's 8, the first 6."""
+    (tmp_path / "trace").mkdir()
+    for rank in range(2):
+        one = Scripted(rank)
+        one.recorder.facts(ranks=2, place={"tp": 0, "dp": 0, "pp": rank}, parts={rank: [f"part {rank}"]})
+        name, update = one.recorder.name(f"part {rank}"), one.recorder.name("update of the parameters")
+        for step in range(3):
+            one.now = 8.0 * step
+            with one.recorder.stepping(step):
+                for micro in range(2):
+                    for what, phase, number, seconds in ((name, FORWARD, micro, 1 + 0.5 * rank), (name, BACKWARD, micro, 1.5),
+                                                         (update, UPDATE, -1, 0.5)):
+                        span = one.recorder.compute(what, phase, 0, number)
+                        one.now += seconds
+                        one.recorder.end(span)
+                one.now = 8.0 * (step + 1)
+        one.recorder.keep(trace_file(tmp_path, rank))
+    config = parse(with_settings({}, ["layout.pp=2", "batch.micro_batches=2", "pipeline.schedule=async"]))
+    found = compare(read_timeline(tmp_path), range(1, 3), config)
+    np.testing.assert_allclose(found[3:], [7, 1 - 6.5 / 7, 8, 1 - 6.5 / 8])

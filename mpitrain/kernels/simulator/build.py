@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.source import SourceFile
-from mpitrain.machine.backend import compiler
+from mpitrain.machine.devices import compiler
 
 HERE = Path(__file__).parent
 RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "launch.cpp")

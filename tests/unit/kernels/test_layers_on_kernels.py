@@ -9,7 +9,9 @@ import pytest
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import CudaBackend, HostBackend, SimulatorBackend
+from mpitrain.machine.backend import HostBackend
+from mpitrain.machine.cuda import CudaBackend
+from mpitrain.machine.devices import SimulatorBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import reference
 from mpitrain.ops.cuda import body

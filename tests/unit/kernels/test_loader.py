@@ -12,7 +12,7 @@ from mpitrain.kernels.arguments import fresh, strided
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
-from mpitrain.machine import backend
+from mpitrain.machine import devices
 
 HERE = Path(__file__).parent
 FLOATS = np.zeros(32, np.float32)
@@ -145,9 +145,9 @@ def test_ranks_as_threads_may_launch_at_the_same_time(kernels):
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch):
-    monkeypatch.setattr(backend.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        backend.compiler()
+        devices.compiler()
     assert str(caught.value) == (
         "ConfigError: device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but there is no g++ here.\n"
         "             Install g++ on an x86-64 machine (apt install g++), or use --device cpu.")

@@ -1,0 +1,169 @@
+"""GPU memory through CuPy."""
+
+import ctypes
+import weakref
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpitrain.errors import CommError, ConfigError
+from mpitrain.machine.arena import Arena, Lease
+from mpitrain.machine.backend import Copy, address, on_device
+from mpitrain.machine.kinds import Kind
+from mpitrain.machine.marks import CudaMark, Mark
+
+
+class CudaBackend:
+    """CuPy arrays on the current GPU, out of CuPy's default pool; work runs on the current stream.
+
+    Pools that allocate in stream order (cudaMallocAsync) are not used: their memory cannot be handed to other processes,
+    and has crashed MPI libraries that tried (openucx/ucx#7194).
+
+    raises  ConfigError without CuPy, a driver or a GPU
+    """
+
+    kind: Kind = "cuda"
+
+    def __init__(self) -> None:
+        self._cupy = cupy_with_gpu()
+        self._messages = self._cupy.cuda.Stream(non_blocking=True)
+
+    def arena(self) -> Arena:
+        return Arena(_CudaMemory(self._cupy))
+
+    def holds(self, array: Any) -> bool:
+        return on_device(array)
+
+    def zeros(self, count: int, dtype: Any) -> Any:
+        return self._cupy.zeros(count, dtype)
+
+    def from_host(self, array: np.ndarray, arena: Arena | None = None) -> Any:
+        if arena is None:
+            return self._cupy.asarray(np.ascontiguousarray(array))
+        target = arena.take(array.shape, array.dtype)
+        self.put(target, array)
+        return target
+
+    def put(self, target: Any, array: np.ndarray) -> None:
+        target.set(np.ascontiguousarray(array))
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return self._cupy.asnumpy(array)
+
+    def synchronize(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    def mark(self) -> Mark:
+        return CudaMark(self._cupy.cuda)
+
+    def staging(self, nbytes: int) -> np.ndarray:
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(1, nbytes)), np.uint8, nbytes)
+
+    def so_far(self) -> Copy:
+        return self._placed(self._cupy.cuda.get_current_stream())
+
+    def follow(self, place: Any) -> None:
+        self._cupy.cuda.get_current_stream().wait_event(place.event)
+
+    def aside(self) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = self._messages
+        return stream
+
+    def start_copy(self, target: Any, source: Any, after: Any) -> Copy:
+        runtime = self._cupy.cuda.runtime
+        self._messages.wait_event(after.event)
+        runtime.memcpyAsync(address(target), address(source), source.nbytes, runtime.memcpyDefault, self._messages.ptr)
+        return self._placed(self._messages, target, source)
+
+    def _placed(self, stream: Any, *ends: Any) -> "_CudaPlace":
+        return _CudaPlace(stream.record(self._cupy.cuda.Event(disable_timing=True)), ends)
+
+    def gpus(self) -> tuple[str, list[str]]:
+        runtime = self._cupy.cuda.runtime
+        seen = [runtime.deviceGetPCIBusId(index) for index in range(runtime.getDeviceCount())]
+        return seen[runtime.getDevice()], seen
+
+    def export(self, array: Any) -> tuple[str, int]:
+        try:
+            start = _allocation_start(array.data.ptr)
+            return self._cupy.cuda.runtime.ipcGetMemHandle(start).hex(), array.data.ptr - start
+        except (OSError, self._cupy.cuda.runtime.CUDARuntimeError) as error:
+            raise CommError(f"GPU memory cannot be handed to other processes: {error}.") from None
+
+    def open(self, handle: str, offset: int, like: Any) -> Any:
+        cuda = self._cupy.cuda
+        try:
+            opened = _Opened(cuda.runtime, bytes.fromhex(handle))
+        except cuda.runtime.CUDARuntimeError as error:
+            raise CommError(f"GPU memory of another process cannot be opened: {error}.") from None
+        memory = cuda.UnownedMemory(opened.address + offset, like.nbytes, opened, like.data.device_id)
+        return self._cupy.ndarray(like.shape, like.dtype, cuda.MemoryPointer(memory, 0))
+
+
+class _CudaMemory:
+    """Buffers of CuPy's default pool."""
+
+    def __init__(self, cupy: ModuleType):
+        self._cupy = cupy
+
+    def allocate(self, nbytes: int) -> Any:
+        return self._cupy.empty(nbytes, np.uint8)  # the pool cuts at multiples of 512 bytes
+
+    def array(self, buffer: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        # A view keeps its memory object, and that its owner: the lease lives as long as the last of them.
+        memory = self._cupy.cuda.UnownedMemory(buffer.data.ptr, buffer.nbytes, lease, buffer.data.device_id)
+        return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+
+
+class _CudaPlace:
+    """A place in a stream, reached with its event; behind a copy it keeps both ends alive."""
+
+    def __init__(self, event: Any, ends: tuple[Any, ...]):
+        self.event, self._ends = event, ends
+
+    def test(self) -> bool:
+        return self.event.done
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _Opened:
+    """An allocation of another process, mapped into this one until nothing refers to it. The driver counts how often."""
+
+    def __init__(self, runtime: ModuleType, handle: bytes):
+        self.address = runtime.ipcOpenMemHandle(handle)
+        weakref.finalize(self, runtime.ipcCloseMemHandle, self.address)
+
+
+def _allocation_start(address: int) -> int:
+    """Where the driver's allocation begins that an array lies in: CuPy's pools cut one into many, and handles are of whole ones.
+
+    raises  OSError if the driver is not there or does not know the address
+    """
+    start = ctypes.c_uint64()
+    status = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(ctypes.byref(start), None, ctypes.c_uint64(address))
+    if status:
+        raise OSError(f"the driver does not know address {address:#x} (error {status})")
+    return start.value
+
+
+def cupy_with_gpu() -> ModuleType:
+    """CuPy; ConfigError where it is not installed, or finds no driver or no GPU."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            f"device.kind cuda needs CuPy, but it cannot be imported: {error}.",
+            "Install it for your driver: pip install 'mpitrain[cuda13]', or [cuda12]; or use --device cpu.") from None
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigError(f"device.kind cuda needs a GPU and its driver, but CuPy {cupy.__version__} says {error}.",
+                          "Install NVIDIA's driver (`nvidia-smi` must list a GPU), or use --device cpu.") from None
+    if not count:
+        raise ConfigError(f"device.kind cuda needs a GPU, but CuPy {cupy.__version__} sees none.",
+                          "Look at CUDA_VISIBLE_DEVICES, or use --device cpu.")
+    return cupy

@@ -1,0 +1,48 @@
+"""The backend of each kind of device: host memory, GPU memory, or host memory that plays a GPU's."""
+
+import platform
+import shutil
+import time
+from collections.abc import Callable
+
+from mpitrain.errors import ConfigError
+from mpitrain.machine.backend import Backend, HostBackend
+from mpitrain.machine.cuda import CudaBackend
+from mpitrain.machine.kinds import KINDS
+from mpitrain.machine.marks import Mark, Passed
+
+
+class SimulatorBackend(HostBackend):
+    """NumPy arrays for kernels that g++ has compiled; a launch has ended when it returns.
+
+    raises  ConfigError where there is no such compiler
+    """
+
+    kind = "cuda-sim"
+
+    def __init__(self) -> None:
+        compiler()
+
+    def mark(self) -> Mark:
+        return Passed(time.perf_counter())
+
+
+def compiler() -> str:
+    """The path of g++, which compiles kernels for the simulator; ConfigError where it is missing, or could not work."""
+    path, machine = shutil.which("g++"), platform.machine()
+    if machine != "x86_64" or path is None:
+        missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
+        raise ConfigError(f"device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but {missing}.",
+                          "Install g++ on an x86-64 machine (apt install g++), or use --device cpu.")
+    return path
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    backend.kind: backend for backend in (HostBackend, SimulatorBackend, CudaBackend)}
+
+
+def backend_for(kind: str) -> Backend:
+    """The backend of a resolved device.kind; ConfigError where this machine lacks what the kind needs."""
+    if kind not in KINDS:
+        raise ConfigError(f"There is no device of kind {kind!r} to compute on.", f"Name one of {', '.join(KINDS)}.")
+    return BACKENDS[kind]()
