@@ -37,8 +37,8 @@ template <class T, int N> struct __align__(N * sizeof(T) > 16 ? 16 : N * sizeof(
 
 template <class T> using Four = Run<T, 4>;
 
-// How many elements a thread takes at a time: 16 bytes of them, of double 32.
-template <class T> constexpr int RUN = sizeof(T) == 2 ? 8 : 4;
+// How many elements of arrays of these types a thread takes at a time: of each 16 bytes or whole multiples of them.
+template <class T, class Other = T> constexpr int RUN = sizeof(T) == 2 || sizeof(Other) == 2 ? 8 : 4;
 
 // Whether rows that start `pitch` elements apart can be read N elements at a time.
 template <int N, class T> __device__ __forceinline__ bool in_runs(const T* array, long long pitch, long long stride = 0) {
@@ -50,8 +50,8 @@ template <class T> __device__ __forceinline__ bool in_fours(const T* array, long
 }
 
 // out = row[first .. first + N - 1], with 0 from `end` on. vector: the row is in runs of N, and `first` a multiple of N
-template <class T, int N>
-__device__ __forceinline__ void load_run(const T* __restrict__ row, int first, int end, bool vector, Sum (&out)[N]) {
+template <class T, int N, class S>
+__device__ __forceinline__ void load_run(const T* __restrict__ row, int first, int end, bool vector, S (&out)[N]) {
     if (vector && first + N <= end) {
         const Run<T, N> run = *reinterpret_cast<const Run<T, N>*>(row + first);
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_run(const T* __restrict__ row, int first, i
         return;
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = first + i < end ? Sum(wide(row[first + i])) : Sum(0);
+    for (int i = 0; i < N; ++i) out[i] = first + i < end ? S(wide(row[first + i])) : S(0);
 }
 
 // row[first .. first + N - 1] = values, as far as `end`.

@@ -1,23 +1,25 @@
 // Totals over a flat array of n elements, in double and in a fixed order: each block leaves a part, and `total` adds them.
 // Launch: grid (any), block (256), then `total` with grid (1); n >= 0 may be anything.
+#include "flat.cuh"
 #include "reduce.cuh"
+
+constexpr int WIDE = RUN<Element>;
 
 // square_parts[b] = block b's sum of squares, nonfinite_parts[b] = how many of its elements are infinite or NaN: the
 // gradient norm, and whether it may be used, in one pass.
 extern "C" __global__ void __launch_bounds__(256) gradient_facts(
     long long n, const Element* __restrict__ x, double* __restrict__ square_parts, double* __restrict__ nonfinite_parts) {
     __shared__ double scratch[8];
-    const bool vector = in_fours(x, 0);
     double squares = 0, nonfinite = 0;
-    for (long long i = 4 * (blockIdx.x * 256LL + threadIdx.x); i < n; i += 4 * 256LL * gridDim.x) {
-        Sum four[4];
-        load_four(x + i, 0, int(min(n - i, 4LL)), vector, four);
+    each_share<WIDE>(n, [&](auto here) {
+        Sum xs[WIDE];
+        here.load(x, xs);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            squares += double(four[j]) * double(four[j]);
-            if (!isfinite(four[j])) nonfinite += 1;
+        for (int j = 0; j < WIDE; ++j) {
+            squares += double(xs[j]) * double(xs[j]);
+            if (!isfinite(xs[j])) nonfinite += 1;
         }
-    }
+    }, x);
     squares = block_sum(squares, scratch);
     nonfinite = block_sum(nonfinite, scratch);
     if (threadIdx.x > 0) return;
@@ -25,20 +27,28 @@ extern "C" __global__ void __launch_bounds__(256) gradient_facts(
     nonfinite_parts[blockIdx.x] = nonfinite;
 }
 
+// The sum over this block's shares of x; every thread gets it.
+template <int N, class T> __device__ __forceinline__ double sum_of_shares(long long n, const T* __restrict__ x, double* scratch) {
+    double sum = 0;
+    each_share<N>(n, [&](auto here) {
+        double xs[N];
+        here.load(x, xs);
+#pragma unroll
+        for (int j = 0; j < N; ++j) sum += xs[j];
+    }, x);
+    return block_sum(sum, scratch);
+}
+
 // parts[b] = block b's sum.
 extern "C" __global__ void __launch_bounds__(256) sum_parts(long long n, const Element* __restrict__ x, double* __restrict__ parts) {
     __shared__ double scratch[8];
-    double sum = 0;
-    for (long long i = blockIdx.x * 256LL + threadIdx.x; i < n; i += 256LL * gridDim.x) sum += double(wide(x[i]));
-    sum = block_sum(sum, scratch);
+    const double sum = sum_of_shares<WIDE>(n, x, scratch);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// *result = sum of the parts.
+// *result = sum of the parts. Launch: grid (1).
 extern "C" __global__ void __launch_bounds__(256) total(int count, const double* __restrict__ parts, double* __restrict__ result) {
     __shared__ double scratch[8];
-    double sum = 0;
-    for (int i = threadIdx.x; i < count; i += 256) sum += parts[i];
-    sum = block_sum(sum, scratch);
+    const double sum = sum_of_shares<RUN<double>>(count, parts, scratch);
     if (threadIdx.x == 0) *result = sum;
 }

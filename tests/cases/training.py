@@ -9,12 +9,12 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
-from mpitrain.ops.cuda.sums import sum_all
+from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import add_into, convert, decode_fp16, decode_int8, encode_fp16, encode_int8, maximum_into
 from tests.cases.numbers import assert_close, numbers, stored, values
 
-COUNTS = (0, 1, 3, 1023, 1024, 1025, 4099)
+COUNTS = (0, 1, 7, 8, 9, 1023, 1025, 4099)
 
 
 def check_cross_entropy(kernels: Kernels, m: int, v: int, dtype: str = "float32", index: str = "int64", room: int = 0) -> None:
@@ -104,6 +104,7 @@ def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
     assert_close(ops.square_sum(x, Arena()), (values(x)**2).sum(), "float64" if dtype == "float64" else "float32")
     assert_close(sum_all(kernels, x, Arena()), values(x).sum(), "float64" if dtype == "float64" else "float32")
+    assert_close(total(kernels, stored(values(x), "float64"), Arena()), values(x).sum())    # one block goes round
     assert int(ops.count_nonfinite(x, Arena())) == 0
     if count > 2:
         x[[0, count // 2, count - 1]] = np.nan, np.inf, -np.inf
@@ -239,7 +240,8 @@ def totals() -> Iterator[Callable]:
     for count in COUNTS:
         yield partial(check_totals, count=count, dtype="float32")
     for dtype in ("float64", "float16", "bfloat16"):
-        yield partial(check_totals, count=1031, dtype=dtype)
+        for count in (1031, 2056):
+            yield partial(check_totals, count=count, dtype=dtype)
     yield check_large_squares
 
 

@@ -47,11 +47,15 @@ class _Report(c.Structure):
 
 
 class Traffic(NamedTuple):
-    """How many bytes the threads of one launch have read and written in global memory, array by array."""
+    """How many bytes the threads of one launch have read and written in global memory, array by array.
+
+    accesses  how many loads and stores, of at most 16 bytes each, that took
+    """
 
     kernel: str
     read: dict[str, int]
     written: dict[str, int]
+    accesses: dict[str, int]
 
 
 class Simulator:
@@ -114,7 +118,8 @@ class Simulator:
                 names = [buffer.name.decode().strip("`") for buffer in buffers]
                 moved = list(zip(names, counted, strict=False))
                 self.traffic.append(Traffic(signature.name, {name: buffer.bytes_read for name, buffer in moved},
-                                            {name: buffer.bytes_written for name, buffer in moved}))
+                                            {name: buffer.bytes_written for name, buffer in moved},
+                                            {name: buffer.accesses for name, buffer in moved}))
 
     def _error(self, path: Path, signature: Signature, report: _Report) -> KernelError:
         place = f", {_source_line(path, report.offset)}" if report.offset else ""

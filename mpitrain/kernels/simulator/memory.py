@@ -20,7 +20,7 @@ class Buffer(c.Structure):
     _fields_ = [
         ("base", c.c_void_p), ("nbytes", c.c_size_t), ("element_bytes", c.c_uint), ("readonly", c.c_uint),
         ("fresh", c.c_uint), ("member", c.c_void_p), ("name", c.c_char_p), ("bytes_read", c.c_ulonglong),
-        ("bytes_written", c.c_ulonglong),
+        ("bytes_written", c.c_ulonglong), ("accesses", c.c_ulonglong),
     ]
 
 

@@ -35,14 +35,15 @@ struct Fiber {
 };
 
 // An array argument. `member` has one byte an element, 0 for those that a strided view skips; null if it has all.
-// A checked launch counts the bytes that its threads have read and written, an atomic operation as both.
+// A checked launch counts the bytes that its threads have read and written, an atomic operation as both, and the accesses, of
+// at most 16 bytes, that this takes.
 struct Buffer {
     char* base;
     size_t nbytes;
     unsigned element_bytes, readonly, fresh;
     const uint8_t* member;
     const char* name;
-    unsigned long long bytes_read, bytes_written;
+    unsigned long long bytes_read, bytes_written, accesses;
 };
 
 enum Order { FORWARD, REVERSE, RANDOM };

@@ -63,9 +63,9 @@ def sum_type(array: Any) -> str:
     return "float64" if name_of(array.dtype) == "float64" else "float32"
 
 
-def run(array: Any) -> int:
-    """RUN of element.cuh: how many elements a thread takes at a time."""
-    return 8 if array.itemsize == 2 else 4
+def run(*arrays: Any) -> int:
+    """RUN of element.cuh: how many elements of each of these arrays a thread takes at a time."""
+    return 8 if any(array.itemsize == 2 for array in arrays) else 4
 
 
 def element(array: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.backend import Backend
-from mpitrain.ops.cuda.elements import c_type, element, sum_type
+from mpitrain.ops.cuda.elements import c_type, element, run, sum_type
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 
 
@@ -32,21 +32,25 @@ class Numbers:
 
 def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
     """p -= lr (scale g + weight_decay p)."""
-    kernels.launch("sgd", blocks(p.size, 4), POINTWISE, (p.size, p, g, mirror, numbers.of(p, scale, lr), weight_decay),
+    kernels.launch("sgd", _blocks(p, mirror), POINTWISE, (p.size, p, g, mirror, numbers.of(p, scale, lr), weight_decay),
                    **_types(p, mirror))
 
 
 def momentum(kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     """m = beta m + scale g + weight_decay p, p -= lr m."""
-    kernels.launch("momentum", blocks(p.size, 4), POINTWISE,
+    kernels.launch("momentum", _blocks(p, mirror), POINTWISE,
                    (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay), **_types(p, mirror))
 
 
 def adamw(kernels: Kernels, numbers: Numbers, p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """Decoupled decay, step counted from 1; what depends on the step alone is computed here in double."""
-    kernels.launch("adamw", blocks(p.size, 4), POINTWISE,
+    kernels.launch("adamw", _blocks(p, mirror), POINTWISE,
                    (p.size, p, g, m, v, mirror, numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step), 1 - beta1, 1 - beta2,
                     eps, weight_decay), **_types(p, mirror))
+
+
+def _blocks(p: Any, mirror: Any) -> tuple[int]:
+    return blocks(p.size, run(p) if mirror is None else run(p, mirror))
 
 
 def _types(p: Any, mirror: Any) -> dict[str, Any]:

@@ -49,6 +49,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 
 PADDING = "the tile is padded by a four of zeros there, which load_four, store_four and the sums leave alone"
 WHOLE_TILES = "both sides are multiples of the tile, so one more changes nothing"
+OVER_SHARES = "for (long long i = N * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += N * 256LL * gridDim.x) {"
 OVER_FOURS = "for (long long i = 4 * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += 4 * 256LL * gridDim.x) {"
 EMPTY_FOUR = "in a four of which no element exists nothing is loaded or stored"
 NO_KEYS = "keys that do not exist are copied as zeros, and no query that exists sees them"
@@ -62,7 +63,8 @@ EQUIVALENT: dict[tuple[str, str], str] = {
                             "end = (t0 + OWNED);"): NO_KEYS,
     ("attention_tensor.cu", "if (s0 <= end) {"): "it starts a copy of rows that the loop never comes to",
     ("attention_tensor.cu", "if (t0 <= T) {"): "it starts a copy of rows that the loop never comes to",
-    **{(f"{name}.cu", OVER_FOURS): EMPTY_FOUR for name in ("convert", "pointwise", "steps", "totals", "wire")},
+    **{(f"{name}.cu", OVER_FOURS): EMPTY_FOUR for name in ("convert", "pointwise", "wire")},
+    ("flat.cuh", OVER_SHARES): EMPTY_FOUR,
     ("gemm_tensor.cu", "if (step <= end) {"): "it starts a copy of a piece that the loop never comes to",
     ("gemm.cu", "if (k_begin <= k_end) {"): "with nothing to sum over it loads zeros",
     ("gemm.cu", "const bool more = k0 + TILE_K <= k_end;"): "behind the last piece it loads zeros that nobody reads",

@@ -17,6 +17,20 @@ class Usage(NamedTuple):
     shared: int
 
 
+class Compiled(NamedTuple):
+    """What a compilation gives; `code` is a cubin where it was for a real architecture, else as `ptx`."""
+
+    code: bytes
+    log: str
+    ptx: str
+
+    def accesses(self, kernel: str) -> set[str]:
+        """The instructions by which a kernel moves global memory, without the types: "ld 16" for one of 16 bytes."""
+        body = self.ptx.partition(f".entry {kernel}(")[2].partition(".entry ")[0]
+        found = re.findall(r"\b(ld|st)\.global(?:\.nc)?(?:\.v([24]))?\.[a-z](\d+)", body)
+        return {f"{verb} {int(count or 1) * int(bits) // 8}" for verb, count, bits in found}
+
+
 def _wheels() -> Path:
     folders = importlib.util.find_spec("nvidia").submodule_search_locations
     return next(Path(folder) / "cu13" for folder in folders if (Path(folder) / "cu13" / "lib").is_dir())
@@ -29,8 +43,8 @@ class Compiler:
         self._root = _wheels()
         self._library = c.CDLL(str(next((self._root / "lib").glob("libnvrtc.so.*"))))
 
-    def compile(self, source: SourceFile, architecture: str, defines: dict[str, object]) -> tuple[bytes, str]:
-        """(cubin or PTX, log); sm_80 gives a cubin, compute_80 PTX. AssertionError with the log if it does not compile."""
+    def compile(self, source: SourceFile, architecture: str, defines: dict[str, object]) -> Compiled:
+        """sm_80 gives a cubin, compute_80 PTX. AssertionError with the log if it does not compile."""
         program, size = c.c_void_p(), c.c_size_t()
         library = self._library
         library.nvrtcCreateProgram(c.byref(program), source.text.encode(), source.path.name.encode(), 0, None, None)
@@ -44,12 +58,16 @@ class Compiler:
         library.nvrtcGetProgramLog(program, log)
         text = log.value.decode()
         assert not failed, f"{source.path.name} for {architecture} with {defines}:\n{text}"
-        kind = "CUBIN" if architecture.startswith("sm_") else "PTX"
-        getattr(library, f"nvrtcGet{kind}Size")(program, c.byref(size))
-        result = c.create_string_buffer(size.value)
-        getattr(library, f"nvrtcGet{kind}")(program, result)
+        code, ptx = (self._got(kind, program) for kind in ("CUBIN" if architecture.startswith("sm_") else "PTX", "PTX"))
         library.nvrtcDestroyProgram(c.byref(program))
-        return result.raw, text
+        return Compiled(code, text, ptx.decode(errors="replace"))
+
+    def _got(self, kind: str, program: c.c_void_p) -> bytes:
+        size = c.c_size_t()
+        getattr(self._library, f"nvrtcGet{kind}Size")(program, c.byref(size))
+        result = c.create_string_buffer(size.value)
+        getattr(self._library, f"nvrtcGet{kind}")(program, result)
+        return result.raw
 
 
 class Module:

@@ -19,6 +19,13 @@ WHERE = {"float": "sm_80", "double": "sm_80", "__half": "sm_75", "__nv_bfloat16"
 # Forward, input half, weight half of a linear layer: (TRANSPOSED_A, TRANSPOSED_B, ROW_SUMS).
 PRODUCTS = ((0, 1, 0), (0, 0, 0), (1, 0, 1))
 
+# Kernels that load and store 16 bytes of global memory at a time, whatever the type of elements.
+WIDE = {
+    "ld": "adamw cross_entropy cross_entropy_loss cross_entropy_split gradient_facts largest_is_target layer_norm "
+          "layer_norm_backward momentum row_argmax row_exponentials row_maximum sgd sum_parts total",
+    "st": "adamw cross_entropy cross_entropy_split layer_norm layer_norm_backward momentum sgd",
+}
+
 
 def types(element: str) -> dict[str, object]:
     """Every macro that a source without tiles may need."""
@@ -87,17 +94,20 @@ def test_every_source_is_compiled_for_every_architecture_and_the_large_product_i
 @pytest.mark.parametrize(("name", "architecture", "macros"), [pytest.param(*job, id=called(*job)) for job in jobs()])
 def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(name, architecture, macros, compiler):
     """A test a job, so that workers of pytest-xdist share them out. In double, which is for proofs, large kernels may spill."""
-    cubin, log = compiler.compile(SOURCES[name], architecture, macros)
-    kernels = usages(log)
+    compiled = compiler.compile(SOURCES[name], architecture, macros)
+    kernels = usages(compiled.log)
     assert kernels.keys() == set(SOURCES[name].kernels)
     assert all(usage.shared <= 48 << 10 for usage in kernels.values()), "static shared memory does not fit any device"
     if macros["Sum"] != "double":
         assert [kernel for kernel, usage in kernels.items() if usage.spilled] == []
+    for kernel in kernels:
+        wanted = {f"{verb} 16" for verb, those in WIDE.items() if kernel in those.split()}
+        assert wanted <= compiled.accesses(kernel), f"{kernel} does not move 16 bytes at a time"
     if is_large(name, architecture, macros):
         assert kernels["gemm"].registers <= 128, "two blocks do not fit a multiprocessor"
     if is_default_on_tensor_cores(name, architecture, macros):
         assert kernels["gemm_tensor"].registers <= 128, "two blocks do not fit a multiprocessor"
-        loop = main_loop(instructions(cubin), "HMMA")
+        loop = main_loop(instructions(compiled.code), "HMMA")
         products = count(loop, "HMMA")
         assert products == 32, "the main loop is not one step of the tile"
         assert len(loop) <= 6.25 * products, "tensor cores wait for other instructions"
@@ -116,17 +126,10 @@ def test_shared_arrays_are_as_aligned_as_their_widest_access(compiler, name):
     macros = types(element) | {"TRANSPOSED_A": 0, "TRANSPOSED_B": 0}
     if name != "attention_tensor":
         macros |= tile._asdict()
-    ptx = compiler.compile(SOURCES[name], "compute_80", macros)[0].decode(errors="replace")
+    ptx = compiler.compile(SOURCES[name], "compute_80", macros).ptx
     widths = [int(n) * int(bits) // 8 for n, bits in re.findall(r"(?:ld|st)\.shared\.v([24])\.[a-z](\d+)", ptx)]
     widths += [16] * len(re.findall(r"ldmatrix|cp\.async\.cg", ptx))
     declared = re.findall(r"\.shared \.align (\d+) \.b8 (\w+)", ptx)
     assert [array for alignment, array in declared if int(alignment) < max(widths, default=1)] == []
     if name in ("gemm", "attention"):
         assert 16 in widths, "shared memory is not read in fours"
-
-
-@pytest.mark.parametrize("name", ["gemm", "pointwise", "layer_norm", "steps", "wire", "convert"])
-def test_global_memory_is_moved_in_fours(compiler, name):
-    macros = types("float") | TILES[0]._asdict() | {"TRANSPOSED_A": 0, "TRANSPOSED_B": 0}
-    ptx = compiler.compile(SOURCES[name], "compute_80", macros)[0].decode(errors="replace")
-    assert re.search(r"ld\.global(\.nc)?\.v4\.[fb]32", ptx) and re.search(r"st\.global\.v4\.[fb]32", ptx)

@@ -8,14 +8,20 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator, Traffic
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda
+from mpitrain.ops.cuda.sums import sum_all
 from tests.cases.numbers import numbers, stored
+
+
+def traffic(call) -> list[Traffic]:
+    """What the launches have moved that `call` makes through the kernels it is given."""
+    found: list[Traffic] = []
+    call(Kernels(Simulator(checked=True, traffic=found)))
+    return found
 
 
 def moved(kernel: str, call) -> Traffic:
     """What the only launch of a kernel has moved, of those that `call` makes through the operations it is given."""
-    traffic: list[Traffic] = []
-    call(cuda.body(Kernels(Simulator(checked=True, traffic=traffic))))
-    found, = (launch for launch in traffic if launch.kernel == kernel)
+    found, = (launch for launch in traffic(lambda kernels: call(cuda.body(kernels))) if launch.kernel == kernel)
     return found
 
 
@@ -46,7 +52,41 @@ def test_the_backward_of_layer_norm_reads_x_and_dy_once_where_a_row_fits(dtype, 
     assert (found.read["x"], found.read["dy"], found.written["dx"]) == (passes * x.nbytes, passes * dy.nbytes, x.nbytes)
 
 
+def flat(dtype: str, count: int = 2056) -> np.ndarray:
+    """Aligned elements of 1: whole shares of 8, more than one to a thread of the first block."""
+    return stored(np.ones(count), dtype)
+
+
+def steps(kernels: Kernels, dtype: str) -> None:
+    """Every optimizer, with a mirror where elements are of 16 bits."""
+    ops, mirror = cuda.body(kernels), None if dtype == "float32" else flat(dtype)
+    p, g, m, v = (flat("float32") for _ in range(4))
+    every = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), "mirror": mirror}
+    ops.sgd(p, g, **every)
+    ops.momentum(p, g, m, **every, beta=0.9)
+    ops.adamw(p, g, m, v, **every, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
+
+
+def totals(kernels: Kernels, dtype: str) -> None:
+    """Of squares, and of elements."""
+    cuda.body(kernels).square_sum(flat(dtype), Arena())
+    sum_all(kernels, flat(dtype), Arena())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("launches", "bulk"), [
+    (steps, "p g m v mirror"),
+    (totals, "x"),
+])
+def test_every_access_to_aligned_arrays_moves_16_bytes(launches, bulk, dtype):
+    for launch in traffic(lambda kernels: launches(kernels, dtype)):
+        for name in launch.accesses.keys() & bulk.split():
+            bytes_moved = launch.read[name] + launch.written[name]
+            assert bytes_moved == 16 * launch.accesses[name] > 0, f"{name} of {launch.kernel}"
+
+
 def test_what_is_counted_is_what_a_kernel_moves():
     z, dy = np.ones(1031, np.float32), np.ones(1031, ml_dtypes.bfloat16).astype(np.float32)
     found = moved("activation_backward", lambda ops: ops.gelu_backward(dy, z, Arena()))
-    assert found == Traffic("activation_backward", {"z": z.nbytes, "dy": dy.nbytes}, {"z": z.nbytes, "dy": 0})
+    assert found == Traffic("activation_backward", {"z": z.nbytes, "dy": dy.nbytes}, {"z": z.nbytes, "dy": 0},
+                            {"z": 2 * 260, "dy": 260})
