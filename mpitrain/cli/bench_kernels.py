@@ -114,8 +114,8 @@ def launch() -> None:
     """Measure what the host does to launch a kernel, on an engine that does nothing.
 
     Arguments are looked at one by one when a launch is the first of its kind, and in the simulator always; afterwards the launch
-    is found again. calls: of Python functions, where all launches of the operation are found again, of which there are `launches`.
-    Buffers are at hand: leasing is not counted.
+    is found again. calls: of Python functions, where the operation's launches are found again. Buffers are at hand: leasing is
+    not counted.
     """
     def run() -> int:
         from mpitrain.bench.launches import measure
