@@ -19,7 +19,8 @@ SETTINGS = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=
 
 @pytest.mark.parametrize("ranks, settings", [
     (1, ["precision.compute=bfloat16"]), (2, ["precision.compute=float16"]), (2, ["replication.zero=3"]),
-    (2, ["replication.mode=master"]), (3, ["replication.mode=server"])], ids=lambda value: value[0] if type(value) is list else None)
+    (2, ["replication.mode=master"]), (3, ["replication.mode=server"])],
+    ids=lambda value: value[0] if isinstance(value, list) else None)
 def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_and_read_once(ranks, settings, monkeypatch):
     """The learning rate, clipping and AdamW's corrections change meanwhile: in device memory. A message reads for itself.
 
