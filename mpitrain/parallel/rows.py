@@ -86,7 +86,7 @@ class OwnRows(WholeRows):
     def __init__(self, group: Group, keep_gathered: bool):
         """keep_gathered: keep what a layer has gathered for its backward, instead of gathering it again."""
         super().__init__(group)
-        self._keeps = keep_gathered
+        self._keeps, self.context = keep_gathered, 0    # until an embedding says it
 
     def reduction(self, lease: Exchange) -> Reduction:
         return lease.reduce_scatter()
