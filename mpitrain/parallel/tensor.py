@@ -66,10 +66,8 @@ class Column(Linear):
     def backward(self, w, dy, saved, dw, arena):
         """The weight half is computed while the gradient of the input is summed."""
         lease, pending = self._summands(w, dy, saved, arena)
-        reduction = self._rows.reduction(lease)
-        reduction.start()
-        self.backward_weight(pending, dw, arena)
-        reduction.wait()
+        with self._rows.reduction(lease).beside():
+            self.backward_weight(pending, dw, arena)
         return self._rows.summed(lease, arena)
 
     def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[Exchange, Any]:

@@ -58,7 +58,8 @@ class Trainer:
         self._own: Transport | None = mine
         self.transport = over_device(mine, self.backend, self.config.device.cuda_aware)
         self.grid = Grid(self.transport, resolved.axes, self.config.replication.algorithm, resolved.tuning,
-                         arithmetic_of(resolved.device), arena=self.arena, tp_algorithm=self.config.layout.algorithm)
+                         arithmetic_of(resolved.device), arena=self.arena, tp_algorithm=self.config.layout.algorithm,
+                         progress_thread=self.config.replication.progress_thread)
         try:
             self._build(units, loss)
         except MpitrainError as error:
