@@ -35,13 +35,13 @@ KINDS = Kinds()
 
 
 class ByDtypes(dict):
-    """Macros by the dtypes of two arrays, made by `make` of two such arrays when first asked for."""
+    """Macros by the dtypes of some arrays, made by `make` of such arrays when first asked for."""
 
-    def __init__(self, make: Callable[[Any, Any], dict[str, Any]]):
+    def __init__(self, make: Callable[..., dict[str, Any]]):
         super().__init__()
         self._make = make
 
-    def __missing__(self, dtypes: tuple[np.dtype, np.dtype]) -> Macros:
+    def __missing__(self, dtypes: tuple[np.dtype, ...]) -> Macros:
         found = self[dtypes] = Macros(**self._make(*(np.empty(0, dtype) for dtype in dtypes)))
         return found
 
@@ -88,3 +88,7 @@ def index(array: Any) -> dict[str, Any]:
     if name_of(array.dtype) not in INDICES:
         raise KernelError(f"Tokens and targets are {' or '.join(INDICES)}, not {array.dtype.name}.", "Cast them first.")
     return {"Index": ELEMENTS[name_of(array.dtype)]}
+
+
+INDEXED = ByDtypes(lambda x, indices: element(x) | index(indices))
+"""Macros by the dtypes of (what is computed with, tokens or targets)."""

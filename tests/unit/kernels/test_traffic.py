@@ -69,7 +69,7 @@ def steps(kernels: Kernels, dtype: str) -> None:
 
 def totals(kernels: Kernels, dtype: str) -> None:
     """Of squares, and of elements."""
-    cuda.body(kernels).square_sum(flat(dtype), Arena())
+    cuda.body(kernels).gradient_facts(flat(dtype), Arena())
     sum_all(kernels, flat(dtype), Arena())
 
 
