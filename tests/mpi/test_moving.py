@@ -10,7 +10,7 @@ from tests.ranks.test_training import TINY, configured, curve
 
 @pytest.mark.parametrize("mpi_ranks", [2, 3])
 def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks, monkeypatch):
-    from mpi4py import MPI    # begins MPI, which is not for the process that only starts the ranks
+    from mpi4py import MPI  # begins MPI, which is not for the process that only starts the ranks
 
     transport, begun, begin = connect(), [], ByThread._begin
     assert transport.admits_threads
