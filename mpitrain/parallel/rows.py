@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.collectives.exchange import Exchange
-from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.exchange import Awaited, Exchange
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
@@ -34,7 +33,7 @@ class WholeRows:
         """Where this rank writes what will be summed."""
         return self.group.exchange(shape, dtype)
 
-    def reduction(self, lease: Exchange) -> Reduction:
+    def reduction(self, lease: Exchange) -> Awaited:
         """What sums it."""
         return lease.all_reduce()
 
@@ -86,9 +85,9 @@ class OwnRows(WholeRows):
     def __init__(self, group: Group, keep_gathered: bool):
         """keep_gathered: keep what a layer has gathered for its backward, instead of gathering it again."""
         super().__init__(group)
-        self._keeps = keep_gathered
+        self._keeps, self.context = keep_gathered, 0    # until an embedding says it
 
-    def reduction(self, lease: Exchange) -> Reduction:
+    def reduction(self, lease: Exchange) -> Awaited:
         return lease.reduce_scatter()
 
     def summed(self, lease: Exchange, arena: Arena) -> Any:

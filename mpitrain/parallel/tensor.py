@@ -64,10 +64,8 @@ class Column(Linear):
     def backward(self, w, dy, saved, dw, arena):
         """The weight half is computed while the gradient of the input is summed."""
         lease, pending = self._summands(w, dy, saved, arena)
-        reduction = self._rows.reduction(lease)
-        reduction.start()
-        self.backward_weight(pending, dw, arena)
-        reduction.wait()
+        with self._rows.reduction(lease).beside():
+            self.backward_weight(pending, dw, arena)
         return self._rows.summed(lease, arena)
 
     def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[Exchange, Any]:
@@ -81,13 +79,14 @@ class Column(Linear):
 class ColumnParallelLinear(Column):
     """A linear layer with outputs / n of the outputs on each rank: rank r has the r-th run of them.
 
-    gather_output  return all outputs on every rank, instead of this rank's alone
+    gather_output  return all outputs on every rank, instead of this rank's alone; not where ranks have rows of their own
     raises         ConfigError if the outputs do not divide by the ranks
     """
 
     def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
                  *, gather_output: bool = False):
         super().__init__(layers, [part(layers.rows.group, outputs, "outputs")], inputs, outputs, draw, activation, bias)
+        _check_rows(layers.rows, gather_output, "gather_output=True returns")
         self._gathers = gather_output
         self.output_is_free |= gather_output
 
@@ -110,12 +109,14 @@ class ColumnParallelLinear(Column):
 class RowParallelLinear(Linear):
     """A linear layer with inputs / n of the inputs on each rank: rank r has the r-th run of them; every rank has all outputs.
 
-    input_is_parallel  x is this rank's part of the inputs, as a column-parallel layer returns it; else all of them
+    input_is_parallel  x is this rank's part of the inputs, as a column-parallel layer returns it; else all of them, which is not
+                       possible where ranks have rows of their own
     raises             ConfigError if the inputs do not divide by the ranks
     """
 
     def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
                  *, input_is_parallel: bool = True):
+        _check_rows(layers.rows, not input_is_parallel, "input_is_parallel=False takes")
         self._run = part(layers.rows.group, inputs, "inputs")
         super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
         self._rows, self._whole, self._has_bias, self._is_parallel = layers.rows, inputs, bias, input_is_parallel
@@ -224,6 +225,13 @@ def part(group: Group, count: int, what: str) -> range:
         raise ConfigError(f"{n} ranks share the {what} of a layer, but {count} do not divide by {n}.",
                           f"Nearest that do: {near}.")
     return share(count, group.rank, n)
+
+
+def _check_rows(rows: WholeRows, needs_all: bool, what: str) -> None:
+    """ConfigError for whole rows of whole columns, where ranks have rows of their own. what: needs them, said with a verb."""
+    if needs_all and rows.partial:
+        raise ConfigError(f"With layout.sequence_parallel each rank has rows of its own between layers, but {what} all columns.",
+                          "Leave the argument out, or set layout.sequence_parallel to false.")
 
 
 def _gathered(group: Group, own: Any, arena: Arena) -> Any:
