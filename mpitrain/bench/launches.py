@@ -79,7 +79,7 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     tokens, targets = np.zeros((2, SIZE // 2), np.int64), np.zeros(SIZE, np.int64)
     x3, qkv = x.reshape(2, -1, SIZE), np.zeros((2, SIZE // 2, 3 * SIZE), np.float32)
     half, coded, scales = np.zeros(SIZE, np.float16), np.zeros(SIZE, np.int8), np.zeros(1, np.float32)
-    saved, normed, heeded = (x, y, True), (x, gain, bias), (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4)
+    saved, normed, heeded = (x, True), (x, gain, bias), (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4)
     _, pending = ops.linear_backward_input(dy, w, saved, arena)
     ops.linear_backward_weight(pending, y, False, arena)    # for the bias half, which finds its sums
     _, sums = ops.layer_norm_backward_input(dy, gain, normed, arena)
@@ -87,8 +87,9 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     number = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.0, "arena": arena, "mirror": half}
     found = {
         "linear": (x, w, bias), "logits": (x, w, bias), "linear_gelu": (x, w, bias), "linear_relu": (x, w, bias),
-        "linear_backward_input": (dy, w, saved), "linear_gelu_backward_input": (dy, w, saved),
-        "linear_relu_backward_input": (dy, w, saved), "linear_backward_weight": (pending, y, True),
+        "linear_backward_input": (dy, w, saved), "gelu_linear_backward_input": (dy, w, saved, y),
+        "linear_gelu_backward_input": (dy, w, (saved, y)), "linear_relu_backward_input": (dy, w, (saved, y)),
+        "linear_backward_weight": (pending, y, True),
         "linear_backward_bias": (pending, bias, True),
         "add": (x, dy, y), "add_bias": (y, bias), "gelu": (x,), "gelu_backward": (dy, x), "relu": (x,), "relu_backward": (dy, x),
         "layer_norm": (x, gain, bias), "layer_norm_backward_input": (dy, gain, normed),
