@@ -102,10 +102,10 @@ class OwnRows(WholeRows):
         return lease.array
 
     def kept(self, saved: Any, x: Any) -> Any:
-        return saved if self._keeps else (_with_input(saved, None), x)
+        return saved if self._keeps else _with_input(saved, x)
 
     def regained(self, saved: Any) -> Any:
-        return saved if self._keeps else _with_input(saved[0], self.whole(saved[1]))
+        return saved if self._keeps else _with_input(saved, self.whole(_input_of(saved)))
 
     def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
         rows = math.prod(shape[:-1])
@@ -162,6 +162,11 @@ def _nearest(number: int, unit: int) -> str:
     return f"{f'{below} or ' if below else ''}{below + unit}"
 
 
+def _input_of(saved: Any) -> Any:
+    """The input of a linear operation in what it saved, which is the input, or a tuple whose first entry is such."""
+    return _input_of(saved[0]) if isinstance(saved, tuple) else saved
+
+
 def _with_input(saved: Any, x: Any) -> Any:
-    """What a linear operation saved, which is its input or begins with it, with this input."""
-    return (x, *saved[1:]) if isinstance(saved, tuple) else x
+    """What a linear operation saved, with this input."""
+    return (_with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x

@@ -10,14 +10,12 @@ B batch, T tokens, C channels, n ranks of the group.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from mpitrain.collectives.exchange import Exchange
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, LayerNorm, Linear
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -92,6 +90,11 @@ class ColumnParallelLinear(Column):
         self._gathers = gather_output
         self.output_is_free |= gather_output
 
+    @property
+    def without_gelu(self):
+        """None if what it returns is not its own part alone."""
+        return None if self._gathers else super().without_gelu
+
     def output_shape(self, shape):
         return (*self._rows.entered(shape)[:-1], self._whole if self._gathers else self.outputs)
 
@@ -118,6 +121,7 @@ class RowParallelLinear(Linear):
         super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
         self._rows, self._whole, self._has_bias, self._is_parallel = layers.rows, inputs, bias, input_is_parallel
         self.output_is_free = activation is None
+        self.takes_gelu = input_is_parallel
         self._activation = {None: None, "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
                             "relu": (layers.ops.relu, layers.ops.relu_backward)}[activation]
 
@@ -145,11 +149,14 @@ class RowParallelLinear(Linear):
             y, slope = self._activation[0](y, arena)
         return y, (saved, slope)
 
-    def backward_input(self, w, dy, saved, arena):
+    def backward_input(self, w, dy, saved, arena, gelu=None):
         saved, slope = saved
         if self._activation:
             dy = self._activation[1](dy, slope, arena)
-        dx, pending = super().backward_input(w, self._rows.whole(dy), saved, arena)
+        dy = self._rows.whole(dy)
+        if gelu is not None:
+            return self.backward_input_through_gelu(w, dy, saved, gelu, arena)
+        dx, pending = super().backward_input(w, dy, saved, arena)
         return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
 
     def backward_weight(self, pending, dw, arena):
@@ -190,7 +197,7 @@ class HeadAttention(Attention):
         return super().backward_input(w, self._rows.sequences(dy), saved, arena)
 
 
-class HeldLinear(Linear):
+class HeldLinear(FusedLinear):
     """A linear layer that all ranks of the group hold whole, and compute alike."""
 
     def parameters(self):
@@ -242,7 +249,7 @@ def _own(group: Group, whole: Any, arena: Arena) -> Any:
     """This rank's K / n columns of an array (..., K)."""
     mine = share(whole.shape[-1], group.rank, group.size)
     own = arena.take((*whole.shape[:-1], len(mine)), whole.dtype)
-    np.copyto(own, whole[..., mine.start:mine.stop])
+    own[...] = whole[..., mine.start:mine.stop]
     return own
 
 
