@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.multiprocessor import H100
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import choose
 from mpitrain.ops.cuda.grids import SHARED
@@ -143,9 +144,8 @@ def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(na
         for kernel, usage in kernels.items():
             products, most, warps = LOOPS[kernel, macros["HEAD"]]
             check_loop(compiled.code, kernel, products, most)
-            by_registers = (64 << 10) // (-(-usage.registers // 8) * 8 * way.threads)
-            by_shared = (SHARED[90] + 1024) // (way.shared[name == ATTENTIONS[1]] + 1024)    # a block takes 1024 beside its own
-            assert min(by_registers, by_shared) * way.threads >= 32 * warps, f"{kernel}: {usage}"
+            resident = H100.resident(way.threads, usage.registers, way.shared[name == ATTENTIONS[1]])
+            assert resident * way.threads >= 32 * warps, f"{kernel}: {usage}"
 
 
 def check_loop(code, kernel, products, most):
