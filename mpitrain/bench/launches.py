@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.multiprocessor import H100
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda import top_k, wire
 
@@ -42,7 +43,7 @@ class Nothing:
     takes_plain  as a GPU's does; else it has each argument of each launch looked at, as the simulator does
     """
 
-    name, capability, multiprocessors = "no engine", 90, 132
+    name, capability, multiprocessors, multiprocessor = "no engine", 90, 132, H100
 
     def __init__(self, takes_plain: bool):
         self.takes_plain = takes_plain

@@ -19,7 +19,9 @@ class FakeEngine:
 
     def __init__(self):
         self._simulator = Simulator()
-        self.capability, self.multiprocessors = self._simulator.capability, self._simulator.multiprocessors
+        simulated = self._simulator
+        self.capability, self.multiprocessors = simulated.capability, simulated.multiprocessors
+        self.multiprocessor = simulated.multiprocessor
         self.noted = defaultdict(list)
 
     name, takes_plain = "a fake GPU", False
@@ -59,5 +61,6 @@ def play(monkeypatch):
     """A machine with a GPU: the fake one, whose kernels the simulator runs."""
     made = kernels()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy, "kernels_alone", True)
     monkeypatch.setitem(KERNELS, "cuda", lambda: made)
     cupy.faults.clear()

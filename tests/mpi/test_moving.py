@@ -8,8 +8,8 @@ from mpitrain.transport.mpi import connect
 from tests.ranks.test_training import TINY, configured, curve
 
 
-@pytest.mark.parametrize("mpi_ranks", [2, 3])
-def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks, monkeypatch):
+@pytest.mark.parametrize("mpi_ranks, settings", [(2, ["layout.tp=2"]), (3, [])], ids=["activations", "gradients"])
+def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks, settings, monkeypatch):
     from mpi4py import MPI  # begins MPI, which is not for the process that only starts the ranks
 
     transport, begun, begin = connect(), [], ByThread._begin
@@ -17,10 +17,8 @@ def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks, monkeypatch
     assert type(mover(transport, [])) is ByCaller
     monkeypatch.setattr(MPI, "Get_processor_name", lambda: f"host{MPI.COMM_WORLD.rank}")    # of transports split off from now on
     monkeypatch.setattr(ByThread, "_begin", lambda self: (begun.append(self._transport.size), begin(self)))
-    for more in [], [f"layout.tp={mpi_ranks}", "model.heads=6", "model.width=24"]:
-        without = curve(transport, configured(*TINY, *more, "replication.progress_thread=no"))
-        assert begun == []
-        beside = curve(transport, configured(*TINY, *more))
-        assert all(np.array_equal(one, other) for one, other in zip(without, beside, strict=True))
-        assert len(begun) >= 20 and {*begun} == {mpi_ranks}
-        begun.clear()
+    without = curve(transport, configured(*TINY, *settings, "replication.progress_thread=no"))
+    assert begun == []
+    beside = curve(transport, configured(*TINY, *settings))
+    assert all(np.array_equal(one, other) for one, other in zip(without, beside, strict=True))
+    assert len(begun) >= 20 and {*begun} == {mpi_ranks}

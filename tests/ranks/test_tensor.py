@@ -175,6 +175,26 @@ def test_what_all_hold_has_equal_bits_where_groups_of_replicas_lie_on_hosts_in_d
     run_ranks(6, curve, config, 2, hosts="aaabbb")    # where a group of replicas lies as aab, and the other as abb
 
 
+@pytest.mark.parametrize("own_rows, name", [("false", "qkv.weight"), ("true", "qkv.weight"), ("true", "norm.gain")])
+def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, name):
+    """A norm's gradient, too, of which each rank has only a part."""
+    def told(transport):
+        config = configured(*GPT, "layout.tp=2", f"layout.sequence_parallel={own_rows}")
+        trainer, source, _ = build(transport, config, source=source_of(config))
+        entry, ready = next(e for e in trainer.storage.entries if e.name.endswith(name)), trainer.replication.gradient_ready
+
+        def spoiled(unit, is_last):
+            if transport.rank == 3 and entry.name.startswith(f"{trainer.units[unit].name}."):
+                trainer.gradients[entry.start] = np.nan
+            ready(unit, is_last)
+
+        trainer.replication.gradient_ready, before = spoiled, trainer.parameters.copy()
+        outcome = trainer.step(0, *trainer.replication.batch(source, 0))
+        return outcome.updated, outcome.nonfinite > 0, np.isfinite(outcome.loss), np.array_equal(before, trainer.parameters)
+
+    assert run_ranks(4, told) == [(False, True, True, True)] * 4
+
+
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other_with_the_same_bits(tmp_path):
     shape = [*GPT, "model.tied=true", "model.context=9"]
 
