@@ -179,6 +179,17 @@ def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     assert y.shape == (0, 5, d) and ops.attention_backward(y, saved, Arena()).shape == qkv.shape
 
 
+def check_attention_repeats(kernels: Kernels) -> None:
+    """In another order of threads each sum is the same to the last bit."""
+    ops, arena = cuda.body(kernels), Arena()
+    qkv, dy = stored(numbers(1, 1, 200, 96), "float16"), stored(numbers(2, 1, 200, 32), "float16")
+    found = set()
+    for _ in range(2):
+        y, saved = ops.attention(qkv, 2, arena)
+        found.add((y.tobytes(), ops.attention_backward(dy, saved, arena).tobytes()))
+    assert len(found) == 1
+
+
 def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
     """Later tokens, however large, change nothing."""
     ops, qkv = cuda.body(kernels), stored(numbers(1, 1, 70, 3 * d), dtype)
@@ -256,11 +267,12 @@ def attentions() -> Iterator[Callable]:
 
 
 def tensor_attentions() -> Iterator[Callable]:
-    """attention_tensor."""
-    for b, t, h, d in ((1, 1, 1, 16), (2, 5, 3, 16), (1, 63, 2, 32), (1, 64, 1, 48), (1, 65, 2, 64), (1, 150, 1, 16)):
-        yield partial(check_attention, b=b, t=t, h=h, d=d, dtype="float16")
-    yield partial(check_attention, b=1, t=70, h=1, d=80, dtype="float16")      # steps of 32 rows
-    yield partial(check_attention, b=1, t=37, h=2, d=16, dtype="float16", shifted=True)
-    yield partial(check_attention, b=2, t=100, h=2, d=16, dtype="bfloat16")
+    """attention_tensor and attention_tensor_backward."""
+    for b, t, h in ((1, 1, 1), (2, 5, 3), (1, 33, 1), (1, 65, 2), (1, 127, 1), (1, 128, 1), (2, 129, 2), (1, 270, 1)):
+        yield partial(check_attention, b=b, t=t, h=h, d=16, dtype="float16")
+    yield partial(check_attention, b=1, t=140, h=2, d=16, dtype="bfloat16", shifted=True)
+    yield partial(check_attention, b=1, t=131, h=2, d=64, dtype="float16")     # several copies to a thread
+    yield partial(check_attention, b=1, t=100, h=1, d=80, dtype="bfloat16")    # eight warps
     yield partial(check_no_sequences, dtype="float16", d=16)
     yield partial(check_masking, dtype="float16", d=16)
+    yield check_attention_repeats
