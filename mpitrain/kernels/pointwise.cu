@@ -1,6 +1,7 @@
 // Element by element over n contiguous elements; a thread takes four neighbours at a time.
 // Launch: grid (any), block (256); n >= 0 may be anything, and arrays need no alignment.
 #include "activation.cuh"
+#include "flat.cuh"
 
 // dz = dy x activation'(z). dz may be z or dy.
 extern "C" __global__ void __launch_bounds__(256) activation_backward(
@@ -29,6 +30,20 @@ extern "C" __global__ void __launch_bounds__(256) add(long long n, const Element
         for (int j = 0; j < 4; ++j) as[j] += bs[j];
         store_four(y + i, 0, left, vector, as);
     }
+}
+
+// y = alpha a + beta b, or alpha a where b is null. y may be a or b.
+extern "C" __global__ void __launch_bounds__(256) weighted_sum(
+    long long n, Sum alpha, const Element* a, Sum beta, const Element* b, Element* y) {
+    constexpr int WIDE = RUN<Element>;
+    each_share<WIDE>(n, [&](auto here) {
+        Sum as[WIDE], bs[WIDE] = {};
+        here.load(a, as);
+        if (b) here.load(b, bs);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) as[j] = fma(alpha, as[j], beta * bs[j]);
+        here.store(y, as);
+    }, a, b, y);
 }
 
 // y[m, c] += b[c].    y: (n / C, C) row-major; b: (C,)

@@ -95,6 +95,21 @@ def check_sums(kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted
         np.testing.assert_array_equal(found, sums.astype(a.dtype))
 
 
+def check_weighted_sums(kernels: Kernels, n: int, dtype: str = "float32", shifted: bool = False) -> None:
+    """A sum with weights, and one array alone, into a third and into either."""
+    ops, arena = cuda.body(kernels), Arena()
+    a, b = (stored(numbers(seed, n), dtype, shifted) for seed in (1, 2))
+    for other in (b, None):
+        reference.weighted_sum(values(a), 0.75, None if other is None else values(b), -0.5, truth := np.empty(n), None)
+        ops.weighted_sum(a, 0.75, other, -0.5, found := np.empty_like(a), arena)
+        assert_close(found, truth, dtype, "a sum with weights")
+        ops.weighted_sum(over := a.copy(), 0.75, other, -0.5, over, arena)
+        np.testing.assert_array_equal(over, found)
+    ops.weighted_sum(a, 0.75, over := b.copy(), -0.5, over, arena)
+    reference.weighted_sum(values(a), 0.75, values(b), -0.5, truth, None)
+    assert_close(over, truth, dtype, "a sum over its second")
+
+
 def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool) -> None:
     """A sum down the columns, the bias gradient where it comes alone."""
     x, out = stored(numbers(1, m, n), "float32"), stored(numbers(2, n), "float32")
@@ -210,6 +225,10 @@ def linears() -> Iterator[Callable]:
         yield partial(check_sums, m=m, n=n)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_sums, m=5, n=37, dtype=dtype, shifted=dtype == "bfloat16")
+    for n in (0, 1, 1031):
+        yield partial(check_weighted_sums, n=n)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_weighted_sums, n=1024, dtype=dtype, shifted=dtype == "bfloat16")
     for m, n in ((1, 1), (0, 3), (7, 31), (65, 32), (200, 33)):
         yield partial(check_column_sums, m=m, n=n, accumulate=n % 2 == 0)
 

@@ -127,6 +127,11 @@ def add(kernels: Kernels, a, b, out, arena):
     kernels.launch("add", blocks(a.size, 4), POINTWISE, (a.size, a, b, out), macros=KINDS[a.dtype].macros)
 
 
+def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
+    """out = alpha a + beta b; out may be a or b."""
+    kernels.launch("weighted_sum", blocks(a.size, 4), POINTWISE, (a.size, alpha, a, beta, b, out), macros=KINDS[a.dtype].macros)
+
+
 def add_bias(kernels: Kernels, y, b, arena):
     """y += b, down the rows of y."""
     kernels.launch("add_bias", blocks(y.size), POINTWISE, (y.size, len(b), b, y), macros=KINDS[y.dtype].macros)
