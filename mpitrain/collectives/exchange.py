@@ -20,6 +20,7 @@ from mpitrain.collectives.moving import mover
 from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena, padded
+from mpitrain.transport.base import Transport
 
 if TYPE_CHECKING:
     from mpitrain.collectives.group import Group
@@ -55,10 +56,13 @@ class Waited:
 
 
 class Awaited:
-    """A Reduction over another one, which counts how long its rank stands still for it."""
+    """A Reduction over another one, which counts how long its rank stands still for it.
 
-    def __init__(self, inner: Reduction, waited: Waited, group: "Group"):
-        self._inner, self._waited, self._group = inner, waited, group
+    It does not know its group, which would refer to itself then, and keep what lies in windows beyond its last use.
+    """
+
+    def __init__(self, inner: Reduction, waited: Waited, transport: Transport, progress_thread: str):
+        self._inner, self._waited, self._transport, self._progress_thread = inner, waited, transport, progress_thread
         self.algorithm, self.is_messages, self.state, self.learn = inner.algorithm, inner.is_messages, inner.state, inner.learn
         self.start, self.poll = inner.start, inner.poll
 
@@ -75,7 +79,7 @@ class Awaited:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Reduce while the block computes, and wait at its end. Between hosts a thread moves the messages meanwhile."""
-        moving = mover(self._group.transport, [self._inner], self._group.progress_thread)
+        moving = mover(self._transport, [self._inner], self._progress_thread)
         moving.start(self._inner)
         yield
         moving.leave()
@@ -128,7 +132,8 @@ class Exchange:
     def _found(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> Awaited:
         bound, key = self._buffer.bound, (operation, op)
         if key not in bound:
-            bound[key] = Awaited(bind(self._buffer.elements), self._waited, self._group)
+            group = self._group
+            bound[key] = Awaited(bind(self._buffer.elements), self._waited, group.transport, group.progress_thread)
         return bound[key]
 
 

@@ -122,9 +122,10 @@ def by_mode(transport, settings):
     ["layout.pp=3", "pipeline.schedule=async-2bw", "batch.micro_batches=3"]])
 def test_modes_and_pipelines_train_on_a_gpu_bit_by_bit_as_on_the_simulator_and_as_the_cpu_does(settings, monkeypatch):
     on_cpu, simulated = (run_ranks(3, by_mode, [*settings, f"device.kind={kind}"]) for kind in ("cpu", "cuda-sim"))
-    assert np.all(np.abs(simulated[0][0] - on_cpu[0][0]) <= 1e-4 * np.abs(on_cpu[0][0]))    # none need be right
+    np.testing.assert_allclose(simulated[0][0], on_cpu[0][0], rtol=1e-4, atol=0)    # none need be right
+    assert np.isfinite(simulated[0][0][2:]).all(), "a stream's first steps are not known when they are asked for"
     gpu.play(monkeypatch)
     on_gpu = run_ranks(3, by_mode, [*settings, "device.kind=cuda", "device.cuda_aware=no"])
     for one, other in zip(simulated, on_gpu, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
     assert cupy.faults == []
