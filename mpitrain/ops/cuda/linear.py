@@ -9,8 +9,8 @@ from typing import Any
 
 from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, sum_type
-from mpitrain.ops.cuda.grids import POINTWISE, blocks
+from mpitrain.ops.cuda.elements import element, run, sum_type
+from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
 from mpitrain.ops.cuda.product import ACTIVATIONS
 from mpitrain.ops.cuda.sums import add_parts, sum_rows
 
@@ -118,21 +118,22 @@ def relu_backward(kernels: Kernels, dy, saved, arena):
 
 def add(kernels: Kernels, a, b, out, arena):
     """out = a + b; out may be a or b."""
-    kernels.launch("add", blocks(a.size, 4), POINTWISE, (a.size, a, b, out), **element(a))
+    kernels.launch("add", blocks(a.size, run(a)), POINTWISE, (a.size, a, b, out), **element(a))
 
 
 def add_bias(kernels: Kernels, y, b, arena):
     """y += b, down the rows of y."""
-    kernels.launch("add_bias", blocks(y.size), POINTWISE, (y.size, len(b), b, y), **element(y))
+    rows = y.size // len(b)
+    kernels.launch("add_bias", row_blocks(rows), ROWS, (rows, len(b), b, y), **element(y))
 
 
 def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:
     y = arena.take(z.shape, z.dtype)
-    kernels.launch("activation_forward", blocks(z.size, 4), POINTWISE, (z.size, ACTIVATIONS[activation], z, fresh(y)),
+    kernels.launch("activation_forward", blocks(z.size, run(z)), POINTWISE, (z.size, ACTIVATIONS[activation], z, fresh(y)),
                    **element(z))
     return y
 
 
 def _through_activation(kernels: Kernels, activation: str, z: Any, dy: Any, dz: Any) -> None:
-    kernels.launch("activation_backward", blocks(z.size, 4), POINTWISE, (z.size, ACTIVATIONS[activation], z, dy, dz),
+    kernels.launch("activation_backward", blocks(z.size, run(z)), POINTWISE, (z.size, ACTIVATIONS[activation], z, dy, dz),
                    **element(z))
