@@ -37,7 +37,7 @@ def compared(transport: Transport, name: str) -> bool:
     trainer = built(transport, name, transport.size)
     found = counts(trainer.config, transport.size, ROWS)
     measured = measure(trainer, inputs, targets, sizes(found, ROWS))
-    predicted = predict(trainer.config, transport.size, ROWS, found, measured, end_s(trainer, inputs, targets))
+    predicted = predict(trainer.config, transport.size, ROWS, found, measured, end_s(trainer, inputs[:1], targets[:1]))
     trainer.close()
     trainers = [built(transport, name, each.micro_batches) for each in predicted]
     times: list[list[float]] = [[] for _ in trainers]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.backend import HostBackend
-from mpitrain.ops.cuda import norm, product, steps
+from mpitrain.ops import cuda
+from mpitrain.ops.cuda import top_k, wire
 
 TURNS, RUNS = 15, 300
 SIZE = 64
@@ -26,12 +26,14 @@ class Row(NamedTuple):
     looked_at_us  of a launch whose arguments are each looked at, as the first of its kind is
     found_us      of a launch that is found again
     calls         of Python functions, when it is found again
+    launches      of kernels
     """
 
     name: str
     looked_at_us: float
     found_us: float
     calls: int
+    launches: int
 
 
 class Nothing:
@@ -69,29 +71,62 @@ class Ready:
 
 
 def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
-    """Some of a training step's, by name."""
-    arena = Ready()
-    a, b, c = (np.zeros((SIZE, SIZE), np.float32) for _ in range(3))
-    row, p, g, m, v = (np.zeros(SIZE, np.float32) for _ in range(5))
-    scalars: dict[str, Any] = {"scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    return {
-        "gemm": partial(product.gemm, kernels, arena, a, b, c, transposed_b=True, bias=row),
-        "layer_norm": partial(norm.layer_norm, kernels, a, row, row, arena),
-        "adamw": partial(steps.adamw, kernels, steps.Numbers(HostBackend()), p, g, m, v, arena=arena, **scalars),
+    """All that is launched, by name: the operations, and what all-reduces do to chunks."""
+    arena, ops = Ready(), cuda.body(kernels)
+    x, w, dy, y = (np.zeros((SIZE, SIZE), np.float32) for _ in range(4))
+    gain, bias, p, g, m, v = (np.zeros(SIZE, np.float32) for _ in range(6))
+    tokens, targets = np.zeros((2, SIZE // 2), np.int64), np.zeros(SIZE, np.int64)
+    x3, qkv = x.reshape(2, -1, SIZE), np.zeros((2, SIZE // 2, 3 * SIZE), np.float32)
+    half, coded, scales = np.zeros(SIZE, np.float16), np.zeros(SIZE, np.int8), np.zeros(1, np.float32)
+    saved, normed, heeded = (x, y, True), (x, gain, bias), (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4)
+    _, pending = ops.linear_backward_input(dy, w, saved, arena)
+    ops.linear_backward_weight(pending, y, False, arena)    # for the bias half, which finds its sums
+    _, sums = ops.layer_norm_backward_input(dy, gain, normed, arena)
+    facts = ops.row_exponentials(x, targets, 0, gain, arena)
+    number = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.0, "arena": arena, "mirror": half}
+    found = {
+        "linear": (x, w, bias), "logits": (x, w, bias), "linear_gelu": (x, w, bias), "linear_relu": (x, w, bias),
+        "linear_backward_input": (dy, w, saved), "linear_gelu_backward_input": (dy, w, saved),
+        "linear_relu_backward_input": (dy, w, saved), "linear_backward_weight": (pending, y, True),
+        "linear_backward_bias": (pending, bias, True),
+        "add": (x, dy, y), "add_bias": (y, bias), "gelu": (x,), "gelu_backward": (dy, x), "relu": (x,), "relu_backward": (dy, x),
+        "layer_norm": (x, gain, bias), "layer_norm_backward_input": (dy, gain, normed),
+        "layer_norm_backward_gain": (sums, gain, True), "layer_norm_backward_bias": (sums, bias, True),
+        "embedding": (tokens, w, x), "embedding_backward_table": (x3, (tokens, 0), w, True),
+        "embedding_backward_positions": (x3, y, True),
+        "attention": (qkv, 4), "attention_backward": (x3, heeded),
+        "cross_entropy": (x, targets, 1.0), "cross_entropy_loss": (x, targets), "count_correct": (x, targets),
+        "row_maximum": (x,), "row_exponentials": (x, targets, 0, gain), "row_argmax": (x, 0, gain),
+        "cross_entropy_split": (x, targets, 0, gain, facts, 1.0), "count_correct_split": (gain, targets),
+        "square_sum": (g,), "count_nonfinite": (g,),
+    }
+    listed: dict[str, Callable[[], Any]] = {
+        name: partial(getattr(ops, name), *arguments, arena) for name, arguments in found.items()}
+    return listed | {
+        "sgd": partial(ops.sgd, p, g, **number), "momentum": partial(ops.momentum, p, g, m, beta=0.9, **number),
+        "adamw": partial(ops.adamw, p, g, m, v, beta1=0.9, beta2=0.95, eps=1e-8, step=1, **number),
+        "add_into": partial(wire.add_into, kernels, p, half), "maximum_into": partial(wire.maximum_into, kernels, p, g),
+        "convert": partial(wire.convert, kernels, p, half),
+        "encode_int8": partial(wire.encode_int8, kernels, p, coded, scales),
+        "decode_int8": partial(wire.decode_int8, kernels, coded, scales, p, True),
+        "encode_fp16": partial(wire.encode_fp16, kernels, p, half, scales),
+        "decode_fp16": partial(wire.decode_fp16, kernels, half, scales, p, True),
+        "top_k": partial(top_k.top_k, kernels, p, 3, arena),
     }
 
 
 def measure() -> Iterator[Row]:
     """Rows as they are measured: the least of some turns, since the host does other things, too."""
-    found = operations(Kernels(Nothing(takes_plain=True)))
+    kernels = Kernels(Nothing(takes_plain=True))
+    found = operations(kernels)
     for name, looked_at in operations(Kernels(Nothing(takes_plain=False))).items():
-        yield Row(name, 1e6 * _seconds(looked_at), 1e6 * _seconds(found[name]), calls(found[name]))
+        yield Row(name, 1e6 * _seconds(looked_at), 1e6 * _seconds(found[name]), *calls(kernels, found[name]))
 
 
-def calls(run: Callable[[], Any]) -> int:
-    """Calls of Python functions in a run, after one that makes ready."""
+def calls(kernels: Kernels, run: Callable[[], Any]) -> tuple[int, int]:
+    """Calls of Python functions in a run, after one that makes ready, and launches of these kernels."""
     run()
-    count = 0
+    count, before = 0, kernels.launches
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
@@ -102,7 +137,7 @@ def calls(run: Callable[[], Any]) -> int:
         run()
     finally:
         sys.setprofile(None)
-    return count
+    return count, kernels.launches - before
 
 
 def _seconds(run: Callable[[], Any]) -> float:

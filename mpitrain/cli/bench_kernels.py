@@ -114,15 +114,16 @@ def launch() -> None:
     """Measure what the host does to launch a kernel, on an engine that does nothing.
 
     Arguments are looked at one by one when a launch is the first of its kind, and in the simulator always; afterwards the launch
-    is found again. calls: of Python functions, in a launch that is found again. Buffers are at hand: leasing is not counted.
+    is found again. calls: of Python functions, where the operation's launches are found again. Buffers are at hand: leasing is
+    not counted.
     """
     def run() -> int:
         from mpitrain.bench.launches import measure
 
-        click.echo(f"{'operation':<12} {'looked at us':>13} {'found again us':>15} {'ratio':>7} {'calls':>6}")
+        click.echo(f"{'operation':<28} {'looked at us':>13} {'found again us':>15} {'ratio':>7} {'calls':>6} {'launches':>9}")
         for row in measure():
-            click.echo(f"{row.name:<12} {row.looked_at_us:13.2f} {row.found_us:15.2f} {row.looked_at_us / row.found_us:7.1f} "
-                       f"{row.calls:6}")
+            click.echo(f"{row.name:<28} {row.looked_at_us:13.2f} {row.found_us:15.2f} {row.looked_at_us / row.found_us:7.1f} "
+                       f"{row.calls:6} {row.launches:9}")
         return 0
 
     _end(run)

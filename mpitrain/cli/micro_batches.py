@@ -43,6 +43,7 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
     """Measure, and print what follows. verified: blocks and steps of the measured counts."""
     from mpitrain.bench.header import machine
     from mpitrain.bench.table import check_writable, write_json
+    from mpitrain.parallel.rows import sequences_of
     from mpitrain.plan.micro_batches import best, counts, explanation, neighbours, predict, sizes, table
     from mpitrain.plan.stages import end_s, measure
     from mpitrain.run.build import build
@@ -59,8 +60,8 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
     job = build(transport, config)
     trainer = job.trainer
     inputs, targets = trainer.replication.batch(job.data, 0)
-    measured = measure(trainer, inputs, targets, sizes(choices, rows))
-    ending = end_s(trainer, inputs, targets)
+    measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
+    ending = end_s(trainer, inputs[:measured[0].rows], targets[:measured[0].rows])
     predicted = predict(config, stages, rows, choices, measured, ending)
     is_root, way = transport.rank == 0, measured[-1].way
     if is_root:

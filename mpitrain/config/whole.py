@@ -123,8 +123,9 @@ class Config(Section):
     def _check_shared(self) -> None:
         """Refuse what so many ranks cannot share."""
         tp, model = self.layout.tp, self.model
-        if self.layout.sequence_parallel:
-            self._check_rows()
+        if self.layout.sequence_parallel and model.kind != "gpt":
+            raise ConfigError(f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
+                              "Set layout.sequence_parallel to false.")
         key, count = ("model.heads", model.heads) if model.kind == "gpt" else ("model.width", model.width)
         if count % tp == 0:
             return
@@ -136,18 +137,6 @@ class Config(Section):
         ways = [f"{key} to {' or '.join(map(str, near))}"] if near else []
         ways.append(f"layout.tp to {' or '.join(map(str, sorted(sorted(divisors, key=lambda ranks: abs(ranks - tp))[:2])))}")
         raise ConfigError(f"layout.tp must divide {key}, but {tp} does not divide {count}.", f"Set {', or '.join(ways)}.")
-
-    def _check_rows(self) -> None:
-        """Refuse rows that so many ranks cannot divide."""
-        tp, context = self.layout.tp, self.model.context
-        if self.model.kind != "gpt":
-            raise ConfigError(f"layout.sequence_parallel divides rows of tokens, but model.kind is {self.model.kind}.",
-                              "Set layout.sequence_parallel to false.")
-        if context % tp:
-            near = " or ".join(str(n) for n in (context // tp * tp, context // tp * tp + tp) if n)
-            raise ConfigError(
-                f"With layout.sequence_parallel layout.tp must divide model.context, but {tp} does not divide {context}.",
-                f"Set model.context to {near}, or layout.sequence_parallel to false.")
 
     def next_pause(self, step: int) -> int:
         """The number of steps done when all ranks meet next, after `step`: for a checkpoint, an evaluation or the end."""

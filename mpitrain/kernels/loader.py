@@ -123,6 +123,11 @@ class Kernels:
         ready.function(grid, block, self._checked(name, grid, ready, arguments), shared)
         self.launches += 1
 
+    def macros(self, **defines: Any) -> Macros:
+        """Macros with these defines, always the same object: many shapes are launched with one set."""
+        kept: Macros = self.plans.setdefault(("macros", *defines.items()), Macros(**defines))
+        return kept
+
     def _checked(self, name: str, grid: tuple[int, ...], ready: Ready, arguments: Sequence[Any]) -> list[Any]:
         """The arguments as the engine takes them, each of which has been looked at."""
         if len(arguments) != len(ready.checks):

@@ -11,7 +11,10 @@ from typing import Any
 from mpitrain.collectives.exchange import Exchange
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.group import Group
+from mpitrain.config import Config
+from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
+from mpitrain.parallel.grid import Axes, share
 
 
 class WholeRows:
@@ -67,6 +70,10 @@ class WholeRows:
         """The shape between layers, of one of all rows."""
         return tuple(shape)
 
+    def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a model's input, at least this one, whose rows the ranks can have between layers."""
+        return tuple(shape)
+
 
 class OwnRows(WholeRows):
     """Between sharded layers each rank has B T / n of the rows of (B T, C): they enter a layer gathered, and leave it scattered.
@@ -111,6 +118,49 @@ class OwnRows(WholeRows):
 
     def left(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (math.prod(shape[:-1]) // self.group.size, shape[-1])
+
+    def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
+        (sequences, length), n = shape, self.group.size
+        length = max(length, min(self.context, -(-length // n) * n) if sequences == 1 else self.context)
+        fitting = sequences_together(length, n)
+        return (-(-sequences // fitting) * fitting, length)
+
+
+def sequences_together(tokens: int, ranks: int) -> int:
+    """The least number of sequences of so many tokens whose rows the ranks can divide: its multiples are all such numbers."""
+    return ranks // math.gcd(tokens, ranks)
+
+
+def sequences_of(config: Config) -> int:
+    """The number of which every micro-batch of training has a multiple."""
+    return sequences_together(config.model.context, config.layout.tp) if config.layout.sequence_parallel else 1
+
+
+def check_rows(config: Config, axes: Axes) -> None:
+    """Refuse micro-batches of training whose rows the ranks that share layers cannot divide.
+
+    config  with batch.micro_batches settled
+    raises  ConfigError with the nearest numbers that work
+    """
+    size, tokens, fitting, parts = config.batch.size, config.model.context, sequences_of(config), config.batch.micro_batches
+    shares = [len(share(len(share(size, replica, axes.dp)), part, parts)) for replica in range(axes.dp) for part in range(parts)]
+    odd = [rows for rows in shares if rows % fitting]
+    if not odd:
+        return
+    ways = [f"batch.size to {_nearest(size, fitting * len(shares))}",    # which then are equally long
+            f"model.context to {_nearest(tokens, sequences_together(math.gcd(*shares), axes.tp))}"]
+    counts = [count for count in range(1, size + 1) if size % (fitting * axes.dp * count) == 0]
+    if counts and axes.pp == 1:
+        ways.append(f"batch.micro_batches to {min(counts, key=lambda count: abs(count - parts))}")
+    raise ConfigError(
+        f"With layout.sequence_parallel {axes.tp} ranks divide the rows of each micro-batch, but one of {odd[0]} sequence(s) of "
+        f"{tokens} tokens has {odd[0] * tokens}.", f"Set {', '.join(ways)}, or layout.sequence_parallel to false.")
+
+
+def _nearest(number: int, unit: int) -> str:
+    """The multiples of a unit below and above."""
+    below = number // unit * unit
+    return f"{f'{below} or ' if below else ''}{below + unit}"
 
 
 def _with_input(saved: Any, x: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
+from mpitrain.parallel.rows import sequences_of
 from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.memory import peak
@@ -57,7 +58,8 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
         raise ConfigError(f"A schedule in a file has its number of micro-batches, and {name} is one.",
                           f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.")
     step = stages if SCHEDULES[name].grouped else 1
-    found = list(range(stages, rows + 1, step))
+    fitting = sequences_of(config)
+    found = [count for count in range(stages, rows + 1, step) if fitting == 1 or rows % (count * fitting) == 0]
     if not found:
         raise ConfigError(f"A pipeline of {stages} stages needs as many micro-batches, but a replica has {rows} row(s).",
                           f"Set batch.size to at least {stages} for each of the dp replicas.")
@@ -66,10 +68,13 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
     return found
 
 
-def sizes(counts: Sequence[int], rows: int) -> list[int]:
-    """Rows of the micro-batches to measure: those of the most and of the fewest micro-batches, and powers of two between."""
+def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
+    """Rows of the micro-batches to measure: those of the most and of the fewest micro-batches, and powers of two between.
+
+    fitting  what all sizes are multiples of
+    """
     least, most = rows // counts[-1], -(-rows // counts[0])
-    return sorted({least, most, *(1 << i for i in range(most.bit_length()) if least < 1 << i < most)})
+    return sorted({least, most, *(fitting << i for i in range(most.bit_length()) if least < fitting << i < most)})
 
 
 def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]:

@@ -63,13 +63,14 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
     """Seconds from the last gradient to the end of a step, on the slowest rank. Collective; the learning rate is 0.
 
     What of the gradients' sums a step hides behind its last weight halves is in it.
+    inputs, targets  as a step takes them: few rows will do
     """
     replication, times = trainer.replication, []
     for step in range(1 + REPEATS):
         replication.begin(step)
         for part in reversed([*trainer.pipe.stages]):
             trainer.pipe.stages[part].begin(1)
-            _there_and_back(trainer, part, inputs[:1], targets[:1])
+            _there_and_back(trainer, part, inputs, targets)
         trainer.backend.synchronize()
         trainer.transport.barrier()
         start = time.perf_counter()

@@ -22,7 +22,7 @@ def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: i
     stop_requested  asked on rank 0 alone, with every token; after a True this token is the last
     raises          TrainingError on every rank if the model's output is not finite
     """
-    context, sharing = trainer.config.model.context, trainer.grid.axes.tp
+    context = trainer.config.model.context
     recent = list(prompt)[-context:]
     if not recent:
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
@@ -31,8 +31,7 @@ def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: i
     telling = bind_broadcast(trainer.transport, told)
     while not told[1]:
         # Tokens to the right are masked: any value will do. Few widths, so that the arena holds few buffers.
-        width = max(16, 1 << (len(recent) - 1).bit_length())
-        window = np.zeros((1, min(context, -(-width // sharing) * sharing)), np.int64)
+        window = np.zeros((1, min(context, max(16, 1 << (len(recent) - 1).bit_length()))), np.int64)
         window[0, :len(recent)] = recent
         last = np.empty(0) if trainer.grid.is_server else trainer.logits_of(window, len(recent) - 1)
         if trainer.transport.rank == 0:

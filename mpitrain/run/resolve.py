@@ -13,6 +13,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.grid import Axes, axes, divisor
+from mpitrain.parallel.rows import check_rows, sequences_of
 from mpitrain.pipeline.files import find_plan
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import goes_in_passes
@@ -52,6 +53,7 @@ def resolve(transport: Transport, config: Config) -> Resolved:
     batch = config.batch.model_copy(update={"micro_batches": plan.micro_batches})
     config, device = _settled(transport, config.model_copy(update={"batch": batch}))
     agreed(transport, lambda: axes(config, transport.size))  # as many shares as there are now need rows
+    agreed(transport, lambda: check_rows(config, found))
     wire = agreed(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning
     tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
@@ -74,7 +76,7 @@ def _planned(config: Config, found: Axes) -> Plan:
     settings, stages, micro_batches = config.pipeline, found.pp, config.batch.micro_batches
     rows = config.batch.size // found.dp
     if not micro_batches and settings.schedule in NAMED:
-        micro_batches = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
+        micro_batches = _filling(stages, rows, sequences_of(config))
     plan = find_plan(settings.schedule, stages, micro_batches or None, settings.chunks or None)
     if plan.micro_batches < stages:
         raise ConfigError(
@@ -87,6 +89,14 @@ def _planned(config: Config, found: Axes) -> Plan:
             f"so that it is gathered and reduced once, but {settings.schedule} comes back to parts.",
             f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, settings.chunks)}, or replication.zero to 0 or 1.")
     return plan
+
+
+def _filling(stages: int, rows: int, fitting: int) -> int:
+    """Micro-batches that nobody has set: two a stage, as far as there are rows for that; one if only these have what `fitting`
+    divides.
+    """
+    count = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
+    return count if fitting == 1 or rows % (count * fitting) == 0 else stages
 
 
 def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:

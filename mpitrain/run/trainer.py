@@ -194,8 +194,15 @@ class Trainer:
         return None if logits is None else self._layers.whole(logits, self.arena)
 
     def _asked(self, inputs: np.ndarray) -> Any:
-        """As `logits`, but of these this rank's columns."""
-        return self.pipe.ask(inputs.shape, lambda: self.placed(inputs))
+        """As `logits`, but of these this rank's columns.
+
+        Filled up with tokens where ranks could not divide the rows: of the logits these come after all others, or right of them,
+        and no token sees what is right of it.
+        """
+        filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
+        filled[tuple(map(slice, inputs.shape))] = inputs
+        logits = self.pipe.ask(filled.shape, lambda: self.placed(filled))
+        return None if logits is None else logits[tuple(map(slice, inputs.shape[:logits.ndim - 1]))]
 
     def placed(self, rows: np.ndarray) -> Any:
         """Rows in this backend's memory; those of features are rounded where activations are stored rounded."""

@@ -114,8 +114,8 @@ def by_mode(transport, settings):
 
 @pytest.mark.parametrize("settings", [
     ["replication.mode=master"], ["replication.mode=server"],
-    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=12", "model.context=9", "model.tied=true",
-     "layout.sequence_parallel=true"],
+    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=12", "model.context=4", "model.tied=true",
+     "layout.sequence_parallel=true", "batch.size=6"],
     ["replication.mode=gossip", "replication.period=2"],
     ["replication.mode=local", "replication.period=2", "replication.outer_lr=0.7", "replication.outer_momentum=0.9"],
     ["layout.pp=3", "pipeline.schedule=zero-bubble", "batch.micro_batches=4", "model.tied=true"]])

@@ -79,8 +79,8 @@ def test_a_value_that_is_not_there_yet_or_has_another_name_is_told_so(setting, h
      "Set model.heads to 4 or 8, or layout.tp to 2 or 3."),
     (["layout.tp=8", "model.kind=mlp", "model.width=20"], "layout.tp must divide model.width, but 8 does not divide 20.",
      "Set model.width to 16 or 24, or layout.tp to 5 or 10."),
-    (["layout.tp=3", "layout.sequence_parallel=true"], "layout.tp must divide model.context, but 3 does not divide 128.",
-     "Set model.context to 126 or 129, or"),
+    (["layout.tp=2", "layout.sequence_parallel=true", "model.kind=mlp"],
+     "layout.sequence_parallel divides rows of tokens, but model.kind is mlp.", "Set layout.sequence_parallel to false."),
     (["layout.tp=2", "replication.mode=local"], "Mode local needs layout.tp 1, but it is 2.",
      "Set layout.tp to 1, or replication.mode to all-reduce."),
 ])

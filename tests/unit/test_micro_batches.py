@@ -39,6 +39,7 @@ def test_of_many_counts_some_are_taken_from_the_fewest_to_the_most(name):
 
 def test_measured_are_the_smallest_and_the_largest_micro_batch_and_powers_of_two_between():
     assert sizes([3, 4, 7], 21) == [3, 4, 7] and sizes([2, 5, 64], 64) == [1, 2, 4, 8, 16, 32] and sizes([8], 8) == [1]
+    assert sizes([2, 4, 12], 72, 3) == [6, 12, 24, 36]
 
 
 @pytest.mark.parametrize("rows, halves, saved, way", [(2, 4, 20, 1), (3, 5, 30, 1.5), (8, 10, 80, 4), (1, 3, 10, 0.5)])

@@ -8,9 +8,8 @@ from math import e, log2
 from typing import Any, NamedTuple
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.arguments import fresh
-from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import c_type, element, sum_type
+from mpitrain.kernels.loader import Kernels, Macros
+from mpitrain.ops.cuda.elements import KINDS, c_type, element, sum_type
 from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
 
 
@@ -22,7 +21,7 @@ class Way(NamedTuple):
     threads  of a block
     scale    what the forward multiplies scores by: 1 / sqrt(D), times log2(e) where exponentials are powers of 2
     shared   bytes of dynamic shared memory, forward and backward
-    macros   beside the element types, forward and backward
+    macros   forward and backward
     """
 
     prefix: str
@@ -30,15 +29,15 @@ class Way(NamedTuple):
     threads: int
     scale: float
     shared: tuple[int, int]
-    macros: tuple[dict[str, Any], dict[str, Any]]
+    macros: tuple[Macros, Macros]
 
 
 def attention(kernels: Kernels, qkv, heads, arena):
     """y = softmax(q k^T / sqrt(D), causal) v for each head."""
     batch, length, width = _shape(qkv)
-    y, log_sums = arena.take((batch, length, width), qkv.dtype), arena.take((batch, heads, length), sum_type(qkv))
+    y, log_sums = arena.take((batch, length, width), qkv.dtype), arena.take((batch, heads, length), KINDS[qkv.dtype].sums)
     way = choose(kernels, qkv, heads)
-    _launch(kernels, way, "", way.scale, qkv, heads, (qkv, fresh(y), fresh(log_sums)))
+    _launch(kernels, way, "", way.scale, qkv, heads, (qkv, y, log_sums), "y log_sums")
     return y, (qkv, y, log_sums, heads)
 
 
@@ -48,27 +47,36 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
     batch, length, width = _shape(qkv)
     dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
     way = choose(kernels, qkv, heads)
-    kernels.launch("attention_dots", row_blocks(dots.size), ROWS, (batch, length, heads, width // heads, y, dy, fresh(dots)),
-                   **element(qkv))
+    kernels.launch("attention_dots", row_blocks(dots.size), ROWS, (batch, length, heads, width // heads, y, dy, dots),
+                   macros=KINDS[qkv.dtype].macros, fresh="dots")
     for half in ("_backward_kv", "_backward_q"):
         _launch(kernels, way, half, (width // heads)**-0.5, qkv, heads, (qkv, dy, log_sums, dots, dqkv))
     return dqkv
 
 
 def choose(kernels: Kernels, qkv: Any, heads: int) -> Way:
-    """The way for these arrays on this device; KernelError if the heads are too wide for it."""
+    """The way for these arrays on this device, chosen once; KernelError if the heads are too wide for it."""
+    key = ("attention", qkv.dtype, qkv.shape, heads)
+    way = kernels.plans.get(key)
+    if way is None:
+        way = kernels.plans[key] = _choose(kernels, qkv, heads)
+    return way
+
+
+def _choose(kernels: Kernels, qkv: Any, heads: int) -> Way:
     _, length, width = _shape(qkv)
     head, capability = width // heads, kernels.engine.capability
-    limit = most_shared(kernels)
+    limit, common = most_shared(kernels), {**element(qkv), "HEAD": head}
     if c_type(qkv) in ("__half", "__nv_bfloat16") and capability >= 80 and head % 16 == 0 and head <= 128:
         steps, row = (64, 64) if head <= 64 else (32, 16), 2 * (head + 8)     # as many rows as registers allow
         shared = (64 + 4 * steps[0]) * row, (128 + 4 * steps[1]) * row
-        return Way("attention_tensor", 64, 128, head**-0.5 * log2(e), shared, ({"STEP": steps[0]}, {"STEP": steps[1]}))
+        return Way("attention_tensor", 64, 128, head**-0.5 * log2(e), shared,
+                   (kernels.macros(**common, STEP=steps[0]), kernels.macros(**common, STEP=steps[1])))
     pitch, size = -(-head // 4) * 4 + 4, 8 if sum_type(qkv) == "float64" else 4
     for tile in (64, 32) if length > 32 else (32,):
         shared = tile * (2 * pitch + tile + 4) * size, tile * (4 * pitch + tile + 4) * size
         if shared[1] <= limit:
-            return Way("attention", tile, tile * tile // 16, head**-0.5, shared, ({"TILE": tile}, {"TILE": tile}))
+            return Way("attention", tile, tile * tile // 16, head**-0.5, shared, (kernels.macros(**common, TILE=tile),) * 2)
     raise KernelError(f"Heads of {head} channels need {shared[1]} bytes of shared memory a block; this device has {limit}.",
                       "Use more and narrower heads.")
 
@@ -78,9 +86,8 @@ def _shape(qkv: Any) -> tuple[int, int, int]:
     return batch, length, triple // 3
 
 
-def _launch(kernels: Kernels, way: Way, half: str, scale: float, qkv: Any, heads: int, arrays: tuple) -> None:
-    is_backward = bool(half)
-    batch, length, width = _shape(qkv)
+def _launch(kernels: Kernels, way: Way, half: str, scale: float, qkv: Any, heads: int, arrays: tuple, fresh: str = "") -> None:
+    is_backward = half != ""
+    batch, length, _ = qkv.shape
     kernels.launch(way.prefix + half, (-(-length // way.tile), heads, batch), (way.threads,),
-                   (length, heads, scale, *arrays), way.shared[is_backward], **element(qkv), HEAD=width // heads,
-                   **way.macros[is_backward])
+                   (length, heads, scale, *arrays), way.shared[is_backward], way.macros[is_backward], fresh)

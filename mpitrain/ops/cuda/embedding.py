@@ -1,9 +1,11 @@
 """Token and position embedding."""
 
-from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, index, result
+from mpitrain.ops.cuda.elements import INDEXED, ByDtypes, element, index, result
 from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
+
+TABLES = ByDtypes(lambda dx, dtable, tokens: element(dx) | result(dtable, dx) | index(tokens))
+POSITIONS = ByDtypes(lambda dx, dpositions: element(dx) | result(dpositions, dx))
 
 
 def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=None):
@@ -11,8 +13,8 @@ def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=No
     vocab, width = table.shape
     x = arena.take((*tokens.shape, width), table.dtype) if out is None else out
     kernels.launch("embedding", row_blocks(tokens.size), ROWS,
-                   (tokens.size, tokens.shape[1], width, vocab, first, tokens, table, positions, fresh(x)),
-                   **element(table), **index(tokens))
+                   (tokens.size, tokens.shape[1], width, vocab, first, tokens, table, positions, x),
+                   macros=INDEXED[table.dtype, tokens.dtype], fresh="x")
     return x, (tokens, first)
 
 
@@ -21,13 +23,13 @@ def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, ar
     tokens, first = saved
     vocab, width = dtable.shape
     kernels.launch("embedding_backward_table", (-(-vocab // 32), -(-width // 128)), ROWS,
-                   (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable if accumulate else fresh(dtable)),
-                   **element(dx), **index(tokens), **result(dtable, dx))
+                   (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable),
+                   macros=TABLES[dx.dtype, dtable.dtype, tokens.dtype], fresh="" if accumulate else "dtable")
 
 
 def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):
     """Write or add the sum of dx over the batch; positions beyond T have gradient 0."""
     batch, length, width = dx.shape
     kernels.launch("embedding_backward_positions", blocks(dpositions.size), POINTWISE,
-                   (batch, length, width, len(dpositions), dx, float(accumulate),
-                    dpositions if accumulate else fresh(dpositions)), **element(dx), **result(dpositions, dx))
+                   (batch, length, width, len(dpositions), dx, float(accumulate), dpositions),
+                   macros=POSITIONS[dx.dtype, dpositions.dtype], fresh="" if accumulate else "dpositions")

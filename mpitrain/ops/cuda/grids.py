@@ -1,5 +1,7 @@
 """How many blocks a launch gets, and what a block may have."""
 
+from functools import cache
+
 from mpitrain.kernels.loader import Kernels
 
 POINTWISE = (256,)    # threads a block of the kernels that go element by element
@@ -15,7 +17,12 @@ SCRATCH = 2 << 10    # bytes of it that a kernel needs, at most, beside rows tha
 
 def most_shared(kernels: Kernels) -> int:
     """Bytes of shared memory that a block may have on this device."""
-    return SHARED[max((known for known in SHARED if known <= kernels.engine.capability), default=min(SHARED))]
+    return _shared(kernels.engine.capability)
+
+
+@cache
+def _shared(capability: int) -> int:
+    return SHARED[max((known for known in SHARED if known <= capability), default=min(SHARED))]
 
 
 def blocks(count: int, each: int = 1) -> tuple[int]:

@@ -7,9 +7,8 @@ weight half's product also sums dy over its rows, which is the bias gradient: `_
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.kernels.arguments import fresh
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import element, run, sum_type
+from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
 from mpitrain.ops.cuda.product import ACTIVATIONS
 from mpitrain.ops.cuda.sums import add_parts, sum_rows
@@ -50,7 +49,7 @@ def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, ar
 
 def linear_backward_weight(kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena):
     """dw = dy^T x, or added to it; dy's sum over rows on the way."""
-    sums = arena.take(dw.shape[:1], sum_type(pending.dy)) if pending.has_bias else None
+    sums = arena.take(dw.shape[:1], KINDS[pending.dy.dtype].sums) if pending.has_bias else None
     multiply(kernels, arena, pending.dy, pending.x, dw, transposed_a=True, beta=float(accumulate), row_sums=sums)
     pending.sums = sums
 
@@ -118,22 +117,24 @@ def relu_backward(kernels: Kernels, dy, saved, arena):
 
 def add(kernels: Kernels, a, b, out, arena):
     """out = a + b; out may be a or b."""
-    kernels.launch("add", blocks(a.size, run(a)), POINTWISE, (a.size, a, b, out), **element(a))
+    macros = KINDS[a.dtype].macros
+    kernels.launch("add", blocks(a.size, macros.run), POINTWISE, (a.size, a, b, out), macros=macros)
 
 
 def add_bias(kernels: Kernels, y, b, arena):
     """y += b, down the rows of y."""
     rows = y.size // len(b)
-    kernels.launch("add_bias", row_blocks(rows), ROWS, (rows, len(b), b, y), **element(y))
+    kernels.launch("add_bias", row_blocks(rows), ROWS, (rows, len(b), b, y), macros=KINDS[y.dtype].macros)
 
 
 def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:
-    y = arena.take(z.shape, z.dtype)
-    kernels.launch("activation_forward", blocks(z.size, run(z)), POINTWISE, (z.size, ACTIVATIONS[activation], z, fresh(y)),
-                   **element(z))
+    y, macros = arena.take(z.shape, z.dtype), KINDS[z.dtype].macros
+    kernels.launch("activation_forward", blocks(z.size, macros.run), POINTWISE, (z.size, ACTIVATIONS[activation], z, y),
+                   macros=macros, fresh="y")
     return y
 
 
 def _through_activation(kernels: Kernels, activation: str, z: Any, dy: Any, dz: Any) -> None:
-    kernels.launch("activation_backward", blocks(z.size, run(z)), POINTWISE, (z.size, ACTIVATIONS[activation], z, dy, dz),
-                   **element(z))
+    macros = KINDS[z.dtype].macros
+    kernels.launch("activation_backward", blocks(z.size, macros.run), POINTWISE, (z.size, ACTIVATIONS[activation], z, dy, dz),
+                   macros=macros)

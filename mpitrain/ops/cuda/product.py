@@ -84,18 +84,12 @@ def _plan(kernels: Kernels, a: Any, b: Any, c: Any, transposed_a: bool, transpos
     tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
     chunked = {"CHUNKED": in_chunks(a, b)} if tile.kernel == "gemm_tensor" else {}
-    macros = Macros(**types, **tile._asdict(), **chunked, TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
+    macros = kernels.macros(**types, **tile._asdict(), **chunked, TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
     return Plan(
         (m, n, k), (*_steps(a), *_steps(b), *_steps(c)), tile.kernel, splits, tile.shared,
-        (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,), _kept(kernels, macros),
-        _kept(kernels, Macros(**types)), _fresh(beta), batches * splits * m * (n + types["ROW_SUMS"]), np.dtype(sum_type(a)),
+        (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,), macros,
+        kernels.macros(**types), _fresh(beta), batches * splits * m * (n + types["ROW_SUMS"]), np.dtype(sum_type(a)),
         _combined(m, n, batches, types))
-
-
-def _kept(kernels: Kernels, macros: Macros) -> Macros:
-    """The first macros that were the same: many shapes are multiplied by one kernel."""
-    found: Macros = kernels.plans.setdefault(("macros", *macros.defines.items()), macros)
-    return found
 
 
 def _fresh(beta: float) -> str:
@@ -129,7 +123,7 @@ def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_
         types = element(a) | {"Result": c_type(c), "ROW_SUMS": 0}
         kernels.launch("gemm_combine", _combined(m, n, 1, types), COMBINE,
                        (m, n, alpha, beta, c, *_steps(c), bias, residual, saved, ACTIVATIONS[activation], None, 1, product), 0,
-                       _kept(kernels, Macros(**types)), _fresh(beta), STRIDED_COMBINE)
+                       kernels.macros(**types), _fresh(beta), STRIDED_COMBINE)
 
 
 def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import KINDS, run
+from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, blocks, parts
 
 COLUMNS = (32, 8)    # threads of the kernels that sum down columns
@@ -36,7 +36,7 @@ def total(kernels: Kernels, partial: Any, arena: Any) -> Any:
 
 def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
     """The sum of a flat array, in float64, as an array without dims."""
-    partial = arena.take(max(blocks(x.size, run(x)), (1,)), "float64")
+    partial = arena.take(max(blocks(x.size, KINDS[x.dtype].macros.run), (1,)), "float64")
     kernels.launch("sum_parts", (partial.size,), POINTWISE, (x.size, x, partial), macros=KINDS[x.dtype].macros, fresh="parts")
     return total(kernels, partial, arena)
 
@@ -53,7 +53,7 @@ def count_nonfinite(kernels: Kernels, x, arena):
 
 def _facts(kernels: Kernels, x: Any, arena: Any) -> Any:
     """Parts of the sum of squares, and of the number of elements that are not finite."""
-    count = max(blocks(x.size, run(x))[0], 1)
+    count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
     facts = arena.take((2, count), "float64")
     kernels.launch("gradient_facts", (count,), POINTWISE, (x.size, x, facts[0], facts[1]), macros=KINDS[x.dtype].macros,
                    fresh="square_parts nonfinite_parts")

@@ -3,11 +3,10 @@
 from typing import Any
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.arguments import fresh
-from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.ops.cuda.grids import POINTWISE
 
-TYPES: dict[str, Any] = {"Element": "float", "Sum": "float"}
+TYPES = Macros(Element="float", Sum="float")
 DIGITS = (24, 16, 8, 0)    # the lowest bit of each, highest digit first
 
 
@@ -31,9 +30,10 @@ def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:
     counts.fill(0)
     state[0], state[1] = 0, k
     for shift in DIGITS:
-        kernels.launch("count_digits", (blocks,), POINTWISE, (x.size, x, shift, state, counts), **TYPES)
-        kernels.launch("choose_digit", (1,), POINTWISE, (shift, state, counts), **TYPES)
-    kernels.launch("count_chosen", (blocks,), POINTWISE, (x.size, x, state, fresh(places)), **TYPES)
-    kernels.launch("place_chosen", (1,), (32,), (blocks, places), **TYPES)
-    kernels.launch("write_chosen", (blocks,), POINTWISE, (x.size, x, state, places, fresh(indices), fresh(chosen)), **TYPES)
+        kernels.launch("count_digits", (blocks,), POINTWISE, (x.size, x, shift, state, counts), macros=TYPES)
+        kernels.launch("choose_digit", (1,), POINTWISE, (shift, state, counts), macros=TYPES)
+    kernels.launch("count_chosen", (blocks,), POINTWISE, (x.size, x, state, places), macros=TYPES, fresh="places")
+    kernels.launch("place_chosen", (1,), (32,), (blocks, places), macros=TYPES)
+    kernels.launch("write_chosen", (blocks,), POINTWISE, (x.size, x, state, places, indices, chosen),
+                   macros=TYPES, fresh="indices values")
     return indices, chosen

@@ -1,6 +1,7 @@
 """What is refused before a launch, word for word, and what the loader does without being told."""
 
 import threading
+from inspect import isfunction
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +9,16 @@ import pytest
 
 from mpitrain.bench import launches
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.kernels.arguments import fresh, strided
+from mpitrain.kernels.arguments import Argument, fresh, strided
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine import devices
+from mpitrain.ops import cuda
+from mpitrain.ops.cuda import wire
 
 HERE = Path(__file__).parent
+WIRE = {name for name, found in vars(wire).items() if isfunction(found) and found.__module__ == wire.__name__ and name[0] != "_"}
 FLOATS = np.zeros(32, np.float32)
 
 
@@ -165,12 +169,21 @@ def test_a_changed_header_is_compiled_again(tmp_path):
         assert y == value
 
 
-def test_a_launch_that_is_found_again_takes_twelve_calls_at_most():
+def test_launches_that_are_found_again_take_twelve_calls_at_most_and_no_argument_object(monkeypatch):
+    """Of every operation on kernels, and of what all-reduces do to chunks."""
     kernels = Kernels(launches.Nothing(takes_plain=True))
-    counted = {name: launches.calls(run) for name, run in launches.operations(kernels).items()}
-    assert counted.keys() == {"gemm", "layer_norm", "adamw"} and max(counted.values()) <= 12, counted
-    looked_at = launches.operations(Kernels(launches.Nothing(takes_plain=False)))
-    assert launches.calls(looked_at["gemm"]) > 20, "what counts would not see the arguments being looked at"
+    made = launches.operations(kernels)
+    assert made.keys() == {*vars(cuda.body(kernels)), *WIRE, "top_k"}
+    for run in made.values():
+        run()
+    monkeypatch.setattr(Argument, "__new__", None)
+    for name, run in made.items():
+        calls, count = launches.calls(kernels, run)
+        assert 0 < calls <= 12 * count, (name, calls, count)
+    monkeypatch.undo()
+    looked_at = Kernels(launches.Nothing(takes_plain=False))
+    calls, count = launches.calls(looked_at, launches.operations(looked_at)["linear"])
+    assert count == 1 and calls > 20, "what counts would not see the arguments being looked at"
 
 
 def test_names_of_no_array_are_refused(kernels):
