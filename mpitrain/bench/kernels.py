@@ -156,8 +156,8 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
     p, grad, m, v = (put(a.copy()) for a in flat)
     scalars = {"scale": 1.0, "lr": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
     yield Work("adamw", lambda: ops.adamw(p, grad, m, v, arena=arena, **scalars), lambda: p, lambda: flat[0], 7 * nbytes)
-    yield Work("square_sum", keep("sum", lambda: ops.square_sum(grad, arena)), lambda: np.asarray(get(kept["sum"])),
-               lambda: np.square(flat[1], dtype=np.float64).sum(), nbytes)
+    yield Work("gradient_facts", keep("facts", lambda: ops.gradient_facts(grad, arena)), lambda: np.asarray(get(kept["facts"])),
+               lambda: np.array(reference.gradient_facts(flat[1], None)), nbytes)
     if device.kernels is not None:
         yield from reductions(device, flat[0], flat[1])
 

@@ -98,7 +98,7 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
         "cross_entropy": (x, targets, 1.0), "cross_entropy_loss": (x, targets), "count_correct": (x, targets),
         "row_maximum": (x,), "row_exponentials": (x, targets, 0, gain), "row_argmax": (x, 0, gain),
         "cross_entropy_split": (x, targets, 0, gain, facts, 1.0), "count_correct_split": (gain, targets),
-        "square_sum": (g,), "count_nonfinite": (g,),
+        "gradient_facts": (g,),
     }
     listed: dict[str, Callable[[], Any]] = {
         name: partial(getattr(ops, name), *arguments, arena) for name, arguments in found.items()}

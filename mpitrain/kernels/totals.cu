@@ -46,9 +46,9 @@ extern "C" __global__ void __launch_bounds__(256) sum_parts(long long n, const E
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// *result = sum of the parts. Launch: grid (1).
+// result[r] = sum of row r of parts: (R, count). Launch: grid (1, R).
 extern "C" __global__ void __launch_bounds__(256) total(int count, const double* __restrict__ parts, double* __restrict__ result) {
     __shared__ double scratch[8];
-    const double sum = sum_of_shares<RUN<double>>(count, parts, scratch);
-    if (threadIdx.x == 0) *result = sum;
+    const double sum = sum_of_shares<RUN<double>>(count, parts + (long long)blockIdx.y * count, scratch);
+    if (threadIdx.x == 0) result[blockIdx.y] = sum;
 }

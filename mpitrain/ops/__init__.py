@@ -14,7 +14,7 @@ Writes = Callable[..., None]
 
 
 class Ops(Protocol):
-    """A body. `Pair`: (output, saved), or of a backward (dx, pending); `Writes`: into its arguments."""
+    """A body. `Pair`: (output, saved), of a backward (dx, pending), or two numbers; `Writes`: into its arguments."""
 
     linear: Pair
     logits: Pair
@@ -51,5 +51,4 @@ class Ops(Protocol):
     sgd: Writes
     momentum: Writes
     adamw: Writes
-    square_sum: Returns
-    count_nonfinite: Returns
+    gradient_facts: Pair

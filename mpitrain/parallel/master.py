@@ -89,7 +89,7 @@ class Master(AllReduce):
         self._part = part
         return super().open(unit, part)
 
-    def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[float, np.ndarray]:
+    def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[Any, np.ndarray]:
         """The loss of all ranks' logits on rank 0, and 0 on the others; the gradient, over the logits, of this rank's own."""
         dp = self.replica.grid.dp
         transport, tag = dp.transport, self._logits_tag
@@ -119,7 +119,7 @@ class Master(AllReduce):
         for send in sends:
             send.wait()
         self._waited_s += time.perf_counter() - began
-        return float(loss), logits
+        return loss, logits
 
     def _packed(self, logits: Any) -> Any:
         """The logits without the room that a device may leave between their rows: a message is one block."""

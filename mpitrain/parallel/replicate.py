@@ -114,23 +114,24 @@ class Replica(NamedTuple):
         return self.device.half or self.storage.dtype
 
     def facts(self, mine: Contribution | None, gradients: Sequence[np.ndarray]) -> tuple[float, float, int]:
-        """A step's loss, the sum of these arrays' squares and, if it is not finite, how many of their elements are not.
+        """A step's loss, the sum of these arrays' squares and how many of their elements are not finite.
 
-        What the device knows of all this is read at once: it is waited for once in a step.
+        What the device knows of all this is read at once. In a step nothing else is, and nobody else waits for it: from this
+        and what other ranks say the host knows whether there is an update, and a step that is skipped launches none.
         mine  None for one without a loss
         """
         ops, losses = self.device.ops, mine.losses if mine else ()
-        found = self.arena.take((len(losses) + len(gradients),), np.float64)
+        if not len(losses) and not len(gradients):
+            return 0.0, 0.0, 0
+        found = self.arena.take((len(losses) + 2 * len(gradients),), np.float64)
         if len(losses):
             found[:len(losses)] = losses
-        for place, gradient in enumerate(gradients, len(losses)):
-            found[place:place + 1] = ops.square_sum(gradient, self.arena)
+        for place, gradient in enumerate(gradients):
+            at = len(losses) + 2 * place
+            found[at:at + 2] = ops.gradient_facts(gradient, self.arena)
         read = self.device.backend.to_host(found).tolist()
         loss = mine._replace(losses=read[:len(losses)]).loss if mine else 0.0
-        squares = sum(read[len(losses):])
-        if math.isfinite(squares):
-            return loss, squares, 0
-        return loss, squares, sum(int(ops.count_nonfinite(part, self.arena)) for part in gradients)
+        return loss, sum(read[len(losses)::2]), int(sum(read[len(losses) + 1::2]))
 
 
 class Replication:

@@ -76,7 +76,7 @@ class Worker(Client):
     def finish(self, mine: Contribution) -> Outcome:
         began = time.perf_counter()
         self._push_from(0)
-        self._said[:2] = mine.loss, mine.stop
+        self._said[:2] = self.replica.facts(mine, ())[0], mine.stop
         pulls = [self._line.start_recv(self._told[server], self._pull[server], server) for server in self._servers]
         ends = [self._line.start_send(self._said, [], server) for server in self._servers]
         for request in [*self._pushes, *(request for requests in (*ends, *pulls) for request in requests)]:

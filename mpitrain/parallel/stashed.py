@@ -64,7 +64,7 @@ class Stashed(AllReduce):
             self._messages = [np.zeros(4) for _ in range(self._stages)]
             self._telling = [world.bind(message) for message in self._messages]
         self._control_name = self._recorder.name("what all are told", world.transport.members)
-        self._losses = backend.zeros(m, np.float64)
+        self._losses, self._parts_of_mean = backend.zeros(m, np.float64), [0.0] * m
         self._newest = Outcome(math.nan, math.nan, 0, 0.0, True, False)
         self._known: dict[int, Outcome] = {}
         self._ended: dict[int, float] = {}  # when the last micro-batch of a step had gone back
@@ -117,7 +117,7 @@ class Stashed(AllReduce):
         value, gradient = super().loss(logits, targets, scale)
         at, size = self._turns % self._micro_batches, self.replica.config.batch.size  # what went forward last goes back next
         self._losses[at:at + 1] = value
-        self._losses[at:at + 1] *= len(share(len(self.share(size)), at, self._micro_batches)) / (size * len(targets))
+        self._parts_of_mean[at] = len(share(len(self.share(size)), at, self._micro_batches)) / (size * len(targets))
         return value, gradient
 
     def turn(self) -> bool:
@@ -132,14 +132,14 @@ class Stashed(AllReduce):
     def turned(self) -> None:
         """Its gradients are there: update, where these are all of an update; begin to tell all ranks."""
         micro, self._turns = self._turns, self._turns + 1
-        squares, nonfinite = 0.0, 0.0
+        grid, at, squares, nonfinite = self.replica.grid, micro % self._micro_batches, 0.0, 0.0
+        mine = Contribution(micro, self._losses[at:at + 1] if grid.speaks else (), 0.0, weights=self._parts_of_mean[at:at + 1])
         if self._turns % self.every == 0:
-            squares, nonfinite = self._make(micro)
-        grid, at = self.replica.grid, micro % self._micro_batches
+            loss, squares, nonfinite = self._make(micro, mine)
+        else:
+            loss = self.replica.facts(mine, ())[0]
         message = self._messages[micro % self._stages]
-        message[:] = 0
-        if grid.speaks:
-            message[:1] = self.replica.device.backend.to_host(self._losses[at:at + 1])
+        message[:] = loss, 0, 0, 0
         if grid.place.tp == grid.place.dp == 0:
             message[1:3] = squares, nonfinite
         message[3] = self._wish
@@ -148,10 +148,10 @@ class Stashed(AllReduce):
         if self._turns % self._micro_batches == 0:
             self._ended[self._numbers[micro // self._micro_batches]] = time.perf_counter()
 
-    def _make(self, micro: int) -> Sequence[float]:
-        """Make the next version; the squares and elements not finite of the stage's gradient."""
+    def _make(self, micro: int, mine: Contribution) -> tuple[float, float, float]:
+        """Make the next version; the loss of what is mine, and the squares and elements not finite of the stage's gradient."""
         step, config = self._numbers[micro // self._micro_batches], self.replica.config
-        _, squares, nonfinite, waited = self._sum_gradients(None)
+        loss, squares, nonfinite, waited = self._sum_gradients(mine)
         self._of_stage[:] = squares, nonfinite
         self._waited_s += waited
         self._sum_of_stage.run()
@@ -166,7 +166,7 @@ class Stashed(AllReduce):
             lr = learning_rate(config.optimizer, step, config.run.steps)
             self._update(clipping(self._clip, math.sqrt(found[0])), Contribution(count, (), lr))
         self._recorder.end(span)
-        return found
+        return loss, found[0], found[1]
 
     def _parameters_of(self, piece: Piece) -> Any:
         newest = self.parameters if self.mirror is not None else self._held[self._made % self.versions]

@@ -9,7 +9,7 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
-from mpitrain.ops.cuda.sums import sum_all, total
+from mpitrain.ops.cuda.sums import sum_all
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import add_into, convert, decode_fp16, decode_int8, encode_fp16, encode_int8, maximum_into
 from tests.cases.numbers import assert_close, numbers, stored, values
@@ -102,18 +102,20 @@ def check_mirrored_step(kernels: Kernels, name: str, count: int, mirror: str, sh
 def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     """Sum, sum of squares and number of elements that are not finite."""
     ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
-    assert_close(ops.square_sum(x, Arena()), (values(x)**2).sum(), "float64" if dtype == "float64" else "float32")
-    assert_close(sum_all(kernels, x, Arena()), values(x).sum(), "float64" if dtype == "float64" else "float32")
-    assert_close(total(kernels, stored(values(x), "float64"), Arena()), values(x).sum())    # one block goes round
-    assert int(ops.count_nonfinite(x, Arena())) == 0
+    kind = "float64" if dtype == "float64" else "float32"
+    assert_close(sum_all(kernels, x, Arena()), values(x).sum(), kind)
+    squares, nonfinite = ops.gradient_facts(x, Arena())
+    assert_close(squares, (values(x)**2).sum(), kind)
+    assert nonfinite == 0
     if count > 2:
         x[[0, count // 2, count - 1]] = np.nan, np.inf, -np.inf
-        assert int(ops.count_nonfinite(x, Arena())) == 3
+        squares, nonfinite = ops.gradient_facts(x, Arena())
+        assert not np.isfinite(squares) and nonfinite == 3
 
 
 def check_large_squares(kernels: Kernels) -> None:
     """Squares beyond float32 are summed in double."""
-    assert_close(cuda.body(kernels).square_sum(np.full(10, 1e30, np.float32), Arena()), 1e61)
+    assert_close(cuda.body(kernels).gradient_facts(np.full(10, 1e30, np.float32), Arena())[0], 1e61)
 
 
 def check_conversion(kernels: Kernels, count: int, source: str, target: str) -> None:

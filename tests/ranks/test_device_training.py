@@ -118,7 +118,8 @@ def by_mode(transport, settings):
      "layout.sequence_parallel=true", "batch.size=6"],
     ["replication.mode=gossip", "replication.period=2"],
     ["replication.mode=local", "replication.period=2", "replication.outer_lr=0.7", "replication.outer_momentum=0.9"],
-    ["layout.pp=3", "pipeline.schedule=zero-bubble", "batch.micro_batches=4", "model.tied=true"]])
+    ["layout.pp=3", "pipeline.schedule=zero-bubble", "batch.micro_batches=4", "model.tied=true"],
+    ["layout.pp=3", "pipeline.schedule=async-2bw", "batch.micro_batches=3"]])
 def test_modes_and_pipelines_train_on_a_gpu_bit_by_bit_as_on_the_simulator_and_as_the_cpu_does(settings, monkeypatch):
     on_cpu, simulated = (run_ranks(3, by_mode, [*settings, f"device.kind={kind}"]) for kind in ("cpu", "cuda-sim"))
     assert np.all(np.abs(simulated[0][0] - on_cpu[0][0]) <= 1e-4 * np.abs(on_cpu[0][0]))    # none need be right

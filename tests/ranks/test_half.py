@@ -7,14 +7,16 @@ from collections import defaultdict
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mpitrain.errors import TrainingError
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.replicate import Replication
+from mpitrain.run import build as jobs
 from mpitrain.run.build import build
 from mpitrain.run.finished import newest
 from mpitrain.run.manifest import Done
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.trainer import parts_of, replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.test_loop import book, go, records  # noqa: F401
 from tests.ranks.test_training import TINY, configured, curves
@@ -120,6 +122,59 @@ def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeyp
     assert all(found[rank][0] for rank in skips)
 
 
+class Frozen:
+    """A layer that is not trained."""
+
+    def __init__(self, layer):
+        self._layer = layer
+
+    def __getattr__(self, name):
+        return getattr(self._layer, name)
+
+    def parameters(self):
+        return [parameter._replace(trainable=False) for parameter in self._layer.parameters()]
+
+
+@pytest.mark.parametrize("zero", range(3))
+def test_frozen_tensors_get_their_mirror_once_and_others_with_each_update(zero, monkeypatch):
+    """Marks in the mirror of frozen units stay, which lies whole on every rank; their masters are what they were."""
+    right = jobs.model
+    monkeypatch.setattr(jobs, "model", lambda *of: [
+        unit._replace(layer=Frozen(unit.layer)) if unit.name.startswith("blocks.0.") else unit for unit in right(*of)])
+
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*TINY, "precision.compute=bfloat16", f"replication.zero={zero}"))
+        replication, entries, first = trainer.replication, trainer.storage.entries, trainer.tensors()
+        masters, = (kept for kept in replication.kept() if kept.name == "parameters")
+
+        def owned(entry):
+            """What this rank has of a tensor's masters, and of its mirror."""
+            parts, mirror = parts_of(masters.pieces, entry.start, entry.stop), replication.mirror[entry.start:entry.stop]
+            return [(masters.array[place:place + stop - start].copy(), mirror[start:stop]) for start, stop, place in parts]
+
+        before = [owned(entry) for entry in entries]
+        assert all(np.array_equal(rounded(one), other) for pairs in before for one, other in pairs)
+        frozen = [entry.name.startswith("blocks.0.") for entry in entries]
+        for entry, is_frozen in zip(entries, frozen, strict=True):
+            if is_frozen:
+                entry.view(replication.mirror)[...] = 1 + first[entry.name]
+        for index in range(3):
+            trainer.step(index, *replication.batch(source, index))
+        found = trainer.tensors()
+        for entry, is_frozen, was in zip(entries, frozen, before, strict=True):
+            for (one, _), (other, mirror) in zip(was, owned(entry), strict=True):
+                assert np.array_equal(one, other) == (is_frozen or one.size == 0), entry.name
+                assert is_frozen or np.array_equal(rounded(other), mirror), entry.name
+            assert np.array_equal(found[entry.name], 1 + first[entry.name]) == is_frozen, entry.name
+        assert sum(frozen) > 4 and not all(frozen)
+
+    run_ranks(2, run)
+
+
+def rounded(masters):
+    return masters.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
 def steps(transport, config, count, saved=None, overflow=None, folder=None, own=None):
     """Some steps; overflow: the rank and the step where a gradient is beyond float16."""
     trainer, source, done = build(transport, config, saved)
@@ -146,15 +201,19 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
 @pytest.mark.parametrize("settings", ["replication.zero=0", "replication.zero=1", "replication.mode=master",
                                       "replication.mode=server"])
 def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scale(settings):
-    config = configured(*TINY, "precision.compute=float16", settings)
+    base = [*TINY, "precision.compute=float16", "optimizer.name=momentum"]    # the update of AdamW has no scale
     with np.errstate(all="ignore"):
-        everyone = run_ranks(4, steps, config, 6, None, (2, 3))
+        alone, = run_ranks(1, steps, configured(*base), 6, None, (0, 3))
+        everyone = run_ranks(4, steps, configured(*base, settings), 6, None, (2, 3))
     for outcomes in everyone:
         assert [outcome.updated for outcome in outcomes] == [True, True, True, False, True, True]
         assert [outcome.loss_scale for outcome in outcomes] == [2.0**16] * 4 + [2.0**15] * 2
         assert [outcome.overflows for outcome in outcomes] == [0, 0, 0, 1, 0, 0]
         assert [outcome.loss for outcome in outcomes] == [outcome.loss for outcome in everyone[0]]
-        assert np.isfinite([outcome.loss for outcome in outcomes]).all() and outcomes[5].loss < outcomes[2].loss
+        for mine, truth in zip(outcomes, alone, strict=True):
+            assert abs(mine.loss / truth.loss - 1) <= TOLERANCE["float16"]
+            assert not truth.updated or abs(mine.grad_norm / truth.grad_norm - 1) <= 0.01
+    assert alone[5].loss < alone[2].loss
 
 
 @pytest.mark.parametrize("zero", (0, 1))
@@ -167,8 +226,11 @@ def test_a_run_goes_on_bitwise_where_it_stopped_the_loss_scale_and_the_count_of_
         resumed = run_ranks(2, steps, config, 4, newest(tmp_path), None, None, rest)[0]
     assert [o._replace(comm_s=0) for o in outcomes[4:]] == [o._replace(comm_s=0) for o in resumed]
     assert resumed[0].loss_scale == 2.0**15
+    count = sum(tensor.size for tensor in whole[0][0].values())
     scalars = json.loads((newest(tmp_path) / "manifest.json").read_text())["scalars"]
     assert scalars["loss_scale"] == 2.0**15 and scalars["skipped_updates"] == 1
+    files = [load_file(file) for file in newest(tmp_path).glob("*.safetensors")]
+    assert sum(tensor.size for file in files for tensor in file.values()) == 3 * count, "masters, moments: no mirror"
     for rank in range(2):
         (mirror, kept), (mirror_too, kept_too) = whole[rank], rest[rank]
         assert all(np.array_equal(mirror[name], mirror_too[name]) for name in mirror)

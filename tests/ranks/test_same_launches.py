@@ -17,9 +17,16 @@ SETTINGS = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=
             "replication.algorithm=ring"]
 
 
-@pytest.mark.parametrize("ranks, settings", [(1, ["precision.compute=bfloat16"]), (2, ["precision.compute=float16"])])
+@pytest.mark.parametrize("ranks, settings", [
+    (1, ["precision.compute=bfloat16"]), (2, ["precision.compute=float16"]), (2, ["replication.zero=3"]),
+    (2, ["replication.mode=master"]), (3, ["replication.mode=server"])],
+    ids=lambda value: value[0] if isinstance(value, list) else None)
 def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_and_read_once(ranks, settings, monkeypatch):
-    """The learning rate, clipping and AdamW's corrections change meanwhile: in device memory. A message reads for itself."""
+    """The learning rate, clipping and AdamW's corrections change meanwhile: in device memory. A message reads for itself.
+
+    Nor does a step read more that is skipped, here for an overflow in float16. What adds a message is launched when that comes,
+    between other kernels: with ZeRO-3 the same ones are launched, if not in the same order.
+    """
     gpu.play(monkeypatch)
     engine, events, alloc, get = KERNELS["cuda"]().engine, [], cupy.cuda.alloc, cupy.ndarray.get
 
@@ -34,20 +41,31 @@ def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_
 
     def run(transport):
         trainer, source, _ = build(transport, parse(with_settings({}, [*SETTINGS, *settings])))
-        me, found, learned = threading.get_ident(), [], []
+        mode, me, found, outcomes = trainer.replication, threading.get_ident(), [], []
+        right = mode.loss
+
+        def loss(logits, targets, scale):
+            value, gradient = right(logits, targets, scale)
+            if index == 2 and mode.loss_scale > 1:
+                gradient[0, 0] = float("inf")
+            return value, gradient
+
+        mode.loss = loss
         for index in range(5):
-            batch = trainer.replication.batch(source, index)
             engine.noted[me].clear()
             before = len(events)
-            learned.append(trainer.step(index, *batch).lr)
+            outcomes.append(trainer.step(index, *mode.batch(source, index)))
             found.append((list(engine.noted[me]), [what for thread, what in events[before:] if thread == me]))
-        assert len(set(learned)) == 5
+        assert len({outcome.lr for outcome in outcomes}) == 5
+        assert [outcome.updated for outcome in outcomes[2:]] == [mode.loss_scale == 1, True, True]
         return found
 
     for found in run_ranks(ranks, run):
-        (launches, happened), (again, also) = found[3:]
-        assert len(launches) > 50 and {"adamw", "cross_entropy", "convert"} & {name for name, *_ in launches} >= {"adamw"}
+        assert [happened for _, happened in found[2:]] == [["read"]] * 3
+        launches, again = ([*map(repr, each)] for each, _ in found[3:])
+        assert len(launches) > 10
+        if "replication.zero=3" in settings:
+            launches, again = sorted(launches), sorted(again)
         for one, other in zip(launches, again, strict=True):
             assert one == other
-        assert happened == also == ["read"]
     assert cupy.faults == []

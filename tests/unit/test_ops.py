@@ -166,8 +166,7 @@ def calls(dtype):
     yield "cross_entropy", (x.copy(), targets, 1 / 300)
     yield "cross_entropy_loss", (x, targets)
     yield "count_correct", (x, targets)
-    yield "square_sum", (x.reshape(-1),)
-    yield "count_nonfinite", (np.array([1, np.nan, np.inf, -np.inf, 0], dtype),)
+    yield "gradient_facts", (x.reshape(-1),)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 2e-5), (np.float64, 1e-12)])
@@ -198,9 +197,11 @@ def test_host_steps_as_the_reference_does(dtype, tolerance, count, step, buffers
         assert_close(a, b, tolerance)
 
 
-def test_square_sum_does_not_overflow_or_stall_in_float32():
-    assert host.square_sum(np.full(10, 1e30, np.float32), Arena()) == pytest.approx(1e61)
-    assert host.square_sum(np.full(1 << 25, 1, np.float32), Arena()) == 1 << 25
+def test_squares_do_not_overflow_or_stall_in_float32_and_what_is_not_finite_is_counted():
+    assert host.gradient_facts(np.full(10, 1e30, np.float32), Arena()) == (pytest.approx(1e61), 0)
+    assert host.gradient_facts(np.full(1 << 25, 1, np.float32), Arena()) == (1 << 25, 0)
+    for body in BODIES:
+        assert body.gradient_facts(np.array([1, np.nan, np.inf, -np.inf, 0]), Arena())[1] == 3
 
 
 def test_steps_equal_pytorch():

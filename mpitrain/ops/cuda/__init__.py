@@ -1,6 +1,6 @@
 """The CUDA body: our own kernels behind the names and signatures of `reference`, on a GPU or in the simulator.
 
-Nothing here waits for the device. Sums that the others return as numbers are arrays without dims here: float() waits.
+Nothing here waits for the device. What the others return as numbers are arrays here, without dims or of two elements.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ FUNCTIONS = (
     attention.attention, attention.attention_backward,
     loss.cross_entropy, loss.cross_entropy_loss, loss.count_correct,
     loss.row_maximum, loss.row_exponentials, loss.cross_entropy_split, loss.row_argmax, loss.count_correct_split,
-    sums.square_sum, sums.count_nonfinite,
+    sums.gradient_facts,
 )
 WITH_NUMBERS = (steps.sgd, steps.momentum, steps.adamw)
 

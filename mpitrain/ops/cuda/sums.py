@@ -29,34 +29,24 @@ def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -
 
 
 def total(kernels: Kernels, partial: Any, arena: Any) -> Any:
-    """The sum of a float64 array, as a float64 array without dims."""
-    result = arena.take((1,), "float64")
-    kernels.launch("total", (1,), POINTWISE, (partial.size, partial, result), macros=KINDS[partial.dtype].macros,
-                   fresh="result")
-    return result.reshape(())
+    """The sum of each row of a float64 array (rows, count): (rows,) float64."""
+    rows, count = partial.shape
+    result = arena.take((rows,), "float64")
+    kernels.launch("total", (1, rows), POINTWISE, (count, partial, result), macros=KINDS[partial.dtype].macros, fresh="result")
+    return result
 
 
 def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
     """The sum of a flat array, in float64, as an array without dims."""
-    partial = arena.take(max(blocks(x.size, KINDS[x.dtype].macros.run), (1,)), "float64")
+    partial = arena.take((1, max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)), "float64")
     kernels.launch("sum_parts", (partial.size,), POINTWISE, (x.size, x, partial), macros=KINDS[x.dtype].macros, fresh="parts")
-    return total(kernels, partial, arena)
+    return total(kernels, partial, arena).reshape(())
 
 
-def square_sum(kernels: Kernels, x, arena):
-    """Sum of squares, in float64; an array without dims, so that nobody waits for it here."""
-    return total(kernels, _facts(kernels, x, arena)[0], arena)
-
-
-def count_nonfinite(kernels: Kernels, x, arena):
-    """How many elements are infinite or NaN; an array without dims."""
-    return total(kernels, _facts(kernels, x, arena)[1], arena)
-
-
-def _facts(kernels: Kernels, x: Any, arena: Any) -> Any:
-    """Parts of the sum of squares, and of the number of elements that are not finite."""
+def gradient_facts(kernels: Kernels, x, arena):
+    """(2,): the sum of squares, in float64, and how many elements are infinite or NaN; nobody waits for either here."""
     count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
     facts = arena.take((2, count), "float64")
     kernels.launch("gradient_facts", (count,), POINTWISE, (x.size, x, facts[0], facts[1]), macros=KINDS[x.dtype].macros,
                    fresh="square_parts nonfinite_parts")
-    return facts
+    return total(kernels, facts, arena)

@@ -37,7 +37,7 @@ from mpitrain.ops.host.norm import (
     layer_norm_backward_gain,
     layer_norm_backward_input,
 )
-from mpitrain.ops.host.steps import adamw, count_nonfinite, momentum, sgd, square_sum
+from mpitrain.ops.host.steps import adamw, gradient_facts, momentum, sgd
 from mpitrain.ops.reference import add, add_bias
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
     "attention_backward",
     "count_correct",
     "count_correct_split",
-    "count_nonfinite",
     "cross_entropy",
     "cross_entropy_loss",
     "cross_entropy_split",
@@ -57,6 +56,7 @@ __all__ = [
     "embedding_backward_table",
     "gelu",
     "gelu_backward",
+    "gradient_facts",
     "layer_norm",
     "layer_norm_backward_bias",
     "layer_norm_backward_gain",
@@ -77,5 +77,4 @@ __all__ = [
     "row_exponentials",
     "row_maximum",
     "sgd",
-    "square_sum",
 ]

@@ -1,5 +1,7 @@
 """Optimizer steps and sums over flat buffers, in one pass: every block is finished while it is in cache."""
 
+import math
+
 import numpy as np
 
 from mpitrain.ops.host.blocks import row_blocks
@@ -56,16 +58,13 @@ def _write(mirror, p, block):
         mirror[block] = p[block]
 
 
-def square_sum(x, arena):
-    """x: (count,); summed in float64"""
-    total = 0.0
+def gradient_facts(x, arena):
+    """x: (count,); squares are summed in float64, and a second pass only counts where one of them is not finite"""
+    squares = 0.0
     for block in row_blocks(x):
         wide = arena.take(x[block].shape, np.float64)
         wide[...] = x[block]
-        total += float(wide @ wide)
-    return total
-
-
-def count_nonfinite(x, arena):
-    """x: (count,)"""
-    return x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x))
+        squares += float(wide @ wide)
+    if math.isfinite(squares):
+        return squares, 0.0
+    return squares, float(x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x)))

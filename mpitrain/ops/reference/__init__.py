@@ -53,7 +53,7 @@ from mpitrain.ops.reference.loss import (
     row_exponentials,
     row_maximum,
 )
-from mpitrain.ops.reference.steps import adamw, count_nonfinite, momentum, sgd, square_sum
+from mpitrain.ops.reference.steps import adamw, gradient_facts, momentum, sgd
 
 __all__ = [
     "EPSILON",
@@ -66,7 +66,6 @@ __all__ = [
     "attention_backward",
     "count_correct",
     "count_correct_split",
-    "count_nonfinite",
     "cross_entropy",
     "cross_entropy_loss",
     "cross_entropy_split",
@@ -75,6 +74,7 @@ __all__ = [
     "embedding_backward_table",
     "gelu",
     "gelu_backward",
+    "gradient_facts",
     "layer_norm",
     "layer_norm_backward_bias",
     "layer_norm_backward_gain",
@@ -95,5 +95,4 @@ __all__ = [
     "row_exponentials",
     "row_maximum",
     "sgd",
-    "square_sum",
 ]

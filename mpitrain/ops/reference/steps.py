@@ -38,11 +38,6 @@ def _write(mirror, p):
         mirror[...] = p
 
 
-def square_sum(x, arena):
-    """Sum of squares, accumulated in float64.    x: (count,)"""
-    return float(np.square(x, dtype=np.float64).sum())
-
-
-def count_nonfinite(x, arena):
-    """How many elements are infinite or NaN.    x: (count,)"""
-    return int(x.size - np.isfinite(x).sum())
+def gradient_facts(x, arena):
+    """(sum of squares, accumulated in float64, elements that are infinite or NaN).    x: (count,)"""
+    return float(np.square(x, dtype=np.float64).sum()), float(x.size - np.isfinite(x).sum())

@@ -71,7 +71,7 @@ def steps(kernels: Kernels, dtype: str) -> None:
 
 def totals(kernels: Kernels, dtype: str) -> None:
     """Of squares, and of elements."""
-    cuda.body(kernels).square_sum(ones(dtype), Arena())
+    cuda.body(kernels).gradient_facts(ones(dtype), Arena())
     sum_all(kernels, ones(dtype), Arena())
 
 
