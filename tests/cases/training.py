@@ -9,7 +9,7 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
-from mpitrain.ops.cuda.sums import sum_all
+from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import add_into, convert, decode_fp16, decode_int8, encode_fp16, encode_int8, maximum_into
 from tests.cases.numbers import assert_close, numbers, stored, values
@@ -104,6 +104,8 @@ def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
     kind = "float64" if dtype == "float64" else "float32"
     assert_close(sum_all(kernels, x, Arena()), values(x).sum(), kind)
+    rows = stored(np.stack([values(x), 2 * values(x)]), "float64")      # longer than one block goes over at once
+    assert_close(total(kernels, rows, Arena()), rows.sum(1), "float64")
     squares, nonfinite = ops.gradient_facts(x, Arena())
     assert_close(squares, (values(x)**2).sum(), kind)
     assert nonfinite == 0
