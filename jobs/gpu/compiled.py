@@ -22,7 +22,7 @@ from mpitrain.bench import kernels as bench
 from mpitrain.errors import MpitrainError
 from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.engines import KERNELS
-from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.loader import Engine, Kernels
 from mpitrain.kernels.nvrtc import Compiler
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
@@ -43,8 +43,9 @@ class Collector:
 
     name, takes_plain = "an engine that only notes", True
 
-    def __init__(self, capability: int, multiprocessors: int):
-        self.capability, self.multiprocessors, self.found = capability, multiprocessors, {}
+    def __init__(self, device: Engine):
+        self.capability, self.found = device.capability, {}
+        self.multiprocessors, self.multiprocessor = device.multiprocessors, device.multiprocessor
 
     def load(self, source: Any, signature: Any, defines: dict[str, str]) -> Any:
         self.found[source.path.stem, tuple(defines.items())] = signature.name
@@ -58,9 +59,9 @@ class Nowhere(HostBackend):
     """Arrays of the host that pass for those of a device."""
 
 
-def collect(kind: str, capability: int, multiprocessors: int) -> dict[tuple[str, tuple], str]:
+def collect(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
     """Kernels by (source, macros)."""
-    collector = Collector(capability, multiprocessors)
+    collector = Collector(device)
     kernels = Kernels(collector)
     for shape, dtype, name in all_products(kind):
         multiply(kernels, HostBackend().arena(), shape, np.dtype(dtype), name)
@@ -116,7 +117,7 @@ def main(kind: str) -> None:
     kernels = device_for(kind).kernels
     assert kernels is not None
     capability = kernels.engine.capability
-    found = collect(kind, capability, kernels.engine.multiprocessors)
+    found = collect(kind, kernels.engine)
     collected, processes = time.perf_counter() - start, min(PROCESSES, processors())
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = [(stem, macros, pool.submit(compile_one, kind, capability, stem, macros, kernel))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.multiprocessor import H100
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda import top_k, wire
 
@@ -42,7 +43,7 @@ class Nothing:
     takes_plain  as a GPU's does; else it has each argument of each launch looked at, as the simulator does
     """
 
-    name, capability, multiprocessors = "no engine", 90, 132
+    name, capability, multiprocessors, multiprocessor = "no engine", 90, 132, H100
 
     def __init__(self, takes_plain: bool):
         self.takes_plain = takes_plain
@@ -78,7 +79,7 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     tokens, targets = np.zeros((2, SIZE // 2), np.int64), np.zeros(SIZE, np.int64)
     x3, qkv = x.reshape(2, -1, SIZE), np.zeros((2, SIZE // 2, 3 * SIZE), np.float32)
     half, coded, scales = np.zeros(SIZE, np.float16), np.zeros(SIZE, np.int8), np.zeros(1, np.float32)
-    saved, normed, heeded = (x, y, True), (x, gain, bias), (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4)
+    saved, normed, heeded = (x, True), (x, gain, bias), (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4)
     _, pending = ops.linear_backward_input(dy, w, saved, arena)
     ops.linear_backward_weight(pending, y, False, arena)    # for the bias half, which finds its sums
     _, sums = ops.layer_norm_backward_input(dy, gain, normed, arena)
@@ -86,8 +87,9 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     number = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.0, "arena": arena, "mirror": half}
     found = {
         "linear": (x, w, bias), "logits": (x, w, bias), "linear_gelu": (x, w, bias), "linear_relu": (x, w, bias),
-        "linear_backward_input": (dy, w, saved), "linear_gelu_backward_input": (dy, w, saved),
-        "linear_relu_backward_input": (dy, w, saved), "linear_backward_weight": (pending, y, True),
+        "linear_backward_input": (dy, w, saved), "gelu_linear_backward_input": (dy, w, saved, y),
+        "linear_gelu_backward_input": (dy, w, (saved, y)), "linear_relu_backward_input": (dy, w, (saved, y)),
+        "linear_backward_weight": (pending, y, True),
         "linear_backward_bias": (pending, bias, True),
         "add": (x, dy, y), "add_bias": (y, bias), "gelu": (x,), "gelu_backward": (dy, x), "relu": (x,), "relu_backward": (dy, x),
         "layer_norm": (x, gain, bias), "layer_norm_backward_input": (dy, gain, normed),

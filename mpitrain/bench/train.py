@@ -195,8 +195,8 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
     for other in others:
         ratios = against(ours, other)
         apart = max(abs(a - b) for a, b in zip(ours.losses, other.losses, strict=True))
-        lines.append(f"{ours.name} is {median(ratios):.3f} times as fast as {other.name} (neighbouring blocks "
-                     f"{min(ratios):.3f} .. {max(ratios):.3f}); losses at most {apart:.1e} apart")
+        lines.append(f"{ours.name} is {median(ratios):.3f} times as fast as {other.name} (blocks {min(ratios):.3f} .. "
+                     f"{max(ratios):.3f}); losses at most {apart:.1e} apart")
     return lines
 
 

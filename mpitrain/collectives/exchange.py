@@ -6,7 +6,8 @@ its own: each keeps what was bound to it, and is leased again for activations of
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from mpitrain.collectives.algorithms import choices
 from mpitrain.collectives.check import agree
 from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.moving import mover
 from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena, padded
@@ -36,7 +38,7 @@ class Buffer:
 
     def __init__(self, number: int, raw: Any, count: int, dtype: np.dtype):
         self.number, self.raw, self.elements = number, raw, raw[:count * dtype.itemsize].view(dtype)
-        self.bound: dict[tuple[str, str], Reduction] = {}
+        self.bound: dict[tuple[str, str], Awaited] = {}
 
     def settle(self) -> None:
         """Wait for what is still under way: somebody gave the lease up before its end."""
@@ -55,8 +57,8 @@ class Waited:
 class Awaited:
     """A Reduction over another one, which counts how long its rank stands still for it."""
 
-    def __init__(self, inner: Reduction, waited: Waited):
-        self._inner, self._waited = inner, waited
+    def __init__(self, inner: Reduction, waited: Waited, group: "Group"):
+        self._inner, self._waited, self._group = inner, waited, group
         self.algorithm, self.is_messages, self.state, self.learn = inner.algorithm, inner.is_messages, inner.state, inner.learn
         self.start, self.poll = inner.start, inner.poll
 
@@ -69,6 +71,15 @@ class Awaited:
         began = time.perf_counter()
         self._inner.wait()
         self._waited.seconds += time.perf_counter() - began
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Reduce while the block computes, and wait at its end. Between hosts a thread moves the messages meanwhile."""
+        moving = mover(self._group.transport, [self._inner], self._group.progress_thread)
+        moving.start(self._inner)
+        yield
+        moving.leave()
+        self.wait()
 
 
 class Exchange:
@@ -83,15 +94,15 @@ class Exchange:
     def __init__(self, group: "Group", waited: Waited, buffer: Buffer, array: Any):
         self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
-    def all_reduce(self, op: str = "add") -> Reduction:
+    def all_reduce(self, op: str = "add") -> Awaited:
         """The all-reduce of the array. Collective where the buffer has none yet."""
         return self._found("all-reduce", op, lambda elements: self._group.bind(elements, op))
 
-    def reduce_scatter(self, op: str = "add") -> Reduction:
+    def reduce_scatter(self, op: str = "add") -> Awaited:
         """The reduction ends in `own`, or `own_rows`; the rest is scratch. Collective where the buffer has none yet."""
         return self._found("reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op))
 
-    def all_gather(self) -> Reduction:
+    def all_gather(self) -> Awaited:
         """`own`, or `own_rows`, of every rank ends in the array. Collective where the buffer has none yet."""
         return self._found("all-gather", "", self._group.bind_all_gather)
 
@@ -114,10 +125,10 @@ class Exchange:
                             f"to be divided by {n} ranks.", f"Use {f'{fewer} or ' if fewer else ''}{fewer + n} rows.")
         return self.own.reshape(rows // n, self.array.shape[-1])
 
-    def _found(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> Reduction:
+    def _found(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> Awaited:
         bound, key = self._buffer.bound, (operation, op)
         if key not in bound:
-            bound[key] = Awaited(bind(self._buffer.elements), self._waited)
+            bound[key] = Awaited(bind(self._buffer.elements), self._waited, self._group)
         return bound[key]
 
 

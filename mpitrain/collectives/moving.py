@@ -31,6 +31,9 @@ class Mover(Protocol):
     def wait(self, reduction: Reduction | None = None) -> None:
         """Block until all that was started has ended, or this one of them; all are moved meanwhile."""
 
+    def leave(self) -> None:
+        """Move nothing any more: whoever has started something waits for it."""
+
 
 class ByCaller:
     """Moves reductions when it is called, and not in between."""
@@ -50,6 +53,9 @@ class ByCaller:
     def wait(self, reduction: Reduction | None = None) -> None:
         self._transport.wait_until(partial(_ended, self._started, reduction))
         self._started = [one for one in self._started if reduction is not None and one is not reduction]
+
+    def leave(self) -> None:
+        self._started = []
 
 
 class ByThread:
@@ -100,6 +106,11 @@ class ByThread:
         self._started = left
         if left and self._thread is None:
             self._begin()
+
+    def leave(self) -> None:
+        self._end()
+        self.poll()
+        self._started = []
 
     def _end(self) -> None:
         """Have no thread."""

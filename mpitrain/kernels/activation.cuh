@@ -5,6 +5,7 @@
 #define ACTIVATION_NONE 0
 #define ACTIVATION_GELU 1
 #define ACTIVATION_RELU 2
+#define ACTIVATION_GELU_BACKWARD -1
 
 __device__ __forceinline__ Sum gelu_gate(Sum z) {    // (1 + tanh u) / 2 with u = sqrt(2 / pi) (z + 0.044715 z^3)
     const Sum u = Sum(0.7978845608028654) * (z + Sum(0.044715) * z * z * z);

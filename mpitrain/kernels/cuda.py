@@ -12,6 +12,7 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.loader import Dims, Function
+from mpitrain.kernels.multiprocessor import Multiprocessor
 from mpitrain.kernels.nvrtc import Compiler
 from mpitrain.kernels.source import Signature, SourceFile
 
@@ -19,6 +20,10 @@ WITHOUT_ASKING = 48 << 10    # bytes of dynamic shared memory that any kernel ma
 CODES = {"float": "f", "double": "d", "signed char": "b", "unsigned char": "B", "unsigned short": "H", "int": "i",
          "unsigned": "I", "long long": "q", "unsigned long long": "Q"}
 """How struct packs a number, by its C++ type."""
+
+LIMITS = ("MaxThreadsPerMultiProcessor", "MaxRegistersPerMultiprocessor", "MaxSharedMemoryPerMultiprocessor",
+          "ReservedSharedMemoryPerBlock", "MaxBlocksPerMultiprocessor")
+"""The driver's names for what `Multiprocessor` lists."""
 
 LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType by dtype."""
@@ -65,6 +70,7 @@ class CudaEngine:
         device = cupy.cuda.Device()
         self.capability = int(device.compute_capability)
         self.multiprocessors = int(device.attributes["MultiProcessorCount"])
+        self.multiprocessor = Multiprocessor(*(int(device.attributes[name]) for name in LIMITS))
         self._compiler = Compiler(cupy, self.capability, folder or cache_of("cuda"))
         self._modules: dict[tuple[Path, tuple], Any] = {}
 

@@ -14,7 +14,8 @@ __device__ __forceinline__ int tiles_over(int count, int size) { return (count +
 
 // The epilogue of N neighbours of row m, from column n on:
 //     z = alpha sum + beta C + bias[n];  saved = z;  C = activation(z) + residual
-// bias, saved and residual may be null; saved and residual have the shape and pitch of C. With beta = 0 C is not read.
+// bias, saved and residual may be null; saved and residual have the shape and pitch of C. With beta = 0 C is not read, but by
+// ACTIVATION_GELU_BACKWARD, where activation(z) is z times GELU's derivative at what C holds.
 struct Epilogue {
     Sum alpha, beta;
     const Element* bias;
@@ -45,6 +46,11 @@ struct Epilogue {
         if (saved) store_run(saved + row, n, N, vector, z);
 #pragma unroll
         for (int i = 0; i < RUN; ++i) z[i] = activate(z[i], activation);
+        if (activation == ACTIVATION_GELU_BACKWARD) {
+            load_run(c + row, n, N, vector, addend);
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) z[i] *= activation_slope(addend[i], ACTIVATION_GELU);
+        }
         if (residual) {
             load_run(residual + row, n, N, vector, addend);
 #pragma unroll

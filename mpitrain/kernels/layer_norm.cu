@@ -44,19 +44,23 @@ extern "C" __global__ void __launch_bounds__(128) layer_norm(
     }
 }
 
-// With d = dy gain: dx = inverse (d - mean of d - normal x mean of (d normal)), means over the row. And for the weights, of the
+// With d = dy gain: dx = inverse (d - mean of d - normal x mean of (d normal)) + residual, means over the row; residual: (M, C),
+// or null for none. And for the weights, of the
 // rows of part p: gain_parts[p, c] = sum of dy normal, bias_parts[p, c] = sum of dy; parts: (P, C), for add_parts.
 // All threads of a block go through one part's rows together. A thread has the same columns of each, so that sums down them
 // need no barrier. With `keep` what a row needs again waits in shared memory, beside the sums: x and dy are read once.
 // Launch: grid (P), block (any whole warps). Dynamic shared memory: with `keep` normal, d and both sums, (4, C up to runs).
 extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
     int M, int C, int keep, const Element* __restrict__ dy, const Element* __restrict__ gain, const Element* __restrict__ x,
-    const Sum* __restrict__ mean, const Sum* __restrict__ inverse, Element* __restrict__ dx, Sum* gain_parts, Sum* bias_parts) {
+    const Sum* __restrict__ mean, const Sum* __restrict__ inverse, const Element* __restrict__ residual, Element* __restrict__ dx,
+    Sum* gain_parts, Sum* bias_parts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     __shared__ __align__(16) Sum scratch[2][2][32];    // of rows by turns: one barrier a row
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, room = (C + WIDE - 1) / WIDE * WIDE;
     const int begin = int((long long)M * blockIdx.x / gridDim.x), end = int((long long)M * (blockIdx.x + 1) / gridDim.x);
-    const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(dy, C) && in_runs<WIDE>(dx, C), vector_gain = in_runs<WIDE>(gain, 0);
+    const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(dy, C) && in_runs<WIDE>(dx, C) &&
+        (!residual || in_runs<WIDE>(residual, C));
+    const bool vector_gain = in_runs<WIDE>(gain, 0);
     Sum *normals = reinterpret_cast<Sum*>(dynamic_shared), *ds = normals + room;
     Sum *gains = gain_parts + (long long)blockIdx.x * C, *biases = bias_parts + (long long)blockIdx.x * C;
     Sum *gain_sums = keep ? ds + room : gains, *bias_sums = keep ? ds + 2 * room : biases;
@@ -110,6 +114,11 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward(
             }
 #pragma unroll
             for (int i = 0; i < WIDE; ++i) d[i] = scale * (d[i] - sum - normal[i] * dot);
+            if (residual) {
+                load_run(residual + at, c, C, vector, dys);
+#pragma unroll
+                for (int i = 0; i < WIDE; ++i) d[i] += dys[i];
+            }
             store_run(dx + at, c, C, vector, d);
         }
     }

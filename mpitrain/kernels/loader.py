@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import Argument, argument_checks
+from mpitrain.kernels.multiprocessor import Multiprocessor
 from mpitrain.kernels.source import FOLDER, Signature, SourceFile, package_sources
 
 MOST_THREADS = 1024
@@ -35,6 +36,9 @@ class Engine(Protocol):
 
     multiprocessors: int
     """How many blocks run at a time where each needs a multiprocessor of its own."""
+
+    multiprocessor: Multiprocessor
+    """What each has room for."""
 
     takes_plain: bool
     """Whether its functions take arguments as they are: one that looks at nothing but addresses."""

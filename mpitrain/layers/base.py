@@ -7,15 +7,23 @@
 A layer may have both halves in one as well, `backward(w, dy, saved, dw, arena) -> dx`, which is then used wherever nothing is to
 come between them: see `backward` below.
 
+A layer may offer to do more in the same pass over memory, by an attribute that is true:
+
+    adds_to_output    y, saved = layer.forward(w, x, arena, residual=r): y has r in its sum
+    adds_to_input     dx, pending = layer.backward_input(w, dy, saved, arena, residual=r), and so `backward`: dx has r in its sum
+    without_gelu      of y = gelu(z): the layer of the same weights that ends in z; what that would have saved is saved[0]
+    takes_gelu        dz, pending = layer.backward_input(w, dy, saved, arena, gelu=s[1]) of a layer whose x was gelu(z), saved
+                      with s: what follows is the backward of `without_gelu`, and s[1] is used up
+
 A layer borrows its arguments: it never writes to x or dy. `saved` may refer to x and y, and `pending` to dy; a reference
 keeps an array alive. So the caller writes into none of them until the halves have run, with two exceptions: dx, to which
 `pending` never refers, and y of a layer whose `output_is_free` belong to the caller.
-`backward_input` may overwrite what `saved` alone holds; `saved` and `pending` are each used once.
+`backward_input` may overwrite what `saved` alone holds, and never the residual; `saved` and `pending` are each used once.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -116,12 +124,16 @@ class Layer(Protocol):
         """Write or add the gradients of the parameters, as `Gradient.claim` says."""
 
 
-def backward(layer: Layer, w: Weights, dy: np.ndarray, saved: Any, dw: Gradients, arena: Arena) -> np.ndarray | None:
-    """Both halves of a layer, in its own way where it has one; returns the gradient of the input."""
-    both = getattr(layer, "backward", None)
+def backward(layer: Layer, w: Weights, dy: np.ndarray, saved: Any, dw: Gradients, arena: Arena,
+             residual: np.ndarray | None = None) -> np.ndarray | None:
+    """Both halves of a layer, in its own way where it has one; returns the gradient of the input.
+
+    residual: where the layer `adds_to_input`, or None
+    """
+    both, half = getattr(layer, "backward", None), cast(Any, layer).backward_input
     if both:
-        return both(w, dy, saved, dw, arena)
-    dx, pending = layer.backward_input(w, dy, saved, arena)
+        return both(w, dy, saved, dw, arena) if residual is None else both(w, dy, saved, dw, arena, residual=residual)
+    dx, pending = half(w, dy, saved, arena) if residual is None else half(w, dy, saved, arena, residual=residual)
     del saved  # its buffers may serve the weight half
     layer.backward_weight(pending, dw, arena)
     return dx

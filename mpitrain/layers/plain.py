@@ -3,6 +3,8 @@
 B batch, T tokens, C channels, H heads, V vocabulary. A sharded set has the same constructors with the same arguments.
 """
 
+from copy import copy
+
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Loss, Parameter
 from mpitrain.layers.compose import Residual
@@ -20,6 +22,7 @@ class Linear:
     def __init__(self, ops: Ops, inputs: int, outputs: int, draw: Draw, activation: str | None = None,
                  bias: bool = True):
         self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
+        self.activation = activation
         self.output_is_free = activation is None
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
@@ -35,6 +38,15 @@ class Linear:
     def output_shape(self, shape):
         return (*shape[:-1], self.outputs)
 
+    @property
+    def without_gelu(self):
+        """This layer up to what GELU is applied to; None if it has another activation or none."""
+        if self.activation != "gelu":
+            return None
+        bare = copy(self)
+        bare.product_backward_input = self.ops.linear_backward_input
+        return bare
+
     def forward(self, w, x, arena):
         y, saved = self.product(_rows(x), w["weight"], w.get("bias"), arena)
         return y.reshape(*x.shape[:-1], self.outputs), saved
@@ -43,10 +55,37 @@ class Linear:
         dx, pending = self.product_backward_input(_rows(dy), w["weight"], saved, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
+    def backward_input_through_gelu(self, w, dy, saved, gelu, arena):
+        """As `backward_input`, of a layer that takes GELU's derivative."""
+        dx, pending = self.ops.gelu_linear_backward_input(_rows(dy), w["weight"], saved, gelu, arena)
+        return dx.reshape(*dy.shape[:-1], self.inputs), pending
+
     def backward_weight(self, pending, dw, arena):
         self.ops.linear_backward_weight(pending, dw["weight"].array, dw["weight"].claim(), arena)
         if self.bias:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+
+
+class FusedLinear(Linear):
+    """A linear layer that offers what its products can do beside: see base.py."""
+
+    @property
+    def adds_to_output(self):
+        """Not after an activation."""
+        return self.activation is None
+
+    takes_gelu = adds_to_output
+
+    def forward(self, w, x, arena, residual=None):
+        if residual is None:
+            return super().forward(w, x, arena)
+        y, saved = self.ops.linear(_rows(x), w["weight"], w.get("bias"), arena, residual=_rows(residual))
+        return y.reshape(residual.shape), saved
+
+    def backward_input(self, w, dy, saved, arena, gelu=None):
+        if gelu is None:
+            return super().backward_input(w, dy, saved, arena)
+        return self.backward_input_through_gelu(w, dy, saved, gelu, arena)
 
 
 class Logits(Linear):
@@ -60,7 +99,7 @@ class Logits(Linear):
 class LayerNorm:
     """(x - mean) / standard deviation * gain + bias over the last dim; gain, bias: (width,)."""
 
-    output_is_free = False
+    output_is_free, adds_to_input = False, True
 
     def __init__(self, ops: Ops, width: int):
         self.ops, self.width = ops, width
@@ -79,8 +118,9 @@ class LayerNorm:
         y, saved = self.ops.layer_norm(_rows(x), w["gain"], w["bias"], arena)
         return y.reshape(x.shape), saved
 
-    def backward_input(self, w, dy, saved, arena):
-        dx, pending = self.ops.layer_norm_backward_input(_rows(dy), w["gain"], saved, arena)
+    def backward_input(self, w, dy, saved, arena, residual=None):
+        residual = None if residual is None else _rows(residual)
+        dx, pending = self.ops.layer_norm_backward_input(_rows(dy), w["gain"], saved, arena, residual)
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
@@ -166,7 +206,7 @@ class Plain:
 
     def qkv(self, width: int, heads: int, draw: Draw) -> Linear:
         """width -> 3 width: the queries, keys and values of all heads; `heads` is where a sharded set may cut."""
-        return Linear(self.ops, width, 3 * width, draw)
+        return FusedLinear(self.ops, width, 3 * width, draw)
 
     def residual(self, inner: Layer) -> Residual:
         """A shortcut around layers."""
@@ -181,15 +221,15 @@ class Plain:
 
     def column_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
         """A linear layer whose outputs a sharded set may split."""
-        return Linear(self.ops, inputs, outputs, draw, activation)
+        return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def row_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
         """A linear layer whose inputs a sharded set may split."""
-        return Linear(self.ops, inputs, outputs, draw, activation)
+        return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
         """A linear layer that every rank holds whole."""
-        return Linear(self.ops, inputs, outputs, draw, activation)
+        return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def head(self, width: int, vocab: int, draw: Draw) -> Linear:
         """Logits over the vocabulary, without bias."""

@@ -19,6 +19,7 @@ class Ops(Protocol):
     linear: Pair
     logits: Pair
     linear_backward_input: Pair
+    gelu_linear_backward_input: Pair
     linear_backward_weight: Writes
     linear_backward_bias: Writes
     linear_gelu: Pair

@@ -110,7 +110,8 @@ class Grid:
     """
 
     def __init__(self, transport: Transport, axes: Axes, algorithm: str = "auto", tuning: Tuning = DEFAULT,
-                 arithmetic: Arithmetic = HOST, arena: Arena | None = None, tp_algorithm: str = ""):
+                 arithmetic: Arithmetic = HOST, arena: Arena | None = None, tp_algorithm: str = "",
+                 progress_thread: str = "auto"):
         assert axes.ranks == transport.size
         self.axes, self.transport = axes, transport
         self._parts: list[Transport] = []
@@ -120,7 +121,7 @@ class Grid:
         self.speaks = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
 
         def group_of(part: Transport) -> Group:
-            return Group(part, algorithm, tuning, arithmetic, arena)
+            return Group(part, algorithm, tuning, arithmetic, arena, progress_thread)
 
         self._group_of = group_of
 

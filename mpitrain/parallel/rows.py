@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.collectives.exchange import Exchange
-from mpitrain.collectives.execute import Reduction
+from mpitrain.collectives.exchange import Awaited, Exchange
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
@@ -34,7 +33,7 @@ class WholeRows:
         """Where this rank writes what will be summed."""
         return self.group.exchange(shape, dtype)
 
-    def reduction(self, lease: Exchange) -> Reduction:
+    def reduction(self, lease: Exchange) -> Awaited:
         """What sums it."""
         return lease.all_reduce()
 
@@ -86,9 +85,9 @@ class OwnRows(WholeRows):
     def __init__(self, group: Group, keep_gathered: bool):
         """keep_gathered: keep what a layer has gathered for its backward, instead of gathering it again."""
         super().__init__(group)
-        self._keeps = keep_gathered
+        self._keeps, self.context = keep_gathered, 0    # until an embedding says it
 
-    def reduction(self, lease: Exchange) -> Reduction:
+    def reduction(self, lease: Exchange) -> Awaited:
         return lease.reduce_scatter()
 
     def summed(self, lease: Exchange, arena: Arena) -> Any:
@@ -103,10 +102,10 @@ class OwnRows(WholeRows):
         return lease.array
 
     def kept(self, saved: Any, x: Any) -> Any:
-        return saved if self._keeps else (_with_input(saved, None), x)
+        return saved if self._keeps else _with_input(saved, x)
 
     def regained(self, saved: Any) -> Any:
-        return saved if self._keeps else _with_input(saved[0], self.whole(saved[1]))
+        return saved if self._keeps else _with_input(saved, self.whole(_input_of(saved)))
 
     def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
         rows = math.prod(shape[:-1])
@@ -163,6 +162,11 @@ def _nearest(number: int, unit: int) -> str:
     return f"{f'{below} or ' if below else ''}{below + unit}"
 
 
+def _input_of(saved: Any) -> Any:
+    """The input of a linear operation in what it saved, which is the input, or a tuple whose first entry is such."""
+    return _input_of(saved[0]) if isinstance(saved, tuple) else saved
+
+
 def _with_input(saved: Any, x: Any) -> Any:
-    """What a linear operation saved, which is its input or begins with it, with this input."""
-    return (x, *saved[1:]) if isinstance(saved, tuple) else x
+    """What a linear operation saved, with this input."""
+    return (_with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x

@@ -53,7 +53,6 @@ class Sharded(Alone):
 
     def embedding(self, vocab: int, context: int, width: int) -> SplitEmbedding:
         """Its rows are split, and the positions held by all."""
-        self.rows.context = context
         return SplitEmbedding(self, vocab, context, width, normal(0.02))
 
     def norm(self, width: int) -> HeldNorm:
@@ -122,8 +121,20 @@ def described(ops: Ops, layout: Layout) -> Alone:
     return layers_for(ops, cast(Group, Seat(layout.tp - 1, layout.tp)), layout)
 
 
-def check_shared(units: Sequence[Unit], ranks: int) -> None:
-    """ConfigError if some layer would be trained on each of these ranks, which share layers, as if it were alone there."""
+def check_units(units: Sequence[Unit], rows: WholeRows) -> None:
+    """ConfigError if units cannot be trained together.
+
+    The loss writes over the last one's output; ranks that share layers compute none as if they were alone there; and where they
+    have rows of their own between layers, one of them has divided the model's input.
+    rows  of the set of layers
+    """
+    ranks, last = rows.group.size, units[-1]
+    if not last.layer.output_is_free:
+        raise ConfigError(f"The loss writes its gradient over the last output, but {last.name} needs that for its backward.",
+                          "End with a layer that has no activation, such as `head` or `linear`.")
+    if not rows.context:
+        raise ConfigError("With layout.sequence_parallel an embedding leaves each rank its own rows, but no unit is one.",
+                          "Begin with `embedding` of the set of layers, or set layout.sequence_parallel to false.")
     for unit in units if ranks > 1 else ():
         for parameter in unit.layer.parameters():
             if parameter.slices is None and not parameter.holders:

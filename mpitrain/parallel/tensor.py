@@ -10,14 +10,12 @@ B batch, T tokens, C channels, n ranks of the group.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from mpitrain.collectives.exchange import Exchange
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, LayerNorm, Linear
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -66,10 +64,8 @@ class Column(Linear):
     def backward(self, w, dy, saved, dw, arena):
         """The weight half is computed while the gradient of the input is summed."""
         lease, pending = self._summands(w, dy, saved, arena)
-        reduction = self._rows.reduction(lease)
-        reduction.start()
-        self.backward_weight(pending, dw, arena)
-        reduction.wait()
+        with self._rows.reduction(lease).beside():
+            self.backward_weight(pending, dw, arena)
         return self._rows.summed(lease, arena)
 
     def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[Exchange, Any]:
@@ -83,15 +79,21 @@ class Column(Linear):
 class ColumnParallelLinear(Column):
     """A linear layer with outputs / n of the outputs on each rank: rank r has the r-th run of them.
 
-    gather_output  return all outputs on every rank, instead of this rank's alone
+    gather_output  return all outputs on every rank, instead of this rank's alone; not where ranks have rows of their own
     raises         ConfigError if the outputs do not divide by the ranks
     """
 
     def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
                  *, gather_output: bool = False):
         super().__init__(layers, [part(layers.rows.group, outputs, "outputs")], inputs, outputs, draw, activation, bias)
+        _check_rows(layers.rows, gather_output, "gather_output=True returns")
         self._gathers = gather_output
         self.output_is_free |= gather_output
+
+    @property
+    def without_gelu(self):
+        """None if what it returns is not its own part alone."""
+        return None if self._gathers else super().without_gelu
 
     def output_shape(self, shape):
         return (*self._rows.entered(shape)[:-1], self._whole if self._gathers else self.outputs)
@@ -107,16 +109,19 @@ class ColumnParallelLinear(Column):
 class RowParallelLinear(Linear):
     """A linear layer with inputs / n of the inputs on each rank: rank r has the r-th run of them; every rank has all outputs.
 
-    input_is_parallel  x is this rank's part of the inputs, as a column-parallel layer returns it; else all of them
+    input_is_parallel  x is this rank's part of the inputs, as a column-parallel layer returns it; else all of them, which is not
+                       possible where ranks have rows of their own
     raises             ConfigError if the inputs do not divide by the ranks
     """
 
     def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
                  *, input_is_parallel: bool = True):
+        _check_rows(layers.rows, not input_is_parallel, "input_is_parallel=False takes")
         self._run = part(layers.rows.group, inputs, "inputs")
         super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
         self._rows, self._whole, self._has_bias, self._is_parallel = layers.rows, inputs, bias, input_is_parallel
         self.output_is_free = activation is None
+        self.takes_gelu = input_is_parallel
         self._activation = {None: None, "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
                             "relu": (layers.ops.relu, layers.ops.relu_backward)}[activation]
 
@@ -144,11 +149,14 @@ class RowParallelLinear(Linear):
             y, slope = self._activation[0](y, arena)
         return y, (saved, slope)
 
-    def backward_input(self, w, dy, saved, arena):
+    def backward_input(self, w, dy, saved, arena, gelu=None):
         saved, slope = saved
         if self._activation:
             dy = self._activation[1](dy, slope, arena)
-        dx, pending = super().backward_input(w, self._rows.whole(dy), saved, arena)
+        dy = self._rows.whole(dy)
+        if gelu is not None:
+            return self.backward_input_through_gelu(w, dy, saved, gelu, arena)
+        dx, pending = super().backward_input(w, dy, saved, arena)
         return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
 
     def backward_weight(self, pending, dw, arena):
@@ -189,7 +197,7 @@ class HeadAttention(Attention):
         return super().backward_input(w, self._rows.sequences(dy), saved, arena)
 
 
-class HeldLinear(Linear):
+class HeldLinear(FusedLinear):
     """A linear layer that all ranks of the group hold whole, and compute alike."""
 
     def parameters(self):
@@ -219,6 +227,13 @@ def part(group: Group, count: int, what: str) -> range:
     return share(count, group.rank, n)
 
 
+def _check_rows(rows: WholeRows, needs_all: bool, what: str) -> None:
+    """ConfigError for whole rows of whole columns, where ranks have rows of their own. what: needs them, said with a verb."""
+    if needs_all and rows.partial:
+        raise ConfigError(f"With layout.sequence_parallel each rank has rows of its own between layers, but {what} all columns.",
+                          "Leave the argument out, or set layout.sequence_parallel to false.")
+
+
 def _gathered(group: Group, own: Any, arena: Arena) -> Any:
     """All columns of an array (..., K), of which each rank has K / n."""
     rows, width = _flat(own).shape
@@ -234,7 +249,7 @@ def _own(group: Group, whole: Any, arena: Arena) -> Any:
     """This rank's K / n columns of an array (..., K)."""
     mine = share(whole.shape[-1], group.rank, group.size)
     own = arena.take((*whole.shape[:-1], len(mine)), whole.dtype)
-    np.copyto(own, whole[..., mine.start:mine.stop])
+    own[...] = whole[..., mine.start:mine.stop]
     return own
 
 

@@ -21,6 +21,7 @@ class SplitEmbedding(Embedding):
     def __init__(self, layers: Layers, vocab: int, context: int, width: int, draw: Any):
         super().__init__(layers.ops, vocab, context, width, draw)
         self._rows = layers.rows
+        self._rows.context = context
         self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
 
     def parameters(self):

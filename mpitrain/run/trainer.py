@@ -20,7 +20,7 @@ from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replicate import Contribution, Outcome, Replica
-from mpitrain.parallel.sharded import Alone, check_shared, layers_for
+from mpitrain.parallel.sharded import Alone, check_units, layers_for
 from mpitrain.pipeline.partition import cut, dealt
 from mpitrain.pipeline.pipe import own
 from mpitrain.pipeline.stream import pipe_for
@@ -58,7 +58,8 @@ class Trainer:
         self._own: Transport | None = mine
         self.transport = over_device(mine, self.backend, self.config.device.cuda_aware)
         self.grid = Grid(self.transport, resolved.axes, self.config.replication.algorithm, resolved.tuning,
-                         arithmetic_of(resolved.device), arena=self.arena, tp_algorithm=self.config.layout.algorithm)
+                         arithmetic_of(resolved.device), arena=self.arena, tp_algorithm=self.config.layout.algorithm,
+                         progress_thread=self.config.replication.progress_thread)
         try:
             self._build(units, loss)
         except MpitrainError as error:
@@ -73,8 +74,7 @@ class Trainer:
         resolved, grid = self.resolved, self.grid
         self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
         model = agreed(self.transport, lambda: list(units(layers) if callable(units) else units))
-        agreed(self.transport, lambda: check_shared(model, resolved.axes.tp))
-        assert model[-1].layer.output_is_free, "the loss writes its gradient over the logits"
+        agreed(self.transport, lambda: check_units(model, layers.rows))
         self.parameter_count = parameter_count(model)
         place = resolved.plan.place
         parts, tied = agreed(self.transport, lambda: dealt(model, cut(model, len(place), self.config.pipeline.partition), place))

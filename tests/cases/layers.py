@@ -39,6 +39,23 @@ def check_linear(kernels: Kernels, m: int, k: int, n: int, activation: str = "",
     halves(names[:count], ops, (pending,), (truth,), shapes[:count], dtype)
 
 
+def check_fused(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32", gemm: str = "tiled") -> None:
+    """A linear layer after one with GELU: the residual in its sum; backward GELU's derivative, written over what was kept."""
+    ops, arena = cuda.body(kernels, cuda.multiply(gemm)), Arena()
+    x, up, b, w, residual, dy = (stored(a, dtype) for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, k, n),
+                                                            numbers(5, m, k), numbers(6, m, k)))
+    h, (_, z) = ops.linear_gelu(x, up, b, arena)
+    true_h, (_, true_z) = reference.linear_gelu(values(x), values(up), values(b), None)
+    y, saved = ops.linear(h, w, None, arena, residual=residual)
+    true_y, true_saved = reference.linear(true_h, values(w), None, None, residual=values(residual))
+    assert_close(y, true_y, dtype, "y")
+    dz, pending = ops.gelu_linear_backward_input(dy, w, saved, z, arena)
+    true_dz, truth = reference.gelu_linear_backward_input(values(dy), values(w), true_saved, true_z, None)
+    assert dz is z
+    assert_close(dz, true_dz, dtype, "dz")
+    halves(["linear_backward_weight"], ops, (pending,), (truth,), [(k, n)], dtype)
+
+
 def check_logits(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32") -> None:
     """Logits begin at multiples of 64 elements, and through loss and both backward products nobody touches what is between."""
     ops, arena, targets = cuda.body(kernels), Arena(), np.arange(m) % n
@@ -86,16 +103,21 @@ def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool, dtype:
     assert_close(out, truth)
 
 
-def check_layer_norm(kernels: Kernels, m: int, c: int, dtype: str = "float32", shifted: bool = False) -> None:
-    """LayerNorm of rows with a mean far from 0, forward and the three backward halves."""
+def check_layer_norm(kernels: Kernels, m: int, c: int, dtype: str = "float32", shifted: bool = False,
+                     adds: bool = False) -> None:
+    """LayerNorm of rows with a mean far from 0, forward and the three backward halves.
+
+    adds: dx has a residual in its sum
+    """
     ops, arena = cuda.body(kernels), Arena()
-    x, gain, bias, dy = (stored(a, dtype, shifted) for a in
-                         (3 + numbers(1, m, c), numbers(2, c), numbers(3, c), numbers(4, m, c)))
+    x, gain, bias, dy, residual = (stored(a, dtype, shifted) for a in
+                                   (3 + numbers(1, m, c), numbers(2, c), numbers(3, c), numbers(4, m, c), numbers(5, m, c)))
     y, saved = ops.layer_norm(x, gain, bias, arena)
     true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), None)
     assert_close(y, true_y, dtype, "y")
-    dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena)
-    true_dx, truth = reference.layer_norm_backward_input(values(dy), values(gain), true_saved, None)
+    dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena, residual if adds else None)
+    true_dx, truth = reference.layer_norm_backward_input(values(dy), values(gain), true_saved, None,
+                                                         values(residual) if adds else None)
     size = np.abs(values(dy) * values(gain) * true_saved[1]).max(initial=0)     # in a row of one number all cancels
     assert_close(dx, true_dx, dtype, "dx", size)
     halves(["layer_norm_backward_gain", "layer_norm_backward_bias"], ops, (pending,), (truth,), [(c,), (c,)], dtype)
@@ -164,6 +186,11 @@ def linears() -> Iterator[Callable]:
     for activation in ("", "_gelu", "_relu"):
         yield partial(check_linear, m=33, k=31, n=37, activation=activation, gemm="library")
     yield partial(check_linear, m=33, k=30, n=36, gemm="library", dtype="bfloat16")
+    for m, k, n in ((1, 1, 1), (0, 3, 2), (33, 31, 37)):
+        yield partial(check_fused, m=m, k=k, n=n)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_fused, m=35, k=9, n=40, dtype=dtype)
+    yield partial(check_fused, m=33, k=300, n=37, gemm="library", dtype="bfloat16")
     yield partial(check_logits, m=33, k=31, n=37)
     yield partial(check_logits, m=6, k=16, n=129, dtype="bfloat16")
     for n in (0, 1, 7, 8, 9, 1023, 1024, 1026):
@@ -183,10 +210,10 @@ def linears() -> Iterator[Callable]:
 def norms() -> Iterator[Callable]:
     """layer_norm."""
     for m, c in ((1, 1), (0, 4), (3, 5), (4, 32), (5, 127), (70, 128), (9, 129), (2, 523), (3, 10_501)):
-        yield partial(check_layer_norm, m=m, c=c)
-    yield partial(check_layer_norm, m=7, c=36, shifted=True)
+        yield partial(check_layer_norm, m=m, c=c, adds=c % 2 == 0 or c > 1000)
+    yield partial(check_layer_norm, m=7, c=36, shifted=True, adds=True)
     for dtype in ("float64", "float16", "bfloat16"):
-        yield partial(check_layer_norm, m=7, c=36, dtype=dtype)
+        yield partial(check_layer_norm, m=7, c=36, dtype=dtype, adds=True)
 
 
 def embeddings() -> Iterator[Callable]:

@@ -21,7 +21,15 @@ def gelu(z: np.ndarray) -> np.ndarray:
     return 0.5 * z * (1 + np.tanh(reference.GELU_SCALE * (z + reference.GELU_CUBIC * z**3)))
 
 
-ACTIVATIONS = {None: lambda z: z, "gelu": gelu, "relu": lambda z: np.maximum(z, 0)}
+def gelu_slope(z: np.ndarray) -> np.ndarray:
+    """The derivative of the tanh form."""
+    t = np.tanh(reference.GELU_SCALE * (z + reference.GELU_CUBIC * z**3))
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * reference.GELU_SCALE * (1 + 3 * reference.GELU_CUBIC * z**2)
+
+
+# Of what precedes the activation, and of what C held before.
+ACTIVATIONS = {None: lambda z, _: z, "gelu": lambda z, _: gelu(z), "relu": lambda z, _: np.maximum(z, 0),
+               "gelu backward": lambda z, held: z * gelu_slope(held)}
 
 
 def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", result: str = "", ta: bool = False,
@@ -42,16 +50,16 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
     c, saved, residual = array(3, m, n, result), array(4, m, n, result), array(5, m, n, result)
     op_a, op_b = values(a).swapaxes(-1, -2) if ta else values(a), values(b).swapaxes(-1, -2) if tb else values(b)
     alpha, beta, bias, row_sums = 1.0, 0.0, None, None
-    truth = op_a @ op_b
+    truth, held = op_a @ op_b, values(c)
     if extra:
         alpha, beta, bias = 1.5, -0.5, stored(numbers(6, n), dtype, shifted)
-        truth = alpha * truth + beta * values(c) + values(bias)
+        truth = alpha * truth + beta * held + values(bias)
         row_sums = None if batch or by_library else np.empty(m, "float64" if dtype == "float64" else "float32")
     multiply = product.library if by_library else partial(product.gemm, tiling=tile and tiles.Tiling(tile, splits))
     multiply(kernels, Arena(), a, b, c, transposed_a=ta, transposed_b=tb, alpha=alpha, beta=beta, bias=bias,
              residual=residual if extra else None, saved=saved if extra else None, activation=activation,
              row_sums=row_sums)
-    assert_close(c, ACTIVATIONS[activation](truth) + (values(residual) if extra else 0), result, "c")
+    assert_close(c, ACTIVATIONS[activation](truth, held) + (values(residual) if extra else 0), result, "c")
     if extra:
         assert_close(saved, truth, result, "saved")
     if row_sums is not None:
@@ -66,8 +74,8 @@ def ordinary() -> Iterator[partial]:
         for m, n, k in SHAPES:
             yield partial(here, m=m, n=n, k=k, tile=small)
         yield partial(here, m=31, n=45, k=50, tile=small, extra=True, activation="gelu")
-        yield partial(here, m=33, n=36, k=20, tile=small, shifted=True)
-        yield partial(here, m=33, n=30, k=100, tile=small, splits=3)
+        yield partial(here, m=33, n=36, k=20, tile=small, shifted=True, activation=None if ta else "gelu backward")
+        yield partial(here, m=33, n=30, k=100, tile=small, splits=3, activation=None if ta else "gelu backward")
         for tile in (medium, large):
             yield partial(here, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile)
     for tile in others:
@@ -78,8 +86,9 @@ def ordinary() -> Iterator[partial]:
     yield partial(check, m=20, n=17, k=70, tile=small, batch=2, splits=2)
     yield partial(check, m=330, n=70, k=3, tile=small)             # more than one group of tiles
     yield partial(check, m=40, n=50, k=1100)                       # tile and split of the library's own choice
-    yield partial(check, m=33, n=65, k=18, tile=small, dtype="float64", extra=True)
-    yield partial(check, m=33, n=35, k=18, tile=small, dtype="float16", extra=True)
+    for activation in (None, "gelu backward"):
+        yield partial(check, m=33, n=65, k=18, tile=small, dtype="float64", extra=True, activation=activation)
+        yield partial(check, m=33, n=35, k=18, tile=small, dtype="float16", extra=True, activation=activation)
 
 
 def by_library() -> Iterator[partial]:
@@ -90,6 +99,7 @@ def by_library() -> Iterator[partial]:
             yield partial(here, m=m, n=n, k=k)
         yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu")
         yield partial(here, m=32, n=48, k=20, extra=True, activation="relu")
+        yield partial(here, m=32, n=47, k=20, activation="gelu backward")
         yield partial(here, m=3, n=4, k=0, extra=True)
         yield partial(here, m=33, n=36, k=20, shifted=True)
     for dtype in ("float64", "float16", "bfloat16"):
@@ -105,12 +115,13 @@ def tensor() -> Iterator[partial]:
         for m, n, k in [*SHAPES, (32, 40, 200)]:
             yield partial(here, m=m, n=n, k=k)
         yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu", result="float16")
-        yield partial(here, m=40, n=40, k=40, shifted=True)
-        yield partial(here, m=40, n=30, k=200, splits=3)
+        yield partial(here, m=40, n=40, k=40, shifted=True, activation=None if ta else "gelu backward")
+        yield partial(here, m=40, n=30, k=200, splits=3, activation=None if ta else "gelu backward")
     for tile in (medium, large, others[-1]):    # of those with warps of 64 x 64 one: each is long to compile
         yield partial(check, m=tile.TILE_M + 8, n=tile.TILE_N - 8, k=104, tile=tile, dtype="bfloat16", result="float32",
                       tb=True)
     yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)
     yield partial(check, m=33, n=17, k=20, tile=small, dtype="float16", batch=3, extra=True)
+    yield partial(check, m=33, n=40, k=48, tile=small, dtype="bfloat16", activation="gelu backward")
     yield partial(check, m=33, n=30, k=200, tile=small, dtype="float16", splits=4, extra=True, ta=True, activation="relu")
     yield partial(check, m=3, n=5, k=40, tile=small, dtype="float16", splits=5)

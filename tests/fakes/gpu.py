@@ -19,7 +19,9 @@ class FakeEngine:
 
     def __init__(self):
         self._simulator = Simulator()
-        self.capability, self.multiprocessors = self._simulator.capability, self._simulator.multiprocessors
+        simulated = self._simulator
+        self.capability, self.multiprocessors = simulated.capability, simulated.multiprocessors
+        self.multiprocessor = simulated.multiprocessor
         self.noted = defaultdict(list)
 
     name, takes_plain = "a fake GPU", False

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.layers.base import Unit, backward
-from mpitrain.layers.compose import Residual, Sequential
+from mpitrain.layers.compose import Sequential
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
@@ -22,23 +22,37 @@ STEP = 1e-5
 class Watched:
     """A layer that computes what another does, and finds whoever writes where nobody may."""
 
-    def __init__(self, inner: Any, backend: Backend):
-        self.inner, self._host = inner, lambda array: backend.to_host(array).copy()
+    def __init__(self, inner: Any, host: Any):
+        """host: (array on the device) -> a copy of what it holds."""
+        self.inner, self._host = inner, host
         self.output_is_free = inner.output_is_free
+        for offer in ("adds_to_output", "adds_to_input", "takes_gelu"):
+            setattr(self, offer, getattr(inner, offer, False))
+
+    @property
+    def without_gelu(self):
+        without = getattr(self.inner, "without_gelu", None)
+        return without and WatchedWithoutGelu(without, self._host)
 
     def parameters(self):
         return self.inner.parameters()
 
-    def forward(self, w, x, arena):
-        y, saved = self.inner.forward(w, x, arena)
-        seen = [(x, self._host(x), "x")] + ([] if self.output_is_free else [(y, self._host(y), "y")])
-        return y, (saved, seen)
+    def forward(self, w, x, arena, **residual):
+        seen = [(array, self._host(array), name) for name, array in {"x": x, **residual}.items()]
+        y, saved = self.inner.forward(w, x, arena, **residual)
+        self._check(seen, "it had gone forward")
+        seen += [] if self.output_is_free else [(y, self._host(y), "y")]
+        # Where it goes back without its GELU, what this left is the second of what was saved.
+        return y, ((saved[0], seen), saved[1]) if self.without_gelu else (saved, seen)
 
-    def backward_input(self, w, dy, saved, arena):
+    def backward_input(self, w, dy, saved, arena, **taken):
+        if self.without_gelu:
+            (first, seen), second = saved
+            saved = (first, second), seen
         saved, seen = saved
-        seen.append((dy, self._host(dy), "dy"))
+        seen += [(array, self._host(array), name) for name, array in {"dy": dy, **taken}.items() if name != "gelu"]
         self._check(seen, "the backward half began")
-        dx, pending = self.inner.backward_input(w, dy, saved, arena)
+        dx, pending = self.inner.backward_input(w, dy, saved, arena, **taken)
         self._check(seen, "its input half was over")
         return dx, (pending, seen)
 
@@ -53,14 +67,20 @@ class Watched:
             assert not changed, f"somebody wrote into {name} of {type(self.inner).__name__} before {when}"
 
 
+class WatchedWithoutGelu(Watched):
+    """One that goes back alone: it was watched as it went forward."""
+
+    without_gelu = None
+
+
 class WatchedPlain:
     """The constructors of `Plain`, whose layers are watched."""
 
     def __init__(self, plain: Plain, backend: Backend):
-        self._plain, self._backend = plain, backend
+        self._plain, self._host = plain, lambda array: backend.to_host(array).copy()
 
     def __getattr__(self, kind):
-        return lambda *args, **kwargs: Watched(getattr(self._plain, kind)(*args, **kwargs), self._backend)
+        return lambda *args, **kwargs: Watched(getattr(self._plain, kind)(*args, **kwargs), self._host)
 
 
 def draw(generator, shape):
@@ -78,8 +98,9 @@ def kinds(plain) -> dict[str, Any]:
         "attention": Sequential(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
         "to linear": Sequential(a=plain.norm(WIDTH), b=linear("relu"), c=linear()),
         "to relu": Sequential(a=linear(), b=linear("relu")),
-        "to a shortcut": Sequential(a=linear("relu"), b=Residual(linear("relu"))),
-        "shortcut": Residual(linear("gelu")),
+        "from gelu": Sequential(a=plain.norm(WIDTH), b=linear("gelu"), c=linear("gelu"), d=linear()),
+        "to a shortcut": Sequential(a=linear("relu"), b=plain.residual(linear("relu"))),
+        "shortcut": plain.residual(linear("gelu")),
     }
 
 
@@ -107,7 +128,7 @@ class LayerLaws:
     def law_outputs_stay_until_the_weight_half_has_run_and_both_at_once_are_the_halves(self, plain: Plain, backend: Backend):
         watched = WatchedPlain(plain, backend)
         for name, kind in kinds(watched).items():
-            for layer in (kind, Residual(kind), Residual(Residual(kind))):
+            for layer in (kind, plain.residual(kind), plain.residual(plain.residual(kind))):
                 found = []
                 for way in (_both_halves, backward):
                     weights, gradients, _, slots = placed(layer, backend)
@@ -136,7 +157,7 @@ class LayerLaws:
     def law_what_belongs_to_the_caller_is_kept_by_nobody(self, plain: Plain, backend: Backend):
         """A free output and every dx are spoilt as soon as they are returned; what comes later must not see it."""
         for name, kind in kinds(plain).items():
-            for layer in (kind, Residual(kind)):
+            for layer in (kind, plain.residual(kind)):
                 found = {}
                 for spoil in (False, True):
                     weights, gradients, _, slots = placed(layer, backend)
@@ -155,7 +176,7 @@ class LayerLaws:
 
     def law_a_shortcut_has_the_gradient_of_its_sum(self, plain: Plain, backend: Backend):
         for name, kind in kinds(plain).items():
-            for layer in (kind, Residual(kind), Residual(Residual(kind))):
+            for layer in (kind, plain.residual(kind), plain.residual(plain.residual(kind))):
                 _noted(lambda: _assert_gradient(layer, backend), name)  # noqa: B023
 
 

@@ -123,7 +123,7 @@ def test_the_ratio_is_taken_between_neighbouring_blocks():
     peer = train.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5], [])
     lines = train.table([ours, peer], 100)
     assert lines[1].split()[:4] == ["mpitrain", "1.0000", "0.2500", "100"] and lines[2].split()[2] == "-"
-    assert "mpitrain is 1.500 times as fast as peer (neighbouring blocks 1.500 .. 2.000)" in lines[-1]
+    assert "mpitrain is 1.500 times as fast as peer (blocks 1.500 .. 2.000)" in lines[-1]
     assert lines[-1].endswith("losses at most 2.5e-01 apart")
 
 

@@ -8,12 +8,17 @@ from mpitrain.transport.mpi import connect
 from tests.ranks.test_training import TINY, configured, curve
 
 
-@pytest.mark.parametrize("mpi_ranks", [2, 3])
-def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks):
-    transport = connect()
+@pytest.mark.parametrize("mpi_ranks, settings", [(2, ["layout.tp=2"]), (3, [])], ids=["activations", "gradients"])
+def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks, settings, monkeypatch):
+    from mpi4py import MPI  # begins MPI, which is not for the process that only starts the ranks
+
+    transport, begun, begin = connect(), [], ByThread._begin
     assert transport.admits_threads
     assert type(mover(transport, [])) is ByCaller
-    transport.hosts = tuple(f"host{rank}" for rank in range(mpi_ranks))  # pretended
-    assert type(mover(transport, [])) is ByThread
-    without, beside = (curve(transport, configured(*TINY, f"replication.progress_thread={thread}")) for thread in ("no", "auto"))
+    monkeypatch.setattr(MPI, "Get_processor_name", lambda: f"host{MPI.COMM_WORLD.rank}")    # of transports split off from now on
+    monkeypatch.setattr(ByThread, "_begin", lambda self: (begun.append(self._transport.size), begin(self)))
+    without = curve(transport, configured(*TINY, *settings, "replication.progress_thread=no"))
+    assert begun == []
+    beside = curve(transport, configured(*TINY, *settings))
     assert all(np.array_equal(one, other) for one, other in zip(without, beside, strict=True))
+    assert len(begun) >= 20 and {*begun} == {mpi_ranks}

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives.bind import bind
+from mpitrain.collectives.group import Group
 from mpitrain.collectives.moving import ByCaller, ByThread, mover
+from mpitrain.config import Layout
 from mpitrain.errors import CommError
+from mpitrain.layers.initial import normal
+from mpitrain.ops.device import ops_for
+from mpitrain.parallel.sharded import layers_for
+from mpitrain.parallel.tensor import ColumnParallelLinear
 from mpitrain.transport.mpi_requests import Receive, Turns
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS, run
@@ -42,6 +48,33 @@ def test_a_thread_that_asks_for_the_interpreter_is_not_kept_waiting_for_millisec
         assert sys.getswitchinterval() <= 1e-3
     finally:
         sys.setswitchinterval(before)
+
+
+def test_between_hosts_a_column_layer_s_sum_is_made_while_its_weight_half_computes():
+    def run(transport, thread):
+        group, leased, found = Group(transport, progress_thread=thread), [], []
+        layers = layers_for(ops_for("cpu"), group, Layout(tp=2))
+
+        class Patient(ColumnParallelLinear):
+            """Its weight half takes as long as the sum, if that ends meanwhile."""
+
+            def backward_weight(self, pending, dw, arena):
+                end = time.monotonic() + (SECONDS if thread == "auto" else 0.1)
+                while not np.all(leased[-1].array == 3) and time.monotonic() < end:
+                    time.sleep(1e-3)
+                found.append(bool(np.all(leased[-1].array == 3)))
+
+        lease = layers.rows.lease
+        layers.rows.lease = lambda *shape: (leased.append(lease(*shape)), leased[-1])[1]
+        layer, w = Patient(layers, 5, 2, normal(1), bias=False), {"weight": np.full((1, 5), 1.0 + transport.rank)}
+        for _ in range(3):
+            _, saved = layer.forward(w, np.ones((7, 5)), group.arena)
+            dx = layer.backward(w, np.ones((7, 1)), saved, {}, group.arena)
+            assert np.all(dx == 3) and group.exchanged_s > 0
+        return found
+
+    assert run_ranks(2, run, "auto", hosts="ab") == [[True] * 3] * 2
+    assert run_ranks(2, run, "no", hosts="ab") == [[False] * 3] * 2
 
 
 class Failing:

@@ -175,6 +175,26 @@ def test_what_all_hold_has_equal_bits_where_groups_of_replicas_lie_on_hosts_in_d
     run_ranks(6, curve, config, 2, hosts="aaabbb")    # where a group of replicas lies as aab, and the other as abb
 
 
+@pytest.mark.parametrize("own_rows, name", [("false", "qkv.weight"), ("true", "qkv.weight"), ("true", "norm.gain")])
+def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, name):
+    """A norm's gradient, too, of which each rank has only a part."""
+    def told(transport):
+        config = configured(*GPT, "layout.tp=2", f"layout.sequence_parallel={own_rows}")
+        trainer, source, _ = build(transport, config, source=source_of(config))
+        entry, ready = next(e for e in trainer.storage.entries if e.name.endswith(name)), trainer.replication.gradient_ready
+
+        def spoiled(unit, is_last):
+            if transport.rank == 3 and entry.name.startswith(f"{trainer.units[unit].name}."):
+                trainer.gradients[entry.start] = np.nan
+            ready(unit, is_last)
+
+        trainer.replication.gradient_ready, before = spoiled, trainer.parameters.copy()
+        outcome = trainer.step(0, *trainer.replication.batch(source, 0))
+        return outcome.updated, outcome.nonfinite > 0, np.isfinite(outcome.loss), np.array_equal(before, trainer.parameters)
+
+    assert run_ranks(4, told) == [(False, True, True, True)] * 4
+
+
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other_with_the_same_bits(tmp_path):
     shape = [*GPT, "model.tied=true", "model.context=9"]
 
@@ -231,12 +251,20 @@ def test_layers_in_a_list_of_one_s_own_gather_and_split_where_they_are_told_to()
         check_equal(alone, run_ranks(dp * tp, trained, units, tp))
 
 
-def test_units_that_would_train_apart_are_refused():
-    config = configured("layout.tp=2", "model.kind=mlp")
-    units = mlp(Plain(ops_for("cpu")), features=3, hidden=[4], classes=2)
-    with pytest.raises(ConfigError, match=r"weight of unit hidden\.0 is neither") as refused:
+@pytest.mark.parametrize("own_rows, units, law", [
+    (False, lambda layers: mlp(Plain(ops_for("cpu")), features=3, hidden=[4], classes=2), "weight of unit hidden.0 is neither"),
+    (False, lambda layers: [Unit("a", layers.column_linear(3, 4, normal(1), "relu"))], "but a needs that for its backward"),
+    (True, lambda layers: [Unit("a", layers.column_linear(3, 4, normal(1)))], "each rank its own rows, but no unit is one"),
+    (True, lambda layers: [Unit("a", ColumnParallelLinear(layers, 3, 4, normal(1), gather_output=True))],
+     "gather_output=True returns all columns"),
+    (True, lambda layers: [Unit("a", RowParallelLinear(layers, 4, 3, normal(1), input_is_parallel=False))],
+     "input_is_parallel=False takes all columns"),
+])
+def test_units_that_cannot_be_trained_together_are_refused(own_rows, units, law):
+    config = configured("layout.tp=2", f"layout.sequence_parallel={str(own_rows).lower()}")
+    with pytest.raises(ConfigError) as refused:
         run_ranks(2, lambda transport: Trainer(transport, units, config))
-    assert refused.value.agreed
+    assert refused.value.agreed and law in refused.value.law
 
 
 def test_a_vocabulary_that_is_smaller_than_the_ranks_that_share_it_is_refused_with_the_most_there_may_be():

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
+from mpitrain.kernels.multiprocessor import H100
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling, count, read_tiles, worth_measuring, write_tiles
 
 
-def of(capability: int, multiprocessors: int = 132) -> SimpleNamespace:
+def of(capability: int, multiprocessors: int = 132, **limits: int) -> SimpleNamespace:
     """A device, as far as tilings ask."""
-    return SimpleNamespace(capability=capability, multiprocessors=multiprocessors)
+    return SimpleNamespace(capability=capability, multiprocessors=multiprocessors, multiprocessor=H100._replace(**limits))
 
 
 FLOATS, HALVES, BRAINS = np.zeros(1, np.float32), np.zeros(1, np.float16), np.zeros(1, ml_dtypes.bfloat16)
@@ -43,10 +44,25 @@ def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capabil
     (FLOATS, (512, 512, 64, 1), 132, Tiling(TILES[2], 1)), (FLOATS, (32, 32, 8192, 1), 132, Tiling(TILES[2], 32)),
     (FLOATS, (0, 0, 0, 1), 132, Tiling(TILES[0], 1)), (FLOATS, (1024, 1024, 1024, 1), 16, Tiling(TILES[0], 1)),
     # The gradients of GPT-2's narrow layers: 36 large blocks leave most of a large GPU idle, 144 small ones take two rounds.
-    (FLOATS, (768, 768, 8192, 1), 132, Tiling(TILES[0], 11)), (BRAINS, (768, 768, 8192, 1), 132, Tiling(TENSOR_TILES[0], 3)),
+    (FLOATS, (768, 768, 8192, 1), 132, Tiling(TILES[0], 11)), (BRAINS, (768, 768, 8192, 1), 132, Tiling(TENSOR_TILES[0], 7)),
 ])
 def test_without_a_table_rounds_of_blocks_and_joining_of_split_sums_are_weighed(a, shape, multiprocessors, tiling):
     assert Table().tiling(a, "NT", shape, of(90, multiprocessors)) == tiling
+
+
+def test_blocks_that_find_others_on_their_multiprocessor_fill_and_write_while_those_multiply():
+    """36 tiles in 7 parts are two blocks on each. With room for one alone each fills by itself: 3 parts are cheaper."""
+    for limits, splits in (({}, 7), ({"blocks": 1}, 3), ({"shared": 100 << 10}, 3), ({"registers": 32768}, 3)):
+        assert Table().tiling(BRAINS, "NT", (768, 768, 8192, 1), of(90, **limits)) == Tiling(TENSOR_TILES[0], splits), limits
+
+
+@pytest.mark.parametrize(("block", "limits", "resident"), [
+    ((256, 128, 0), {}, 2), ((256, 129, 0), {}, 1), ((64, 128, 0), {}, 8), ((1024, 32, 0), {}, 2), ((32, 32, 0), {}, 32),
+    ((128, 32, 48 << 10), {}, 4), ((128, 32, 227 << 10), {}, 1), ((128, 32, 300 << 10), {}, 1),
+    ((128, 40, 48 << 10), {"shared": 100 << 10, "threads": 1536, "blocks": 16}, 2)])
+def test_as_many_blocks_run_at_a_time_as_threads_registers_and_shared_memory_allow(block, limits, resident):
+    """As NVIDIA's occupancy tables have it, of compute capability 9.0 and, the last one, 8.6."""
+    assert H100._replace(**limits).resident(*block) == resident
 
 
 @pytest.mark.parametrize("a", [FLOATS, BRAINS], ids=["ordinary units", "tensor cores"])

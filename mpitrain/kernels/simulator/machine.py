@@ -13,6 +13,7 @@ import numpy as np
 from mpitrain.errors import KernelError
 from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.loader import Dims
+from mpitrain.kernels.multiprocessor import H100
 from mpitrain.kernels.simulator.build import build_kernels, build_runtime
 from mpitrain.kernels.simulator.memory import Buffer, guarded
 from mpitrain.kernels.source import Signature, SourceFile
@@ -70,7 +71,7 @@ class Simulator:
 
     name = "simulator"
     takes_plain = False    # it looks at what arrays are, too
-    multiprocessors = 132    # of the GPU that tilings are chosen for: an H100's
+    multiprocessors, multiprocessor = 132, H100    # of the GPU that tilings are chosen for
     _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
 
     def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,

@@ -15,8 +15,9 @@ from mpitrain.ops.cuda import attention, embedding, linear, loss, norm, product,
 from mpitrain.ops.cuda.tiles import DEFAULT, read_tiles
 
 WITH_PRODUCTS = (
-    linear.linear, linear.logits, linear.linear_backward_input, linear.linear_backward_weight,
-    linear.linear_gelu, linear.linear_gelu_backward_input, linear.linear_relu, linear.linear_relu_backward_input,
+    linear.linear, linear.logits, linear.linear_backward_input, linear.gelu_linear_backward_input,
+    linear.linear_backward_weight, linear.linear_gelu, linear.linear_gelu_backward_input, linear.linear_relu,
+    linear.linear_relu_backward_input,
 )
 FUNCTIONS = (
     linear.linear_backward_bias, linear.add, linear.add_bias,

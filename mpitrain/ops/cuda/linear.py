@@ -1,7 +1,8 @@
 """Linear layers with an optional activation, as single products with everything else in their epilogues.
 
-`multiply` is one of product.py. M rows, K inputs, N outputs. `saved` is (x, what the activation needs, has a bias); the
-weight half's product also sums dy over its rows, which is the bias gradient: `_Pending` keeps it for the bias half.
+`multiply` is one of product.py. M rows, K inputs, N outputs. `saved` is (x, has a bias), or the pair of that and what the
+activation needs; the weight half's product also sums dy over its rows, which is the bias gradient: `_Pending` keeps it for the
+bias half.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,11 @@ class _Pending:
         self.dy, self.x, self.has_bias, self.sums = dy, x, has_bias, None
 
 
-def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None):
-    """y = x w^T + b."""
+def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None, residual=None):
+    """y = x w^T + b + residual."""
     y = arena.take((len(x), len(w)), x.dtype) if out is None else out
-    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b)
-    return y, (x, None, b is not None)
+    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, residual=residual)
+    return y, (x, b is not None)
 
 
 def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
@@ -41,10 +42,16 @@ def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
 
 def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
     """dx = dy w."""
-    x, _, has_bias = saved
+    x, has_bias = saved
     dx = arena.take(x.shape, dy.dtype) if out is None else out
     multiply(kernels, arena, dy, w, dx)
     return dx, _Pending(dy, x, has_bias)
+
+
+def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, before, arena):
+    """dz = dy w gelu'(z), written over z, which was kept before."""
+    multiply(kernels, arena, dy, w, before, activation="gelu backward")
+    return before, _Pending(dy, *saved)
 
 
 def linear_backward_weight(kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena):
@@ -66,29 +73,29 @@ def linear_gelu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     """y = gelu(x w^T + b); the product itself is kept for the way back."""
     y, z = arena.take((len(x), len(w)), x.dtype), arena.take((len(x), len(w)), x.dtype)
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
-    return y, (x, z, b is not None)
+    return y, ((x, b is not None), z)
 
 
 def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
     """As `linear_backward_input`, through the activation; dz is written over what was kept."""
-    x, z, has_bias = saved
+    saved, z = saved
     _through_activation(kernels, "gelu", z, dy, z)
-    return linear_backward_input(kernels, multiply, z, w, (x, None, has_bias), arena, out)
+    return linear_backward_input(kernels, multiply, z, w, saved, arena, out)
 
 
 def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     """y = max(0, x w^T + b); y says by its signs all that the way back needs."""
     y = arena.take((len(x), len(w)), x.dtype)
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="relu")
-    return y, (x, y, b is not None)
+    return y, ((x, b is not None), y)
 
 
 def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
     """As `linear_backward_input`, through the activation."""
-    x, y, has_bias = saved
+    saved, y = saved
     dz = arena.take(dy.shape, dy.dtype)
     _through_activation(kernels, "relu", y, dy, dz)
-    return linear_backward_input(kernels, multiply, dz, w, (x, None, has_bias), arena, out)
+    return linear_backward_input(kernels, multiply, dz, w, saved, arena, out)
 
 
 def gelu(kernels: Kernels, z, arena):

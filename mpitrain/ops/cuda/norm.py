@@ -20,8 +20,11 @@ def layer_norm(kernels: Kernels, x, gain, bias, arena):
     return y, (x, mean, inverse)
 
 
-def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena):
-    """(dx, pending): pending is what the weight halves add up, (2, parts, C) sums of dy times the normalised x, and of dy."""
+def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
+    """(dx, pending), the residual added to dx.
+
+    pending: what the weight halves add up, (2, parts, C) sums of dy times the normalised x, and of dy
+    """
     rows, width = dy.shape
     dx = arena.take(dy.shape, dy.dtype)
     kind = KINDS[dy.dtype]
@@ -32,7 +35,7 @@ def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena):
     keep = shared <= most_shared(kernels) - SCRATCH
     threads = min(-(-room // wide // 32) * 32, WIDE_ROWS[0])
     kernels.launch("layer_norm_backward", sums.shape[1:2], (threads,),
-                   (rows, width, int(keep), dy, gain, *saved, dx, sums[0], sums[1]), shared * keep, macros=kind.macros,
+                   (rows, width, int(keep), dy, gain, *saved, residual, dx, sums[0], sums[1]), shared * keep, macros=kind.macros,
                    fresh="dx gain_parts bias_parts")
     return dx, sums
 

@@ -11,7 +11,7 @@ from mpitrain.ops.cuda.elements import KINDS, c_type, element, in_chunks, sum_ty
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
 
-ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2}
+ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2, "gelu backward": -1}
 STRIDED, STRIDED_COMBINE = "A B C residual saved", "C residual saved"
 COMBINE = (256,)    # threads of gemm_combine
 
@@ -47,15 +47,17 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
 
     a, b, c    (rows, columns) or (batch, rows, columns), the last dim contiguous; stored transposed where so flagged
     saved      receives what the activation is applied to; like c, as is `residual`
+    activation "gelu backward" is multiplication by GELU's derivative at what c holds
     row_sums   (M,): receives the sums over k of op(a), in the dtype of sums
     table      says which tiling the shape gets, where none is given
     raises     KernelError if the shapes do not fit
     """
+    reads_c = beta != 0 or activation == "gelu backward"
     key = (a.dtype, c.dtype, a.shape, b.shape, c.shape, a.strides, b.strides, c.strides, transposed_a, transposed_b,
-           row_sums is None, beta == 0, table, tiling, a.itemsize == 2 and (address(a) | address(b)) % 16 == 0)
+           row_sums is None, reads_c, table, tiling, a.itemsize == 2 and (address(a) | address(b)) % 16 == 0)
     plan = kernels.plans.get(key)
     if plan is None:
-        plan = kernels.plans[key] = _plan(kernels, a, b, c, transposed_a, transposed_b, row_sums, beta, table, tiling)
+        plan = kernels.plans[key] = _plan(kernels, a, b, c, transposed_a, transposed_b, row_sums, reads_c, table, tiling)
     _check_like(c, saved, residual)
     m, n, k = plan.shape
     lda, stride_a, ldb, stride_b, ldc, stride_c = plan.steps
@@ -73,7 +75,7 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
                     workspace), 0, plan.types, plan.fresh, STRIDED_COMBINE)
 
 
-def _plan(kernels: Kernels, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, row_sums: Any, beta: float,
+def _plan(kernels: Kernels, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, row_sums: Any, reads_c: bool,
           table: Table, tiling: Tiling | None) -> Plan:
     """What follows from shapes and types alone; KernelError if the shapes do not fit."""
     m, n, k = _check(a, b, c, transposed_a, transposed_b)
@@ -88,13 +90,13 @@ def _plan(kernels: Kernels, a: Any, b: Any, c: Any, transposed_a: bool, transpos
     return Plan(
         (m, n, k), (*_steps(a), *_steps(b), *_steps(c)), tile.kernel, splits, tile.shared,
         (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,), macros,
-        kernels.macros(**types), _fresh(beta), batches * splits * m * (n + types["ROW_SUMS"]), np.dtype(sum_type(a)),
+        kernels.macros(**types), _fresh(reads_c), batches * splits * m * (n + types["ROW_SUMS"]), np.dtype(sum_type(a)),
         _combined(c, row_sums))
 
 
-def _fresh(beta: float) -> str:
+def _fresh(reads_c: bool) -> str:
     """What an epilogue writes whole."""
-    return "C saved row_sums" if beta == 0 else "saved row_sums"
+    return "saved row_sums" if reads_c else "C saved row_sums"
 
 
 def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
@@ -113,6 +115,7 @@ def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_
         raise KernelError(f"Only of an operand stored transposed can the rows be summed, not of {a.shape}.", "Use `gemm`.")
     if row_sums is not None:
         sum_rows(kernels, a, row_sums, False, arena)
+    reads_c = beta != 0 or activation == "gelu backward"
     is_bare = bias is None and residual is None and saved is None and activation is None and alpha == 1 and beta in (0, 1)
     product = c if is_bare else arena.take((m, n), sum_type(a))
     if a.size and c.size:
@@ -123,7 +126,7 @@ def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_
         types = element(a) | {"Result": c_type(c), "ROW_SUMS": 0}
         kernels.launch("gemm_combine", _combined(c, None), COMBINE,
                        (m, n, alpha, beta, c, *_steps(c), bias, residual, saved, ACTIVATIONS[activation], None, 1, product), 0,
-                       kernels.macros(**types), _fresh(beta), STRIDED_COMBINE)
+                       kernels.macros(**types), _fresh(reads_c), STRIDED_COMBINE)
 
 
 def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tuple[int, int, int]:

@@ -36,6 +36,11 @@ class Tile(NamedTuple):
         return self.TILE_M * self.TILE_N // (self.THREAD_M * self.THREAD_N)
 
     @property
+    def registers(self) -> int:
+        """Of a thread, at most: what gemm.cu's launch bounds leave it."""
+        return 128
+
+    @property
     def rate(self) -> int:
         """Products of two numbers that a multiprocessor adds in a cycle, at most."""
         return 128
@@ -69,6 +74,12 @@ class TensorTile(NamedTuple):
         return 2 * (a + b) * self.STAGES
 
     @property
+    def registers(self) -> int:
+        """Of a thread, at most: what gemm_tensor.cu's launch bounds leave it, beside those of its sums 64."""
+        room = 65536 // (self.threads * (self.WARP_M * self.WARP_N // 32 + 64))
+        return min(255, 65536 // (self.threads * min(4, max(1, room))))
+
+    @property
     def rate(self) -> int:
         """Products of two numbers that a multiprocessor adds in a cycle, at most: what mma.sync reaches."""
         return 1024
@@ -83,7 +94,7 @@ NEAR = 2.0     # what was measured speaks for shapes of which no dim is further 
 SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
 SHORTEST = 256    # of a sum over K no part is shorter
-FILLING = 3       # tiles of TILE_K that pass before a block multiplies, and what its start and end take
+FILLING = 3       # tiles of TILE_K that pass before a block multiplies, and what its start and end take: unless others multiply
 EDGE = 16         # a block does as much work on what passes through shared memory as so many more rows and columns of it were
 BYTES = 20        # that a multiprocessor's share of the memory moves in a cycle
 LAUNCH = 5000     # cycles that one more kernel takes
@@ -125,19 +136,19 @@ class Table:
 
     def tiling(self, a: Any, stored: str, shape: tuple[int, int, int, int], engine: Engine) -> Tiling:
         """The tiling for operands like `a` on the engine's device; shape: (M, N, K, batches)."""
-        key = (a.dtype, stored, shape, engine.capability, engine.multiprocessors)
+        key = (a.dtype, stored, shape, engine.capability, engine.multiprocessors, engine.multiprocessor)
         if key not in self._chosen:
-            self._chosen[key] = self._choose(possible(a, engine.capability), a.dtype.name, stored, shape, engine.multiprocessors)
+            self._chosen[key] = self._choose(possible(a, engine.capability), a.dtype.name, stored, shape, engine)
         return self._chosen[key]
 
     def _choose(self, tiles: tuple[Tile | TensorTile, ...], elements: str, stored: str,
-                shape: tuple[int, int, int, int], multiprocessors: int) -> Tiling:
+                shape: tuple[int, int, int, int], engine: Engine) -> Tiling:
         *dims, batches = shape
         known = [entry for entry in self.measured if batches == 1 and min(dims) > 0 and entry.tiling.tile in tiles
                  and (entry.elements, entry.stored) == (elements, stored) and entry.distance(*dims) <= NEAR]
         if known:
             return min(known, key=lambda entry: entry.distance(*dims)).tiling
-        return usual(tiles[:USUAL], *shape, multiprocessors)
+        return usual(tiles[:USUAL], *shape, engine)
 
 
 DEFAULT = Table()
@@ -156,23 +167,25 @@ def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
     return TENSOR_TILES if kind in ("__half", "__nv_bfloat16") and capability >= 80 else TILES
 
 
-def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, multiprocessors: int) -> Tiling:
+def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, engine: Engine) -> Tiling:
     """The tiling of the lowest cost, of equals the one of the largest tile and the fewest parts."""
     splits = range(1, max(1, min(k // SHORTEST, MOST_SPLITS)) + 1)
     return min((Tiling(tile, parts) for tile in tiles for parts in splits),
-               key=lambda tiling: cost(tiling, m, n, k, batches, multiprocessors))
+               key=lambda tiling: cost(tiling, m, n, k, batches, engine))
 
 
-def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, multiprocessors: int) -> float:
-    """About how many cycles a product takes: rounds of blocks on a multiprocessor times the cost of one, and joining the parts.
+def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -> float:
+    """About how many cycles a product takes: blocks of the busiest multiprocessor times the cost of one, and joining the parts.
 
-    A multiprocessor that several blocks share is no faster, so that the rounds count as if it had them one after another.
+    A multiprocessor that several blocks share is no faster: they count as if it had them one after another. But while one fills
+    its first tiles, or writes, the others multiply: that counts once for all that are there at a time.
     """
-    (tile, splits), elements = tiling, batches * m * n
+    (tile, splits), elements, multiprocessors = tiling, batches * m * n, engine.multiprocessors
     blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches * splits
     area = (tile.TILE_M + EDGE) * (tile.TILE_N + EDGE)
-    block = (count(k, tile.TILE_K * splits) + FILLING) * tile.TILE_K * area / tile.rate
-    multiplying = count(blocks, multiprocessors) * block
+    rounds = count(blocks, multiprocessors)
+    waves = count(rounds, engine.multiprocessor.resident(tile.threads, tile.registers, tile.shared))
+    multiplying = (rounds * count(k, tile.TILE_K * splits) + waves * FILLING) * tile.TILE_K * area / tile.rate
     if splits == 1:
         return multiplying
     return GAIN * multiplying + LAUNCH + (2 * splits + 1) * 4 * elements / multiprocessors / BYTES

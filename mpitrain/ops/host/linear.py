@@ -11,11 +11,14 @@ from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference import GELU_CUBIC, GELU_SCALE
 
 
-def linear(x, w, b, arena, out=None):
-    """x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)"""
+def linear(x, w, b, arena, out=None, residual=None):
+    """x: (M, K); w: (N, K); b: (N,) or None; y and the residual: (M, N)"""
     y = _product(x, w, arena, out)
-    if b is not None:
-        y += b
+    for rows in row_blocks(y):
+        if b is not None:
+            y[rows] += b
+        if residual is not None:
+            y[rows] += residual[rows]
     return y, x
 
 
@@ -29,6 +32,13 @@ def linear_backward_input(dy, w, saved, arena, out=None):
     dx = arena.take(saved.shape, dy.dtype) if out is None else out
     put_product(dy, w, dx, False, arena)
     return dx, (dy, saved)
+
+
+def gelu_linear_backward_input(dy, w, saved, before, arena):
+    """dy: (M, N); w: (N, K); before, the slope, becomes dz: (M, K)"""
+    dx, pending = linear_backward_input(dy, w, saved, arena)
+    before *= dx
+    return before, pending
 
 
 def linear_backward_weight(pending, dw, accumulate, arena):

@@ -29,8 +29,8 @@ def layer_norm(x, gain, bias, arena):
     return every_y, (normal, every_inverse)
 
 
-def layer_norm_backward_input(dy, gain, saved, arena):
-    """dy, dx: (M, C); gain: (C,)"""
+def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
+    """dy, dx, residual: (M, C); gain: (C,)"""
     normal, every_inverse = saved
     dx = arena.take(dy.shape, dy.dtype)
     dgain, dbias, part = arena.take((3, dy.shape[1]), dy.dtype)
@@ -52,6 +52,8 @@ def layer_norm_backward_input(dy, gain, saved, arena):
         d -= mean[:, :1]
         d -= np.multiply(n, mean[:, 1:], out=product)
         d *= every_inverse[rows]
+        if residual is not None:
+            d += residual[rows]
     return dx, (dgain, dbias)
 
 

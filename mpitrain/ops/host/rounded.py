@@ -21,8 +21,9 @@ from mpitrain.ops.host.blocks import row_blocks
 Round = Callable[[np.ndarray, Arena], None]
 """Round a float32 array in place."""
 
-FIRST = ("linear", "logits", "linear_gelu", "linear_relu", "linear_backward_input", "linear_gelu_backward_input",
-         "linear_relu_backward_input", "gelu", "relu", "layer_norm", "layer_norm_backward_input", "embedding", "attention")
+FIRST = ("linear", "logits", "linear_gelu", "linear_relu", "linear_backward_input", "gelu_linear_backward_input",
+         "linear_gelu_backward_input", "linear_relu_backward_input", "gelu", "relu", "layer_norm", "layer_norm_backward_input",
+         "embedding", "attention")
 SECOND = ("cross_entropy", "cross_entropy_split")
 """Operations that return a pair, of which the first or the second is rounded."""
 

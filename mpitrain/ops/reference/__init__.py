@@ -12,6 +12,9 @@ it never refers to the output of `linear`. Nothing writes to its inputs unless i
 BLAS's beta: True adds to the gradient that is passed in, False overwrites it. Buffers come from `arena` in the tuned
 bodies; here they are simply allocated. `out` is where the first result is to be written, contiguous, of its shape and dtype;
 None for a buffer of the arena's.
+
+`residual` is added to the first result, of its shape and dtype; None for nothing. What `linear_gelu` and `linear_relu` save is
+(what `linear` would have saved, what the derivative of the activation is made of).
 """
 
 from mpitrain.ops.reference.layers import (
@@ -27,6 +30,7 @@ from mpitrain.ops.reference.layers import (
     embedding_backward_table,
     gelu,
     gelu_backward,
+    gelu_linear_backward_input,
     layer_norm,
     layer_norm_backward_bias,
     layer_norm_backward_gain,
@@ -74,6 +78,7 @@ __all__ = [
     "embedding_backward_table",
     "gelu",
     "gelu_backward",
+    "gelu_linear_backward_input",
     "gradient_facts",
     "layer_norm",
     "layer_norm_backward_bias",

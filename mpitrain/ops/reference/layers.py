@@ -17,10 +17,10 @@ def add_bias(y, b, arena):
     np.add(y, b, out=y)
 
 
-def linear(x, w, b, arena, out=None):
-    """y = x w^T + b.    x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)"""
+def linear(x, w, b, arena, out=None, residual=None):
+    """y = x w^T + b + residual.    x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)"""
     y = x @ w.T
-    return into(out, y if b is None else y + b), x
+    return into(out, plus(y if b is None else y + b, residual)), x
 
 
 def logits(x, w, b, arena):
@@ -31,6 +31,14 @@ def logits(x, w, b, arena):
 def linear_backward_input(dy, w, saved, arena, out=None):
     """(dx, pending): dx = dy w, and what the two weight halves below need.    dy: (M, N); dx: (M, K)"""
     return into(out, dy @ w), (dy, saved)
+
+
+def gelu_linear_backward_input(dy, w, saved, before, arena):
+    """(dz, pending) of a layer whose x is y of `linear_gelu`: dz = dy w gelu'(z), which that one's product goes back by.
+
+    before: the second of what `linear_gelu` saved, used up; dz: (M, K)
+    """
+    return dy @ w * _gelu_slope(before), (dy, saved)
 
 
 def linear_backward_weight(pending, dw, accumulate, arena):
@@ -99,12 +107,12 @@ def layer_norm(x, gain, bias, arena):
     return normal * gain + bias, (normal, inverse)
 
 
-def layer_norm_backward_input(dy, gain, saved, arena):
-    """(dx, pending).    dy, dx: (M, C)"""
+def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
+    """(dx, pending), the residual in dx.    dy, dx: (M, C)"""
     normal, inverse = saved
     d = dy * gain
     dx = inverse * (d - d.mean(-1, keepdims=True) - normal * (d * normal).mean(-1, keepdims=True))
-    return dx, (dy, normal)
+    return plus(dx, residual), (dy, normal)
 
 
 def layer_norm_backward_gain(pending, dgain, accumulate, arena):
@@ -184,6 +192,11 @@ def into(out, value):
     assert out.shape == value.shape and out.dtype == value.dtype
     out[...] = value
     return out
+
+
+def plus(value, residual):
+    """The value, and the residual if that is not None."""
+    return value if residual is None else value + residual
 
 
 def _gelu_slope(z):

@@ -70,7 +70,9 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("layer_norm.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
     ("layer_norm.cu", "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {"): EMPTY_RUN,
     ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,
+    ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
     ("embedding.cu", "for (int m0 = 0; m0 <= M; m0 += 128) {"): "one more chunk, of rows that do not exist, finds nothing",
+    ("top_k.cu", "for (int step = 1; step <= 32; step *= 2) {"): "no lane has another 32 before it",
     ("top_k.cu", "for (long long round = begin; round <= end; round += ROUND) {"): "one more round finds zeros",
     ("pointwise.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
 }

@@ -14,6 +14,7 @@ import pytest
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.multiprocessor import H100
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product
@@ -111,13 +112,19 @@ class ColumnMajor:
         result[...] = product if beta == 0 else product + beta * result.astype(np.float64)
 
 
+ATTRIBUTES = {"MultiProcessorCount": 132, "MaxThreadsPerMultiProcessor": 2048, "MaxBlocksPerMultiprocessor": 32,
+              "MaxRegistersPerMultiprocessor": 65536, "MaxSharedMemoryPerMultiprocessor": 228 << 10,
+              "ReservedSharedMemoryPerBlock": 1024}
+"""An H100's, as CuPy names them."""
+
+
 class RememberingCupy:
     """Stands in for the CuPy module."""
 
     def __init__(self, log: str = "", capability: str = "90"):
         self.modules, self.kernels = [], {}
         self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(
-            compute_capability=capability, attributes={"MultiProcessorCount": 132}),
+            compute_capability=capability, attributes=ATTRIBUTES),
                                     nvrtc=RememberingCompiler(log), cublas=ColumnMajor(), get_cublas_handle=lambda: "handle",
                                     get_current_stream=lambda: SimpleNamespace(ptr=77),
                                     driver=SimpleNamespace(launchKernel=self.launch_kernel))
@@ -243,6 +250,11 @@ def test_instructions_of_one_chip_alone_are_compiled_and_loaded(tmp_path):
             with pytest.raises(KernelError, match=r"cannot compile waits\.cu for sm_80:\n(.|\n)*wgmma"):
                 kernels.launch("waits", (1,), (1,), (there(1),))
     assert Path(loaded[0]).read_bytes()[:4] == b"\x7fELF" and len(loaded) == 1
+
+
+def test_the_device_is_asked_what_it_has_room_for():
+    engine = CudaEngine(RememberingCupy())
+    assert engine.multiprocessor == H100 and engine.multiprocessors == 132
 
 
 def test_a_measured_tile_is_the_one_that_is_launched():

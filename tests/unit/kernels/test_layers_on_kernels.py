@@ -6,6 +6,8 @@ import sys
 import numpy as np
 import pytest
 
+from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
@@ -21,6 +23,7 @@ from tests.fakes import cupy, gpu
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of
 from tests.laws.vocabulary import VocabularyLaws
+from tests.unit.placing import place
 
 OPS = ops_for("cuda-sim")
 
@@ -91,6 +94,37 @@ def test_a_whole_training_step_equals_the_cpu_s(dtype, tolerance):
     assert np.abs(gradients - truth[1]).max() <= tolerance * np.abs(truth[1]).max()
     if dtype == "float64":
         assert np.abs(parameters - truth[2]).max() <= 1e-9
+
+
+def test_a_block_is_launched_as_its_products_norms_and_attention_alone(monkeypatch):
+    """Shortcuts, biases and GELU forward and backward are within these. In weight halves sums of parts are added up."""
+    kernels, arena, names = Kernels(Simulator()), Arena(), []
+    launch = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda name, *rest, **more: (names.append(name), launch(name, *rest, **more)))
+    units = gpt(Plain(body(kernels)), vocab=7, context=6, width=8, heads=2, depth=1)[1:3]
+    weights, gradients, _, _ = place(units, 1, np.float32)
+    found = {}
+
+    def noted(what, result):
+        found[what] = [*names]
+        names.clear()
+        return result
+
+    x = numbers(1, 2, 6, 8).astype(np.float32)
+    for unit in units:
+        w, grads = weights[unit.name], gradients[unit.name]
+        _, saved = noted(("forward", unit.name), unit.layer.forward(w, x, arena))
+        _, pending = noted(("input", unit.name), unit.layer.backward_input(w, x, saved, arena))
+        noted(("weight", unit.name), unit.layer.backward_weight(pending, grads, arena))
+    assert found == {
+        ("forward", "blocks.0.attention"): ["layer_norm", "gemm", "attention", "gemm"],
+        ("input", "blocks.0.attention"): ["gemm", "attention_dots", "attention_backward_kv", "attention_backward_q", "gemm",
+                                           "layer_norm_backward"],
+        ("weight", "blocks.0.attention"): ["add_parts"] * 2 + ["gemm", "add_parts"] * 2,
+        ("forward", "blocks.0.mlp"): ["layer_norm", "gemm", "gemm"],
+        ("input", "blocks.0.mlp"): ["gemm", "gemm", "layer_norm_backward"],
+        ("weight", "blocks.0.mlp"): ["add_parts"] * 2 + ["gemm", "add_parts"] * 2,
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

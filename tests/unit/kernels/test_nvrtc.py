@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.grids import SHARED
-from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL
+from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL, TensorTile, Tile
 from tests.unit.kernels.nvrtc import Compiler, usages
 from tests.unit.kernels.sass import count, instructions, main_loop
 
@@ -16,6 +16,7 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
 ELEMENTS = {"float": "float", "double": "double", "__half": "float", "__nv_bfloat16": "float"}
 # Of a source without a branch on the architecture: every one of them once, and every type of elements once.
 WHERE = {"float": "sm_80", "double": "sm_80", "__half": "sm_75", "__nv_bfloat16": "sm_90a"}
+TILED = {"gemm": Tile, "gemm_tensor": TensorTile}
 # Forward, input half, weight half of a linear layer: (TRANSPOSED_A, TRANSPOSED_B, ROW_SUMS).
 PRODUCTS = ((0, 1, 0), (0, 0, 0), (1, 0, 1))
 
@@ -110,8 +111,9 @@ def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(na
     for kernel in kernels:
         wanted = {f"{verb} 16" for verb, those in WIDE.items() if kernel in those.split()}
         assert wanted <= compiled.accesses(kernel), f"{kernel} does not move 16 bytes at a time"
-    if is_large(name, architecture, macros):
-        assert kernels["gemm"].registers <= 128, "two blocks do not fit a multiprocessor"
+    if name in TILED and architecture != "sm_75":
+        tile = TILED[name](*(macros[field] for field in TILED[name]._fields))
+        assert kernels[name].registers <= tile.registers, "fewer blocks fit a multiprocessor than tiles are chosen for"
     if is_default_on_tensor_cores(name, architecture, macros):
         assert kernels["gemm_tensor"].registers <= 128, "two blocks do not fit a multiprocessor"
         loop = main_loop(instructions(compiled.code), "HMMA")

@@ -50,8 +50,21 @@ def test_the_step_of_adamw_with_a_mirror_reads_16_and_writes_14_bytes_an_element
 def test_the_backward_of_layer_norm_reads_x_and_dy_once_where_a_row_fits(dtype, width, passes):
     x, gain, dy = stored(numbers(1, 9, width), dtype), stored(numbers(2, width), dtype), stored(numbers(3, 9, width), dtype)
     saved = x, np.zeros(9, np.float32), np.ones(9, np.float32)
-    found = moved("layer_norm_backward", lambda ops: ops.layer_norm_backward_input(dy, gain, saved, Arena()))
+    found = moved("layer_norm_backward", lambda ops: ops.layer_norm_backward_input(dy, gain, saved, Arena(), residual=x.copy()))
     assert (found.read["x"], found.read["dy"], found.written["dx"]) == (passes * x.nbytes, passes * dy.nbytes, x.nbytes)
+    assert found.read["residual"] == x.nbytes
+
+
+@pytest.mark.parametrize(("dtype", "depth", "last"), [("float32", 20, "gemm"), ("bfloat16", 20, "gemm_tensor"),
+                                                      ("float32", 3000, "gemm_combine")])
+def test_a_product_takes_a_residual_and_the_derivative_of_gelu_with_one_read_each_and_writes_once(dtype, depth, last):
+    """Also where the sum over K was split. Without them these were launches of 3 passes each."""
+    x, w, c = (stored(numbers(seed, *shape), dtype) for seed, shape in ((1, (9, depth)), (2, (11, depth)), (3, (9, 11))))
+    found = moved(last, lambda ops: ops.linear(x, w, None, Arena(), residual=c))
+    assert (found.read["residual"], found.read["C"], found.written["C"]) == (c.nbytes, 0, c.nbytes)
+    dy, w, h = (stored(numbers(seed, *shape), dtype) for seed, shape in ((1, (9, depth)), (2, (depth, 11)), (3, (9, 11))))
+    found = moved(last, lambda ops: ops.gelu_linear_backward_input(dy, w, (h, False), c, Arena()))
+    assert (found.read["C"], found.written["C"]) == (c.nbytes, c.nbytes)
 
 
 def ones(dtype: str, *shape: int) -> np.ndarray:
