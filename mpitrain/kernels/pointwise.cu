@@ -3,6 +3,8 @@
 #include "activation.cuh"
 #include "flat.cuh"
 
+constexpr int WIDE = RUN<Element>;
+
 // dz = dy x activation'(z). dz may be z or dy.
 extern "C" __global__ void __launch_bounds__(256) activation_backward(
     long long n, int activation, const Element* z, const Element* dy, Element* dz) {
@@ -19,10 +21,22 @@ extern "C" __global__ void __launch_bounds__(256) add(long long n, const Element
     map_pairs(n, a, b, y, [](Sum a, Sum b) { return a + b; });
 }
 
+// y = alpha a + beta b, or alpha a where b is null. y may be a or b.
+extern "C" __global__ void __launch_bounds__(256) weighted_sum(
+    long long n, Sum alpha, const Element* a, Sum beta, const Element* b, Element* y) {
+    each_share<WIDE>(n, [&](auto here) {
+        Sum as[WIDE], bs[WIDE] = {};
+        here.load(a, as);
+        if (b) here.load(b, bs);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) as[j] = fma(alpha, as[j], beta * bs[j]);
+        here.store(y, as);
+    }, a, b, y);
+}
+
 // y[m, c] += b[c].    y: (M, C) row-major; b: (C,)
 // One warp a row. Launch: grid (ceil(M / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) add_bias(int M, int C, const Element* __restrict__ b, Element* __restrict__ y) {
-    constexpr int WIDE = RUN<Element>;
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
     const long long at = (long long)row * C;

@@ -3,6 +3,7 @@
 // mma_m16n8k16      D (16 x 8, float) += A (16 x 16) B (16 x 8), a warp together; sm_80, or two steps of k8 on sm_75
 // ldmatrix_x4       four 8 x 8 matrices of 16-bit elements from shared memory, lane 8 i + r naming row r of matrix i
 // copy_async_16     16 bytes from global to shared memory past the registers, the bytes from `valid` on as zeros
+// copy_async_if     4 or 16 bytes likewise; where they do not exist they are not read, and are zeros
 // Layouts of the fragments: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "ldmatrix".
 #pragma once
 #include "element.cuh"
@@ -59,6 +60,21 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
     if (valid == 16) bytes = *static_cast<const uint4*>(global);
     else for (int i = 0; i < valid; ++i) reinterpret_cast<char*>(&bytes)[i] = static_cast<const char*>(global)[i];
     *static_cast<uint4*>(shared) = bytes;
+#endif
+}
+
+template <int BYTES> __device__ __forceinline__ void copy_async_if(void* shared, const void* global, bool exists) {
+    static_assert(BYTES == 4 || BYTES == 16, "a number, or a chunk past the cache");
+#if __CUDA_ARCH__ >= 800
+    if (BYTES == 4)
+        asm volatile("{.reg .pred p; setp.eq.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, p;}"
+                     :: "r"(shared_address(shared)), "l"(global), "r"(int(exists)) : "memory");
+    else
+        asm volatile("{.reg .pred p; setp.eq.s32 p, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, p;}"
+                     :: "r"(shared_address(shared)), "l"(global), "r"(int(exists)) : "memory");
+#else
+    if (BYTES == 4) *static_cast<unsigned*>(shared) = exists ? *static_cast<const unsigned*>(global) : 0;
+    else *static_cast<uint4*>(shared) = exists ? *static_cast<const uint4*>(global) : make_uint4(0, 0, 0, 0);
 #endif
 }
 

@@ -48,6 +48,7 @@ class Ops(Protocol):
     row_argmax: Returns
     count_correct_split: Returns
     add: Writes
+    weighted_sum: Writes
     add_bias: Writes
     sgd: Writes
     momentum: Writes

@@ -4,6 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,10 @@ class Apart(AllReduce, ABC):
     def _peers(self) -> Group:
         """Nobody else's gradients are summed: where tp is 1, the ranks along it are this one alone."""
         return self.replica.grid.tp
+
+    def _add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
+        """As `weighted_sum` of the operations."""
+        self.replica.device.ops.weighted_sum(a, alpha, b, beta, out, self.replica.arena)
 
     def _counted(self) -> Sequence[Piece]:
         return self._owned()
@@ -100,7 +105,7 @@ class Apart(AllReduce, ABC):
 
     def settle(self) -> None:
         if not self._is_settled:
-            np.multiply(self._own, self._weight_in_average(), out=self._average)
+            self._add(self._own, self._weight_in_average(), None, 0.0, self._average)
             self._sum_of_all.run()
             self._is_settled = True
         self.parameters, self._weights = self._average, self._average_weights

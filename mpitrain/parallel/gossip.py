@@ -1,7 +1,5 @@
 """Gossip: after each step a worker averages its parameters with those of one neighbour, and neighbours change."""
 
-import numpy as np
-
 from mpitrain.collectives.execute import Execution
 from mpitrain.collectives.plans import Plan, Step, Transfer
 from mpitrain.parallel.apart import Apart
@@ -42,5 +40,4 @@ class Gossip(Apart):
 
     def _mix(self, step: int) -> None:
         self._shifts[step % len(self._shifts)].run()  # the second buffer holds the neighbour's parameters until then
-        np.add(self._own, self._average, out=self._own)
-        np.multiply(self._own, 0.5, out=self._own)
+        self._add(self._own, 0.5, self._average, 0.5, self._own)

@@ -46,7 +46,7 @@ class Local(Apart):
         settings, ops, arena = self.replica.config.replication, self.replica.device.ops, self.replica.arena
         start, momentum = self._outer.values()
         lr, beta, delta = settings.outer_lr, settings.outer_momentum, average
-        np.subtract(start, average, out=delta)
+        self._add(start, 1.0, average, -1.0, delta)
         ops.momentum(start, delta, momentum, scale=1.0, lr=lr * beta, beta=beta, weight_decay=0.0, arena=arena)
         ops.sgd(start, delta, scale=1.0, lr=lr, weight_decay=0.0, arena=arena)
         average[:] = start

@@ -95,6 +95,21 @@ def check_sums(kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted
         np.testing.assert_array_equal(found, sums.astype(a.dtype))
 
 
+def check_weighted_sums(kernels: Kernels, n: int, dtype: str = "float32", shifted: bool = False) -> None:
+    """A sum with weights, and one array alone, into a third and into either."""
+    ops, arena = cuda.body(kernels), Arena()
+    a, b = (stored(numbers(seed, n), dtype, shifted) for seed in (1, 2))
+    for other in (b, None):
+        reference.weighted_sum(values(a), 0.75, None if other is None else values(b), -0.5, truth := np.empty(n), None)
+        ops.weighted_sum(a, 0.75, other, -0.5, found := np.empty_like(a), arena)
+        assert_close(found, truth, dtype, "a sum with weights")
+        ops.weighted_sum(over := a.copy(), 0.75, other, -0.5, over, arena)
+        np.testing.assert_array_equal(over, found)
+    ops.weighted_sum(a, 0.75, over := b.copy(), -0.5, over, arena)
+    reference.weighted_sum(values(a), 0.75, values(b), -0.5, truth, None)
+    assert_close(over, truth, dtype, "a sum over its second")
+
+
 def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool, dtype: str = "float32") -> None:
     """A sum down the columns, the bias gradient where it comes alone."""
     x, out = stored(numbers(1, m, n), dtype), stored(numbers(2, n), "float32")
@@ -165,6 +180,17 @@ def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     assert y.shape == (0, 5, d) and ops.attention_backward(y, saved, Arena()).shape == qkv.shape
 
 
+def check_attention_repeats(kernels: Kernels) -> None:
+    """In another order of threads each sum is the same to the last bit."""
+    ops, arena = cuda.body(kernels), Arena()
+    qkv, dy = stored(numbers(1, 1, 200, 96), "float16"), stored(numbers(2, 1, 200, 32), "float16")
+    found = set()
+    for _ in range(2):
+        y, saved = ops.attention(qkv, 2, arena)
+        found.add((y.tobytes(), ops.attention_backward(dy, saved, arena).tobytes()))
+    assert len(found) == 1
+
+
 def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
     """Later tokens, however large, change nothing."""
     ops, qkv = cuda.body(kernels), stored(numbers(1, 1, 70, 3 * d), dtype)
@@ -201,6 +227,10 @@ def linears() -> Iterator[Callable]:
     for dtype in ("float64", "float16", "bfloat16"):
         for n in (37, 264):
             yield partial(check_sums, m=5, n=n, dtype=dtype, shifted=dtype == "bfloat16" and n == 37)
+    for n in (0, 1, 1031):
+        yield partial(check_weighted_sums, n=n)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_weighted_sums, n=1024, dtype=dtype, shifted=dtype == "bfloat16")
     for m, n in ((1, 1), (0, 3), (7, 31), (65, 32), (200, 33), (33, 68)):
         yield partial(check_column_sums, m=m, n=n, accumulate=n % 2 == 0)
     for m, n in ((200, 65), (33, 136)):
@@ -243,11 +273,12 @@ def attentions() -> Iterator[Callable]:
 
 
 def tensor_attentions() -> Iterator[Callable]:
-    """attention_tensor."""
-    for b, t, h, d in ((1, 1, 1, 16), (2, 5, 3, 16), (1, 63, 2, 32), (1, 64, 1, 48), (1, 65, 2, 64), (1, 150, 1, 16)):
-        yield partial(check_attention, b=b, t=t, h=h, d=d, dtype="float16")
-    yield partial(check_attention, b=1, t=70, h=1, d=80, dtype="float16")      # steps of 32 rows
-    yield partial(check_attention, b=1, t=37, h=2, d=16, dtype="float16", shifted=True)
-    yield partial(check_attention, b=2, t=100, h=2, d=16, dtype="bfloat16")
+    """attention_tensor and attention_tensor_backward."""
+    for b, t, h in ((1, 1, 1), (2, 5, 3), (1, 33, 1), (1, 65, 2), (1, 127, 1), (1, 128, 1), (2, 129, 2), (1, 270, 1)):
+        yield partial(check_attention, b=b, t=t, h=h, d=16, dtype="float16")
+    yield partial(check_attention, b=1, t=140, h=2, d=16, dtype="bfloat16", shifted=True)
+    yield partial(check_attention, b=1, t=131, h=2, d=64, dtype="float16")     # several copies to a thread
+    yield partial(check_attention, b=1, t=100, h=1, d=80, dtype="bfloat16")    # eight warps
     yield partial(check_no_sequences, dtype="float16", d=16)
     yield partial(check_masking, dtype="float16", d=16)
+    yield check_attention_repeats

@@ -15,6 +15,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "attention": (layers.attentions,),
     "attention_dots": (layers.attentions,),
     "attention_tensor": (layers.tensor_attentions,),
+    "attention_tensor_backward": (layers.tensor_attentions,),
     "cross_entropy": (training.losses,),
     "steps": (training.steps,),
     "totals": (training.totals,),

@@ -61,5 +61,6 @@ def play(monkeypatch):
     """A machine with a GPU: the fake one, whose kernels the simulator runs."""
     made = kernels()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy, "kernels_alone", True)
     monkeypatch.setitem(KERNELS, "cuda", lambda: made)
     cupy.faults.clear()

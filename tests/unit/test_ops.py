@@ -204,6 +204,16 @@ def test_squares_do_not_overflow_or_stall_in_float32_and_what_is_not_finite_is_c
         assert body.gradient_facts(np.array([1, np.nan, np.inf, -np.inf, 0]), Arena())[1] == 3
 
 
+@pytest.mark.parametrize("ops", BODIES)
+def test_a_sum_with_weights_may_be_written_over_either(ops):
+    a, b = numbers(1, 100_003), numbers(2, 100_003)
+    for first, second in ((0, 1), (0, None), (1, 0)):
+        for place in (0, 1, 2):
+            arrays = [a.copy(), b.copy(), np.empty_like(a)]
+            ops.weighted_sum(arrays[first], 0.75, None if second is None else arrays[second], -0.5, arrays[place], Arena())
+            assert_close(arrays[place], 0.75 * (a, b)[first] - (0 if second is None else 0.5 * (a, b)[second]), 1e-14)
+
+
 def test_steps_equal_pytorch():
     torch = pytest.importorskip("torch")
     kinds = {

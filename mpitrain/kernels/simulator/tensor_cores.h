@@ -90,5 +90,8 @@ inline SIMULATOR_OWN void ldmatrix_x4_transposed(unsigned (&result)[4], const vo
 inline SIMULATOR_OWN void copy_async_16(void* shared, const void* global, int valid_bytes = 16) {
     ::simulator::start_copy(shared, global, 16, size_t(valid_bytes));
 }
+template <int BYTES> SIMULATOR_OWN void copy_async_if(void* shared, const void* global, bool exists) {
+    ::simulator::start_copy(shared, global, BYTES, exists ? BYTES : 0);
+}
 inline SIMULATOR_OWN void copy_async_commit() { ::simulator::commit_copies(); }
 template <int groups_left> SIMULATOR_OWN void copy_async_wait() { ::simulator::wait_copies(groups_left); }

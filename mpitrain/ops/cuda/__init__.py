@@ -20,7 +20,7 @@ WITH_PRODUCTS = (
     linear.linear_relu_backward_input,
 )
 FUNCTIONS = (
-    linear.linear_backward_bias, linear.add, linear.add_bias,
+    linear.linear_backward_bias, linear.add, linear.weighted_sum, linear.add_bias,
     linear.gelu, linear.gelu_backward, linear.relu, linear.relu_backward,
     norm.layer_norm, norm.layer_norm_backward_input, norm.layer_norm_backward_gain, norm.layer_norm_backward_bias,
     embedding.embedding, embedding.embedding_backward_table, embedding.embedding_backward_positions,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
+from mpitrain.machine.backend import address
 from mpitrain.ops.cuda.elements import KINDS, c_type, element, sum_type
 from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
 
@@ -36,7 +37,7 @@ def attention(kernels: Kernels, qkv, heads, arena):
     """y = softmax(q k^T / sqrt(D), causal) v for each head."""
     batch, length, width = _shape(qkv)
     y, log_sums = arena.take((batch, length, width), qkv.dtype), arena.take((batch, heads, length), KINDS[qkv.dtype].sums)
-    way = choose(kernels, qkv, heads)
+    way = choose(kernels, qkv, heads, qkv.itemsize == 2 and address(qkv) % 16 == 0)
     _launch(kernels, way, "", way.scale, qkv, heads, (qkv, y, log_sums), "y log_sums")
     return y, (qkv, y, log_sums, heads)
 
@@ -46,7 +47,7 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
     qkv, y, log_sums, heads = saved
     batch, length, width = _shape(qkv)
     dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
-    way = choose(kernels, qkv, heads)
+    way = choose(kernels, qkv, heads, qkv.itemsize == 2 and (address(qkv) | address(dy)) % 16 == 0)
     kernels.launch("attention_dots", row_blocks(dots.size), ROWS, (batch, length, heads, width // heads, y, dy, dots),
                    macros=KINDS[qkv.dtype].macros, fresh="dots")
     for half in ("_backward_kv", "_backward_q"):
@@ -54,24 +55,30 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
     return dqkv
 
 
-def choose(kernels: Kernels, qkv: Any, heads: int) -> Way:
-    """The way for these arrays on this device, chosen once; KernelError if the heads are too wide for it."""
-    key = ("attention", qkv.dtype, qkv.shape, heads)
+def choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
+    """The way for these arrays on this device, chosen once; KernelError if the heads are too wide for it.
+
+    is_chunked  whether elements are of 16 bits, and what is read begins at multiples of 16 bytes: so do then all of its rows
+    """
+    key = ("attention", qkv.dtype, qkv.shape, heads, is_chunked)
     way = kernels.plans.get(key)
     if way is None:
-        way = kernels.plans[key] = _choose(kernels, qkv, heads)
+        way = kernels.plans[key] = _choose(kernels, qkv, heads, is_chunked)
     return way
 
 
-def _choose(kernels: Kernels, qkv: Any, heads: int) -> Way:
+def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
     _, length, width = _shape(qkv)
     head, capability = width // heads, kernels.engine.capability
     limit, common = most_shared(kernels), {**element(qkv), "HEAD": head}
     if c_type(qkv) in ("__half", "__nv_bfloat16") and capability >= 80 and head % 16 == 0 and head <= 128:
-        steps, row = (64, 64) if head <= 64 else (32, 16), 2 * (head + 8)     # as many rows as registers allow
-        shared = (64 + 4 * steps[0]) * row, (128 + 4 * steps[1]) * row
-        return Way("attention_tensor", 64, 128, head**-0.5 * log2(e), shared,
-                   (kernels.macros(**common, STEP=steps[0]), kernels.macros(**common, STEP=steps[1])))
+        # One tile of 128 rows, or two, and two stages of two tiles and of the statistics of their rows.
+        forward, backward = ({step: (tiles * 128 + 4 * step) * 2 * (head + 8) + 16 * step for step in steps}
+                             for tiles, steps in ((1, (64, 32)), (2, (32, 16))))
+        steps = _step(forward, limit), _step(backward, limit)
+        macros = tuple(kernels.macros(**common, STEP=step, CHUNKED=int(is_chunked)) for step in steps)
+        return Way("attention_tensor", 128, 128 if head <= 64 else 256, head**-0.5 * log2(e),
+                   (forward[steps[0]], backward[steps[1]]), (macros[0], macros[1]))
     pitch, size = -(-head // 4) * 4 + 4, 8 if sum_type(qkv) == "float64" else 4
     for tile in (64, 32) if length > 32 else (32,):
         shared = tile * (2 * pitch + tile + 4) * size, tile * (4 * pitch + tile + 4) * size
@@ -79,6 +86,11 @@ def _choose(kernels: Kernels, qkv: Any, heads: int) -> Way:
             return Way("attention", tile, tile * tile // 16, head**-0.5, shared, (kernels.macros(**common, TILE=tile),) * 2)
     raise KernelError(f"Heads of {head} channels need {shared[1]} bytes of shared memory a block; this device has {limit}.",
                       "Use more and narrower heads.")
+
+
+def _step(shared: dict[int, int], limit: int) -> int:
+    """The first step, of those with these bytes a block, of which two blocks fit a multiprocessor; else of which one does."""
+    return next((step for blocks in (2, 1) for step, nbytes in shared.items() if blocks * nbytes <= limit))
 
 
 def _shape(qkv: Any) -> tuple[int, int, int]:

@@ -128,6 +128,12 @@ def add(kernels: Kernels, a, b, out, arena):
     kernels.launch("add", blocks(a.size, macros.run), POINTWISE, (a.size, a, b, out), macros=macros)
 
 
+def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
+    """out = alpha a + beta b; out may be a or b."""
+    macros = KINDS[a.dtype].macros
+    kernels.launch("weighted_sum", blocks(a.size, macros.run), POINTWISE, (a.size, alpha, a, beta, b, out), macros=macros)
+
+
 def add_bias(kernels: Kernels, y, b, arena):
     """y += b, down the rows of y."""
     rows = y.size // len(b)

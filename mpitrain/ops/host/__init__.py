@@ -21,6 +21,7 @@ from mpitrain.ops.host.linear import (
     logits,
     relu,
     relu_backward,
+    weighted_sum,
 )
 from mpitrain.ops.host.loss import (
     count_correct,
@@ -79,4 +80,5 @@ __all__ = [
     "row_exponentials",
     "row_maximum",
     "sgd",
+    "weighted_sum",
 ]

@@ -126,6 +126,16 @@ def relu(z, arena):
 relu_backward = gelu_backward
 
 
+def weighted_sum(a, alpha, b, beta, out, arena):
+    """a, b, out: of one shape, computed in blocks of rows"""
+    scratch = arena.take(block_shape(out), out.dtype)
+    for rows in row_blocks(out):
+        part = None if b is None else np.multiply(b[rows], beta, out=scratch[:len(out[rows])])
+        np.multiply(a[rows], alpha, out=out[rows])
+        if part is not None:
+            out[rows] += part
+
+
 def _product(x, w, arena, out=None):
     """x w^T, (M, N), in one call: BLAS packs w anew in every call, which at 128 rows a call costs a third of the product."""
     y = arena.take((len(x), len(w)), x.dtype) if out is None else out

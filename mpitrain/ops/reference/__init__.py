@@ -46,6 +46,7 @@ from mpitrain.ops.reference.layers import (
     logits,
     relu,
     relu_backward,
+    weighted_sum,
 )
 from mpitrain.ops.reference.loss import (
     count_correct,
@@ -100,4 +101,5 @@ __all__ = [
     "row_exponentials",
     "row_maximum",
     "sgd",
+    "weighted_sum",
 ]

@@ -12,6 +12,11 @@ def add(a, b, out, arena):
     np.add(a, b, out=out)
 
 
+def weighted_sum(a, alpha, b, beta, out, arena):
+    """Write alpha a + beta b, or alpha a where b is None, to out, which may be a or b; all of one shape but the numbers."""
+    out[...] = alpha * a if b is None else alpha * a + beta * b
+
+
 def add_bias(y, b, arena):
     """Add b to every row of y, in place.    y: (M, N); b: (N,)"""
     np.add(y, b, out=y)

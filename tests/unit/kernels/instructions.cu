@@ -60,3 +60,15 @@ extern "C" __global__ void copy_in_part(int valid, const float* x, float* y) {
     __syncthreads();
     y[threadIdx.x] = s[threadIdx.x];
 }
+
+extern "C" __global__ void copy_or_not(int exists, const float* x, float* y) {
+    __shared__ __align__(16) float s[5];
+    if (threadIdx.x == 0) {
+        copy_async_if<16>(s, x, exists);
+        copy_async_if<4>(s + 4, x + 4, exists);
+        copy_async_commit();
+        copy_async_wait<0>();
+    }
+    __syncthreads();
+    y[threadIdx.x] = s[threadIdx.x];
+}

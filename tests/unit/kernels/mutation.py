@@ -28,7 +28,7 @@ from tests.cases.suite import SUITE
 
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
 EDGES = ("M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|work|warps|found|left|splits|k_end|k_left|t0|t|ties|"
-         r"\(long long\)(?:B|rows)|int\(blockDim")
+         r"apart|past|\(long long\)(?:B|rows)|int\(blockDim")
 BOUNDS = (r"n - i|n - mine|end - i|used - here\.first|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|"
           r"columns - column0 - column|ties")
 MUTATIONS = {
@@ -52,17 +52,22 @@ PADDING = "the tile is padded by a four of zeros there, which load_four, store_f
 WHOLE_TILES = "both sides are multiples of the tile, so one more changes nothing"
 OVER_SHARES = "for (long long i = N * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += N * 256LL * gridDim.x) {"
 EMPTY_RUN = "in a run of which no element exists nothing is loaded or stored"
+NO_ROWS = "a warp computes with rows that do not exist, and stores nothing"
 NO_KEYS = "keys that do not exist are copied as zeros, and no query that exists sees them"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("attention.cu", "if (d > HEAD) break;"): PADDING,
     ("attention.cu", "for (int s0 = 0; s0 <= 1 + t0; s0 += TILE) {"): WHOLE_TILES,
     ("attention.cu", "for (int t0 = s0; t0 <= T; t0 += TILE) {"): "one more tile, of queries that do not exist, adds 0",
-    ("attention_tensor.cu", "const int end = (t0 + OWNED);"): NO_KEYS,
-    ("attention_tensor.cu", "const int t0 = blockIdx.x * OWNED, h = blockIdx.y, b = blockIdx.z, m = threadIdx.x / 32 * 16, "
-                            "end = (t0 + OWNED);"): NO_KEYS,
-    ("attention_tensor.cu", "if (s0 <= end) {"): "it starts a copy of rows that the loop never comes to",
-    ("attention_tensor.cu", "if (t0 <= T) {"): "it starts a copy of rows that the loop never comes to",
+    ("attention_tensor.cuh", "if (row <= end) {"): "it starts a copy of rows that the loop never comes to",
+    ("attention_tensor_backward.cu",
+     "if (s0 + m > T || t0 + STEP <= s0 + m) continue;    // no keys, or all after these queries"): NO_ROWS,
+    **{(f"attention_tensor{half}.cu", line): why for half in ("", "_backward") for line, why in (
+        ("const int end = min(t0 + OWNED, T), warp_end = t0 + m <= T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
+         NO_ROWS),
+        ("const int end = (t0 + OWNED), warp_end = t0 + m < T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
+         NO_KEYS),
+        ("for (int s0 = 0; s0 <= end; s0 += STEP) {", "one more step, of keys that no query sees"))},
     ("flat.cuh", OVER_SHARES): EMPTY_RUN,
     ("gemm_tensor.cu", "if (step <= end) {"): "it starts a copy of a piece that the loop never comes to",
     ("gemm.cu", "if (k_begin <= k_end) {"): "with nothing to sum over it loads zeros",

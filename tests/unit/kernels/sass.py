@@ -12,12 +12,13 @@ def _disassembler() -> Path:
     return next(path for folder in folders for path in Path(folder).glob("cu*/bin/nvdisasm"))
 
 
-def instructions(cubin: bytes) -> list[str]:
-    """All instructions of the only kernel of a cubin, in order, between its labels: `.L_x_1:`."""
+def instructions(cubin: bytes, kernel: str) -> list[str]:
+    """All instructions of a kernel of a cubin, in order, between its labels: `.L_x_1:`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = subprocess.run([_disassembler(), "-c", file.name], capture_output=True, text=True, check=True, timeout=300).stdout
+    text = next(part for part in re.split(r"^\s*\.section\s+", text, flags=re.MULTILINE) if part.startswith(f".text.{kernel},"))
     found = re.finditer(r"^\s*(?:(\.L_\w+:)|/\*[0-9a-f]+\*/\s+([^;]+);)", text, re.MULTILINE)
     return [label or instruction.strip() for label, instruction in (match.groups() for match in found)]
 

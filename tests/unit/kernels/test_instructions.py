@@ -99,3 +99,13 @@ def test_a_copy_of_fewer_valid_bytes_fills_the_rest_with_zeros(launch, valid):
     y = np.empty(4, np.float32)
     launch("copy_in_part", 4, valid, padded[start:start + 4], fresh(y))
     np.testing.assert_array_equal(y, np.where(np.arange(4) < valid // 4, x, 0))
+
+
+@pytest.mark.parametrize("exists", [0, 1])
+def test_a_copy_of_what_does_not_exist_reads_nothing_and_writes_zeros(launch, exists):
+    padded = np.zeros(12, np.float32)
+    start = -padded.ctypes.data // 4 % 4
+    x, y = padded[start:start + 5 * exists], np.empty(5, np.float32)
+    x[...] = np.arange(1, x.size + 1)
+    launch("copy_or_not", 5, exists, x, fresh(y))
+    np.testing.assert_array_equal(y, np.arange(1, 6) * exists)

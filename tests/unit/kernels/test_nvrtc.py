@@ -2,10 +2,15 @@
 
 import re
 from itertools import product
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from mpitrain.kernels.loader import Kernels
+from mpitrain.kernels.multiprocessor import H100
 from mpitrain.kernels.source import package_sources
+from mpitrain.ops.cuda.attention import choose
 from mpitrain.ops.cuda.grids import SHARED
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL, TensorTile, Tile
 from tests.unit.kernels.nvrtc import Compiler, usages
@@ -20,16 +25,31 @@ TILED = {"gemm": Tile, "gemm_tensor": TensorTile}
 # Forward, input half, weight half of a linear layer: (TRANSPOSED_A, TRANSPOSED_B, ROW_SUMS).
 PRODUCTS = ((0, 1, 0), (0, 0, 0), (1, 0, 1))
 
+ATTENTIONS = ("attention_tensor", "attention_tensor_backward")
+
+# Of attention on tensor cores, on sm_90a: kernel and head size -> products of a step, most instructions of the main loop for
+# each, least warps on a multiprocessor. While tensor cores make a product, in 8 cycles on sm_80 and some 6.5 on sm_90, a warp
+# scheduler issues one instruction a cycle. Four numbers of scores take 18 to 20 of these beside D / 8 products forward, D / 4
+# and 3 D / 16 backward: most of all in the forward of narrow heads. The mask of the diagonal, which is jumped over, counts.
+LOOPS = {
+    ("attention_tensor", 64): (128, 6.25, 8),
+    ("attention_tensor", 128): (128, 5, 16),
+    ("attention_tensor_backward_kv", 64): (128, 5, 8),
+    ("attention_tensor_backward_kv", 128): (128, 5, 8),
+    ("attention_tensor_backward_q", 64): (96, 5, 8),
+    ("attention_tensor_backward_q", 128): (96, 5, 16),
+}
+
 # Kernels that load and store 16 bytes of global memory at a time, whatever the type of elements.
 WIDE = {
     "ld": "activation_backward activation_forward adamw add add_bias add_into add_parts column_sums convert count_chosen "
           "count_digits cross_entropy cross_entropy_loss cross_entropy_split decode_fp16 decode_int8 embedding "
           "embedding_backward_positions embedding_backward_table encode_fp16 encode_int8 gemm_combine gradient_facts "
           "largest_is_target layer_norm layer_norm_backward maximum_into momentum row_argmax row_exponentials row_maximum sgd "
-          "sum_parts total write_chosen",
+          "sum_parts total weighted_sum write_chosen",
     "st": "activation_backward activation_forward adamw add add_bias add_into add_parts column_sums convert cross_entropy "
           "cross_entropy_split decode_fp16 decode_int8 embedding embedding_backward_positions embedding_backward_table "
-          "encode_fp16 gemm_combine layer_norm layer_norm_backward maximum_into momentum sgd",
+          "encode_fp16 gemm_combine layer_norm layer_norm_backward maximum_into momentum sgd weighted_sum",
 }
 
 
@@ -39,20 +59,29 @@ def types(element: str) -> dict[str, object]:
             "ROW_SUMS": 1, "HEAD": 64, "TILE": 64, "STEP": 64, "CHUNKED": 1}
 
 
+def attention_way(capability, head):
+    """How attention is launched on a device, for aligned arrays of 16-bit elements."""
+    kernels = Kernels(SimpleNamespace(capability=capability, takes_plain=True))
+    return choose(kernels, np.empty((1, 1, 3 * head), np.float16), 1, True)
+
+
 def jobs():
     """(source, architecture, macros) of everything that is compiled here, in the same order in every process."""
-    for name in sorted(set(SOURCES) - {"gemm", "gemm_tensor", "attention_tensor"}):
+    for name in sorted(set(SOURCES) - {"gemm", "gemm_tensor", *ATTENTIONS}):
         for element, architecture in WHERE.items():
             if (name, element) != ("top_k", "double"):    # it knows float32 alone
                 yield name, architecture, types(element)
     for name, macro in (("steps", "Mirror"), ("embedding", "Result"), ("columns", "Result")):    # of mixed precision
         for short in ("__half", "__nv_bfloat16"):
             yield name, "sm_80", types("float" if macro == "Mirror" else short) | {macro: short if macro == "Mirror" else "float"}
-    for architecture, head, step in (("sm_80", 64, 64), ("sm_80", 128, 16), ("sm_90a", 128, 16)):
-        yield "attention_tensor", architecture, types("__nv_bfloat16") | {"HEAD": head, "STEP": step}
-    # It compiles there too, but `choose` takes it from sm_80 on.
-    yield "attention_tensor", "sm_75", types("__half") | {"HEAD": 32, "STEP": 32}
-    yield "attention_tensor", "sm_90", types("__nv_bfloat16") | {"HEAD": 128, "STEP": 16}    # without what is this chip's alone
+    for is_backward, name in enumerate(ATTENTIONS):
+        for capability, head, architecture in ((90, 64, "sm_90a"), (90, 128, "sm_90a"), (86, 128, "sm_80")):
+            macros = attention_way(capability, head).macros[is_backward].defines
+            yield name, architecture, types("__nv_bfloat16") | {dim: macros[dim] for dim in ("HEAD", "STEP")}
+        # It compiles there too, but `choose` takes it from sm_80 on.
+        yield name, "sm_75", types("__half") | {"HEAD": 32, "STEP": 32}
+    # Without what is this chip's alone, and with copies element by element.
+    yield "attention_tensor", "sm_90", types("__nv_bfloat16") | {"HEAD": 128, "STEP": 32, "CHUNKED": 0}
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
         if sums or architecture != "sm_75":
@@ -72,7 +101,7 @@ def compiler():
 
 def called(name, architecture, macros):
     """The name of a job among the tests."""
-    dims = ("HEAD",) if name == "attention_tensor" else ("TILE_M", "TILE_N", "TILE_K", "WARP_M", "WARP_N")
+    dims = ("HEAD", "STEP") if name in ATTENTIONS else ("TILE_M", "TILE_N", "TILE_K", "WARP_M", "WARP_N")
     tile = "x".join(str(macros[dim]) for dim in dims if dim in macros)
     transposed = "".join("NT"[macros[flag]] for flag in ("TRANSPOSED_A", "TRANSPOSED_B") if flag in macros)
     element = macros["Element"]
@@ -116,10 +145,21 @@ def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(na
         assert kernels[name].registers <= tile.registers, "fewer blocks fit a multiprocessor than tiles are chosen for"
     if is_default_on_tensor_cores(name, architecture, macros):
         assert kernels["gemm_tensor"].registers <= 128, "two blocks do not fit a multiprocessor"
-        loop = main_loop(instructions(compiled.code), "HMMA")
-        products = count(loop, "HMMA")
-        assert products == 32, "the main loop is not one step of the tile"
-        assert len(loop) <= 6.25 * products, "tensor cores wait for other instructions"
+        check_loop(compiled.code, "gemm_tensor", 32, 6.25)
+    if name in ATTENTIONS and architecture == "sm_90a":
+        way = attention_way(90, macros["HEAD"])
+        for kernel, usage in kernels.items():
+            products, most, warps = LOOPS[kernel, macros["HEAD"]]
+            check_loop(compiled.code, kernel, products, most)
+            resident = H100.resident(way.threads, usage.registers, way.shared[name == ATTENTIONS[1]])
+            assert resident * way.threads >= 32 * warps, f"{kernel}: {usage}"
+
+
+def check_loop(code, kernel, products, most):
+    """The main loop of a kernel is one step of so many products, and has at most so many instructions for each."""
+    loop = main_loop(instructions(code, kernel), "HMMA")
+    assert count(loop, "HMMA") == products, "the main loop is not one step"
+    assert len(loop) <= most * products, f"{kernel}: tensor cores wait for other instructions: {len(loop) / products:.2f}"
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])
@@ -131,9 +171,9 @@ def test_every_tile_of_tensor_cores_has_the_shared_memory_it_asks_for(capability
 @pytest.mark.parametrize("name", SOURCES)
 def test_shared_arrays_are_as_aligned_as_their_widest_access(compiler, name):
     """x86-64 aligns every array to 16 bytes, so the simulator cannot see this; the PTX can."""
-    tile, element = (TENSOR_TILES[0], "__half") if name.endswith("tensor") else (TILES[0], "float")
+    tile, element = (TENSOR_TILES[0], "__half") if "tensor" in name else (TILES[0], "float")
     macros = types(element) | {"TRANSPOSED_A": 0, "TRANSPOSED_B": 0}
-    if name != "attention_tensor":
+    if name not in ATTENTIONS:
         macros |= tile._asdict()
     ptx = compiler.compile(SOURCES[name], "compute_80", macros).ptx
     widths = [int(n) * int(bits) // 8 for n, bits in re.findall(r"(?:ld|st)\.shared\.v([24])\.[a-z](\d+)", ptx)]

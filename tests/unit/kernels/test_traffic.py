@@ -93,6 +93,7 @@ def pointwise(kernels: Kernels, dtype: str) -> None:
     ops = cuda.body(kernels)
     ops.relu_backward(ones(dtype), ops.relu(ones(dtype), Arena())[1], Arena())
     ops.add(ones(dtype), ones(dtype), ones(dtype), Arena())
+    ops.weighted_sum(ones(dtype), 0.5, ones(dtype), 0.5, ones(dtype), Arena())
     ops.add_bias(ones(dtype, 9, 40), ones(dtype, 40), Arena())
 
 
@@ -165,6 +166,21 @@ def test_every_access_to_aligned_arrays_moves_16_bytes(launches, bulk, dtype):
             assert bytes_moved == 16 * launch.accesses[name] > 0, f"{name} of {launch.kernel}"
             seen.add(name)
     assert seen == set(bulk.split()) - ({"mirror"} if dtype == "float32" else set())
+
+
+def test_attention_on_tensor_cores_reads_what_its_128_rows_see_once():
+    """200 tokens are blocks of 128 and 72 rows, which see 128 and 200 keys, and 200 and 72 queries."""
+    heads, row = 2, 2 * 16 * 2    # bytes of a token in all heads
+    qkv, dy = stored(numbers(1, 1, 200, 3 * 32), "float16"), stored(numbers(2, 1, 200, 32), "float16")
+    forward = moved("attention_tensor", lambda ops: ops.attention(qkv, heads, Arena()))
+    assert (forward.read["qkv"], forward.written["y"]) == (row * (200 + 2 * 328), row * 200)
+    saved = qkv, np.zeros_like(dy), np.zeros((1, heads, 200), np.float32), heads
+    for_keys, for_queries = (moved(f"attention_tensor_backward_{half}", lambda ops: ops.attention_backward(dy, saved, Arena()))
+                             for half in ("kv", "q"))
+    assert for_keys.read == {"qkv": row * (2 * 200 + 272), "dy": row * 272, "log_sums": 4 * heads * 272, "dots": 4 * heads * 272,
+                             "dqkv": 0}
+    assert (for_queries.read["qkv"], for_queries.read["dy"]) == (row * (200 + 2 * 328), row * 200)
+    assert (for_keys.written["dqkv"], for_queries.written["dqkv"]) == (row * 400, row * 200)
 
 
 def test_what_is_counted_is_what_a_kernel_moves():

@@ -1,0 +1,161 @@
+// What the kernels of attention on tensor cores share: tiles in shared memory, and the two kinds of product with them.
+//
+// A block owns OWNED rows (queries, or keys for dk and dv), each of its warps WARP_ROWS of them: two fragments, so that what
+// is read from shared memory serves two products, where registers hold the sums of both; else one. STEP rows of the other
+// side pass by at a time, by asynchronous copies into one of two stages while the other is computed with. Scores and weights
+// never leave registers: the fragment that a product leaves is, rounded, the fragment that the next one takes.
+// HEAD, a multiple of 16, and STEP are macros; CHUNKED: all rows can be copied 16 bytes at a time, else they are copied
+// element by element.
+#pragma once
+#include "tensor_tile.cuh"
+
+constexpr int OWNED = 128, FRAGMENTS = HEAD <= 64 ? 2 : 1, WARP_ROWS = 16 * FRAGMENTS, THREADS = OWNED / WARP_ROWS * 32;
+constexpr int DEPTH = HEAD / 16;    // fragments along the channels
+
+static_assert(HEAD % 16 == 0 && STEP % 16 == 0 && OWNED % STEP == 0, "whole fragments, and whole steps before the diagonal");
+
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+using Own = SharedTile<OWNED, HEAD, THREADS>;      // what stays
+using Other = SharedTile<STEP, HEAD, THREADS>;    // what passes by
+
+using Steps = float[FRAGMENTS][STEP / 8][4];         // WARP_ROWS x STEP sums, as fragments
+using Channels = float[FRAGMENTS][2 * DEPTH][4];    // WARP_ROWS x HEAD sums
+
+// One operand of one batch and head: T rows, `pitch` elements apart.
+struct Rows {
+    const Element* first;
+    int pitch, T;
+
+    // Starts to copy COUNT of them to a tile; those from T on become 0. So many lanes go along a row that all of a thread's
+    // chunks lie at fixed distances.
+    template <int COUNT> __device__ __forceinline__ void fetch(Element* tile, int t0) const {
+        constexpr int LANES = HEAD % 64 == 0 ? 8 : HEAD % 32 == 0 ? 4 : 2, AT_ONCE = THREADS / LANES;
+        const int lane = threadIdx.x % LANES * CHUNK, row = threadIdx.x / LANES;
+#pragma unroll
+        for (int r = 0; r < COUNT; r += AT_ONCE) {
+            if (COUNT < AT_ONCE && row >= COUNT) break;
+            const bool exists = t0 + row + r < T;
+            const char* from = reinterpret_cast<const char*>(first + lane) + (long long)(t0 + row + r) * (pitch * 2);
+            Element* to = tile + (row + r) * Own::PITCH + lane;
+#pragma unroll
+            for (int c = 0; c < HEAD; c += LANES * CHUNK) {
+                const Element* chunk = reinterpret_cast<const Element*>(from) + c;
+                if (CHUNKED) copy_async_if<16>(to + c, chunk, exists);
+                else
+                    for (int i = 0; i < CHUNK; ++i) to[c + i] = exists ? chunk[i] : narrow<Element>(0.0f);
+            }
+        }
+    }
+};
+
+// Of a query: log_sum and dot.
+using Statistics = float2;
+
+// What a block goes through: STEP rows of each of two operands at a time, and the statistics of these rows unless `log_sums` is
+// null. In a stage the operands lie after each other, as tiles, and then the statistics.
+struct Passing {
+    static constexpr int STAGE = 2 * Other::ELEMENTS + STEP * int(sizeof(Statistics) / sizeof(Element));
+    static_assert(2 * STEP <= THREADS, "a number of the statistics to a thread");
+    Rows one, two;
+    const float *log_sums, *dots;
+    int end;    // of the rows
+    Element* stages;
+
+    __device__ __forceinline__ Element* stage_of(int row) const { return stages + row / STEP % 2 * STAGE; }
+
+    __device__ __forceinline__ void fetch(int row) const {
+        if (row < end) {
+            Element* stage = stage_of(row);
+            one.fetch<STEP>(stage, row);
+            two.fetch<STEP>(stage + Other::ELEMENTS, row);
+            const int mine = row + threadIdx.x / 2;
+            if (log_sums && threadIdx.x < 2 * STEP)
+                copy_async_if<4>(reinterpret_cast<float*>(stage + 2 * Other::ELEMENTS) + threadIdx.x,
+                                 (threadIdx.x % 2 ? dots : log_sums) + mine, mine < end);
+        }
+        copy_async_commit();
+    }
+
+    // The stage of the rows from `row` on, which have been fetched; the next are fetched into the other.
+    __device__ __forceinline__ const Element* arrive(int row) const {
+        copy_async_wait<0>();
+        __syncthreads();    // this stage is seen by all, and all have left the other
+        fetch(row + STEP);
+        return stage_of(row);
+    }
+};
+
+// out (WARP_ROWS x STEP) = the rows of `own` from row m on times the rows of `other` (STEP x HEAD) transposed.
+__device__ __forceinline__ void multiply_rows(Steps& out, const Element* own, int m, const Element* other) {
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+        for (int j = 0; j < STEP / 8; ++j) out[f][j][0] = out[f][j][1] = out[f][j][2] = out[f][j][3] = 0.0f;
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+        unsigned a[FRAGMENTS][4];
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; ++f) Own::a_from_rows_of_m(a[f], own, m + 16 * f, 16 * d);
+#pragma unroll
+        for (int j = 0; j < STEP / 16; ++j) {
+            unsigned b[2][2];
+            Other::b_from_rows_of_n(b, other, 16 * d, 16 * j);
+#pragma unroll
+            for (int f = 0; f < FRAGMENTS; ++f) {
+                mma_m16n8k16(out[f][2 * j], a[f], b[0], Element{});
+                mma_m16n8k16(out[f][2 * j + 1], a[f], b[1], Element{});
+            }
+        }
+    }
+}
+
+// Scores of keys after their query become minus infinity. The fragments' first row and column are tokens row0 and column0; a
+// row is a query if QUERIES_ARE_ROWS, else a key.
+template <bool QUERIES_ARE_ROWS> __device__ __forceinline__ void mask(Steps& scores, int row0, int column0) {
+    const int lane = threadIdx.x % 32, apart = row0 + lane / 4 - (column0 + lane % 4 * 2);
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+        for (int j = 0; j < STEP / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int past = 8 * j + e % 2 - (16 * f + e / 2 * 8);
+                const bool seen = QUERIES_ARE_ROWS ? past <= apart : apart <= past;
+                if (!seen) scores[f][j][e] = MINUS_INFINITY;
+            }
+}
+
+// out (WARP_ROWS x HEAD) += p (WARP_ROWS x STEP) times `other` (STEP x HEAD).
+__device__ __forceinline__ void add_weighted(Channels& out, const Steps& p, const Element* other) {
+#pragma unroll
+    for (int s = 0; s < STEP / 16; ++s) {
+        unsigned a[FRAGMENTS][4];
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[f][i] = packed(p[f][2 * s + i / 2][i % 2 * 2], p[f][2 * s + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
+            unsigned b[2][2];
+            Other::b_from_rows_of_k(b, other, 16 * s, 16 * d);
+#pragma unroll
+            for (int f = 0; f < FRAGMENTS; ++f) {
+                mma_m16n8k16(out[f][2 * d], a[f], b[0], Element{});
+                mma_m16n8k16(out[f][2 * d + 1], a[f], b[1], Element{});
+            }
+        }
+    }
+}
+
+// Stores 16 x HEAD sums times `scale` (of rows g and g + 8) to rows t0 ... of an array; rows from T on do not exist.
+__device__ __forceinline__ void store_rows(const float (&out)[2 * DEPTH][4], float scale0, float scale8, Element* first,
+                                           long long pitch, int t0, int T) {
+    const bool vector = in_fours(first, pitch);
+#pragma unroll
+    for (int j = 0; j < 2 * DEPTH; ++j) {
+        const float scaled[4] = {out[j][0] * scale0, out[j][1] * scale0, out[j][2] * scale8, out[j][3] * scale8};
+        const FourOfFragment four(scaled);
+        if (t0 + four.row < T) store_four(first + (t0 + four.row) * pitch, 8 * j + four.column, HEAD, vector, four.at);
+    }
+}
