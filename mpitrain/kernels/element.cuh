@@ -21,15 +21,19 @@ __device__ __forceinline__ float wide(float x) { return x; }
 __device__ __forceinline__ double wide(double x) { return x; }
 __device__ __forceinline__ float wide(__half x) { return __half2float(x); }
 __device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float wide(signed char x) { return float(x); }    // int8 numbers on the wire
 
 template <class T> struct Narrow;
 template <> struct Narrow<float> { __device__ static float from(double x) { return float(x); } };
 template <> struct Narrow<double> { __device__ static double from(double x) { return x; } };
 template <> struct Narrow<__half> { __device__ static __half from(float x) { return __float2half_rn(x); } };
 template <> struct Narrow<__nv_bfloat16> { __device__ static __nv_bfloat16 from(float x) { return __float2bfloat16_rn(x); } };
+template <> struct Narrow<signed char> {
+    __device__ static signed char from(float x) { return (signed char)(max(-127, min(127, __float2int_rn(x)))); }
+};
 template <> struct Narrow<const float> : Narrow<float> {};
 
-// Rounds to nearest even.
+// Rounds to nearest even; to int8, at most 127 in magnitude.
 template <class T> __device__ __forceinline__ T narrow(Sum x) { return Narrow<T>::from(x); }
 
 // N neighbours, moved by as few instructions of at most 16 bytes as there can be.

@@ -3,6 +3,8 @@
 // positions: (at least T, C); x, dx: (M, C); gradients are of type Result
 #include "reduce.cuh"
 
+constexpr int WIDE = RUN<Element, Result>, COLUMNS = 32 * WIDE;    // of a thread; of a warp
+
 // x[m] = table[tokens[m] - first] + positions[m mod T]. A row that the table does not hold is zero, as are no positions.
 // One warp a row. Launch: grid (ceil(M / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) embedding(
@@ -12,28 +14,32 @@ extern "C" __global__ void __launch_bounds__(128) embedding(
     if (row >= M) return;
     const long long token = tokens[row] - first;
     const bool held = token >= 0 && token < V;
-    const bool vector = in_fours(table, C) && in_fours(positions, C) && in_fours(x, C);
-    for (int c = 4 * lane; c < C; c += 128) {
-        Sum word[4] = {}, place[4] = {};
-        if (held) load_four(table + token * C, c, C, vector, word);
-        if (positions) load_four(positions + (long long)(row % T) * C, c, C, vector, place);
+    const bool vector = in_runs<WIDE>(table, C) && in_runs<WIDE>(positions, C) && in_runs<WIDE>(x, C);
+    for (int c = WIDE * lane; c < C; c += COLUMNS) {
+        Sum word[WIDE] = {}, place[WIDE] = {};
+        if (held) load_run(table + token * C, c, C, vector, word);
+        if (positions) load_run(positions + (long long)(row % T) * C, c, C, vector, place);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) word[i] += place[i];
-        store_four(x + (long long)row * C, c, C, vector, word);
+        for (int i = 0; i < WIDE; ++i) word[i] += place[i];
+        store_run(x + (long long)row * C, c, C, vector, word);
     }
 }
 
 // dtable[v] = scale dtable[v] + the sum of dx over the rows m with tokens[m] = first + v, in their order: equal on every run.
-// A block owns 32 table rows x 128 columns in shared memory and reads all tokens; each thread owns one column, so that
-// adding a row needs no barrier. Launch: grid (ceil(V / 32), ceil(C / 128)), block (128).
+// A block owns 32 table rows x COLUMNS columns in shared memory and reads all tokens. A warp owns every fourth of these rows, a
+// thread neighbouring columns of them, so that adding a row needs no barrier.
+// Launch: grid (ceil(V / 32), ceil(C / COLUMNS)), block (128).
 extern "C" __global__ void __launch_bounds__(128) embedding_backward_table(
     int M, int C, int V, long long first, const Index* __restrict__ tokens, const Element* __restrict__ dx, Sum scale,
     Result* __restrict__ dtable) {
-    __shared__ Sum sums[32][128];
-    __shared__ int row_of[128], slot_of[128];    // the chunk's rows that belong here, in order
-    __shared__ int found_by[4];
-    const int v0 = blockIdx.x * 32, c = blockIdx.y * 128 + threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int v = 0; v < 32; ++v) sums[v][threadIdx.x] = 0;
+    __shared__ __align__(16) Sum sums[32][COLUMNS];
+    __shared__ __align__(16) int row_of[128], slot_of[128];    // the chunk's rows that belong here, in order
+    __shared__ __align__(16) int found_by[4];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int v0 = blockIdx.x * 32, own = WIDE * lane, c = blockIdx.y * COLUMNS + own;
+    const bool vector = in_runs<WIDE>(dx, C) && in_runs<WIDE>(dtable, C);
+    Sum sum[WIDE] = {}, more[WIDE];
+    for (int v = warp; v < 32; v += 4) store_run(sums[v], own, COLUMNS, true, sum);
     for (int m0 = 0; m0 < M; m0 += 128) {
         const int m = m0 + threadIdx.x;
         const long long slot = m < M ? tokens[m] - first - v0 : -1;
@@ -51,12 +57,23 @@ extern "C" __global__ void __launch_bounds__(128) embedding_backward_table(
             slot_of[before] = int(slot);
         }
         __syncthreads();
-        if (c < C)
-            for (int i = 0; i < found; ++i) sums[slot_of[i]][threadIdx.x] += wide(dx[(long long)row_of[i] * C + c]);
+        for (int i = 0; i < found; ++i) {
+            if (slot_of[i] % 4 != warp) continue;
+            load_run(dx + (long long)row_of[i] * C, c, C, vector, more);
+            load_run(sums[slot_of[i]], own, COLUMNS, true, sum);
+#pragma unroll
+            for (int j = 0; j < WIDE; ++j) sum[j] += more[j];
+            store_run(sums[slot_of[i]], own, COLUMNS, true, sum);
+        }
     }
-    if (c >= C) return;
-    for (int v = 0; v < min(32, V - v0); ++v) {
-        const long long at = (long long)(v0 + v) * C + c;
-        dtable[at] = narrow<Result>(sums[v][threadIdx.x] + (scale != Sum(0) ? scale * wide(dtable[at]) : Sum(0)));
+    for (int v = warp; v < min(32, V - v0); v += 4) {
+        Result* row = dtable + (long long)(v0 + v) * C;
+        load_run(sums[v], own, COLUMNS, true, sum);
+        if (scale != Sum(0)) {
+            load_run(row, c, C, vector, more);
+#pragma unroll
+            for (int j = 0; j < WIDE; ++j) sum[j] += scale * more[j];
+        }
+        store_run(row, c, C, vector, sum);
     }
 }

@@ -25,3 +25,28 @@ __device__ __forceinline__ void each_share(long long n, Take take, const T*... a
         else take(Share<N, false>{i, int(min(n - i, (long long)N))});
     }
 }
+
+// y = f(x), element by element; y may be x.
+template <class X, class Y, class F> __device__ __forceinline__ void map_elements(long long n, const X* x, Y* y, F f) {
+    constexpr int N = RUN<X, Y>;
+    each_share<N>(n, [&](auto here) {
+        Sum xs[N];
+        here.load(x, xs);
+#pragma unroll
+        for (int j = 0; j < N; ++j) xs[j] = f(xs[j]);
+        here.store(y, xs);
+    }, x, y);
+}
+
+// y = f(a, b), element by element; y, of the type of a, may be a or b.
+template <class A, class B, class F> __device__ __forceinline__ void map_pairs(long long n, const A* a, const B* b, A* y, F f) {
+    constexpr int N = RUN<A, B>;
+    each_share<N>(n, [&](auto here) {
+        Sum as[N], bs[N];
+        here.load(a, as);
+        here.load(b, bs);
+#pragma unroll
+        for (int j = 0; j < N; ++j) as[j] = f(as[j], bs[j]);
+        here.store(y, as);
+    }, a, b, y);
+}

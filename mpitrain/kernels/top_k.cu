@@ -9,13 +9,27 @@
 
 __device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// A block's share of the elements, whole rounds of 256.
+constexpr int WIDE = RUN<float>, ROUND = 256 * WIDE;    // elements of a thread at a time; of a block
+
+// A block's share of the elements, whole rounds.
 struct Share {
     long long begin, end;
     __device__ __forceinline__ explicit Share(long long n) {
-        const long long rounds = (n + 255) / 256;
-        begin = rounds * blockIdx.x / gridDim.x * 256;
-        end = min(n, rounds * (blockIdx.x + 1) / gridDim.x * 256);
+        const long long rounds = (n + ROUND - 1) / ROUND;
+        begin = rounds * blockIdx.x / gridDim.x * ROUND;
+        end = min(n, rounds * (blockIdx.x + 1) / gridDim.x * ROUND);
+    }
+
+    // Calls take(i, xs) in each round: this thread's elements from i on. Behind the end are zeros, which are never chosen: no
+    // element is smaller, and of equal ones the first are taken.
+    template <class Take> __device__ __forceinline__ void each(const float* x, Take take) const {
+        const bool vector = in_runs<WIDE>(x, 0);
+        for (long long round = begin; round < end; round += ROUND) {
+            const long long i = round + WIDE * threadIdx.x;
+            float xs[WIDE];
+            load_run(x + i, 0, int(max(0LL, min(end - i, (long long)WIDE))), vector, xs);
+            take(i, xs);
+        }
     }
 };
 
@@ -26,11 +40,13 @@ extern "C" __global__ void __launch_bounds__(256) count_digits(
     here[threadIdx.x] = 0;
     __syncthreads();
     const unsigned long long threshold = state[0];
-    const Share share(n);
-    for (long long i = share.begin + threadIdx.x; i < share.end; i += 256) {
-        const unsigned long long bits = magnitude(x[i]);
-        if (bits >> (shift + 8) == threshold >> (shift + 8)) atomicAdd(&here[bits >> shift & 255], 1u);
-    }
+    Share(n).each(x, [&](long long, const float (&xs)[WIDE]) {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+            const unsigned long long bits = magnitude(xs[j]);
+            if (bits >> (shift + 8) == threshold >> (shift + 8)) atomicAdd(&here[bits >> shift & 255], 1u);
+        }
+    });
     __syncthreads();
     if (here[threadIdx.x]) atomicAdd(&counts[threadIdx.x], here[threadIdx.x]);
 }
@@ -55,12 +71,15 @@ extern "C" __global__ void __launch_bounds__(256) choose_digit(int shift, unsign
 extern "C" __global__ void __launch_bounds__(256) count_chosen(
     long long n, const float* __restrict__ x, const unsigned* __restrict__ state, int* __restrict__ places) {
     __shared__ int scratch[8];
-    const Share share(n);
+    const unsigned threshold = state[0];
     int above = 0, at = 0;
-    for (long long i = share.begin + threadIdx.x; i < share.end; i += 256) {
-        above += magnitude(x[i]) > state[0];
-        at += magnitude(x[i]) == state[0];
-    }
+    Share(n).each(x, [&](long long, const float (&xs)[WIDE]) {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+            above += magnitude(xs[j]) > threshold;
+            at += magnitude(xs[j]) == threshold;
+        }
+    });
     above = block_sum(above, scratch);
     at = block_sum(at, scratch);
     if (threadIdx.x > 0) return;
@@ -79,43 +98,53 @@ extern "C" __global__ void __launch_bounds__(32) place_chosen(int B, int* places
     }
 }
 
-// How many earlier threads of the block, in this round of 256, make the claim; the block's total is added to `total`.
-__device__ __forceinline__ int claims_before(bool claim, int* scratch, int& total) {
+// The sum of `count` over the earlier threads of the block; that over all of them is added to `total`.
+__device__ __forceinline__ unsigned sum_before(unsigned count, unsigned* scratch, unsigned& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const unsigned votes = __ballot_sync(~0u, claim);
+    unsigned sum = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const unsigned other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+    }
     __syncthreads();    // the last use of scratch is over
-    if (lane == 0) scratch[warp] = __popc(votes);
+    if (lane == 31) scratch[warp] = sum;
     __syncthreads();
-    int before = __popc(votes & ((1u << lane) - 1));
+    sum -= count;
     for (int w = 0; w < 8; ++w) {
-        if (w < warp) before += scratch[w];
+        if (w < warp) sum += scratch[w];
         total += scratch[w];
     }
-    return before;
+    return sum;
 }
 
 // indices, values: (k,)
 extern "C" __global__ void __launch_bounds__(256) write_chosen(
     long long n, const float* __restrict__ x, const unsigned* __restrict__ state, const int* __restrict__ places,
     int* __restrict__ indices, float* __restrict__ values) {
-    __shared__ int scratch[8];
-    const Share share(n);
+    __shared__ unsigned scratch[8];
+    const unsigned threshold = state[0];
     const int ties = int(state[1]);
     int above = places[blockIdx.x], at = places[gridDim.x + blockIdx.x];
-    for (long long round = share.begin; round < share.end; round += 256) {
-        const long long i = round + threadIdx.x;
-        const bool inside = i < share.end;
-        const unsigned bits = inside ? magnitude(x[i]) : 0u;
-        const bool is_above = inside && bits > state[0], is_at = inside && bits == state[0];
-        int more_above = 0, more_at = 0;
-        const int above_here = above + claims_before(is_above, scratch, more_above);
-        const int at_here = at + claims_before(is_at, scratch, more_at);
-        if (is_above || (is_at && at_here < ties)) {
-            const int place = above_here + min(at_here, ties);    // those chosen before this one
-            indices[place] = int(i);
-            values[place] = x[i];
+    Share(n).each(x, [&](long long i, const float (&xs)[WIDE]) {
+        unsigned mine = 0, all = 0;    // two counts in one: from bit 0 on those above the threshold, from bit 16 on those at it
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            mine += unsigned(magnitude(xs[j]) > threshold) + (unsigned(magnitude(xs[j]) == threshold) << 16);
+        const unsigned before = sum_before(mine, scratch, all);
+        int above_here = above + int(before & 0xffff), at_here = at + int(before >> 16);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+            const bool is_above = magnitude(xs[j]) > threshold, is_at = magnitude(xs[j]) == threshold;
+            if (is_above || (is_at && at_here < ties)) {
+                const int place = above_here + min(at_here, ties);    // those chosen before this one
+                indices[place] = int(i + j);
+                values[place] = xs[j];
+            }
+            above_here += is_above;
+            at_here += is_at;
         }
-        above += more_above;
-        at += more_at;
-    }
+        above += int(all & 0xffff);
+        at += int(all >> 16);
+    });
 }

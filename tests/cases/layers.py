@@ -71,15 +71,15 @@ def check_logits(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32
     halves(["linear_backward_weight"], ops, (pending,), (truth,), [(n, k)], dtype)
 
 
-def check_activation(kernels: Kernels, n: int, activation: str) -> None:
-    """An activation alone, forward and backward, on arrays without alignment."""
+def check_activation(kernels: Kernels, n: int, activation: str, dtype: str = "float32") -> None:
+    """An activation alone, forward and backward, on arrays of which those of an odd length have no alignment."""
     ops = cuda.body(kernels)
-    z, dy = (stored(numbers(seed, n), "float32", shifted=True) for seed in (1, 2))
+    z, dy = (stored(numbers(seed, n), dtype, shifted=n % 2 == 1) for seed in (1, 2))
     true_y, true_saved = getattr(reference, activation)(values(z), None)
     truth = getattr(reference, f"{activation}_backward")(values(dy), true_saved, None)
     y, saved = getattr(ops, activation)(z, Arena())
-    assert_close(y, true_y)
-    assert_close(getattr(ops, f"{activation}_backward")(dy, saved, Arena()), truth)
+    assert_close(y, true_y, dtype)
+    assert_close(getattr(ops, f"{activation}_backward")(dy, saved, Arena()), truth, dtype)
 
 
 def check_sums(kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted: bool = False) -> None:
@@ -110,9 +110,9 @@ def check_weighted_sums(kernels: Kernels, n: int, dtype: str = "float32", shifte
     assert_close(over, truth, dtype, "a sum over its second")
 
 
-def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool) -> None:
+def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool, dtype: str = "float32") -> None:
     """A sum down the columns, the bias gradient where it comes alone."""
-    x, out = stored(numbers(1, m, n), "float32"), stored(numbers(2, n), "float32")
+    x, out = stored(numbers(1, m, n), dtype), stored(numbers(2, n), "float32")
     truth = values(x).sum(0) + (values(out) if accumulate else 0)
     sum_rows(kernels, x, out, accumulate, Arena())
     assert_close(out, truth)
@@ -138,11 +138,12 @@ def check_layer_norm(kernels: Kernels, m: int, c: int, dtype: str = "float32", s
     halves(["layer_norm_backward_gain", "layer_norm_backward_bias"], ops, (pending,), (truth,), [(c,), (c,)], dtype)
 
 
-def check_embedding(kernels: Kernels, b: int, t: int, v: int, c: int, dtype: str = "float32", index: str = "int64") -> None:
+def check_embedding(kernels: Kernels, b: int, t: int, v: int, c: int, dtype: str = "float32", index: str = "int64",
+                    shifted: bool = False) -> None:
     """Token and position embedding, and the gradients of both tables."""
     ops = cuda.body(kernels)
     tokens = np.random.default_rng(0).integers(v, size=(b, t)).astype(index)
-    table, positions, dx = (stored(a, dtype) for a in (numbers(1, v, c), numbers(2, t + 2, c), numbers(3, b, t, c)))
+    table, positions, dx = (stored(a, dtype, shifted) for a in (numbers(1, v, c), numbers(2, t + 2, c), numbers(3, b, t, c)))
     x, saved = ops.embedding(tokens, table, positions, Arena())
     true_x, truth = reference.embedding(tokens, values(table), values(positions), None)
     assert_close(x, true_x, dtype, "x")
@@ -218,19 +219,22 @@ def linears() -> Iterator[Callable]:
     yield partial(check_fused, m=33, k=300, n=37, gemm="library", dtype="bfloat16")
     yield partial(check_logits, m=33, k=31, n=37)
     yield partial(check_logits, m=6, k=16, n=129, dtype="bfloat16")
-    for n in (0, 1, 1023, 1024, 1025, 1031):
+    for n in (0, 1, 7, 8, 9, 1023, 1024, 1026):
         yield partial(check_activation, n=n, activation="gelu")
-        yield partial(check_activation, n=n, activation="relu")
-    for m, n in ((1, 1), (0, 3), (33, 31)):
+        yield partial(check_activation, n=n, activation="relu", dtype="bfloat16")
+    for m, n in ((1, 1), (0, 3), (33, 31), (9, 128), (3, 132)):
         yield partial(check_sums, m=m, n=n)
     for dtype in ("float64", "float16", "bfloat16"):
-        yield partial(check_sums, m=5, n=37, dtype=dtype, shifted=dtype == "bfloat16")
+        for n in (37, 264):
+            yield partial(check_sums, m=5, n=n, dtype=dtype, shifted=dtype == "bfloat16" and n == 37)
     for n in (0, 1, 1031):
         yield partial(check_weighted_sums, n=n)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_weighted_sums, n=1024, dtype=dtype, shifted=dtype == "bfloat16")
-    for m, n in ((1, 1), (0, 3), (7, 31), (65, 32), (200, 33)):
+    for m, n in ((1, 1), (0, 3), (7, 31), (65, 32), (200, 33), (33, 68)):
         yield partial(check_column_sums, m=m, n=n, accumulate=n % 2 == 0)
+    for m, n in ((200, 65), (33, 136)):
+        yield partial(check_column_sums, m=m, n=n, accumulate=n % 2 == 0, dtype="bfloat16")
 
 
 def norms() -> Iterator[Callable]:
@@ -249,7 +253,9 @@ def embeddings() -> Iterator[Callable]:
     for b, t, v, c in shapes:
         yield partial(check_embedding, b=b, t=t, v=v, c=c)
     yield partial(check_embedding, b=3, t=50, v=40, c=36, dtype="float64", index="int32")
-    yield partial(check_embedding, b=2, t=5, v=7, c=12, dtype="bfloat16")
+    yield partial(check_embedding, b=3, t=9, v=7, c=12, shifted=True)
+    for t, c in ((5, 12), (4, 257), (3, 264)):
+        yield partial(check_embedding, b=2, t=t, v=7, c=c, dtype="bfloat16")
     for v, first in ((5, 0), (5, 9), (32, 64), (0, 3)):
         yield partial(check_part_of_table, v=v, first=first, positions=first == 9)
 

@@ -9,7 +9,7 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
-from mpitrain.ops.cuda.sums import sum_all
+from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import add_into, convert, decode_fp16, decode_int8, encode_fp16, encode_int8, maximum_into
 from tests.cases.numbers import assert_close, numbers, stored, values
@@ -104,6 +104,8 @@ def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
     kind = "float64" if dtype == "float64" else "float32"
     assert_close(sum_all(kernels, x, Arena()), values(x).sum(), kind)
+    rows = stored(np.stack([values(x), 2 * values(x)]), "float64")      # longer than one block goes over at once
+    assert_close(total(kernels, rows, Arena()), rows.sum(1), "float64")
     squares, nonfinite = ops.gradient_facts(x, Arena())
     assert_close(squares, (values(x)**2).sum(), kind)
     assert nonfinite == 0
@@ -142,9 +144,9 @@ def check_maximum_keeps_nan(kernels: Kernels) -> None:
     np.testing.assert_array_equal(y, [np.nan, np.nan, 5])
 
 
-def check_int8(kernels: Kernels, count: int) -> None:
+def check_int8(kernels: Kernels, count: int, shifted: bool = False) -> None:
     """Encoding loses at most half a step of each block's scale; decoding can add."""
-    x = stored(numbers(1, count), "float32")
+    x = stored(numbers(1, count), "float32", shifted)
     x[:count // 3] = 0
     q, scales = np.empty(count, np.int8), np.empty(-(-count // 256), np.float32)
     encode_int8(kernels, x, q, scales)
@@ -157,9 +159,9 @@ def check_int8(kernels: Kernels, count: int) -> None:
     assert_close(sums, 1 + values(y))
 
 
-def check_fp16(kernels: Kernels, count: int, size: float) -> None:
+def check_fp16(kernels: Kernels, count: int, size: float, shifted: bool = False) -> None:
     """Elements of any size keep 11 binary digits in a block whose largest is below 2^28 times as large; decoding can add."""
-    x = stored(numbers(1, count) * size, "float32")
+    x = stored(numbers(1, count) * size, "float32", shifted)
     x[:count // 3] = 0
     q, scales = np.empty(count, np.float16), np.empty(-(-count // 256), np.float32)
     encode_fp16(kernels, x, q, scales)
@@ -193,8 +195,8 @@ def check_what_is_not_finite_is_marked(kernels: Kernels, bad: float, encode: Cal
 
 
 def check_top_k(kernels: Kernels, count: int, k: int, x: np.ndarray | None = None) -> None:
-    """The k largest magnitudes, the first of equals, in ascending order of indices."""
-    x = stored(numbers(1, count), "float32") if x is None else x
+    """The k largest magnitudes, the first of equals, in ascending order of indices; of an odd count without alignment."""
+    x = stored(numbers(1, count), "float32", shifted=count % 2 == 1) if x is None else x
     order = np.lexsort((np.arange(count), -np.abs(x)))
     expected = np.sort(order[:k])
     indices, chosen = top_k(kernels, x, k, Arena())
@@ -264,6 +266,8 @@ def wires() -> Iterator[Callable]:
     for count in (0, 1, 255, 256, 257, 2049, 2305):
         yield partial(check_int8, count=count)
         yield partial(check_fp16, count=count, size=1e-6)
+    yield partial(check_int8, count=600, shifted=True)
+    yield partial(check_fp16, count=600, size=1, shifted=True)
     for size in (1e-44, 1e-38, 1e-33, 1e5, 5e37):
         yield partial(check_fp16, count=300, size=size)
     for bad in (np.nan, np.inf, -np.inf):
@@ -279,4 +283,5 @@ def selections() -> Iterator[Callable]:
         yield partial(check_top_k, count=count, k=k)
     yield partial(check_top_k, count=1000, k=300, x=np.repeat(np.float32([1, -1, 2, 0]), 250))     # ties at the threshold
     for count in (700, 9001):
-        yield partial(check_top_k, count=count, k=count // 2, x=np.zeros(count, np.float32))
+        for k in (count // 2, count):
+            yield partial(check_top_k, count=count, k=k, x=np.zeros(count, np.float32))

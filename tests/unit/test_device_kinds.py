@@ -7,6 +7,7 @@ import pytest
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.machine import devices, process
+from mpitrain.machine.arena import size_class
 from mpitrain.machine.devices import backend_for
 from mpitrain.run.resolve import resolve
 from mpitrain.transport import cuda_aware
@@ -228,6 +229,19 @@ def test_a_cuda_arena_serves_from_what_came_back(one_gpu):
     del view
     assert (arena.live, arena.peak) == (0, 64)
     assert arena.take((2,), "float64").data.ptr == place and arena.allocations == 1
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_arena_leases_buffers_by_class_and_says_what_it_holds_beside_what_is_leased(kind, one_gpu):
+    arena = backend_for(kind).arena()
+    for count, live, held, allocations in ((100_000, 100_032, 106_496, 1), (106_400, 106_432, 106_496, 1),
+                                           (106_497, 106_560, 106_496 + 114_688, 2), (1, 64, 106_496 + 114_688 + 64, 3)):
+        taken = arena.take((count,), "uint8")
+        assert (arena.live, arena.held, arena.allocations) == (live, held, allocations), count
+        del taken
+    assert (arena.live, arena.peak, arena.held) == (0, 106_560, 106_496 + 114_688 + 64)
+    classes = {size_class(nbytes) for nbytes in range(64 << 10, (128 << 10) + 1, 64)}
+    assert classes == set(range(64 << 10, (128 << 10) + 1, 8 << 10)), "eight from a power of two to the next"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

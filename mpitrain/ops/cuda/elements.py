@@ -1,6 +1,6 @@
 """The macros by which kernels learn their element types, from the dtypes of arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,19 @@ from mpitrain.kernels.loader import Macros
 from mpitrain.machine.backend import address
 
 
+class Typed(Macros):
+    """Macros that follow from the dtypes of arrays.
+
+    run  RUN of element.cuh: how many elements of each of these arrays a thread takes at a time
+    """
+
+    __slots__ = ("run",)
+
+    def __init__(self, arrays: Sequence[Any], defines: Mapping[str, Any]):
+        super().__init__(**defines)
+        self.run = 8 if any(array.itemsize == 2 for array in arrays) else 4
+
+
 class Kind(NamedTuple):
     """What follows from the dtype of float arrays, found again without a call: see `KINDS`.
 
@@ -19,7 +32,7 @@ class Kind(NamedTuple):
     """
 
     sums: np.dtype
-    macros: Macros
+    macros: Typed
 
 
 class Kinds(dict):
@@ -27,7 +40,7 @@ class Kinds(dict):
 
     def __missing__(self, dtype: np.dtype) -> Kind:
         like = np.empty(0, dtype)
-        found = self[dtype] = Kind(np.dtype(sum_type(like)), Macros(**element(like)))
+        found = self[dtype] = Kind(np.dtype(sum_type(like)), Typed([like], element(like)))
         return found
 
 
@@ -41,8 +54,9 @@ class ByDtypes(dict):
         super().__init__()
         self._make = make
 
-    def __missing__(self, dtypes: tuple[np.dtype, ...]) -> Macros:
-        found = self[dtypes] = Macros(**self._make(*(np.empty(0, dtype) for dtype in dtypes)))
+    def __missing__(self, dtypes: tuple[np.dtype, ...]) -> Typed:
+        likes = [np.empty(0, dtype) for dtype in dtypes]
+        found = self[dtypes] = Typed(likes, self._make(*likes))
         return found
 
 
@@ -61,11 +75,6 @@ def c_type(array: Any) -> str:
 def sum_type(array: Any) -> str:
     """The dtype that sums over this array's elements are held in: float64 for float64, else float32."""
     return "float64" if name_of(array.dtype) == "float64" else "float32"
-
-
-def run(*arrays: Any) -> int:
-    """RUN of element.cuh: how many elements of each of these arrays a thread takes at a time."""
-    return 8 if any(array.itemsize == 2 for array in arrays) else 4
 
 
 def element(array: Any) -> dict[str, Any]:

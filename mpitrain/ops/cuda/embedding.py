@@ -22,14 +22,16 @@ def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, ar
     """Add each row of dx to the row of its token, if the table holds it."""
     tokens, first = saved
     vocab, width = dtable.shape
-    kernels.launch("embedding_backward_table", (-(-vocab // 32), -(-width // 128)), ROWS,
-                   (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable),
-                   macros=TABLES[dx.dtype, dtable.dtype, tokens.dtype], fresh="" if accumulate else "dtable")
+    macros = TABLES[dx.dtype, dtable.dtype, tokens.dtype]
+    kernels.launch("embedding_backward_table", (-(-vocab // 32), -(-width // (32 * macros.run))), ROWS,
+                   (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable), macros=macros,
+                   fresh="" if accumulate else "dtable")
 
 
 def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):
     """Write or add the sum of dx over the batch; positions beyond T have gradient 0."""
     batch, length, width = dx.shape
-    kernels.launch("embedding_backward_positions", blocks(dpositions.size), POINTWISE,
-                   (batch, length, width, len(dpositions), dx, float(accumulate), dpositions),
-                   macros=POSITIONS[dx.dtype, dpositions.dtype], fresh="" if accumulate else "dpositions")
+    macros = POSITIONS[dx.dtype, dpositions.dtype]
+    kernels.launch("embedding_backward_positions", blocks(dpositions.size, macros.run), POINTWISE,
+                   (batch, length, width, len(dpositions), dx, float(accumulate), dpositions), macros=macros,
+                   fresh="" if accumulate else "dpositions")

@@ -35,6 +35,6 @@ def row_blocks(rows: int) -> tuple[int]:
     return (-(-rows // 4),)
 
 
-def parts(rows: int, columns: int) -> int:
-    """Into how many parts of rows a sum down the columns is cut: enough to fill a GPU, none of only a few rows."""
-    return max(1, min(-(-rows // 64), 1024 // max(1, -(-columns // 32))))
+def parts(rows: int, across: int) -> int:
+    """Into how many parts of rows a sum down the columns of `across` blocks is cut: enough to fill a GPU, none of a few rows."""
+    return max(1, min(-(-rows // 64), 1024 // max(1, across)))

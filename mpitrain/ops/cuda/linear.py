@@ -10,7 +10,7 @@ from typing import Any
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
-from mpitrain.ops.cuda.grids import POINTWISE, blocks
+from mpitrain.ops.cuda.grids import POINTWISE, ROWS, blocks, row_blocks
 from mpitrain.ops.cuda.product import ACTIVATIONS
 from mpitrain.ops.cuda.sums import add_parts, sum_rows
 
@@ -124,26 +124,30 @@ def relu_backward(kernels: Kernels, dy, saved, arena):
 
 def add(kernels: Kernels, a, b, out, arena):
     """out = a + b; out may be a or b."""
-    kernels.launch("add", blocks(a.size, 4), POINTWISE, (a.size, a, b, out), macros=KINDS[a.dtype].macros)
+    macros = KINDS[a.dtype].macros
+    kernels.launch("add", blocks(a.size, macros.run), POINTWISE, (a.size, a, b, out), macros=macros)
 
 
 def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
     """out = alpha a + beta b; out may be a or b."""
-    kernels.launch("weighted_sum", blocks(a.size, 4), POINTWISE, (a.size, alpha, a, beta, b, out), macros=KINDS[a.dtype].macros)
+    macros = KINDS[a.dtype].macros
+    kernels.launch("weighted_sum", blocks(a.size, macros.run), POINTWISE, (a.size, alpha, a, beta, b, out), macros=macros)
 
 
 def add_bias(kernels: Kernels, y, b, arena):
     """y += b, down the rows of y."""
-    kernels.launch("add_bias", blocks(y.size), POINTWISE, (y.size, len(b), b, y), macros=KINDS[y.dtype].macros)
+    rows = y.size // len(b)
+    kernels.launch("add_bias", row_blocks(rows), ROWS, (rows, len(b), b, y), macros=KINDS[y.dtype].macros)
 
 
 def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:
-    y = arena.take(z.shape, z.dtype)
-    kernels.launch("activation_forward", blocks(z.size, 4), POINTWISE, (z.size, ACTIVATIONS[activation], z, y),
-                   macros=KINDS[z.dtype].macros, fresh="y")
+    y, macros = arena.take(z.shape, z.dtype), KINDS[z.dtype].macros
+    kernels.launch("activation_forward", blocks(z.size, macros.run), POINTWISE, (z.size, ACTIVATIONS[activation], z, y),
+                   macros=macros, fresh="y")
     return y
 
 
 def _through_activation(kernels: Kernels, activation: str, z: Any, dy: Any, dz: Any) -> None:
-    kernels.launch("activation_backward", blocks(z.size, 4), POINTWISE, (z.size, ACTIVATIONS[activation], z, dy, dz),
-                   macros=KINDS[z.dtype].macros)
+    macros = KINDS[z.dtype].macros
+    kernels.launch("activation_backward", blocks(z.size, macros.run), POINTWISE, (z.size, ACTIVATIONS[activation], z, dy, dz),
+                   macros=macros)

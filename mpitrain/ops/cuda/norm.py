@@ -1,7 +1,7 @@
 """LayerNorm. `saved` is (x, mean, inverse); the input half makes what the weight halves add up, since it has read all of it."""
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import KINDS, run
+from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_blocks
 from mpitrain.ops.cuda.sums import add_parts
 from mpitrain.ops.reference import EPSILON
@@ -27,7 +27,8 @@ def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual
     """
     rows, width = dy.shape
     dx = arena.take(dy.shape, dy.dtype)
-    kind, wide = KINDS[dy.dtype], run(dy)
+    kind = KINDS[dy.dtype]
+    wide = kind.macros.run
     sums = arena.take((2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width), kind.sums)
     room = -(-width // wide) * wide
     shared = 4 * room * sums.itemsize

@@ -7,7 +7,7 @@ import numpy as np
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
-from mpitrain.ops.cuda.elements import c_type, element, in_chunks, sum_type
+from mpitrain.ops.cuda.elements import KINDS, c_type, element, in_chunks, sum_type
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
 
@@ -91,7 +91,7 @@ def _plan(kernels: Kernels, a: Any, b: Any, c: Any, transposed_a: bool, transpos
         (m, n, k), (*_steps(a), *_steps(b), *_steps(c)), tile.kernel, splits, tile.shared,
         (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,), macros,
         kernels.macros(**types), _fresh(reads_c), batches * splits * m * (n + types["ROW_SUMS"]), np.dtype(sum_type(a)),
-        _combined(m, n, batches, types))
+        _combined(c, row_sums))
 
 
 def _fresh(reads_c: bool) -> str:
@@ -124,7 +124,7 @@ def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_
         product.fill(0)    # sums over nothing
     if not is_bare:
         types = element(a) | {"Result": c_type(c), "ROW_SUMS": 0}
-        kernels.launch("gemm_combine", _combined(m, n, 1, types), COMBINE,
+        kernels.launch("gemm_combine", _combined(c, None), COMBINE,
                        (m, n, alpha, beta, c, *_steps(c), bias, residual, saved, ACTIVATIONS[activation], None, 1, product), 0,
                        kernels.macros(**types), _fresh(reads_c), STRIDED_COMBINE)
 
@@ -150,10 +150,11 @@ def _check_like(c: Any, saved: Any, residual: Any) -> None:
                               "Pass an array of the same shape and strides.")
 
 
-def _combined(m: int, n: int, batches: int, types: dict[str, Any]) -> tuple[int, int, int]:
+def _combined(c: Any, row_sums: Any) -> tuple[int, int, int]:
     """The grid of the epilogue of sums that lie in a workspace of shape (batches, splits, M, N)."""
-    fours = m * (count(n, 4) + types["ROW_SUMS"])
-    return min(count(fours, 256), 1024), 1, batches
+    m, n = c.shape[-2:]
+    runs = m * (count(n, KINDS[c.dtype].macros.run) + (row_sums is not None))
+    return min(count(runs, 256), 1024), 1, c.shape[0] if c.ndim == 3 else 1
 
 
 def _steps(array: Any) -> tuple[int, int]:

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.kernels.loader import Kernels, Macros
+from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.backend import Backend
-from mpitrain.ops.cuda.elements import KINDS, ByDtypes, c_type, element, run
+from mpitrain.ops.cuda.elements import KINDS, ByDtypes, Typed, c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 
 MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
@@ -34,27 +34,26 @@ class Numbers:
 
 def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
     """p -= lr (scale g + weight_decay p)."""
-    kernels.launch("sgd", _blocks(p, mirror), POINTWISE, (p.size, p, g, mirror, numbers.of(p, scale, lr), weight_decay),
-                   macros=_types(p, mirror))
+    macros = _types(p, mirror)
+    kernels.launch("sgd", blocks(p.size, macros.run), POINTWISE, (p.size, p, g, mirror, numbers.of(p, scale, lr), weight_decay),
+                   macros=macros)
 
 
 def momentum(kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     """m = beta m + scale g + weight_decay p, p -= lr m."""
-    kernels.launch("momentum", _blocks(p, mirror), POINTWISE,
-                   (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay), macros=_types(p, mirror))
+    macros = _types(p, mirror)
+    kernels.launch("momentum", blocks(p.size, macros.run), POINTWISE,
+                   (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay), macros=macros)
 
 
 def adamw(kernels: Kernels, numbers: Numbers, p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """Decoupled decay, step counted from 1; what depends on the step alone is computed here in double."""
-    kernels.launch("adamw", _blocks(p, mirror), POINTWISE,
+    macros = _types(p, mirror)
+    kernels.launch("adamw", blocks(p.size, macros.run), POINTWISE,
                    (p.size, p, g, m, v, mirror, numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step), 1 - beta1, 1 - beta2,
-                    eps, weight_decay), macros=_types(p, mirror))
+                    eps, weight_decay), macros=macros)
 
 
-def _blocks(p: Any, mirror: Any) -> tuple[int]:
-    return blocks(p.size, run(p) if mirror is None else run(p, mirror))
-
-
-def _types(p: Any, mirror: Any) -> Macros:
+def _types(p: Any, mirror: Any) -> Typed:
     """Element, Sum and Mirror of element.cuh."""
     return KINDS[p.dtype].macros if mirror is None else MIRRORED[p.dtype, mirror.dtype]

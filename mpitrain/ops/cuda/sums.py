@@ -3,16 +3,17 @@
 from typing import Any
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops.cuda.elements import KINDS, run
+from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, blocks, parts
 
-COLUMNS = (32, 8)    # threads of the kernels that sum down columns
+COLUMNS = (8, 32)    # threads of the kernels that sum down columns: 8 times what a thread takes, 32 rows at a time
 
 
 def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
     """out = the sum of the rows of `sums`, (P, N) in the dtype of sums, or added to it."""
-    kernels.launch("add_parts", (-(-out.size // 32),), COLUMNS,
-                   (len(sums), out.size, sums, float(accumulate), out), macros=KINDS[out.dtype].macros,
+    macros = KINDS[out.dtype].macros
+    kernels.launch("add_parts", (-(-out.size // (8 * macros.run)),), COLUMNS,
+                   (len(sums), out.size, sums, float(accumulate), out), macros=macros,
                    fresh="" if accumulate else "y")
 
 
@@ -20,8 +21,9 @@ def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -
     """out = the sum of x: (M, N) over its rows, or added to it."""
     rows, columns = x.shape
     kind = KINDS[x.dtype]
-    sums = arena.take((parts(rows, columns), columns), kind.sums)
-    kernels.launch("column_sums", (-(-columns // 32), len(sums)), COLUMNS, (rows, columns, x, sums), macros=kind.macros,
+    across = -(-columns // (8 * kind.macros.run))
+    sums = arena.take((parts(rows, across), columns), kind.sums)
+    kernels.launch("column_sums", (across, len(sums)), COLUMNS, (rows, columns, x, sums), macros=kind.macros,
                    fresh="parts")
     add_parts(kernels, sums, out, accumulate)
 
@@ -36,14 +38,14 @@ def total(kernels: Kernels, partial: Any, arena: Any) -> Any:
 
 def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
     """The sum of a flat array, in float64, as an array without dims."""
-    partial = arena.take((1, max(blocks(x.size, run(x))[0], 1)), "float64")
+    partial = arena.take((1, max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)), "float64")
     kernels.launch("sum_parts", (partial.size,), POINTWISE, (x.size, x, partial), macros=KINDS[x.dtype].macros, fresh="parts")
     return total(kernels, partial, arena).reshape(())
 
 
 def gradient_facts(kernels: Kernels, x, arena):
     """(2,): the sum of squares, in float64, and how many elements are infinite or NaN; nobody waits for either here."""
-    count = max(blocks(x.size, run(x))[0], 1)
+    count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
     facts = arena.take((2, count), "float64")
     kernels.launch("gradient_facts", (count,), POINTWISE, (x.size, x, facts[0], facts[1]), macros=KINDS[x.dtype].macros,
                    fresh="square_parts nonfinite_parts")

@@ -24,17 +24,20 @@ CONVERTED = ByDtypes(lambda x, y: element(x) | {"Result": c_type(y)})
 
 def add_into(kernels: Kernels, y: Any, x: Any) -> None:
     """y += x, where x may be in a shorter format."""
-    kernels.launch("add_into", blocks(y.size, 4), POINTWISE, (y.size, y, x), macros=WIRE[y.dtype, x.dtype])
+    macros = WIRE[y.dtype, x.dtype]
+    kernels.launch("add_into", blocks(y.size, macros.run), POINTWISE, (y.size, y, x), macros=macros)
 
 
 def maximum_into(kernels: Kernels, y: Any, x: Any) -> None:
     """y = the larger of y and x, element by element; a NaN stays."""
-    kernels.launch("maximum_into", blocks(y.size, 4), POINTWISE, (y.size, y, x), macros=WIRE[y.dtype, x.dtype])
+    macros = WIRE[y.dtype, x.dtype]
+    kernels.launch("maximum_into", blocks(y.size, macros.run), POINTWISE, (y.size, y, x), macros=macros)
 
 
 def convert(kernels: Kernels, x: Any, y: Any) -> None:
     """y = x in y's element type."""
-    kernels.launch("convert", blocks(x.size, 4), POINTWISE, (x.size, x, y), macros=CONVERTED[x.dtype, y.dtype], fresh="y")
+    macros = CONVERTED[x.dtype, y.dtype]
+    kernels.launch("convert", blocks(x.size, macros.run), POINTWISE, (x.size, x, y), macros=macros, fresh="y")
 
 
 def encode_int8(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
@@ -63,5 +66,5 @@ def _encode(kernels: Kernels, name: str, x: Any, q: Any, scales: Any) -> None:
 
 
 def _decode(kernels: Kernels, name: str, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
-    kernels.launch(name, blocks(y.size), POINTWISE,
+    kernels.launch(name, blocks(y.size, BLOCK // 32), POINTWISE,
                    (y.size, int(accumulate), q, scales, y), macros=WIRE[y.dtype, y.dtype], fresh="" if accumulate else "y")

@@ -28,8 +28,9 @@ from tests.cases.suite import SUITE
 
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
 EDGES = ("M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|work|warps|found|left|splits|k_end|k_left|t0|t|ties|"
-         r"apart|past|share\.end|\(long long\)(?:B|rows)|int\(blockDim")
-BOUNDS = r"n - i|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|columns - column0 - column|ties"
+         r"apart|past|\(long long\)(?:B|rows)|int\(blockDim")
+BOUNDS = (r"n - i|n - mine|end - i|used - here\.first|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|"
+          r"columns - column0 - column|ties")
 MUTATIONS = {
     "barrier removed": (re.compile(r"__sync(?:threads|warp)\(\);"), ";"),
     "wait removed": (re.compile(r"copy_async_(?:wait<[^>]*>|commit)\(\);"), ";"),
@@ -50,8 +51,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 PADDING = "the tile is padded by a four of zeros there, which load_four, store_four and the sums leave alone"
 WHOLE_TILES = "both sides are multiples of the tile, so one more changes nothing"
 OVER_SHARES = "for (long long i = N * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += N * 256LL * gridDim.x) {"
-OVER_FOURS = "for (long long i = 4 * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += 4 * 256LL * gridDim.x) {"
-EMPTY_FOUR = "in a four of which no element exists nothing is loaded or stored"
+EMPTY_RUN = "in a run of which no element exists nothing is loaded or stored"
 NO_ROWS = "a warp computes with rows that do not exist, and stores nothing"
 NO_KEYS = "keys that do not exist are copied as zeros, and no query that exists sees them"
 
@@ -68,16 +68,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         ("const int end = (t0 + OWNED), warp_end = t0 + m < T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
          NO_KEYS),
         ("for (int s0 = 0; s0 <= end; s0 += STEP) {", "one more step, of keys that no query sees"))},
-    **{(f"{name}.cu", OVER_FOURS): EMPTY_FOUR for name in ("convert", "pointwise", "wire")},
-    ("flat.cuh", OVER_SHARES): EMPTY_FOUR,
+    ("flat.cuh", OVER_SHARES): EMPTY_RUN,
     ("gemm_tensor.cu", "if (step <= end) {"): "it starts a copy of a piece that the loop never comes to",
     ("gemm.cu", "if (k_begin <= k_end) {"): "with nothing to sum over it loads zeros",
     ("gemm.cu", "const bool more = k0 + TILE_K <= k_end;"): "behind the last piece it loads zeros that nobody reads",
-    ("layer_norm.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_FOUR,
-    ("layer_norm.cu", "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {"): EMPTY_FOUR,
-    ("embedding.cu", "for (int c = 4 * lane; c <= C; c += 128) {"): EMPTY_FOUR,
+    ("layer_norm.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
+    ("layer_norm.cu", "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {"): EMPTY_RUN,
+    ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,
+    ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
     ("embedding.cu", "for (int m0 = 0; m0 <= M; m0 += 128) {"): "one more chunk, of rows that do not exist, finds nothing",
-    ("top_k.cu", "for (long long round = share.begin; round <= share.end; round += 256) {"): "one more round finds nothing",
+    ("top_k.cu", "for (int step = 1; step <= 32; step *= 2) {"): "no lane has another 32 before it",
+    ("top_k.cu", "for (long long round = begin; round <= end; round += ROUND) {"): "one more round finds zeros",
+    ("pointwise.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
 }
 """(file, broken line) -> why the mutant behaves like the original."""
 

@@ -14,8 +14,10 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine import devices
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda
 from mpitrain.ops.cuda import wire
+from mpitrain.ops.cuda.top_k import top_k
 
 HERE = Path(__file__).parent
 WIRE = {name for name, found in vars(wire).items() if isfunction(found) and found.__module__ == wire.__name__ and name[0] != "_"}
@@ -81,6 +83,16 @@ def test_a_wrong_launch_is_refused_with_the_law_the_values_and_the_way_out(kerne
     with pytest.raises(KernelError) as caught:
         kernels.launch(name, (1,), (threads,), arguments, RIGHT=1)
     assert str(caught.value) == text
+
+
+def test_top_k_chooses_among_as_many_elements_as_indices_of_32_bits_reach(kernels):
+    claimed = np.broadcast_to(np.float32(1), 1 << 31)    # one element in memory
+    assert top_k(kernels, claimed[1:], 0, Arena())[0].size == 0
+    with pytest.raises(KernelError) as caught:
+        top_k(kernels, claimed, 1, Arena())
+    assert str(caught.value) == (
+        "KernelError: Indices of 32 bits reach 2147483647 elements, but there are 2147483648 to choose from.\n"
+        "             Choose from parts of the array.")
 
 
 def test_an_unknown_kernel_is_refused_with_the_known_ones(kernels):

@@ -42,9 +42,14 @@ LOOPS = {
 
 # Kernels that load and store 16 bytes of global memory at a time, whatever the type of elements.
 WIDE = {
-    "ld": "adamw cross_entropy cross_entropy_loss cross_entropy_split gradient_facts largest_is_target layer_norm "
-          "layer_norm_backward momentum row_argmax row_exponentials row_maximum sgd sum_parts total",
-    "st": "adamw cross_entropy cross_entropy_split layer_norm layer_norm_backward momentum sgd",
+    "ld": "activation_backward activation_forward adamw add add_bias add_into add_parts column_sums convert count_chosen "
+          "count_digits cross_entropy cross_entropy_loss cross_entropy_split decode_fp16 decode_int8 embedding "
+          "embedding_backward_positions embedding_backward_table encode_fp16 encode_int8 gemm_combine gradient_facts "
+          "largest_is_target layer_norm layer_norm_backward maximum_into momentum row_argmax row_exponentials row_maximum sgd "
+          "sum_parts total weighted_sum write_chosen",
+    "st": "activation_backward activation_forward adamw add add_bias add_into add_parts column_sums convert cross_entropy "
+          "cross_entropy_split decode_fp16 decode_int8 embedding embedding_backward_positions embedding_backward_table "
+          "encode_fp16 gemm_combine layer_norm layer_norm_backward maximum_into momentum sgd weighted_sum",
 }
 
 
@@ -117,6 +122,8 @@ def is_default_on_tensor_cores(name, architecture, macros):
 def test_every_source_is_compiled_for_every_architecture_and_the_large_product_in_every_form():
     found = {(name, architecture) for name, architecture, _ in jobs()}
     assert found == {*product(SOURCES, ARCHITECTURES), ("attention_tensor", "sm_90")}
+    assert {kernel for those in WIDE.values() for kernel in those.split()} <= {
+        kernel for source in SOURCES.values() for kernel in source.kernels}
     assert sum(is_large(*job) for job in jobs()) == len(PRODUCTS) * 2
     assert sum(is_default_on_tensor_cores(*job) for job in jobs()) == len(PRODUCTS)
 

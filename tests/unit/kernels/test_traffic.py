@@ -8,7 +8,9 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator, Traffic
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda
-from mpitrain.ops.cuda.sums import sum_all
+from mpitrain.ops.cuda import wire
+from mpitrain.ops.cuda.sums import sum_all, sum_rows
+from mpitrain.ops.cuda.top_k import top_k
 from tests.cases.numbers import numbers, stored
 
 
@@ -65,15 +67,15 @@ def test_a_product_takes_a_residual_and_the_derivative_of_gelu_with_one_read_eac
     assert (found.read["C"], found.written["C"]) == (c.nbytes, c.nbytes)
 
 
-def flat(dtype: str, count: int = 2056) -> np.ndarray:
-    """Aligned elements of 1: whole shares of 8, more than one to a thread of the first block."""
-    return stored(np.ones(count), dtype)
+def ones(dtype: str, *shape: int) -> np.ndarray:
+    """Aligned elements of 1: 2056 of them, 257 shares of 8, if no shape is given."""
+    return stored(np.ones(shape or 2056), dtype)
 
 
 def steps(kernels: Kernels, dtype: str) -> None:
     """Every optimizer, with a mirror where elements are of 16 bits."""
-    ops, mirror = cuda.body(kernels), None if dtype == "float32" else flat(dtype)
-    p, g, m, v = (flat("float32") for _ in range(4))
+    ops, mirror = cuda.body(kernels), None if dtype == "float32" else ones(dtype)
+    p, g, m, v = (ones("float32") for _ in range(4))
     every = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), "mirror": mirror}
     ops.sgd(p, g, **every)
     ops.momentum(p, g, m, **every, beta=0.9)
@@ -82,20 +84,88 @@ def steps(kernels: Kernels, dtype: str) -> None:
 
 def totals(kernels: Kernels, dtype: str) -> None:
     """Of squares, and of elements."""
-    cuda.body(kernels).gradient_facts(flat(dtype), Arena())
-    sum_all(kernels, flat(dtype), Arena())
+    cuda.body(kernels).gradient_facts(ones(dtype), Arena())
+    sum_all(kernels, ones(dtype), Arena())
+
+
+def pointwise(kernels: Kernels, dtype: str) -> None:
+    """Activations and sums."""
+    ops = cuda.body(kernels)
+    ops.relu_backward(ones(dtype), ops.relu(ones(dtype), Arena())[1], Arena())
+    ops.add(ones(dtype), ones(dtype), ones(dtype), Arena())
+    ops.weighted_sum(ones(dtype), 0.5, ones(dtype), 0.5, ones(dtype), Arena())
+    ops.add_bias(ones(dtype, 9, 40), ones(dtype, 40), Arena())
+
+
+def wires(kernels: Kernels, dtype: str) -> None:
+    """Received chunks of a type, and the fp16 format in whole blocks."""
+    wire.add_into(kernels, ones("float32"), ones(dtype))
+    wire.maximum_into(kernels, ones("float32"), ones(dtype))
+    wire.convert(kernels, ones("float32"), ones(dtype))
+    wire.convert(kernels, ones(dtype), ones("float32"))
+    coded = ones("float16", 2048), ones("float32", 8)
+    wire.encode_fp16(kernels, ones("float32", 2048), *coded)
+    wire.decode_fp16(kernels, *coded, ones("float32", 2048), accumulate=True)
+
+
+def int8(kernels: Kernels, dtype: str) -> None:
+    """The int8 format, whose numbers are moved by 8 bytes."""
+    coded = ones("int8", 2048), ones("float32", 8)
+    wire.encode_int8(kernels, ones("float32", 2048), *coded)
+    wire.decode_int8(kernels, *coded, ones("float32", 2048), accumulate=True)
+
+
+def embeddings(kernels: Kernels, dtype: str) -> None:
+    """An embedding, and gradients of its tables in float32."""
+    ops, dx = cuda.body(kernels), ones(dtype, 2, 5, 40)
+    _, saved = ops.embedding(np.arange(10).reshape(2, 5), ones(dtype, 37, 40), ones(dtype, 6, 40), Arena())
+    ops.embedding_backward_table(dx, saved, ones("float32", 37, 40), True, Arena())
+    ops.embedding_backward_positions(dx, ones("float32", 6, 40), True, Arena())
+
+
+def columns(kernels: Kernels, dtype: str) -> None:
+    """A sum down columns."""
+    sum_rows(kernels, ones(dtype, 130, 40), ones("float32", 40), True, Arena())
+
+
+def norms(kernels: Kernels, dtype: str) -> None:
+    """LayerNorm."""
+    ops, x, gain = cuda.body(kernels), ones(dtype, 9, 40), ones(dtype, 40)
+    ops.layer_norm_backward_input(x, gain, ops.layer_norm(x, gain, gain.copy(), Arena())[1], Arena())
+
+
+def combined(kernels: Kernels, dtype: str) -> None:
+    """The epilogue of a product that a library makes."""
+    ops = cuda.body(kernels, cuda.multiply("library"))
+    ops.linear(ones(dtype, 9, 16), ones(dtype, 40, 16), ones(dtype, 40), Arena())
+
+
+def selections(kernels: Kernels, dtype: str) -> None:
+    """The largest elements of an array, which is float32."""
+    top_k(kernels, numbers(1, 2056).astype(np.float32), 100, Arena())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("launches", "bulk"), [
     (steps, "p g m v mirror"),
     (totals, "x"),
+    (pointwise, "a b x y z dy dz"),
+    (wires, "x y q"),
+    (int8, "x y"),
+    (embeddings, "table positions x dx dtable dpositions"),
+    (columns, "x parts y"),
+    (norms, "x y gain bias dy dx"),
+    (combined, "workspace C bias"),
+    (selections, "x"),
 ])
 def test_every_access_to_aligned_arrays_moves_16_bytes(launches, bulk, dtype):
+    seen = set()
     for launch in traffic(lambda kernels: launches(kernels, dtype)):
         for name in launch.accesses.keys() & bulk.split():
             bytes_moved = launch.read[name] + launch.written[name]
             assert bytes_moved == 16 * launch.accesses[name] > 0, f"{name} of {launch.kernel}"
+            seen.add(name)
+    assert seen == set(bulk.split()) - ({"mirror"} if dtype == "float32" else set())
 
 
 def test_attention_on_tensor_cores_reads_what_its_128_rows_see_once():
