@@ -256,12 +256,17 @@ def get_current_stream():
     return _local.stream
 
 
+ATTRIBUTES = {"MultiProcessorCount": 132, "MaxThreadsPerMultiProcessor": 2048, "MaxBlocksPerMultiprocessor": 32,
+              "MaxRegistersPerMultiprocessor": 65536, "MaxSharedMemoryPerMultiprocessor": 228 << 10,
+              "ReservedSharedMemoryPerBlock": 1024}
+"""An H100's, as CuPy names them."""
+
 cuda = SimpleNamespace(
     Stream=Stream, Event=Event, get_elapsed_time=_elapsed, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
     get_current_stream=get_current_stream, alloc_pinned_memory=_alloc_pinned,
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
     Device=lambda index=0: SimpleNamespace(use=lambda: devices.used.append(index), compute_capability="90",
-                                            attributes={"MultiProcessorCount": 132}),
+                                            attributes=ATTRIBUTES),
     runtime=SimpleNamespace(getDeviceCount=_get_device_count, memcpyAsync=_memcpy_async, memcpyDefault=4,
                             CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0, memGetInfo=lambda: devices.memory,
                             deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],

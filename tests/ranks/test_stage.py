@@ -119,7 +119,7 @@ def test_the_loss_is_handed_in_and_read_from_the_device_once_a_step():
         to_host = trainer.backend.to_host
         trainer.backend.to_host = lambda array: (reads.append(array.shape), to_host(array))[1]
         outcome = trainer.step(0, *BATCH)
-        assert reads == [(MICRO_BATCHES + 1,)], "the losses, and the squares of the gradients"
+        assert reads == [(MICRO_BATCHES + 2,)], "the losses, the squares of the gradients, and how many are not finite"
         return np.array([evaluated, outcome.loss, outcome.grad_norm])
 
     (whole,), (half,) = run_ranks(1, run, None), run_ranks(1, run, HalfLoss())

@@ -20,6 +20,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
 from tests.cases.numbers import assert_close, numbers, stored, values
+from tests.fakes.cupy import ATTRIBUTES
 from tests.unit.kernels.nvrtc import Module
 
 
@@ -110,12 +111,6 @@ class ColumnMajor:
         result = self.matrix(c, c_kind, m, n, ldc)
         product = alpha * (left.T if transa else left) @ (right.T if transb else right)
         result[...] = product if beta == 0 else product + beta * result.astype(np.float64)
-
-
-ATTRIBUTES = {"MultiProcessorCount": 132, "MaxThreadsPerMultiProcessor": 2048, "MaxBlocksPerMultiprocessor": 32,
-              "MaxRegistersPerMultiprocessor": 65536, "MaxSharedMemoryPerMultiprocessor": 228 << 10,
-              "ReservedSharedMemoryPerBlock": 1024}
-"""An H100's, as CuPy names them."""
 
 
 class RememberingCupy:
