@@ -23,11 +23,11 @@ struct Rows {
     int T;
 
     __device__ __forceinline__ void load(Sum* tile, int t0) const {
-        const bool vector = HEAD % 4 == 0 && in_fours(first, pitch);
+        const bool vector = HEAD % 4 == 0 && in_runs<4>(first, pitch);
         for (int i = threadIdx.x; i < TILE * (PITCH / 4); i += THREADS) {
             const int row = i / (PITCH / 4), d = i % (PITCH / 4) * 4;
             Sum four[4] = {};
-            if (t0 + row < T) load_four(first + (t0 + row) * pitch, d, HEAD, vector, four);
+            if (t0 + row < T) load_run(first + (t0 + row) * pitch, d, HEAD, vector, four);
 #pragma unroll
             for (int j = 0; j < 4; ++j) tile[row * PITCH + d + j] = four[j];
         }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void add_columns_by_columns(Four<Sum> (&out)[4][GROUP
 // Stores TILE x HEAD results, `scale` times each, to rows t0 ... of an array; rows from T on do not exist.
 __device__ __forceinline__ void store_rows(const Four<Sum> (&out)[4][GROUPS], const Sum (&scale)[4], Element* first,
                                            long long pitch, int t0, int T, int ty, int tx) {
-    const bool vector = HEAD % 4 == 0 && in_fours(first, pitch);
+    const bool vector = HEAD % 4 == 0 && in_runs<4>(first, pitch);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int t = t0 + 4 * ty + i;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_rows(const Four<Sum> (&out)[4][GROUPS], co
             const int d = 4 * tx + 4 * SIDE * g;
             const Sum four[4] = {out[i][g].at[0] * scale[i], out[i][g].at[1] * scale[i], out[i][g].at[2] * scale[i],
                                  out[i][g].at[3] * scale[i]};
-            store_four(first + t * pitch, d, HEAD, vector, four);
+            store_run(first + t * pitch, d, HEAD, vector, four);
         }
     }
 }

@@ -151,11 +151,11 @@ __device__ __forceinline__ void add_weighted(Channels& out, const Steps& p, cons
 // Stores 16 x HEAD sums times `scale` (of rows g and g + 8) to rows t0 ... of an array; rows from T on do not exist.
 __device__ __forceinline__ void store_rows(const float (&out)[2 * DEPTH][4], float scale0, float scale8, Element* first,
                                            long long pitch, int t0, int T) {
-    const bool vector = in_fours(first, pitch);
+    const bool vector = in_runs<4>(first, pitch);
 #pragma unroll
     for (int j = 0; j < 2 * DEPTH; ++j) {
         const float scaled[4] = {out[j][0] * scale0, out[j][1] * scale0, out[j][2] * scale8, out[j][3] * scale8};
         const FourOfFragment four(scaled);
-        if (t0 + four.row < T) store_four(first + (t0 + four.row) * pitch, 8 * j + four.column, HEAD, vector, four.at);
+        if (t0 + four.row < T) store_run(first + (t0 + four.row) * pitch, 8 * j + four.column, HEAD, vector, four.at);
     }
 }

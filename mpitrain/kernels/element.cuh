@@ -49,10 +49,6 @@ template <int N, class T> __device__ __forceinline__ bool in_runs(const T* array
     return reinterpret_cast<size_t>(array) % alignof(Run<T, N>) == 0 && pitch % N == 0 && stride % N == 0;
 }
 
-template <class T> __device__ __forceinline__ bool in_fours(const T* array, long long pitch, long long stride = 0) {
-    return in_runs<4>(array, pitch, stride);
-}
-
 // out = row[first .. first + N - 1], with 0 from `end` on. vector: the row is in runs of N, and `first` a multiple of N
 template <class T, int N, class S>
 __device__ __forceinline__ void load_run(const T* __restrict__ row, int first, int end, bool vector, S (&out)[N]) {
@@ -79,14 +75,4 @@ __device__ __forceinline__ void store_run(T* row, int first, int end, bool vecto
 #pragma unroll
     for (int i = 0; i < N; ++i)
         if (first + i < end) row[first + i] = narrow<T>(values[i]);
-}
-
-template <class T>
-__device__ __forceinline__ void load_four(const T* __restrict__ row, int first, int end, bool vector, Sum (&out)[4]) {
-    load_run(row, first, end, vector, out);
-}
-
-template <class T>
-__device__ __forceinline__ void store_four(T* row, int first, int end, bool vector, const Sum (&values)[4]) {
-    store_run(row, first, end, vector, values);
 }

@@ -39,7 +39,8 @@ template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
     static __device__ __forceinline__ int major() { return threadIdx.x / FOURS; }
     static __device__ __forceinline__ int minor() { return threadIdx.x % FOURS * 4; }
 
-    __device__ __forceinline__ Piece(const Element* operand, int pitch, int w0, int W, int k0) : vector(in_fours(operand, pitch)) {
+    __device__ __forceinline__ Piece(const Element* operand, int pitch, int w0, int W, int k0)
+        : vector(in_runs<4>(operand, pitch)) {
         const int w = K_IS_CONTIGUOUS ? min(w0 + major(), W - 1) : w0 + minor(), k = k0 + (K_IS_CONTIGUOUS ? minor() : major());
         at = operand + (K_IS_CONTIGUOUS ? (long long)w * pitch + k : (long long)k * pitch + w);
         width_left = W - w;
@@ -51,7 +52,7 @@ template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
         for (int i = 0; i < LOADS; ++i) {
             const int below = !K_IS_CONTIGUOUS ? i * APART : i == 0 ? 0 : min(i * APART, width_left - 1);
             const int four_left = K_IS_CONTIGUOUS ? k_left - minor() : major() + below < k_left ? width_left : 0;
-            load_four(at + (long long)below * pitch, 0, four_left, vector, held[i].at);
+            load_run(at + (long long)below * pitch, 0, four_left, vector, held[i].at);
         }
         at += K_IS_CONTIGUOUS ? TILE_K : (long long)TILE_K * pitch;
     }
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
         for (int g = 0; g < GROUPS_N; ++g) {
             const int n = n0 + nt + 32 * g;
             const Sum four[4] = {sums[i][4 * g], sums[i][4 * g + 1], sums[i][4 * g + 2], sums[i][4 * g + 3]};
-            if (raw) store_four(raw + (long long)m * N, n, N, false, four);
+            if (raw) store_run(raw + (long long)m * N, n, N, false, four);
             else epilogue.store(four, C, batch * stride_c + (long long)m * ldc, n, N, c_in_fours);
         }
     }

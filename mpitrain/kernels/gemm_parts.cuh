@@ -25,7 +25,8 @@ struct Epilogue {
 
     // Whether these rows of C can be moved in runs of this length.
     template <int RUN> __device__ __forceinline__ bool in_runs_of(const Result* c, int pitch, long long stride) const {
-        return in_runs<RUN>(c, pitch, stride) && (!saved || in_runs<RUN>(saved, pitch)) && (!residual || in_runs<RUN>(residual, pitch));
+        return in_runs<RUN>(c, pitch, stride) && (!saved || in_runs<RUN>(saved, pitch)) &&
+               (!residual || in_runs<RUN>(residual, pitch));
     }
 
     template <int RUN>

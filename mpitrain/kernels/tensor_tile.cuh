@@ -41,7 +41,8 @@ template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
     template <bool ROWS_FIRST, bool TRANSPOSED>
     static __device__ __forceinline__ void read(unsigned (&matrices)[4], const Element* tile, int row, int column) {
         const int lane = threadIdx.x % 32, second = lane / 8 % 2 * 8, last = lane / 16 * 8;
-        const Element* at = tile + (row + (ROWS_FIRST ? second : last) + lane % 8) * PITCH + column + (ROWS_FIRST ? last : second);
+        const int down = ROWS_FIRST ? second : last, right = ROWS_FIRST ? last : second;
+        const Element* at = tile + (row + down + lane % 8) * PITCH + column + right;
         if (TRANSPOSED) ldmatrix_x4_transposed(matrices, at);
         else ldmatrix_x4(matrices, at);
     }

@@ -40,14 +40,16 @@ template <int N, class T> __device__ __forceinline__ double sum_of_shares(long l
 }
 
 // parts[b] = block b's sum.
-extern "C" __global__ void __launch_bounds__(256) sum_parts(long long n, const Element* __restrict__ x, double* __restrict__ parts) {
+extern "C" __global__ void __launch_bounds__(256) sum_parts(
+    long long n, const Element* __restrict__ x, double* __restrict__ parts) {
     __shared__ double scratch[8];
     const double sum = sum_of_shares<WIDE>(n, x, scratch);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
 // result[r] = sum of row r of parts: (R, count). Launch: grid (1, R).
-extern "C" __global__ void __launch_bounds__(256) total(int count, const double* __restrict__ parts, double* __restrict__ result) {
+extern "C" __global__ void __launch_bounds__(256) total(
+    int count, const double* __restrict__ parts, double* __restrict__ result) {
     __shared__ double scratch[8];
     const double sum = sum_of_shares<RUN<double>>(count, parts + (long long)blockIdx.y * count, scratch);
     if (threadIdx.x == 0) result[blockIdx.y] = sum;

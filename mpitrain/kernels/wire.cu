@@ -14,7 +14,8 @@ extern "C" __global__ void __launch_bounds__(256) add_into(long long n, Result* 
 }
 
 // y = the larger of y and x; a NaN in either stays.
-extern "C" __global__ void __launch_bounds__(256) maximum_into(long long n, Result* __restrict__ y, const Element* __restrict__ x) {
+extern "C" __global__ void __launch_bounds__(256) maximum_into(
+    long long n, Result* __restrict__ y, const Element* __restrict__ x) {
     map_pairs(n, y, x, y, [](Sum y, Sum x) { return larger(y, x); });
 }
 

@@ -48,7 +48,7 @@ PATIENCE = 60
 """Seconds of processor time, however busy the machine, for the cases of one mutant; those of a whole kernel need less than 1."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
-PADDING = "the tile is padded by a four of zeros there, which load_four, store_four and the sums leave alone"
+PADDING = "the tile is padded by a four of zeros there, which load_run, store_run and the sums leave alone"
 WHOLE_TILES = "both sides are multiples of the tile, so one more changes nothing"
 OVER_SHARES = "for (long long i = N * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += N * 256LL * gridDim.x) {"
 EMPTY_RUN = "in a run of which no element exists nothing is loaded or stored"
