@@ -13,7 +13,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
-from mpitrain.parallel.grid import Axes, share
+from mpitrain.parallel.grid import Axes
 
 
 class WholeRows:
@@ -142,18 +142,25 @@ def check_rows(config: Config, axes: Axes) -> None:
     raises  ConfigError with the nearest numbers that work
     """
     size, tokens, fitting, parts = config.batch.size, config.model.context, sequences_of(config), config.batch.micro_batches
-    shares = [len(share(len(share(size, replica, axes.dp)), part, parts)) for replica in range(axes.dp) for part in range(parts)]
+    shares = [rows for whole in _shares(size, axes.dp) for rows in _shares(whole, parts)]
     odd = [rows for rows in shares if rows % fitting]
     if not odd:
         return
-    ways = [f"batch.size to {_nearest(size, fitting * len(shares))}",    # which then are equally long
+    ways = [f"batch.size to {_nearest(size, fitting * axes.dp * parts)}",    # of equal shares
             f"model.context to {_nearest(tokens, sequences_together(math.gcd(*shares), axes.tp))}"]
-    counts = [count for count in range(1, size + 1) if size % (fitting * axes.dp * count) == 0]
-    if counts and axes.pp == 1:
+    most, left = divmod(size, fitting * axes.dp)
+    if not left and axes.pp == 1:
+        smaller = [count for count in range(1, math.isqrt(most) + 1) if most % count == 0]
+        counts = sorted([*smaller, *(most // count for count in smaller)])
         ways.append(f"batch.micro_batches to {min(counts, key=lambda count: abs(count - parts))}")
     raise ConfigError(
         f"With layout.sequence_parallel {axes.tp} ranks divide the rows of each micro-batch, but one of {odd[0]} sequence(s) of "
         f"{tokens} tokens has {odd[0] * tokens}.", f"Set {', '.join(ways)}, or layout.sequence_parallel to false.")
+
+
+def _shares(count: int, parts: int) -> tuple[int, int]:
+    """How long shares of so many rows are: the shortest and the longest, one apart at most."""
+    return count // parts, -(-count // parts)
 
 
 def _nearest(number: int, unit: int) -> str:
