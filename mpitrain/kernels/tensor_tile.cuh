@@ -4,11 +4,6 @@
 
 constexpr int CHUNK = 8;    // elements in 16 bytes, what one copy moves
 
-// Whether rows `pitch` elements apart can be copied in chunks.
-__device__ __forceinline__ bool in_chunks(const Element* array, long long pitch) {
-    return reinterpret_cast<size_t>(array) % 16 == 0 && pitch % CHUNK == 0;
-}
-
 // ROWS x COLUMNS elements in the order in which global memory has them. Rows are padded by a chunk, so that the eight rows
 // of a matrix load lie in different banks.
 template <int ROWS, int COLUMNS, int THREADS> struct SharedTile {
