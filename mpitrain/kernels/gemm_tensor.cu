@@ -99,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
     const bool vector = epilogue.in_runs_of<WIDE>(C, ldc, stride_c);
     float* raw = splits > 1 ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;
+    const bool raw_vector = in_runs<WIDE>(raw, N);
     float* out = reinterpret_cast<float*>(dynamic_shared) + warp * OUT_FLOATS;
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i) {
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
             if (m >= M) continue;
             float run[WIDE];
             load_run(out + row * OUT_PITCH, column, WARP_N, true, run);
-            if (raw) store_run(raw + (long long)m * N, n, N, N % WIDE == 0, run);
+            if (raw) store_run(raw + (long long)m * N, n, N, raw_vector, run);
             else epilogue.store(run, C, batch * stride_c + (long long)m * ldc, n, N, vector);
         }
     }

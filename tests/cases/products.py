@@ -125,3 +125,5 @@ def tensor() -> Iterator[partial]:
     yield partial(check, m=33, n=40, k=48, tile=small, dtype="bfloat16", activation="gelu backward")
     yield partial(check, m=33, n=30, k=200, tile=small, dtype="float16", splits=4, extra=True, ta=True, activation="relu")
     yield partial(check, m=3, n=5, k=40, tile=small, dtype="float16", splits=5)
+    # Each part's row sums put the next one anywhere.
+    yield partial(check, m=10, n=32, k=200, tile=small, dtype="float16", result="float32", splits=3, extra=True, ta=True)
