@@ -66,6 +66,17 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
         assert_close(row_sums, op_a.sum(1), row_sums.dtype.name, "row sums")
 
 
+def check_combine(kernels: Kernels, m: int, n: int, blocks: int) -> None:
+    """Two parts of a product and of its row sums, added by so few blocks that each thread has several runs."""
+    parts, c, row_sums = numbers(1, 2, m * (n + 1)).astype("float32"), np.empty((m, n), "float32"), np.empty(m, "float32")
+    kernels.launch("gemm_combine", (blocks,), (256,),
+                   (m, n, 1.0, 0.0, c, n, 0, None, None, None, 0, row_sums, 2, parts), fresh="C row_sums", strided="C",
+                   Element="float", Result="float", Sum="float", ROW_SUMS=1)
+    truth = values(parts).sum(0)
+    assert_close(c, truth[:m * n].reshape(m, n), what="c")
+    assert_close(row_sums, truth[m * n:], what="row sums")
+
+
 def ordinary() -> Iterator[partial]:
     """gemm and gemm_combine."""
     large, medium, small, *others = tiles.TILES
@@ -86,6 +97,8 @@ def ordinary() -> Iterator[partial]:
     yield partial(check, m=20, n=17, k=70, tile=small, batch=2, splits=2)
     yield partial(check, m=330, n=70, k=3, tile=small)             # more than one group of tiles
     yield partial(check, m=40, n=50, k=1100)                       # tile and split of the library's own choice
+    for m, n, blocks in ((600, 3, 1), (90, 67, 1), (37, 128, 2), (300, 1100, 1), (3, 0, 1)):
+        yield partial(check_combine, m=m, n=n, blocks=blocks)
     for activation in (None, "gelu backward"):
         yield partial(check, m=33, n=65, k=18, tile=small, dtype="float64", extra=True, activation=activation)
         yield partial(check, m=33, n=35, k=18, tile=small, dtype="float16", extra=True, activation=activation)

@@ -26,9 +26,32 @@ class Compiled(NamedTuple):
 
     def accesses(self, kernel: str) -> set[str]:
         """The instructions by which a kernel moves global memory, without the types: "ld 16" for one of 16 bytes."""
-        body = self.ptx.partition(f".entry {kernel}(")[2].partition(".entry ")[0]
-        found = re.findall(r"\b(ld|st)\.global(?:\.nc)?(?:\.v([24]))?\.[a-z](\d+)", body)
+        found = re.findall(r"\b(ld|st)\.global(?:\.nc)?(?:\.v([24]))?\.[a-z](\d+)", self._body(kernel))
         return {f"{verb} {int(count or 1) * int(bits) // 8}" for verb, count, bits in found}
+
+    def divisions_in_loops(self, kernel: str) -> list[str]:
+        """The divisions of integers in a kernel from which it can come to them again."""
+        lines = [line.strip() for line in self._body(kernel).splitlines()]
+        labels = {line[:-1]: place for place, line in enumerate(lines) if line.endswith(":")}
+
+        def following(place: int) -> list[int]:
+            jump = re.search(r"^(@\S+\s+)?bra\S*\s+(\$\w+);", lines[place])
+            on = [] if lines[place] == "ret;" or (jump and not jump[1]) or place + 1 == len(lines) else [place + 1]
+            return [labels[jump[2]], *on] if jump else on
+
+        def comes_back(place: int) -> bool:
+            seen, ahead = set(), following(place)
+            while ahead:
+                if (here := ahead.pop()) not in seen:
+                    seen.add(here)
+                    ahead += following(here)
+            return place in seen
+
+        divisions = [place for place, line in enumerate(lines) if re.search(r"\b(div|rem)\.[us](32|64)\b", line)]
+        return [lines[place] for place in divisions if comes_back(place)]
+
+    def _body(self, kernel: str) -> str:
+        return self.ptx.partition(f".entry {kernel}(")[2].partition(".entry ")[0]
 
 
 def _wheels() -> Path:

@@ -140,6 +140,7 @@ def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(na
     for kernel in kernels:
         wanted = {f"{verb} 16" for verb, those in WIDE.items() if kernel in those.split()}
         assert wanted <= compiled.accesses(kernel), f"{kernel} does not move 16 bytes at a time"
+        assert compiled.divisions_in_loops(kernel) == [], f"{kernel}: tens of instructions each, for which there is none"
     if name in TILED and architecture != "sm_75":
         tile = TILED[name](*(macros[field] for field in TILED[name]._fields))
         assert kernels[name].registers <= tile.registers, "fewer blocks fit a multiprocessor than tiles are chosen for"
