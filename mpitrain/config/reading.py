@@ -14,7 +14,7 @@ from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
-BESIDE = (("replication", "tuning"), ("device", "tiles"))  # files that may lie with a configuration, and move with it
+BESIDE = (("data", "source"), ("replication", "tuning"), ("device", "tiles"))  # they name files, which may lie beside it
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
 NOT_YET = {"model.kind": "cnn"}  # values that are meant to work one day
@@ -31,7 +31,7 @@ SYNONYMS = {
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a configuration file; a tuning or tiles file that it names is looked for from its own folder."""
+    """The tables of a configuration file; data, a tuning or tiles that it names are looked for from its own folder."""
     try:
         tables = tomllib.loads(contents(path).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
@@ -40,8 +40,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys.") from None
     for section, key in BESIDE:
         table = tables.get(section)
-        if isinstance(table, dict) and isinstance(name := table.get(key), str) and name:
-            table[key] = str(path.parent / name)
+        if isinstance(table, dict) and isinstance(name := table.get(key), str):
+            kind, colon, place = name.partition(":") if key == "source" else ("", "", name)
+            if place:
+                table[key] = f"{kind}{colon}{path.parent / place}"
     return tables
 
 

@@ -70,7 +70,8 @@ class Run(Section):
 
 
 class Data(Section):
-    source: str = Field("pydocs", description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files)")
+    source: str = Field("pydocs", description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files); a "
+                                               "path in a configuration file is from its folder")
     vocabulary: int = Field(0, ge=0, description="tokens there can be in tokens:FILE; 0: as many as the file uses; of text 256")
 
 

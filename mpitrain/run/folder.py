@@ -6,6 +6,7 @@
     lock             held by rank 0 while the run goes on    trace/      what each rank did last, see trace/ring.py
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -75,6 +76,7 @@ def _look(config: Config, resume: str) -> Place:
     saved = steps(folder / CHECKPOINTS)
     has_run = bool(saved) or (folder / CONFIG).exists()
     if resume == "no" and has_run:
+        _check_idle(folder)
         way_on = "--resume to go on with it" if saved else "--resume=auto to start it again, for it has no checkpoint"
         raise ConfigError(f"{folder} already holds a run.", f"Add {way_on}, or choose another --out.")
     if resume == "yes" and not has_run:
@@ -111,8 +113,8 @@ def configuration(folder: Path) -> Config:
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
     ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
-    if not new["data.vocabulary"]:
-        ignored += ("data.vocabulary",)
+    ignored += tuple(key for key in ("data.vocabulary", "batch.micro_batches") if not new[key])
+    new["data.source"] = absolute(new["data.source"])  # as the folder has it
     if new["device.kind"] == "auto":
         ignored += ("device.kind",)
     return {key: [old[key], value] for key, value in new.items() if old[key] != value and not key.startswith(ignored)}
@@ -151,7 +153,7 @@ def claim(place: Place, resolved: Resolved, source: Source | Unopened, step: int
         else:
             cut_after(folder / METRICS, step)
     except OSError as error:
-        raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error}.",
+        raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error.strerror or error}.",
                           "Choose another --out, or make room.") from None
     return folder, lock
 
@@ -182,15 +184,27 @@ def _fresh() -> Path:
             n += 1
 
 
-def _lock(folder: Path) -> int:
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def _check_idle(folder: Path) -> None:
+    """ConfigError if a run is going on in the folder, as far as its file system can tell."""
+    with contextlib.suppress(OSError), (folder / LOCK).open("r+b") as lock:
+        _take(folder, lock.fileno())
+
+
+def _take(folder: Path, lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(lock, 200).decode(errors="replace")
-        os.close(lock)
-        raise ConfigError(f"A run is going on in {folder} ({holder}).",
+        raise ConfigError(f"A run is going on in {folder} ({os.read(lock, 200).decode(errors='replace')}).",
                           "Wait for it, stop it, or choose another --out.") from None
+
+
+def _lock(folder: Path) -> int:
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _take(folder, lock)
+    except ConfigError:
+        os.close(lock)
+        raise
     except OSError as error:  # some file systems of clusters cannot lock
         print(f"warning: {folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it.", file=sys.stderr,
               flush=True)

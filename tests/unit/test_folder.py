@@ -14,7 +14,7 @@ from mpitrain.config import parse, read_toml, with_settings
 from mpitrain.data import SampleSource
 from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.tiles import write_tiles
-from mpitrain.run.folder import configuration
+from mpitrain.run.folder import configuration, find
 from mpitrain.run.loop import train
 from mpitrain.run.reopen import configured, open_run
 from mpitrain.transport.threads import run_ranks
@@ -157,6 +157,32 @@ def test_a_run_takes_its_tuning_and_its_tiles_along(tmp_path, monkeypatch, kind)
     (tmp_path / "moved").rename(tmp_path / "again")
     assert configuration(tmp_path / "again").replication.tuning == str(tmp_path / "again/tuning.json")
     assert configuration(tmp_path / "again").device.tiles == str(tmp_path / "again/tiles.json")
+
+
+def test_data_that_a_configuration_names_are_looked_for_from_its_folder(tmp_path):
+    path = tmp_path / "mine.toml"
+    for named, found in (("text:book", f"text:{tmp_path}/book"), ("idx:/data", "idx:/data"), ("pydocs", "pydocs")):
+        path.write_text(f'data.source = "{named}"\n')
+        assert read_toml(path) == {"data": {"source": found}}
+
+
+def test_only_what_the_user_changed_is_told_when_a_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book").write_bytes(bytes(1000))
+    own = [*TINY, "data.source=text:book", "run.out=run"]
+    trained(Path("run"), base=own)
+    config = parse(with_settings({}, [*own, "run.steps=5", "optimizer.lr=0.5"]))
+    assert run_ranks(1, find, config, "yes")[0].changed == {"run.steps": [3, 5], "optimizer.lr": [0.002, 0.5]}
+
+
+def test_a_run_that_goes_on_is_told_from_one_that_ended(folder):
+    config = parse(with_settings({}, [*TINY, f'run.out="{folder}"']))
+    for held, complaint in ((True, "A run is going on in"), (False, "already holds a run")):
+        with (folder / "lock").open() as lock:
+            if held:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            with pytest.raises(ConfigError, match=complaint):
+                run_ranks(1, find, config, "no")
 
 
 def test_what_only_training_needs_does_not_stop_an_evaluation(tmp_path):
