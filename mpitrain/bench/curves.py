@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.bench.plot import COLOURS
+from mpitrain.bench.plot import look, painter
 from mpitrain.errors import ConfigError
 
-AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "samples": "samples seen", "time": "minutes, evaluations included"}
+AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "samples": "samples seen", "time": "seconds, evaluations included"}
+LONG = 180  # seconds from which time is drawn in minutes
 LARGEST = 1e300  # a log may hold a whole number that no float can be
 SMOOTHED = 60  # a curve of many points is drawn as a moving mean over this part of it, the points themselves pale behind
 
@@ -23,28 +24,31 @@ def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path
     is_log  a logarithmic axis of losses
     raises  ConfigError if a run has no losses, or nothing of what is asked for
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import EngFormatter, ScalarFormatter
+    pyplot = painter()
+    from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    for number, (name, records) in enumerate(runs.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        trained, validated = points(records, "loss", over), points(records, "val_loss", over)
+    curves = {name: [points(records, field, over) for field in ("loss", "val_loss")] for name, records in runs.items()}
+    xlabel, unit = AXES[over], 1
+    if over == "time" and max((x for both in curves.values() for curve in both for x, _ in curve), default=0) > LONG:
+        xlabel, unit = xlabel.replace("seconds", "minutes"), 60
+    for number, (name, both) in enumerate(curves.items()):
+        colour, dash, mark = look(number)
+        trained, validated = ([(x / unit, y) for x, y in curve] for curve in both)
         if not trained:
             raise ConfigError(f"The metrics of {name} have no losses over {over}.",
                               "Name a run that has trained, or another --over.")
         line = smooth(trained)
-        label = f"{legible(name)}: training {line[-1][1]:.4g}" + (f", validation {validated[-1][1]:.4g}" if validated else "")
-        axes.plot(*zip(*line, strict=True), color=colour, linewidth=1.8, label=label)
+        label = f"{legible(name)}: training {line[-1][1]:#.4g}" + (f", validation {validated[-1][1]:#.4g}" if validated else "")
+        axes.plot(*zip(*line, strict=True), color=colour, linestyle=dash, linewidth=1.8, label=label)
         if len(trained) >= 2 * SMOOTHED:
             axes.plot(*zip(*trained, strict=True), color=colour, linewidth=0.7, alpha=0.3, zorder=1)
         if validated:
-            axes.plot(*zip(*validated, strict=True), "o", color=colour, markeredgecolor="black", markersize=6, zorder=4)
+            axes.plot(*zip(*validated, strict=True), mark, color=colour, markeredgecolor="black", markersize=6, zorder=4)
     axes.plot([], [], "o", color="white", markeredgecolor="black", label="validation")
-    axes.set(xlabel=AXES[over], ylabel="loss, nats per prediction", xlim=(0, None))
+    axes.set(xlabel=xlabel, ylabel="loss, nats per prediction", xlim=(0, None))
+    if over == "steps":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if over in ("tokens", "samples"):
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1M
     if is_log:
@@ -67,16 +71,15 @@ def legible(name: str) -> str:
 def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[tuple[float, float]]:
     """(place on the axis, loss) of every record with a finite loss; what has no place lies between its neighbours by step."""
     name = {"steps": "step", "time": "wall_s"}.get(over, f"{over}_seen")
-    unit = 60 if over == "time" else 1
     steps, places = [0], [0.0]
     for record in records:
         if all(is_number(record.get(key)) for key in ("step", name)):
             steps.append(record["step"])
-            places.append(record[name] / unit)
+            places.append(record[name])
     if len(places) == 1:
         return []
     drawn = [record for record in records if is_number(record.get(field)) and is_number(record.get("step"))]
-    at = [record[name] / unit if is_number(record.get(name)) else float(np.interp(record["step"], steps, places))
+    at = [record[name] if is_number(record.get(name)) else float(np.interp(record["step"], steps, places))
           for record in drawn]
     return list(zip(at, (record[field] for record in drawn), strict=True))
 

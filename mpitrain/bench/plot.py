@@ -1,9 +1,10 @@
 """Pictures of benchmark rows; needs matplotlib (the `report` extra)."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpitrain.bench.sweep import Row
 from mpitrain.bench.table import check_writable
@@ -11,12 +12,39 @@ from mpitrain.errors import ConfigError
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf")
 """Told apart by colour-blind readers as far as so many can be; `auto` is a broad grey line behind the one it follows."""
+DASHES, MARKS = ("-", "--", "-."), "os^"
+"""Of the first curves in these colours, of the next ones, of those after them; dotted is what was predicted."""
 
+
+class Look(NamedTuple):
+    """How a curve is drawn."""
+
+    colour: str
+    dash: str
+    mark: str
+
+
+def look(number: int) -> Look:
+    """Of the curve of this number: no other of the first thirty has it."""
+    again = number // len(COLOURS) % len(DASHES)
+    return Look(COLOURS[number % len(COLOURS)], DASHES[again], MARKS[again])
+
+
+def painter() -> Any:
+    """matplotlib's pyplot, which needs no screen here, and tells nobody that it found no folder to keep its fonts in."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def check_drawable(path: Path, option: str = "--plot") -> None:
     """ConfigError unless a picture can be drawn there: without matplotlib, or in a format it does not know."""
     try:
+        painter()
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ConfigError(f"{option} needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
@@ -34,16 +62,12 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
 
     facts  of header.header
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = painter()
     curves: dict[tuple[str, str], dict[int, list[Row]]] = {}
     for row in rows:
         curves.setdefault((row.algorithm, row.buffers), {}).setdefault(row.bytes, []).append(row)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
-    colours = iter(COLOURS * len(curves))
+    looks = map(look, range(len(curves)))
     for (algorithm, buffers), by_bytes in curves.items():
         name = algorithm if len({where for _, where in curves}) == 1 else f"{algorithm}, {buffers}"
         if algorithm == "auto":
@@ -52,9 +76,9 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
             if {row.chosen for rows in by_bytes.values() for row in rows} - {measured for measured, _ in curves}:
                 _surround((left, right), by_bytes, "#777777")  # what it follows is not drawn by itself
             continue
-        colour = next(colours)
-        _draw((left, right), name, by_bytes, color=colour, linewidth=1.5, marker=".", zorder=3)
-        _surround((left, right), by_bytes, colour)
+        own = next(looks)
+        _draw((left, right), name, by_bytes, color=own.colour, linestyle=own.dash, linewidth=1.5, marker=".", zorder=3)
+        _surround((left, right), by_bytes, own.colour)
     sizes = sorted({row.bytes for row in rows})
     for axes in (left, right):
         axes.set_xscale("log", base=2)
@@ -64,7 +88,7 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
     left.set(yscale="log", ylabel="microseconds", title="time")
     right.set(ylim=(0, None), ylabel="GB/s", title="bus bandwidth")
-    left.legend(fontsize="small")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize="small")
     figure.suptitle(f"{rows[0].op} of {rows[0].dtype}, {facts['ranks']} ranks on {facts['hosts']} host(s)", weight="bold")
     figure.supxlabel(f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; device {facts['device']}; mpitrain "
                      f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted", fontsize="small")

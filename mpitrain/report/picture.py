@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.bench.curves import is_number
-from mpitrain.bench.plot import COLOURS
-from mpitrain.report.timeline import Timeline
+from mpitrain.bench.plot import look, painter
+from mpitrain.report.timeline import Timeline, told_steps
 from mpitrain.trace.read import Trace
 from mpitrain.trace.ring import (
     BACKWARD,
@@ -24,7 +24,7 @@ from mpitrain.trace.ring import (
 
 FILLS = {"forward": "#56b4e9", "backward": "#e69f00", "input half": "#f0c060", "weight half": "#009e73",
          "other computing": "#8c8c8c", "standing still": "#ffffff", "evaluation, checkpoint": "#cc79a7"}
-BENEATH = {"messages": "#7f7f7f", "reductions": "#d55e00"}
+BENEATH = {"messages": "#000000", "reductions": "#d55e00"}
 OF_PHASE = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input half", BACKWARD_WEIGHT: "weight half"}
 STEPS = 2
 """Steps that are drawn: the newest."""
@@ -34,10 +34,7 @@ CHARTS = {"loss": ("loss", "val_loss"), "learning rate": ("lr",),
 
 def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
     """A row per rank over ms of its newest steps: what it computed, waited for (framed), and beneath that what was under way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = painter()
     from matplotlib.patches import Patch
 
     shown, ranks = range(max(steps.start, steps.stop - STEPS), steps.stop), len(timeline.traces)
@@ -61,7 +58,7 @@ def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
             axes.text(1e3 * (record["start"] - zero), rank, f" {record['micro']}", fontsize="xx-small", va="center", zorder=3)
     axes.set(xlabel="ms", yticks=range(ranks), yticklabels=[_row_name(trace) for trace in timeline.traces],
              xlim=(0, 1e3 * (last - zero)), ylim=(ranks - 0.45, -0.5))
-    axes.set_title(f"steps {shown.start + 1} to {shown.stop}", fontsize="medium")
+    axes.set_title(told_steps(shown), fontsize="medium")
     figure.legend(handles=[Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=name)
                            for name, fill in (FILLS | BENEATH).items()], loc="outside lower center", ncols=9, fontsize="small")
     figure.savefig(path, dpi=120)
@@ -91,22 +88,24 @@ def _row_name(trace: Trace) -> str:
 
 def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Loss, learning rate, throughput and memory of runs over steps. runs: records of metrics.jsonl by the name in the legend."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = painter()
+    from matplotlib.ticker import MaxNLocator
 
     figure, views = pyplot.subplots(2, 2, figsize=(13, 7), layout="constrained")
     for axes, (title, fields) in zip(views.flat, CHARTS.items(), strict=True):
         for number, (name, records) in enumerate(runs.items()):
+            colour, dash, mark = look(number)
             for field in fields[:1] if any(is_number(record.get(fields[0])) for record in records) else fields[1:]:
                 points = [(record["step"], record[field] / (1e6 if "bytes" in field else 1)) for record in records
                           if is_number(record.get(field)) and "event" not in record]
-                axes.plot(*zip(*points, strict=True) if points else ((), ()), color=COLOURS[number % len(COLOURS)], label=name)
+                axes.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, linestyle=dash, label=name)
             points = [(record["step"], record[field]) for field in fields if field == "val_loss" for record in records
                       if is_number(record.get(field))]
-            axes.plot(*zip(*points, strict=True) if points else ((), ()), "o", color=COLOURS[number % len(COLOURS)])
+            axes.plot(*zip(*points, strict=True) if points else ((), ()), mark, color=colour)
         axes.set(title=title, xlabel="step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if title != "loss":
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
     for text in views[0, 0].legend(fontsize="small").get_texts():
         text.set_parse_math(False)

@@ -50,6 +50,11 @@ class Timeline(NamedTuple):
         return max((last_sign(trace) for trace in self.traces), default=0.0)
 
 
+def told_steps(steps: range) -> str:
+    """Steps as they are counted in words, from 1 on."""
+    return f"step {steps.stop}" if len(steps) == 1 else f"steps {steps.start + 1} to {steps.stop}"
+
+
 def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.ndarray:
     """What a rank began during these steps, which it has all finished; not what it did between them, such as an evaluation.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.report.shares import COMPUTING, SHARES, Shares
-from mpitrain.report.timeline import Timeline, is_open, last_sign, told, within
+from mpitrain.report.timeline import Timeline, is_open, last_sign, told, told_steps, within
 from mpitrain.run.metrics import CLOSING
 from mpitrain.trace.read import Trace
 from mpitrain.trace.recorder import Recorder
@@ -28,7 +28,7 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
     steps, ranks = found.steps, len(found.seconds)
     step_s = found.seconds.sum() / ranks / len(steps)
     hosts = len({trace.facts["host"] for trace in timeline.traces})
-    yield (f"Where the time went in steps {steps.start + 1} to {steps.stop}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
+    yield (f"Where the time went in {told_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
            f"{hosts} host(s), in %:")
     shown = range(min(ranks, SHOWN))
     yield f"  {'':26}{'all':>7}" + "".join(f"{f'rank {rank}':>9}" for rank in shown) + (" ..." if ranks > SHOWN else "")

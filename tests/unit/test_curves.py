@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -24,7 +25,7 @@ LINES = [
 @pytest.mark.parametrize("over, trained, validated", [
     ("steps", [(10, 5.0), (30, 2.0)], [(15, 4.0), (20, 3.0)]),
     ("tokens", [(1000, 5.0), (4000, 2.0)], [(1500, 4.0), (2000, 3.0)]),
-    ("time", [(1, 5.0), (3, 2.0)], [(80 / 60, 4.0), (2.5, 3.0)]),
+    ("time", [(60, 5.0), (180, 2.0)], [(80, 4.0), (150, 3.0)]),
     ("samples", [], []),
 ])
 def test_a_point_lies_where_its_step_does(over, trained, validated):
@@ -38,6 +39,19 @@ def test_a_run_of_any_name_is_drawn(tmp_path):
     names = ("a$\\frac{$", "bytes\udcff", "_under")
     draw(dict.fromkeys(names, LINES), "steps", False, tmp_path / "curves.png")
     assert [legible(name) for name in names] == ["a$\\frac{$", "bytes\\udcff", "./_under"]
+
+
+@pytest.mark.slow
+def test_curves_of_many_runs_are_told_apart_and_steps_are_whole_numbers(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw({f"run {number}": LINES for number in range(14)}, "steps", False, tmp_path / "curves.svg")
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert len(set(re.findall(r'style="fill: none;([^"]*); stroke-width: 1.8', drawn))) == 14
+    short = {"short": [{"step": step, "loss": 1.0, "wall_s": 0.1 * step} for step in range(1, 18)]}
+    for over, told, untold in (("steps", "16", "2.5"), ("time", "seconds, evaluations included", "0.01")):
+        draw(short, over, False, tmp_path / "short.svg")
+        drawn = (tmp_path / "short.svg").read_text()
+        assert f"<!-- {told} -->" in drawn and f"<!-- {untold} -->" not in drawn
 
 
 def test_odd_records_are_no_points():
