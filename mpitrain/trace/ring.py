@@ -24,18 +24,18 @@ PHASES = ("", "forward", "backward", "input half of backward", "weight half of b
 NO_PHASE, FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UPDATE = range(len(PHASES))
 
 RECORD = np.dtype([("start", "<f8"), ("end", "<f8"), ("nbytes", "<i8"), ("step", "<i4"), ("peer", "<i4"), ("tag", "<i4"),
-                   ("micro", "<i2"), ("unit", "<i2"), ("what", "<u2"), ("kind", "u1"), ("phase", "u1"), ("number", "<u4")])
+                   ("micro", "<i4"), ("unit", "<i4"), ("what", "<u2"), ("kind", "u1"), ("phase", "u1"), ("number", "<u4")])
 """Times in seconds of the rank's own clock, `end` 0 as long as it lasts; `peer` counts within the whole job; -1: none.
 
 `nbytes` of a wait is the number of the message that is waited for, or 0.
 """
 
-FORMAT = struct.Struct("<ddqiiihhHBBI")
+FORMAT = struct.Struct("<ddqiiiiiHBBI")
 END = struct.Struct("<d")
 HEAD = 1 << 16
 CAPACITY = 1 << 14
-"""Records: 0.8 MB, which hold some hundred steps of one rank, or some dozen of one that sends many messages."""
-MAGIC = b"mpitrain trace 2\n"
+"""Records: 0.9 MB, which hold some hundred steps of one rank, or some dozen of one that sends many messages."""
+MAGIC = b"mpitrain trace 3\n"
 
 
 class Ring:

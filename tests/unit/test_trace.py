@@ -28,6 +28,7 @@ from mpitrain.trace.ring import (
     FORWARD,
     HEAD,
     RECEIVE,
+    RECORD,
     SEND,
     UPDATE,
     Ring,
@@ -44,6 +45,14 @@ def test_a_trace_whose_file_another_one_takes_goes_on(tmp_path):
     for recorder in recorders:    # a write to memory whose file was cut off would end the process
         recorder.end(recorder.compute(recorder.name("a layer")))
     assert len(read_trace(tmp_path / "rank-0").records) == 1
+
+
+def test_a_micro_batch_and_a_unit_have_any_number(tmp_path):
+    recorder = Recorder()
+    recorder.keep(tmp_path / "rank-0")
+    recorder.end(recorder.compute(recorder.name("a layer"), unit=10**5, micro=10**6))
+    record, = read_trace(tmp_path / "rank-0").records
+    assert (record["unit"], record["micro"]) == (10**5, 10**6)
 
 
 class Scripted:
@@ -190,7 +199,7 @@ def test_while_a_gpu_computes_its_rank_does_and_only_what_is_left_of_a_wait_is_e
     (lambda data: b"", "is no trace."),
     (lambda data: data[:-100], "bytes, not as many as it was made with."),
     (lambda data: data[:1000], "bytes, not as many as it was made with."),
-    (lambda data: b"mpitrain trace 3\n" + data[17:], "is a trace of another version of mpitrain."),
+    (lambda data: b"mpitrain trace 9\n" + data[17:], "is a trace of another version of mpitrain."),
     (lambda data: data[:60] + b"\xff" * 200 + data[260:], "does not say of what rank it is."),
     (lambda data: data.replace(b'"run": "this"', b'"run": "that"'), "is of another run."),
     (lambda data: None, "There is no trace of rank 1 in"),
@@ -215,7 +224,7 @@ def test_records_that_are_garbage_are_left_out(tmp_path):
     scripted(tmp_path, lambda rank, one, step: one.computes(1.0))
     file, random = trace_file(tmp_path, 1), np.random.default_rng(0)
     data = bytearray(file.read_bytes())
-    data[HEAD + 48 * 100:] = random.bytes(len(data) - HEAD - 48 * 100)
+    data[HEAD + RECORD.itemsize * 100:] = random.bytes(len(data) - HEAD - RECORD.itemsize * 100)
     file.write_bytes(data)
     shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
     assert shown.exit_code == 0 and "What each rank did last" in shown.output, shown.output
