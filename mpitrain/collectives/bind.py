@@ -107,8 +107,8 @@ def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.nda
     """
     tag = agree(transport, "all-to-all", outgoing, choices("all-to-all"), algorithm)
     agree(transport, "all-to-all", incoming, choices("all-to-all"), algorithm)
-    if overlap(outgoing, incoming):
-        raise on_every_rank(CommError(f"rank {transport.rank}: all-to-all needs two arrays that do not overlap.",
+    if any(transport.gather_text(overlap(outgoing, incoming))):
+        raise on_every_rank(CommError(f"rank {transport.rank}: all-to-all needs two arrays that overlap on no rank.",
                                       "Receive into an array of its own."))
     if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
         raise on_every_rank(CommError(
