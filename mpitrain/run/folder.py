@@ -126,36 +126,45 @@ def claim(place: Place, resolved: Resolved, source: Source | Unopened, step: int
     Returns the directory and the descriptor of its lock, which the process holds until it closes it or ends.
     raises  ConfigError if the directory cannot be written, or if another run is going on in it
     """
-    config = resolved.config
-    tiles = _text(config.device.tiles) if config.device.tiles else ""
+    tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
     try:
         folder = place.folder or _fresh()
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
-        if (folder / CONFIG).exists() and not place.has_run:
-            raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
-        if steps(folder / CHECKPOINTS)[-1:] != ([place.saved] if place.saved else []):
-            raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
-        tables = _tables(resolved, source, folder)
-        write_whole(folder / CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}")
-        if config.replication.tuning:
-            write_tuning(folder / TUNING, resolved.tuning)
-        if config.device.tiles:
-            write_whole(folder / TILES, tiles)
-        if isinstance(source, TokenSource) and source.scan:
-            write_whole(folder / TOKENS, json.dumps(source.scan._asdict()) + "\n")
-        if (folder / TRACE).exists():
-            shutil.rmtree(folder / TRACE)
-        if config.run.trace:
-            (folder / TRACE).mkdir()
-        if place.saved is None:
-            write_whole(folder / METRICS, "")
-        else:
-            cut_after(folder / METRICS, step)
+        try:
+            _begin(folder, place, resolved, source, step, tiles)
+        except BaseException:
+            os.close(lock)
+            raise
     except OSError as error:
         raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error.strerror or error}.",
                           "Choose another --out, or make room.") from None
     return folder, lock
+
+
+def _begin(folder: Path, place: Place, resolved: Resolved, source: Source | Unopened, step: int, tiles: str) -> None:
+    """Write what a run begins with, in a directory that nobody else writes to. tiles: the text of the table, if one was named"""
+    config = resolved.config
+    if (folder / CONFIG).exists() and not place.has_run:
+        raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
+    if steps(folder / CHECKPOINTS)[-1:] != ([place.saved] if place.saved else []):
+        raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
+    tables = _tables(resolved, source, folder)
+    write_whole(folder / CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}")
+    if config.replication.tuning:
+        write_tuning(folder / TUNING, resolved.tuning)
+    if config.device.tiles:
+        write_whole(folder / TILES, tiles)
+    if isinstance(source, TokenSource) and source.scan:
+        write_whole(folder / TOKENS, json.dumps(source.scan._asdict()) + "\n")
+    if (folder / TRACE).exists():
+        shutil.rmtree(folder / TRACE)
+    if config.run.trace:
+        (folder / TRACE).mkdir()
+    if place.saved is None:
+        write_whole(folder / METRICS, "")
+    else:
+        cut_after(folder / METRICS, step)
 
 
 def trace_file(folder: Path, rank: int) -> Path:
@@ -231,7 +240,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
 def _text(tiles: str) -> str:
     """The table of tiles, whether or not this device reads it: the run may go on on another."""
     try:
-        return Path(tiles).read_text("utf-8")
+        return contents(Path(tiles)).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The table of tiles {tiles} cannot be read: {error}.",
                           "mpitrain bench gemm --tune writes one.") from None

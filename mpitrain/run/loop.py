@@ -85,13 +85,13 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
     agreed(transport, lambda: _check_steps(job.step, config))
     claimed = agreed(transport, lambda: claim(place, job.trainer.resolved, job.source, job.step)
                      if transport.rank == 0 else None)
-    folder, before = transport.gather_text((str(claimed[0]), past(claimed[0], job.step)) if claimed else None)[0]
-    traced = Traced(transport, job, Path(folder))
-    run = _Run(job, place, Path(folder), Past(*before), stop_requested, watchdog, watcher, traced)
     try:
-        return Finished(run.loop(), job)
+        folder, before = transport.gather_text((str(claimed[0]), past(claimed[0], job.step)) if claimed else None)[0]
+        run = _Run(job, place, Path(folder), Past(*before), stop_requested, watchdog, watcher,
+                   Traced(transport, job, Path(folder)))
+        with closing(run):
+            return Finished(run.loop(), job)
     finally:
-        run.close()
         if claimed:
             os.close(claimed[1])
 

@@ -118,6 +118,14 @@ def test_where_nothing_can_be_locked_a_run_warns_once_and_goes_on(tmp_path, monk
     assert warned.count("warning") == warned.count(f"cannot be locked ({os.strerror(number)})") == 1
 
 
+def test_a_run_that_could_not_begin_leaves_its_directory_to_the_next_one(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        trained(tmp_path)
+    (tmp_path / "metrics.jsonl").rmdir()
+    assert len(trained(tmp_path, resume="auto")) == 3
+
+
 def test_no_line_of_a_log_prevents_a_resume(folder):
     path = folder / "metrics.jsonl"
     before = path.read_text().splitlines()
