@@ -127,7 +127,7 @@ class Storage:
             generator = np.random.default_rng([seed, zlib.crc32(entry.name.encode())])
             whole = parameter.draw(generator, parameter.shape)
             values = parameter.part_of(whole).astype(self.dtype).astype(flat.dtype, copy=False).reshape(-1)
-            for piece in pieces or [Piece(0, self.length, 0)]:
+            for piece in [Piece(0, self.length, 0)] if pieces is None else pieces:
                 low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
                 if low < high:
                     place = piece.place - piece.start

@@ -107,10 +107,7 @@ class Holder(_Member):
         self._join()
         self.optimizer = Optimizer(config.optimizer, storage, pieces, device.ops, device.backend, arena)
         self._held, self._gradients_held = (compact(flat, pieces) for flat in (self.parameters, self.gradient_buffer))
-        whole = device.backend.zeros(storage.length, storage.dtype)
-        storage.initialize(whole, config.run.seed, device.backend)
-        for here, there in zip(self._held, spread(whole, pieces), strict=True):
-            here[:] = there
+        storage.initialize(self.parameters, config.run.seed, device.backend, pieces)
         self._heard = header()
 
     def share(self, rows: int) -> range:

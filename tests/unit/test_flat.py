@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.flat import Storage
+from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.backend import HostBackend
 
 HOST = HostBackend()
@@ -85,6 +85,15 @@ def test_initial_values_depend_on_seed_and_name_alone_and_a_slice_is_a_part_of_t
     part.initialize(d, 5, HOST)
     assert np.array_equal(part.entries[0].view(d), whole.entries[0].view(a)[2:5])
     assert part.parameter_count == 21
+
+
+def test_who_holds_pieces_draws_these_alone_and_who_holds_none_none():
+    storage = Storage(UNITS, "float64")
+    flat, held = np.zeros(storage.length), np.full(7, np.nan)
+    storage.initialize(flat, 5, HOST)
+    storage.initialize(held, 5, HOST, [Piece(2, 6, 0), Piece(33, 36, 4)])
+    assert np.array_equal(held, np.concatenate([flat[2:6], flat[33:36]])) and held[4:].any()
+    storage.initialize(np.empty(0), 5, HOST, [])
 
 
 def test_queries_keys_and_values_of_some_heads_are_three_rectangles_joined_along_the_dim_they_differ_in():
