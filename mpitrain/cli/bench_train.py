@@ -54,7 +54,6 @@ def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
 def _measure(transport: Any, settings: list[str], others: list[str], alone: bool, peer: str | None, blocks: int, steps: int,
              json_file: Path | None) -> None:
     from mpitrain.bench.pipelines import stage_rows, stage_table
-    from mpitrain.bench.table import check_writable
     from mpitrain.bench.train import (
         LookingOn,
         Ours,
@@ -66,6 +65,8 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
         table,
         write_json,
     )
+    from mpitrain.cli.bench import check_files
+    from mpitrain.cli.progress import way
     from mpitrain.collectives.tuning import foreign
     from mpitrain.run.build import build
     from mpitrain.transport.agreed import agreed
@@ -77,8 +78,7 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
             check_common_steps(each)
         return found
 
-    if json_file:
-        agreed(transport, lambda: transport.rank > 0 or check_writable(json_file))
+    agreed(transport, lambda: check_files(transport.rank, [json_file]))
     first, second, third = agreed(transport, configured)
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
@@ -102,24 +102,13 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
         tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
         click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, "
                    f"{job.trainer.parameter_count} parameters, "
-                   f"{_way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
+                   f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
                    f"{blocks} blocks of {steps} steps")
         click.echo("\n".join(table(results, tokens)))
         if of_stages:
             click.echo("\n" + "\n".join(stage_table(of_stages)))
         if json_file:
             write_json(json_file, config.device.kind, results)
-
-
-def _way(config: Any) -> str:
-    """How the ranks share the work, in words."""
-    r = config.replication
-    if config.layout.tp > 1:
-        rows = ", rows of norms divided" if config.layout.sequence_parallel else ""
-        return f"{config.layout.tp} of them share layers by all-reduce {config.layout.algorithm}{rows}"
-    if config.layout.pp > 1:
-        return f"{config.layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches"
-    return f"all-reduce {r.algorithm}" if r.mode == "all-reduce" else f"{r.servers} of them server(s)"
 
 
 def _multiplier(config: Any) -> str:

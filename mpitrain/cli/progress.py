@@ -54,7 +54,7 @@ class Progress:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
         print(f"{network}: {record['parameters']:,} parameters on {c.data.source}; {record['ranks']} rank(s), "
-              f"{_way(c)}{BEGAN}{folder}", flush=True)
+              f"{way(c)}{BEGAN}{folder}", flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
@@ -103,11 +103,17 @@ class Progress:
             sys.stdout.flush()
 
 
-def _way(config: Config) -> str:
+def way(config: Config) -> str:
     """How the ranks share the work, in words."""
-    r = config.replication
-    if config.layout.pp > 1:
-        return f"{config.layout.pp} stages by {config.pipeline.schedule}, {r.algorithm} all-reduce"
-    if r.mode == "server":
-        return f"{r.servers} of them {r.update} server(s)"
-    return f"{r.algorithm} all-reduce"
+    layout, replication = config.layout, config.replication
+    if replication.mode == "server":
+        return f"{replication.servers} of them {replication.update} server(s)"
+    if replication.mode != "all-reduce":
+        return f"mode {replication.mode}"
+    said = []
+    if layout.tp > 1:
+        rows = ", rows of norms divided" if layout.sequence_parallel else ""
+        said.append(f"{layout.tp} of them share layers by {layout.algorithm} all-reduce{rows}")
+    if layout.pp > 1:
+        said.append(f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches")
+    return ", ".join(said if layout.tp > 1 else [*said, f"{replication.algorithm} all-reduce"])

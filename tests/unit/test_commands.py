@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from mpitrain.cli import commands, launch, train
 from mpitrain.cli.ending import settings_of
 from mpitrain.cli.generate import readable
-from mpitrain.config import keys, with_settings
+from mpitrain.cli.progress import way
+from mpitrain.config import keys, parse, with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
@@ -269,3 +270,16 @@ def test_a_diverged_model_writes_nothing():
     trainer.parameters[:] = np.inf
     with np.errstate(all="ignore"), pytest.raises(TrainingError, match="not finite"):
         next(tokens(trainer, [1], 1.0, 0, 0))
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ([], "auto all-reduce"),
+    (["replication.algorithm=ring", "layout.pp=2", "batch.micro_batches=4"],
+     "2 stages by 1f1b, 4 micro-batches, ring all-reduce"),
+    (["layout.tp=2", "layout.algorithm=shared", "layout.sequence_parallel=true"],
+     "2 of them share layers by shared all-reduce, rows of norms divided"),
+    (["replication.mode=server", "replication.update=async"], "1 of them async server(s)"),
+    (["replication.mode=local"], "mode local"), (["replication.mode=master"], "mode master"),
+])
+def test_a_run_says_how_its_ranks_share_the_work(settings, said):
+    assert way(parse(with_settings({}, settings))) == said
