@@ -9,6 +9,12 @@ def brief(message: str) -> str:
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:120]}[...]{word[0][-60:]}", message)
 
 
+def multiples_near(number: int, unit: int) -> str:
+    """The multiples of `unit` next to a number that is none, in words: what to set it to instead."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
 class MpitrainError(Exception):
     """Base of every error that mpitrain raises on purpose.
 

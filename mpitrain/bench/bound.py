@@ -11,6 +11,7 @@ from mpitrain.collectives.group import Group
 LEASED = "leased"
 """Where activations lie, as --buffers calls it."""
 
+
 class Bound(Protocol):
     """A collective bound to its array.
 

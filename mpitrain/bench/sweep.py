@@ -23,7 +23,7 @@ from mpitrain.collectives.on_kernels import arithmetic_of
 from mpitrain.collectives.wire import Wire
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.machine.backend import Backend, on_device
-from mpitrain.ops.device import Device, device_for
+from mpitrain.ops.device import device_for
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.cuda_aware import over_device
@@ -143,7 +143,7 @@ def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterat
 
     raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
     """
-    device = agreed(transport, lambda: _device(request))
+    device = agreed(transport, lambda: device_for(request.device))
     bench = Bench(request, tuning, over_device(transport, device.backend, "auto"), device.backend, arithmetic_of(device))
     operation = OPERATIONS[request.operation]
     subjects = [Subject(algorithm, operation, Wire("none")) for algorithm in _algorithms(bench)]
@@ -153,11 +153,6 @@ def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterat
     counts = list(dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes))
     pools = dict(_pool(bench, operation, where, max(counts)) for where in request.buffers)
     return _rows(bench, subjects, counts, pools)
-
-
-def _device(request: SweepRequest) -> Device:
-    """What computes; ConfigError where it is missing."""
-    return device_for(request.device)
 
 
 def _algorithms(bench: Bench) -> Sequence[str]:

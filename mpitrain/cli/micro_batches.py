@@ -42,7 +42,8 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
           json_file: Path | None) -> None:
     """Measure, and print what follows. verified: blocks and steps of the measured counts."""
     from mpitrain.bench.header import machine
-    from mpitrain.bench.table import check_writable, write_json
+    from mpitrain.bench.table import write_json
+    from mpitrain.cli.bench import check_files
     from mpitrain.parallel.rows import sequences_of
     from mpitrain.plan.micro_batches import best, counts, explanation, neighbours, predict, sizes, table
     from mpitrain.plan.stages import end_s, measure
@@ -52,8 +53,7 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
 
     config = agreed(transport, lambda: _configured(config_file, changes))
     check_same(transport, "configuration", config.flat())
-    if json_file:
-        agreed(transport, lambda: transport.rank > 0 or check_writable(json_file))
+    agreed(transport, lambda: check_files(transport.rank, [json_file]))
     found = resolve(transport, config)
     stages, rows = found.axes.pp, config.batch.size // found.axes.dp
     choices = agreed(transport, lambda: counts(config, stages, rows))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.bench import Bytes
+from mpitrain.cli.bench import Bytes, check_files
 from mpitrain.cli.micro_batches import command as micro_batches
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
@@ -88,7 +88,7 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
         raise ConfigError(f"A file has the order of one step, but {name} goes on over the ends of steps.",
                           "Leave out --json, or write that of 1f1b.")
     plan = find_plan(name, stages, micro_batches, chunks)
-    _check_files(json_file, plot_file)
+    check_files(0, [json_file], plot_file)
     share = len(plan.lists) / len(plan.place)
     cost = Cost(*(share * amounts[f"{half}_ms"] for half in HALVES), *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT))
     costs = [cost] * len(plan.place)
@@ -106,18 +106,6 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
 
         draw(plan, simulation, f"{title}, bubble {100 * simulation.bubble:.1f}%", plot_file)
         click.echo(f"drawn in {plot_file}")
-
-
-def _check_files(written: Path | None, drawn: Path | None) -> None:
-    """ConfigError unless one can be written and the other drawn."""
-    if written:
-        from mpitrain.bench.table import check_writable
-
-        check_writable(written)
-    if drawn:
-        from mpitrain.bench.plot import check_drawable
-
-        check_drawable(drawn)
 
 
 @command.command("allreduce")

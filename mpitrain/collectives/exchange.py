@@ -18,7 +18,7 @@ from mpitrain.collectives.check import agree
 from mpitrain.collectives.execute import Reduction
 from mpitrain.collectives.moving import mover
 from mpitrain.collectives.plans import chunk_bounds
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, multiples_near
 from mpitrain.machine.arena import Arena, padded
 from mpitrain.transport.base import Transport
 
@@ -124,9 +124,8 @@ class Exchange:
         """
         rows, n = math.prod(self.array.shape[:-1]), self._group.size
         if rows % n:
-            fewer = rows // n * n
             raise CommError(f"rank {self._group.rank}: every rank needs equally many rows of an activation, but {rows} rows are "
-                            f"to be divided by {n} ranks.", f"Use {f'{fewer} or ' if fewer else ''}{fewer + n} rows.")
+                            f"to be divided by {n} ranks.", f"Use {multiples_near(rows, n)} rows.")
         return self.own.reshape(rows // n, self.array.shape[-1])
 
     def _found(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> Awaited:

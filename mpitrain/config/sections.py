@@ -179,13 +179,11 @@ class Replication(Section):
                             "MPI grants more than one; no: the main thread, between layers"
     )
 
-
     @field_validator("async_lr", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
         """A number may be written as one."""
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
 
     @property
     def has_common_step(self) -> bool:

@@ -48,16 +48,16 @@ class Linear:
         return bare
 
     def forward(self, w, x, arena):
-        y, saved = self.product(_rows(x), w["weight"], w.get("bias"), arena)
+        y, saved = self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
     def backward_input(self, w, dy, saved, arena):
-        dx, pending = self.product_backward_input(_rows(dy), w["weight"], saved, arena)
+        dx, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_input_through_gelu(self, w, dy, saved, gelu, arena):
         """As `backward_input`, of a layer that takes GELU's derivative."""
-        dx, pending = self.ops.gelu_linear_backward_input(_rows(dy), w["weight"], saved, gelu, arena)
+        dx, pending = self.ops.gelu_linear_backward_input(flat_rows(dy), w["weight"], saved, gelu, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_weight(self, pending, dw, arena):
@@ -79,7 +79,7 @@ class FusedLinear(Linear):
     def forward(self, w, x, arena, residual=None):
         if residual is None:
             return super().forward(w, x, arena)
-        y, saved = self.ops.linear(_rows(x), w["weight"], w.get("bias"), arena, residual=_rows(residual))
+        y, saved = self.ops.linear(flat_rows(x), w["weight"], w.get("bias"), arena, residual=flat_rows(residual))
         return y.reshape(residual.shape), saved
 
     def backward_input(self, w, dy, saved, arena, gelu=None):
@@ -115,12 +115,12 @@ class LayerNorm:
         return shape
 
     def forward(self, w, x, arena):
-        y, saved = self.ops.layer_norm(_rows(x), w["gain"], w["bias"], arena)
+        y, saved = self.ops.layer_norm(flat_rows(x), w["gain"], w["bias"], arena)
         return y.reshape(x.shape), saved
 
     def backward_input(self, w, dy, saved, arena, residual=None):
-        residual = None if residual is None else _rows(residual)
-        dx, pending = self.ops.layer_norm_backward_input(_rows(dy), w["gain"], saved, arena, residual)
+        residual = None if residual is None else flat_rows(residual)
+        dx, pending = self.ops.layer_norm_backward_input(flat_rows(dy), w["gain"], saved, arena, residual)
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
@@ -240,6 +240,6 @@ class Plain:
         return CrossEntropy(self.ops)
 
 
-def _rows(x):
+def flat_rows(x):
     """(..., C) seen as (rows, C)."""
     return x.reshape(-1, x.shape[-1])

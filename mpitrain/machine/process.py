@@ -19,6 +19,7 @@ LAUNCHERS = (
 # What makes a process believe that it is a rank. What tunes an MPI library (OMPI_MCA_, UCX_, MPIR_CVAR_) is not among it.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PMI2_", "MPI_LOCAL", "MPIRUN_", "HYDI_", "HYDRA_",
                   "PRTE_LAUNCHED", "MV2_COMM_WORLD_", "SLURM_")
+SHARED_MEMORY = "/dev/shm"  # where ranks of one host share memory; Docker gives it 64 MiB unless told otherwise (--shm-size)
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -93,10 +94,10 @@ def has_driver() -> bool:
 
 
 def shared_memory() -> int:
-    """Bytes free in /dev/shm, where ranks of one host share memory."""
-    if not os.path.isdir("/dev/shm"):
+    """Bytes free in SHARED_MEMORY."""
+    if not os.path.isdir(SHARED_MEMORY):
         return 0
-    found = os.statvfs("/dev/shm")
+    found = os.statvfs(SHARED_MEMORY)
     return found.f_bavail * found.f_frsize
 
 

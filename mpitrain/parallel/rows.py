@@ -11,7 +11,7 @@ from typing import Any
 from mpitrain.collectives.exchange import Awaited, Exchange
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Axes
 
@@ -146,8 +146,8 @@ def check_rows(config: Config, axes: Axes) -> None:
     odd = [rows for rows in shares if rows % fitting]
     if not odd:
         return
-    ways = [f"batch.size to {_nearest(size, fitting * axes.dp * parts)}",    # of equal shares
-            f"model.context to {_nearest(tokens, sequences_together(math.gcd(*shares), axes.tp))}"]
+    ways = [f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",    # of equal shares
+            f"model.context to {multiples_near(tokens, sequences_together(math.gcd(*shares), axes.tp))}"]
     most, left = divmod(size, fitting * axes.dp)
     if not left and axes.pp == 1:
         smaller = [count for count in range(1, math.isqrt(most) + 1) if most % count == 0]
@@ -161,12 +161,6 @@ def check_rows(config: Config, axes: Axes) -> None:
 def _shares(count: int, parts: int) -> tuple[int, int]:
     """How long shares of so many rows are: the shortest and the longest, one apart at most."""
     return count // parts, -(-count // parts)
-
-
-def _nearest(number: int, unit: int) -> str:
-    """The multiples of a unit below and above."""
-    below = number // unit * unit
-    return f"{f'{below} or ' if below else ''}{below + unit}"
 
 
 def _input_of(saved: Any) -> Any:

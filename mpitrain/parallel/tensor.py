@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from mpitrain.collectives.exchange import Exchange
 from mpitrain.collectives.group import Group
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
@@ -72,7 +72,7 @@ class Column(Linear):
         """This rank's part of the gradient of the input, and what the weight half needs."""
         saved = self._rows.regained(saved)
         lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
-        _, pending = self.product_backward_input(_flat(dy), w["weight"], saved, arena, _flat(lease.array))
+        _, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena, flat_rows(lease.array))
         return lease, pending
 
 
@@ -140,7 +140,7 @@ class RowParallelLinear(Linear):
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
         lease = self._rows.lease((*x.shape[:-1], self.outputs), x.dtype)
-        _, saved = self.ops.linear(_flat(x), w["weight"], None, arena, _flat(lease.array))
+        _, saved = self.ops.linear(flat_rows(x), w["weight"], None, arena, flat_rows(lease.array))
         self._rows.reduction(lease).run()
         y, slope = self._rows.summed(lease, arena), None
         if self._has_bias:
@@ -221,9 +221,8 @@ def part(group: Group, count: int, what: str) -> range:
     """This rank's run of `count` things; ConfigError if they do not divide by the ranks."""
     n = group.size
     if count % n:
-        near = f"{count // n * n} or {count // n * n + n}" if count > n else f"{n}"
         raise ConfigError(f"{n} ranks share the {what} of a layer, but {count} do not divide by {n}.",
-                          f"Nearest that do: {near}.")
+                          f"Nearest that do: {multiples_near(count, n)}.")
     return share(count, group.rank, n)
 
 
@@ -236,9 +235,9 @@ def _check_rows(rows: WholeRows, needs_all: bool, what: str) -> None:
 
 def _gathered(group: Group, own: Any, arena: Arena) -> Any:
     """All columns of an array (..., K), of which each rank has K / n."""
-    rows, width = _flat(own).shape
+    rows, width = flat_rows(own).shape
     lease = group.exchange((group.size, rows, width), own.dtype)
-    lease.array[group.rank] = _flat(own)
+    lease.array[group.rank] = flat_rows(own)
     lease.all_gather().run()
     whole = arena.take((*own.shape[:-1], group.size * width), own.dtype)
     whole.reshape(rows, group.size, width)[...] = lease.array.swapaxes(0, 1)
@@ -251,8 +250,3 @@ def _own(group: Group, whole: Any, arena: Arena) -> Any:
     own = arena.take((*whole.shape[:-1], len(mine)), whole.dtype)
     own[...] = whole[..., mine.start:mine.stop]
     return own
-
-
-def _flat(x: Any) -> Any:
-    """(..., C) seen as (rows, C)."""
-    return x.reshape(-1, x.shape[-1])

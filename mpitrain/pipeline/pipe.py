@@ -63,7 +63,7 @@ class Pipe:
         """
         for stage in self.stages.values():
             stage.begin(len(shapes))
-        self.channel.begin(partial(_shape_in, self.input_shape, shapes))
+        self.channel.begin(partial(shape_in, self.input_shape, shapes))
         arena, before = self._arena, self._arena.peak
         arena.peak = arena.live
         execute(self._program, self.stages, len(self._parts), first, loss, self.channel)
@@ -75,7 +75,7 @@ class Pipe:
     def ask(self, shape: Shape, first: Callable[[], Any]) -> Any:
         """The model's output for an input of this shape on the last part's stage, None on the others."""
         found: list[Any] = []
-        self.channel.begin(partial(_shape_in, self.input_shape, [shape]))
+        self.channel.begin(partial(shape_in, self.input_shape, [shape]))
         execute(self._question, self._asked, len(self._parts), lambda micro: first(), lambda micro, y: found.append(y),
                 self.channel)
         return found.pop() if found else None
@@ -102,8 +102,9 @@ def input_shape(parts: Sequence[Sequence[Unit]], part: int, shape: Shape) -> Sha
     return shape
 
 
-def _shape_in(input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], part: int, micro: int) -> Shape:
-    return input_shape(part, shapes[micro])
+def shape_in(input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], part: int, micro: int) -> Shape:
+    """The shape of a part's input in a micro-batch. shapes: of the model's input, by micro-batch of a step"""
+    return input_shape(part, shapes[micro % len(shapes)])
 
 
 def own(place: Sequence[int], stage: int) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Plan
 
 Keyed = tuple[float, Compute]
@@ -182,10 +182,9 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
         raise ConfigError(f"Schedule {name} has {schedule.chunks} chunk(s) a stage, but {many} were asked for.",
                           f"Leave the number of chunks out, or take one of {others}.")
     if schedule.grouped and micro_batches % stages:
-        below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages
-        nearest = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(f"Schedule {name} takes as many micro-batches at a time as there are stages, but {stages} stages do "
                           f"not divide {micro_batches} micro-batches.",
-                          f"Take {nearest} micro-batches, or schedule 1f1b or breadth-first, which serve any number.")
+                          f"Take {multiples_near(micro_batches, stages)} micro-batches, or schedule 1f1b or breadth-first, which "
+                          "serve any number.")
     return Plan(schedule.place(stages, many),
                 tuple(tuple(schedule.compute(stage, stages, micro_batches, many)) for stage in range(stages)))

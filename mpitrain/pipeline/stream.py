@@ -20,7 +20,7 @@ from mpitrain.pipeline.instructions import (
     fused_at_the_input,
     with_messages,
 )
-from mpitrain.pipeline.pipe import Pipe, Shape
+from mpitrain.pipeline.pipe import Pipe, Shape, shape_in
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.stage import Stage
 
@@ -108,7 +108,7 @@ class Stream(Pipe):
     def train(self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
         """Take the micro-batches of a step forward; back what follows, and all of it where the pipe is to be empty then."""
         m = self._micro_batches
-        self.channel.begin(partial(_shape_in, self.input_shape, shapes))
+        self.channel.begin(partial(shape_in, self.input_shape, shapes))
         self._run(self._pieces.next if self._steps else self._pieces.first, lambda micro: first(micro % m),
                   lambda micro, y: loss(micro % m, y))
         self._steps += 1
@@ -141,10 +141,6 @@ class Stream(Pipe):
 def _nothing(*arguments: Any) -> None:
     """Nothing goes forward in an end."""
     raise AssertionError(arguments)
-
-
-def _shape_in(input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], part: int, micro: int) -> Shape:
-    return input_shape(part, shapes[micro % len(shapes)])
 
 
 def pipe_for(config: Config) -> type[Pipe]:

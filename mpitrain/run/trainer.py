@@ -24,6 +24,7 @@ from mpitrain.parallel.sharded import Alone, check_units, layers_for
 from mpitrain.pipeline.partition import cut, dealt
 from mpitrain.pipeline.pipe import own
 from mpitrain.pipeline.stream import pipe_for
+from mpitrain.run.pieces import within
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
@@ -278,7 +279,8 @@ def replicas_equal(trainer: Trainer) -> bool:
     for name, holders in sorted(grid.holders.items()):
         for span in trainer.storage.spans:
             if span.holders == name:
-                equal &= _same_bits(holders.transport, parts_of(parameters.pieces, span.start, span.stop), flat)
+                own = list(within(parameters.pieces, span.start, span.stop))
+                equal &= _same_bits(holders.transport, own, flat, span.start)
     if grid.axes.servers:
         served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers:]
         whole = [Piece(start, stop, start) for pieces in served for start, stop, _ in pieces]    # as a worker holds them
@@ -286,16 +288,9 @@ def replicas_equal(trainer: Trainer) -> bool:
     return all(trainer.transport.gather_text(equal))
 
 
-def parts_of(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """What of [start, stop) of a flat buffer lies in these pieces, counted from `start`."""
-    cut = [(max(piece.start, start), min(piece.stop, stop), piece) for piece in pieces]
-    return [Piece(low - start, high - start, piece.place + low - piece.start) for low, high, piece in cut if low < high]
-
-
-def _same_bits(transport: Transport, pieces: Sequence[Piece], array: np.ndarray) -> bool:
-    """Whether ranks that hold the same piece hold equal bits of it; collective."""
-    parts = [array[piece.place:piece.place + piece.stop - piece.start] for piece in pieces]
-    held = [(piece.start, piece.stop, hashlib.sha256(part.tobytes()).hexdigest())
-            for piece, part in zip(pieces, parts, strict=True)]
+def _same_bits(transport: Transport, pieces: Sequence[Piece], array: np.ndarray, origin: int = 0) -> bool:
+    """Whether ranks that hold the same piece, counted from each one's `origin`, hold equal bits of it; collective."""
+    held = [(start - origin, stop - origin, hashlib.sha256(array[place:place + stop - start].tobytes()).hexdigest())
+            for start, stop, place in pieces]
     told = {tuple(one) for mine in transport.gather_text(held) for one in mine}
     return len(told) == len({(start, stop) for start, stop, _ in told})

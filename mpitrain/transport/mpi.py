@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpitrain.errors import CommError
+from mpitrain.machine import process
 from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.base import (
     FIRST_CLAIMED_TAG,
@@ -24,7 +25,7 @@ from mpitrain.transport.base import (
     poll_until,
 )
 from mpitrain.transport.mpi_requests import Receive, Send, Turns
-from mpitrain.transport.windows import Windows, no_room, room_left
+from mpitrain.transport.windows import Windows, no_room
 
 TYPE_BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""
@@ -179,7 +180,8 @@ class MpiTransport(Transport):
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         host = self._ranks_of_this_host()
         nbytes = -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096  # whole pages keep every block aligned
-        blocks_of, rooms, numbers = zip(*host.gather_text((nbytes, room_left(), self.windows.next_number)), strict=True)
+        facts = nbytes, process.shared_memory(), self.windows.next_number
+        blocks_of, rooms, numbers = zip(*host.gather_text(facts), strict=True)
         needed, left = sum(blocks_of), min(rooms)
         if host.size == 1 or needed > left:
             if host.size > 1 and host.rank == 0:

@@ -1,6 +1,5 @@
 """Memory that all ranks of one host can read and write: which array lies in it, and where its neighbours' parts are."""
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,12 +8,10 @@ import numpy as np
 
 from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device
+from mpitrain.machine.process import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from mpitrain.transport.base import Transport
-
-MOUNT = "/dev/shm"
-"""Where MPI libraries keep shared windows on Linux. Docker gives it 64 MiB unless told otherwise (--shm-size)."""
 
 
 class Location(NamedTuple):
@@ -121,13 +118,7 @@ class Windows:
             del self._blocks[window], self._users[window]
 
 
-def room_left() -> int:
-    """Bytes that can still be allocated in shared windows on this host."""
-    facts = os.statvfs(MOUNT)
-    return facts.f_bavail * facts.f_frsize
-
-
 def no_room(host: str, needed: int, left: int) -> str:
     """The one line said when a window does not fit and plain memory is used instead."""
-    return (f"mpitrain: {MOUNT} on {host} has {left / 2**20:.0f} MiB left, a shared window needs {needed / 2**20:.0f} MiB: "
-            "using plain memory, which is slower. Make it larger (docker run --shm-size=4g).")
+    return (f"mpitrain: {SHARED_MEMORY} on {host} has {left / 2**20:.0f} MiB left, a shared window needs "
+            f"{needed / 2**20:.0f} MiB: using plain memory, which is slower. Make it larger (docker run --shm-size=4g).")

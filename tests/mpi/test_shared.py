@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives.bind import bind
+from mpitrain.machine import process
 from mpitrain.transport import mpi
 from tests.laws.transport import coded
 
@@ -11,7 +12,7 @@ from tests.laws.transport import coded
 @pytest.mark.parametrize("mpi_ranks", [2])
 def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatch, capfd):
     transport = mpi.connect()
-    monkeypatch.setattr(mpi, "room_left", lambda: 1000)
+    monkeypatch.setattr(process, "shared_memory", lambda: 1000)
     array = transport.allocate(1001, "float64")
     assert transport.windows.locate(array, transport.rank) is None
     said = capfd.readouterr().err

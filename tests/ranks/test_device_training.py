@@ -20,6 +20,7 @@ TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16",
         "batch.micro_batches=2", "optimizer.warmup=2", "replication.bucket_mb=0.004", "replication.algorithm=ring"]
 STEPS = 5
 
+
 def curve(transport, folder, settings):
     """Losses and gradient norms; the parameters and the optimizer's state, through a checkpoint, by full name."""
     config = parse(with_settings({}, [*TINY, *settings]))

@@ -16,7 +16,8 @@ from mpitrain.run import build as jobs
 from mpitrain.run.build import build
 from mpitrain.run.finished import newest
 from mpitrain.run.manifest import Done
-from mpitrain.run.trainer import parts_of, replicas_equal
+from mpitrain.run.pieces import within
+from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.test_loop import book, go, records  # noqa: F401
 from tests.ranks.test_training import TINY, configured, curves
@@ -149,8 +150,8 @@ def test_frozen_tensors_get_their_mirror_once_and_others_with_each_update(zero, 
 
         def owned(entry):
             """What this rank has of a tensor's masters, and of its mirror."""
-            parts, mirror = parts_of(masters.pieces, entry.start, entry.stop), replication.mirror[entry.start:entry.stop]
-            return [(masters.array[place:place + stop - start].copy(), mirror[start:stop]) for start, stop, place in parts]
+            return [(masters.array[place:place + stop - start].copy(), replication.mirror[start:stop])
+                    for start, stop, place in within(masters.pieces, entry.start, entry.stop)]
 
         before = [owned(entry) for entry in entries]
         assert all(np.array_equal(rounded(one), other) for pairs in before for one, other in pairs)
