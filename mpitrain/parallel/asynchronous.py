@@ -9,6 +9,7 @@ source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Dist
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
 """The first number of a header, but of answers: what it asks for. SETTLE is the last pull before all ranks meet."""
 
 NO_TICKET = -1
+
+LOGGED = 1 << 16
+"""Updates that a server's log goes back."""
 
 
 def _filled(*numbers: float) -> np.ndarray:
@@ -150,7 +154,7 @@ class LateWorker(Client):
 class LateServer(Holder):
     """A server that applies each gradient as it comes; the first of them has the tickets.
 
-    log  every update of this server, in order
+    log  this server's newest updates, in order
     """
 
     def __init__(self, replica: Replica):
@@ -158,8 +162,9 @@ class LateServer(Holder):
         settings, servers = replica.config.replication, replica.grid.servers
         assert servers is not None
         self._number, self._bound = servers.rank, settings.staleness if settings.update == "bounded" else None
-        self.log: list[Applied] = []
-        self._applied_before = -1    # updates before the first of the log; not known before the first step
+        self.log: deque[Applied] = deque(maxlen=LOGGED)
+        self._updates = 0    # of this process
+        self._applied_before = -1    # updates before those; not known before the first step
         self._tickets: Tickets | None = None    # of the first server
         self._waiting: list[int] = []
         self._untold: dict[int, list[tuple[int, Outcome]]] = {worker: [] for worker in self._workers}
@@ -193,7 +198,7 @@ class LateServer(Holder):
         self._answers = [request for request in self._answers if not request.test()]
         if asked in (PULL, SETTLE):
             self._settled += asked == SETTLE
-            self._pulls += self._line.start_send(_filled(len(self.log), self._skipped), self._held, source)
+            self._pulls += self._line.start_send(_filled(self._updates, self._skipped), self._held, source)
         elif asked == DRAW:
             self._take(source, numbers)
         elif asked == TELL:
@@ -215,9 +220,10 @@ class LateServer(Holder):
         for request in self._pulls:
             request.wait()    # nobody gets half of one version and half of another
         self._pulls = []
-        staleness = len(self.log) - int(version)
-        self._update(scale, lr * self._factor(staleness), self._applied_before + len(self.log))    # of those made, to AdamW
-        self.log.append(Applied(self._number, worker, int(version), len(self.log), int(ticket)))
+        staleness = self._updates - int(version)
+        self._update(scale, lr * self._factor(staleness), self._applied_before + self._updates)    # of those made, to AdamW
+        self.log.append(Applied(self._number, worker, int(version), self._updates, int(ticket)))
+        self._updates += 1
         return staleness
 
     def _factor(self, staleness: int) -> float:

@@ -76,7 +76,7 @@ class Stashed(AllReduce):
         self._numbers: list[int] = []  # of the steps that were begun
         self._turns = 0  # backwards begun
         self._made = 0  # versions made
-        self._told: list[list[float]] = []  # by micro-batch: what all ranks were told
+        self._told: deque[list[float]] = deque()  # by micro-batch of the steps whose outcome is not known: what all were told
         self._released = 0  # steps whose outcome is known
         self._unread: deque[int] = deque()  # the messages under way
         self._stop_after: int | None = None  # the last step, counted
@@ -205,9 +205,10 @@ class Stashed(AllReduce):
         config, m = self.replica.config, self._micro_batches
         for at in range(self._released, steps):
             step = self._numbers[at]
-            losses, squares, nonfinite, _ = (sum(column) for column in zip(*self._told[at * m:(at + 1) * m], strict=True))
+            told = [self._told.popleft() for _ in range(m)]
+            losses, squares, nonfinite, _ = (sum(column) for column in zip(*told, strict=True))
             norm = math.sqrt(squares / self._updates()) if squares >= 0 else math.nan
-            stops = is_end and at == steps - 1 and any(told[3] for told in self._told)
+            stops = is_end and at == steps - 1 and self._stop_after is not None
             self._newest = self._known[step] = Outcome(
                 losses, norm, int(nonfinite), learning_rate(config.optimizer, step, config.run.steps),
                 math.isfinite(losses) and math.isfinite(norm), stops)
