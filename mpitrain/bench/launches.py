@@ -91,7 +91,7 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
         "linear_gelu_backward_input": (dy, w, (saved, y)), "linear_relu_backward_input": (dy, w, (saved, y)),
         "linear_backward_weight": (pending, y, True),
         "linear_backward_bias": (pending, bias, True),
-        "add": (x, dy, y), "weighted_sum": (x, 0.5, dy, 0.5, y), "add_bias": (y, bias),
+        "add": (x, dy, y), "weighted_sum": (x, 0.5, dy, 0.5, y), "add_bias": (y, bias, y),
         "gelu": (x,), "gelu_backward": (dy, x), "relu": (x,), "relu_backward": (dy, x),
         "layer_norm": (x, gain, bias), "layer_norm_backward_input": (dy, gain, normed),
         "layer_norm_backward_gain": (sums, gain, True), "layer_norm_backward_bias": (sums, bias, True),

@@ -34,19 +34,22 @@ extern "C" __global__ void __launch_bounds__(256) weighted_sum(
     }, a, b, y);
 }
 
-// y[m, c] += b[c].    y: (M, C) row-major; b: (C,)
+// y[m, c] = x[m, c] + b[c] + residual[m, c].    x, residual, y: (M, C) row-major; b: (C,); b or residual may be null, and y be x
 // One warp a row. Launch: grid (ceil(M / 4)), block (128).
-extern "C" __global__ void __launch_bounds__(128) add_bias(int M, int C, const Element* __restrict__ b, Element* __restrict__ y) {
+extern "C" __global__ void __launch_bounds__(128) add_bias(
+    int M, int C, const Element* x, const Element* __restrict__ b, const Element* __restrict__ residual, Element* y) {
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
     const long long at = (long long)row * C;
-    const bool vector = in_runs<WIDE>(y, C), vector_bias = in_runs<WIDE>(b, 0);
+    const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(y, C) && in_runs<WIDE>(residual, C);
+    const bool vector_bias = in_runs<WIDE>(b, 0);
     for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
-        Sum ys[WIDE], bs[WIDE];
-        load_run(y + at, c, C, vector, ys);
-        load_run(b, c, C, vector_bias, bs);
+        Sum ys[WIDE], bs[WIDE] = {}, rs[WIDE] = {};
+        load_run(x + at, c, C, vector, ys);
+        if (b) load_run(b, c, C, vector_bias, bs);
+        if (residual) load_run(residual + at, c, C, vector, rs);
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) ys[j] += bs[j];
+        for (int j = 0; j < WIDE; ++j) ys[j] = (ys[j] + bs[j]) + rs[j];
         store_run(y + at, c, C, vector, ys);
     }
 }

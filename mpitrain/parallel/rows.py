@@ -37,9 +37,16 @@ class WholeRows:
         """What sums it."""
         return lease.all_reduce()
 
+    def ends(self, lease: Exchange, arena: Arena) -> tuple[Any, Any]:
+        """The sum, once it is made, and where it may be written to with what is added to it; these may be one array."""
+        return lease.array, lease.array
+
     def summed(self, lease: Exchange, arena: Arena) -> Any:
-        """The sum, once it is made."""
-        return lease.array
+        """The sum, once it is made, with nothing added."""
+        sums, y = self.ends(lease, arena)
+        if y is not sums:
+            y[...] = sums
+        return y
 
     def whole(self, x: Any) -> Any:
         """All rows, of what lies between layers."""
@@ -90,10 +97,9 @@ class OwnRows(WholeRows):
     def reduction(self, lease: Exchange) -> Awaited:
         return lease.reduce_scatter()
 
-    def summed(self, lease: Exchange, arena: Arena) -> Any:
-        own = arena.take(lease.own_rows.shape, lease.array.dtype)    # a view would keep the memory of all rows
-        own[...] = lease.own_rows
-        return own
+    def ends(self, lease: Exchange, arena: Arena) -> tuple[Any, Any]:
+        own = lease.own_rows
+        return own, arena.take(own.shape, own.dtype)    # a view would keep the memory of all rows
 
     def whole(self, x: Any) -> Any:
         lease = self.group.exchange(self.entered(x.shape), x.dtype)

@@ -120,7 +120,7 @@ class RowParallelLinear(Linear):
         self._run = part(layers.rows.group, inputs, "inputs")
         super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
         self._rows, self._whole, self._has_bias, self._is_parallel = layers.rows, inputs, bias, input_is_parallel
-        self.output_is_free = activation is None
+        self.output_is_free = self.adds_to_output = activation is None
         self.takes_gelu = input_is_parallel
         self._activation = {None: None, "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
                             "relu": (layers.ops.relu, layers.ops.relu_backward)}[activation]
@@ -136,15 +136,18 @@ class RowParallelLinear(Linear):
     def output_shape(self, shape):
         return self._rows.left((*shape[:-1], self.outputs))
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, arena, residual=None):
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
         lease = self._rows.lease((*x.shape[:-1], self.outputs), x.dtype)
         _, saved = self.ops.linear(flat_rows(x), w["weight"], None, arena, flat_rows(lease.array))
         self._rows.reduction(lease).run()
-        y, slope = self._rows.summed(lease, arena), None
-        if self._has_bias:
-            self.ops.add_bias(y, w["bias"], arena)
+        if self._has_bias or residual is not None:
+            sums, y = self._rows.ends(lease, arena)
+            self.ops.add_bias(sums, w.get("bias"), y, arena, residual)
+        else:
+            y = self._rows.summed(lease, arena)
+        slope = None
         if self._activation:
             y, slope = self._activation[0](y, arena)
         return y, (saved, slope)

@@ -83,16 +83,22 @@ def check_activation(kernels: Kernels, n: int, activation: str, dtype: str = "fl
 
 
 def check_sums(kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted: bool = False) -> None:
-    """A sum of two arrays, into a third and into one of them, and of rows and a bias: rounded once."""
+    """A sum of two arrays, into a third and into one of them, and of rows, a bias and a residual: rounded once."""
     ops, arena = cuda.body(kernels), Arena()
     a, b, bias = (stored(x, dtype, shifted) for x in (numbers(1, m, n), numbers(2, m, n), numbers(3, n)))
     wide = values(a).astype(np.float32) if dtype != "float64" else values(a)
     truth, biased = (wide + values(x).astype(wide.dtype) for x in (b, bias))
-    ops.add(a, b, out := np.empty_like(a), arena)
-    ops.add_bias(y := a.copy(), bias, arena)
+    every = [(bias, b, biased + values(b).astype(wide.dtype)), (bias, None, biased), (None, b, truth), (None, None, wide)]
+    for here, residual, sums in every:
+        over, out = stored(values(a), dtype, shifted), np.empty_like(a)
+        ops.add_bias(over, here, over, arena, residual)
+        ops.add_bias(a, here, out, arena, residual)
+        np.testing.assert_array_equal(over, sums.astype(a.dtype))
+        np.testing.assert_array_equal(out, over)
+    ops.add(a, b, out, arena)
     ops.add(a, b, b, arena)
-    for found, sums in ((out, truth), (b, truth), (y, biased)):
-        np.testing.assert_array_equal(found, sums.astype(a.dtype))
+    for found in (out, b):
+        np.testing.assert_array_equal(found, truth.astype(a.dtype))
 
 
 def check_weighted_sums(kernels: Kernels, n: int, dtype: str = "float32", shifted: bool = False) -> None:

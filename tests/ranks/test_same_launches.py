@@ -19,7 +19,9 @@ SETTINGS = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=
 
 @pytest.mark.parametrize("ranks, settings", [
     (1, ["precision.compute=bfloat16"]), (2, ["precision.compute=float16"]), (2, ["replication.zero=3"]),
-    (2, ["layout.tp=2", "layout.algorithm=ring"]), (2, ["replication.mode=master"]), (3, ["replication.mode=server"])],
+    (2, ["layout.tp=2", "layout.algorithm=ring"]),
+    (2, ["layout.sequence_parallel=true", "layout.tp=2", "layout.algorithm=ring"]),
+    (2, ["replication.mode=master"]), (3, ["replication.mode=server"])],
     ids=lambda value: value[0] if isinstance(value, list) else None)
 def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_and_read_once(ranks, settings, monkeypatch):
     """The learning rate, clipping and AdamW's corrections change meanwhile: in device memory. A message reads for itself.
@@ -64,7 +66,10 @@ def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_
         assert [happened for _, happened in found[2:]] == [["read"]] * 3
         launches, again = ([*map(repr, each)] for each, _ in found[3:])
         assert len(launches) > 10
-        assert not any("activation_backward" in launch for launch in launches), "GELU's derivative is within a product"
+        kernels = [launch[0] for launch in found[3][0]]
+        assert "activation_backward" not in kernels, "GELU's derivative is within a product"
+        assert "add" not in kernels, "a shortcut is within a product, or within what adds the bias to the ranks' sum"
+        assert kernels.count("add_bias") == 2 * 2 * ("layout.tp=2" in settings), "of each micro-batch two"
         if "replication.zero=3" in settings:
             launches, again = sorted(launches), sorted(again)
         for one, other in zip(launches, again, strict=True):

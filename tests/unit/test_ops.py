@@ -71,6 +71,18 @@ def test_linear_has_the_gradient_of_its_forward(ops, m, k, n, activation, biased
 
 
 @pytest.mark.parametrize("ops", BODIES)
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (2, 7, 5), (700, 97)])
+def test_a_bias_and_a_residual_are_each_added_where_they_are_given(ops, shape):
+    x, b, residual = numbers(1, *shape), numbers(2, shape[-1]), numbers(3, *shape)
+    for here, other in ((b, residual), (b, None), (None, residual), (None, None)):
+        truth = x + (0 if here is None else here) + (0 if other is None else other)
+        ops.add_bias(x, here, out := np.full(shape, np.nan), Arena(), other)
+        ops.add_bias(over := x.copy(), here, over, Arena(), other)
+        for found in (out, over):
+            np.testing.assert_array_equal(found, truth)
+
+
+@pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (2, 7, 5)])
 def test_an_activation_alone_is_that_of_a_product_by_one(ops, activation, shape):

@@ -56,6 +56,8 @@ def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
     x_of_tokens, _ = ops.embedding(np.zeros((2, 3), int), w, numbers(3, 12), arena)
     loss, dlogits = ops.cross_entropy(numbers(70, 12), np.arange(70) % 12, 0.3, arena)
     ops.add(x, dy, total := np.empty_like(x), arena)
+    ops.add_bias(x, b, biased := np.empty_like(x), arena, dy)
+    np.testing.assert_array_equal(biased, cast((x + b) + dy, dtype))
     assert is_short(x_of_tokens, dlogits, total) and not is_short(np.float32(loss))
 
 

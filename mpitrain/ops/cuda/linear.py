@@ -134,10 +134,12 @@ def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
     kernels.launch("weighted_sum", blocks(a.size, macros.run), POINTWISE, (a.size, alpha, a, beta, b, out), macros=macros)
 
 
-def add_bias(kernels: Kernels, y, b, arena):
-    """y += b, down the rows of y."""
-    rows = y.size // len(b)
-    kernels.launch("add_bias", row_blocks(rows), ROWS, (rows, len(b), b, y), macros=KINDS[y.dtype].macros)
+def add_bias(kernels: Kernels, x, b, out, arena, residual=None):
+    """out = x + b + residual, b to every row; out may be x."""
+    columns = x.shape[-1]
+    rows = x.size // columns
+    kernels.launch("add_bias", row_blocks(rows), ROWS, (rows, columns, x, b, residual, out), macros=KINDS[x.dtype].macros,
+                   fresh="" if out is x else "y")
 
 
 def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:

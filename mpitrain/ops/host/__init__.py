@@ -7,6 +7,7 @@ product is done while its block of rows is hot, and nothing is transposed by cop
 from mpitrain.ops.host.attention import attention, attention_backward
 from mpitrain.ops.host.embedding import embedding, embedding_backward_positions, embedding_backward_table
 from mpitrain.ops.host.linear import (
+    add_bias,
     gelu,
     gelu_backward,
     gelu_linear_backward_input,
@@ -40,7 +41,7 @@ from mpitrain.ops.host.norm import (
     layer_norm_backward_input,
 )
 from mpitrain.ops.host.steps import adamw, gradient_facts, momentum, sgd
-from mpitrain.ops.reference import add, add_bias
+from mpitrain.ops.reference import add
 
 __all__ = [
     "adamw",

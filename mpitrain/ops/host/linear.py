@@ -14,12 +14,20 @@ from mpitrain.ops.reference import GELU_CUBIC, GELU_SCALE
 def linear(x, w, b, arena, out=None, residual=None):
     """x: (M, K); w: (N, K); b: (N,) or None; y and the residual: (M, N)"""
     y = _product(x, w, arena, out)
-    for rows in row_blocks(y):
-        if b is not None:
-            y[rows] += b
-        if residual is not None:
-            y[rows] += residual[rows]
+    add_bias(y, b, y, arena, residual)
     return y, x
+
+
+def add_bias(x, b, out, arena, residual=None):
+    """x, residual and out: (..., N), in blocks of rows; b: (N,) or None"""
+    for rows in row_blocks(out):
+        sums, y = x[rows], out[rows]
+        if b is not None:
+            sums = np.add(sums, b, out=y)
+        if residual is not None:
+            sums = np.add(sums, residual[rows], out=y)
+        if sums is not y and out is not x:
+            y[...] = sums
 
 
 def logits(x, w, b, arena):

@@ -86,10 +86,10 @@ def rounded(body: Any, dtype: str) -> Rounded:
             np.add(a[block], b[block], out=out[block])
             put(out[block], arena)
 
-    def add_bias(y: np.ndarray, b: np.ndarray, arena: Arena) -> None:
-        for block in row_blocks(y):
-            y[block] += b
-            put(y[block], arena)
+    def add_bias(x: np.ndarray, b: np.ndarray | None, out: np.ndarray, arena: Arena, residual: np.ndarray | None = None) -> None:
+        for block in row_blocks(out):
+            body.add_bias(x[block], b, out[block], arena, None if residual is None else residual[block])
+            put(out[block], arena)
 
     changed = {name: picking(lambda pair: pair[0])(getattr(body, name)) for name in FIRST}
     changed |= {name: picking(lambda pair: pair[1])(getattr(body, name)) for name in SECOND}

@@ -17,9 +17,9 @@ def weighted_sum(a, alpha, b, beta, out, arena):
     out[...] = alpha * a if b is None else alpha * a + beta * b
 
 
-def add_bias(y, b, arena):
-    """Add b to every row of y, in place.    y: (M, N); b: (N,)"""
-    np.add(y, b, out=y)
+def add_bias(x, b, out, arena, residual=None):
+    """Write x + b + residual to out, which may be x.    x, residual and out: (..., N); b: (N,), to every row, or None"""
+    out[...] = plus(x if b is None else x + b, residual)
 
 
 def linear(x, w, b, arena, out=None, residual=None):

@@ -67,6 +67,12 @@ def test_a_product_takes_a_residual_and_the_derivative_of_gelu_with_one_read_eac
     assert (found.read["C"], found.written["C"]) == (c.nbytes, c.nbytes)
 
 
+def test_a_bias_and_a_residual_are_added_to_the_sum_over_ranks_in_one_pass():
+    x, b, residual = (stored(numbers(seed, *shape), "bfloat16") for seed, shape in ((1, (9, 37)), (2, (37,)), (3, (9, 37))))
+    found = moved("add_bias", lambda ops: ops.add_bias(x, b, np.empty_like(x), Arena(), residual))
+    assert (found.read["x"], found.read["residual"], found.read["y"], found.written["y"]) == (x.nbytes, x.nbytes, 0, x.nbytes)
+
+
 def ones(dtype: str, *shape: int) -> np.ndarray:
     """Aligned elements of 1: 2056 of them, 257 shares of 8, if no shape is given."""
     return stored(np.ones(shape or 2056), dtype)
@@ -94,7 +100,7 @@ def pointwise(kernels: Kernels, dtype: str) -> None:
     ops.relu_backward(ones(dtype), ops.relu(ones(dtype), Arena())[1], Arena())
     ops.add(ones(dtype), ones(dtype), ones(dtype), Arena())
     ops.weighted_sum(ones(dtype), 0.5, ones(dtype), 0.5, ones(dtype), Arena())
-    ops.add_bias(ones(dtype, 9, 40), ones(dtype, 40), Arena())
+    ops.add_bias(ones(dtype, 9, 40), ones(dtype, 40), ones(dtype, 9, 40), Arena(), ones(dtype, 9, 40))
 
 
 def wires(kernels: Kernels, dtype: str) -> None:
@@ -149,7 +155,7 @@ def selections(kernels: Kernels, dtype: str) -> None:
 @pytest.mark.parametrize(("launches", "bulk"), [
     (steps, "p g m v mirror"),
     (totals, "x"),
-    (pointwise, "a b x y z dy dz"),
+    (pointwise, "a b x y z dy dz residual"),
     (wires, "x y q"),
     (int8, "x y"),
     (embeddings, "table positions x dx dtable dpositions"),
