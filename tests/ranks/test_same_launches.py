@@ -75,3 +75,36 @@ def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_
         for one, other in zip(launches, again, strict=True):
             assert one == other
     assert cupy.faults == []
+
+
+@pytest.mark.parametrize("update", ["async", "bounded"])
+def test_of_servers_without_a_common_step_a_worker_reads_once_for_each_gradient_and_a_server_never(update, monkeypatch):
+    """A server applies what is pushed by numbers that came with it. A message reads for itself."""
+    gpu.play(monkeypatch)
+    reads, get, steps = [], cupy.ndarray.get, 3
+
+    def noting(array):
+        reads.append(threading.get_ident())
+        return get(array)
+
+    monkeypatch.setattr(cupy.ndarray, "get", noting)
+    config = parse(with_settings({}, [*SETTINGS, f"run.steps={steps}", "replication.mode=server", "replication.servers=2",
+                                      f"replication.update={update}"]))
+
+    def run(transport):
+        trainer, source, _ = build(transport, config)
+        mode, me, computed = trainer.replication, threading.get_ident(), 0
+        before = reads.count(me)
+        for index in range(steps):
+            for number in mode.steps(index, lambda: False):
+                trainer.step(number, *mode.batch(source, number))
+                computed += 1
+            assert mode.outcome(index, None).updated
+        trainer.settle()
+        return reads.count(me) - before, computed, len(mode.log) if trainer.grid.is_server else None
+
+    found = run_ranks(4, run)
+    assert [read for read, _, _ in found] == [computed for _, computed, _ in found]
+    assert sum(computed for _, computed, _ in found) == 2 * steps
+    assert [applied for *_, applied in found] == [None, None, 2 * steps, 2 * steps]
+    assert cupy.faults == []
