@@ -41,7 +41,7 @@ class Work(NamedTuple):
     """An operation on given arrays: what runs, what of it is compared with what, and how much it moves or computes.
 
     tolerance  as in `count_wrong`
-    peer       the same by somebody else
+    peer       the same by somebody else, or by ours in two passes
     """
 
     name: str
@@ -137,6 +137,15 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
     out = put(np.empty_like(w))
     yield Work("linear weight", lambda: ops.linear_backward_weight(kept["input"][1], out, False, arena), lambda: out,
                lambda: dy.T @ x, size, "GFLOP/s")
+    yield Work("linear + residual", keep("sum", lambda: ops.linear(dx, dw, db, arena, residual=dw_bias)), first("sum"),
+               lambda: reference.linear(x, w, b, None, residual=dy)[0], size, "GFLOP/s",
+               peer=lambda: ops.add(y := ops.linear(dx, dw, db, arena)[0], dw_bias, y, arena))
+    if device.kernels is not None:    # the host body multiplies what was kept by more and more, where the others keep its size
+        z, saved = numbers(rows, width), kept["linear"][1]
+        mine, theirs = put(z.copy()), put(z.copy())
+        yield Work("linear input x gelu'", keep("back", lambda: ops.gelu_linear_backward_input(dw_bias, dw, saved, mine, arena)),
+                   first("back"), lambda: reference.gelu_linear_backward_input(dy, w, x, z, None)[0], size, "GFLOP/s",
+                   peer=lambda: ops.gelu_backward(ops.linear_backward_input(dw_bias, dw, saved, arena)[0], theirs, arena))
     kept.clear()
     many, g = numbers(MOVED[device.kind], width), put(gain)
     dmany = put(many)
@@ -146,6 +155,14 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
                first("back"), lambda: reference.layer_norm_backward_input(
                    many, gain, reference.layer_norm(many, gain, gain, None)[1], None)[0], 3 * nbytes)
     kept.clear()
+    total = put(np.empty_like(many))
+
+    def in_two_passes() -> None:
+        ops.add_bias(dmany, g, total, arena)
+        ops.add(total, dmany, total, arena)
+
+    yield Work("bias + residual", lambda: ops.add_bias(dmany, g, total, arena, dmany), lambda: total,
+               lambda: many + gain + many, 3 * nbytes, peer=in_two_passes)
     yield from attentions(device, peer)
     logits, targets = numbers(min(rows, 1024), vocab), rng.integers(vocab, size=min(rows, 1024))
     on_device, right = put(logits), put(targets)

@@ -52,8 +52,9 @@ def on_a_device(command: Callable) -> Callable:
 def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, peer: str | None) -> None:
     """Measure every operation of a training step on this device.
 
-    percent: of the bandwidth that a plain copy reaches, or of the rate of the first product; #wrong: elements that differ
-    from the reference. The exit code is 1 if any does.
+    percent: of the bandwidth that a plain copy reaches, or of the rate of the first product; peer: of what adds or activates
+    in the same pass, our two operations in its place; #wrong: elements that differ from the reference. The exit code is 1 if
+    any does.
     """
     def run() -> int:
         from mpitrain.bench.kernels import measure
