@@ -14,7 +14,7 @@ from mpitrain.transport.library import library
 def machine(transport: Transport) -> dict[str, Any]:
     """What identifies a machine for the purposes of timing."""
     return {"hosts": len(set(transport.hosts)), "processor": processor(), "cores": processors(),
-            "mpi": library().version.split(", package")[0]}
+            "mpi": library().version}
 
 
 def header(transport: Transport, request: SweepRequest, arguments: Sequence[str]) -> dict[str, Any]:

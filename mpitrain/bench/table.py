@@ -88,7 +88,8 @@ def check_writable(path: Path) -> None:
         partial.touch()
         partial.unlink()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.", "Name a file in a folder that exists.") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.",
+                          "Name a file in a folder that exists and that you may write to.") from None
 
 
 def write_json(path: Path, header: dict[str, Any], rows: Sequence[Any]) -> None:

@@ -34,7 +34,19 @@ COMMANDS = {
 """The first sentence of each command's own help, for `mpitrain --help`, which loads no command: ten take as long as Click."""
 
 
-class LazyGroup(click.Group):
+class Group(click.Group):
+    """Lists each command with its whole first sentence, on as many lines as it takes."""
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(self.sentences(context))
+
+    def sentences(self, context: click.Context) -> list[tuple[str, str]]:
+        return [(name, found.get_short_help_str(1000)) for name in self.list_commands(context)
+                if (found := self.get_command(context, name))]
+
+
+class LazyGroup(Group):
     """Finds the command `name` in mpitrain.cli.<name> as the object `command`."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -52,10 +64,8 @@ class LazyGroup(click.Group):
         close = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
         raise click.UsageError(f"No such command {name!r}" + (f"; did you mean {close[0]!r}?" if close else "."), context)
 
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each command with its whole first sentence, on as many lines as it takes."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+    def sentences(self, context: click.Context) -> list[tuple[str, str]]:
+        return list(COMMANDS.items())
 
 
 def main(arguments: list[str] | None = None) -> None:

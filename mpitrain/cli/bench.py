@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mpitrain.cli import Group
 from mpitrain.cli.bench_kernels import gemm, kernels, launch
 from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import MOST, ranks
@@ -36,7 +37,7 @@ class Bytes(click.ParamType):
         return int(size)
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """Measure collectives, with all the ranks this was started with: mpitrain launch -n 4 -- bench allreduce
 
@@ -57,7 +58,8 @@ WIRE = click.option("--wire", default="", metavar="A,B",
 
 def collective(name: str) -> click.Command:
     """The subcommand that measures one collective."""
-    @click.command(name, help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.")
+    @click.command(name, short_help=f"Measure {name}: sizes x algorithms.",
+                   help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.")
     @click.option("--algorithm", default="all", metavar="A,B|all", help="Algorithms to measure; all: every one there is.")
     @click.option("--min-bytes", type=Bytes(), default="4K", show_default=True, help="Smallest array.")
     @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")

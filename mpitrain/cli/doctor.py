@@ -81,7 +81,8 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     yield "g++", _compiler()
     yield "extras", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if find_spec(module)) or "none"
     yield "not here", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if not find_spec(module)) or "nothing"
-    yield "ranks", f"{len(everyone)} on {len({r.host for r in everyone})} host(s); {started.size} started by {started.launcher}"
+    yield "ranks", f"{len(everyone)} on {len({r.host for r in everyone})} host(s), " + (
+        f"{started.size} started by {started.launcher}" if started.launcher != "none" else "started by hand")
     for host, here in _by_host(everyone).items():
         yield "host", (f"{host}: {len(here)} rank(s), {share_of_cores([rank.cores for rank in here])}; free: "
                        f"{here[0].memory / 1e9:.1f} GB of memory, {here[0].shared / 1e9:.1f} GB in /dev/shm")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from mpitrain.cli import Group
 from mpitrain.cli.bench import Bytes, check_files
 from mpitrain.cli.micro_batches import command as micro_batches
 from mpitrain.machine import process
@@ -25,7 +26,7 @@ def columns() -> int:
     return min(max(shutil.get_terminal_size((PIPED, 24)).columns, NARROWEST), WIDEST)
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """Print what would happen: the order of a pipeline, the steps of an all-reduce.
 

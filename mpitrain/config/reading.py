@@ -34,9 +34,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a configuration file; data, a tuning or tiles that it names are looked for from its own folder."""
     try:
         tables = tomllib.loads(contents(path).decode("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The configuration file {path} cannot be read: {error}.", "Name a readable TOML file.") from None
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 1000 brackets
+    except OSError as error:
+        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.", "Name a TOML file.") from None
+    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, a number of 5000 digits, 1000 brackets
         raise ConfigError(f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys.") from None
     for section, key in BESIDE:
         table = tables.get(section)

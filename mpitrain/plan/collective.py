@@ -86,5 +86,6 @@ def amounts(algorithm: str, hosts: Sequence[str], nbytes: int) -> list[str]:
     same: dict[tuple[int, int], list[int]] = {}
     for rank, messages in enumerate(sent):
         same.setdefault((sum(messages), len(messages)), []).append(rank)
-    return [f"rank {', '.join(map(str, ranks))}: {total} bytes in {messages} message(s)"
-            for (total, messages), ranks in same.items()] + [f"all together: {sum(map(sum, sent))} bytes"]
+    lines = [f"{'each of ranks' if ranks[1:] else 'rank'} {', '.join(map(str, ranks))}: {total} bytes in {messages} message(s)"
+             for (total, messages), ranks in same.items()]
+    return [*lines, f"all together: {sum(map(sum, sent))} bytes"]

@@ -73,7 +73,7 @@ def _attempt(part: Callable[[], Any], step: int, folder: Path) -> Any:
     try:
         return part()
     except OSError as error:
-        raise TrainingError(f"The checkpoint of step {step} cannot be written to {folder}: {error}.",
+        raise TrainingError(f"The checkpoint of step {step} cannot be written to {folder}: {error.strerror or error}.",
                             "Make room, then go on with --resume; the checkpoints before it are still good.") from None
 
 

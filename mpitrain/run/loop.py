@@ -284,7 +284,7 @@ class _Run:
         try:
             self._metrics.write(record)
         except OSError as error:
-            raise TrainingError(f"{self._folder / METRICS} cannot be written: {error}.",
+            raise TrainingError(f"{self._folder / METRICS} cannot be written: {error.strerror or error}.",
                                 "Make room, then go on with --resume.") from None
         self._watcher.recorded(record)
 

@@ -1,6 +1,7 @@
 """What the MPI library says about itself: name, thread level, and whether it can read GPU memory."""
 
 import ctypes
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ PROMISES = {
 class Library(NamedTuple):
     """Facts about the MPI in use.
 
-    version       the library's own first line
+    version       its name and version
     standard      version of the MPI standard, such as (3, 1)
     thread_level  single, funneled, serialized or multiple
     path          the shared object that is loaded; "" if it cannot be told
@@ -40,8 +41,13 @@ def library() -> Library:
 
     levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
               MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
-    version = MPI.Get_library_version().split("\n")[0].rstrip("\0").strip()
-    return Library(version, MPI.Get_version(), levels[MPI.Query_thread()], loaded_path())
+    return Library(named(MPI.Get_library_version()), MPI.Get_version(), levels[MPI.Query_thread()], loaded_path())
+
+
+def named(told: str) -> str:
+    """Name and version, from all that a library says of itself: Open MPI v5.0.11, MPICH 5.0.2."""
+    first = told.split("\n")[0].rstrip("\0").split(", package")[0].strip()
+    return re.sub(r"\s+Version\s*:\s*", " ", first)
 
 
 def loaded_path() -> str:

@@ -187,7 +187,7 @@ MORE_MISTAKES = [
     (["--dp", "1" + "0" * 400], "layout.dp must be a whole number of at most 64 bits"),
     (["--set", "optimizer.epsilon=1e-320"], "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320."),
     (["--set", "run.stall_seconds=1e-9"], "run.stall_seconds must be greater than or equal to 1, but is 1e-09."),
-    (["pipe"], "The configuration file pipe cannot be read: [Errno 22] it is not a regular file"),
+    (["pipe"], "The configuration file pipe cannot be read: it is not a regular file"),
     (["--set", "replication.tuning=pipe"], "The tuning file pipe cannot be read: it is not a regular file."),
     (["--set", "replication.tuning=garbage"], "garbage is no tuning file"),
     (["n" * 5000], "File name too long"),

@@ -56,6 +56,15 @@ def test_the_list_of_commands_says_of_each_the_whole_first_sentence_of_its_own_h
         assert f" {name} {commands.get_command(None, name).get_short_help_str(1000)}" in shown
 
 
+@pytest.mark.parametrize("group", ["bench", "plan"])
+def test_a_command_of_a_group_is_told_by_its_whole_first_sentence(group):
+    found = commands.get_command(None, group)
+    shown = " ".join(CliRunner().invoke(commands, [group, "--help"], env={"COLUMNS": "60"}).output.split())
+    for name in found.list_commands(None):
+        assert f" {name} {found.get_command(None, name).get_short_help_str(1000)}" in shown
+
+
+
 @pytest.mark.parametrize("word, wanted", [("trian", "train"), ("evaluate", "eval"), ("benchmark", "bench"), ("zzz", None)])
 def test_a_mistyped_command_gets_a_suggestion(word, wanted):
     shown = CliRunner().invoke(commands, [word, "--set", "run.steps=1"])

@@ -193,7 +193,7 @@ step 2   0>1 +1   1>2 +2   2>0 +0
 step 3   0>1 =0   1>2 =1   2>0 =2
 step 4   0>1 =2   1>2 =0   2>0 =1
 
-rank 0, 1, 2: 16 bytes in 4 message(s)
+each of ranks 0, 1, 2: 16 bytes in 4 message(s)
 all together: 48 bytes
 """
     assert shown("allreduce", "--algorithm", "halving-doubling", "--ranks", 5) == """\
