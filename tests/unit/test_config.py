@@ -1,10 +1,14 @@
 """The configuration: what is refused, in which words, and what is filled in."""
 
+from pathlib import Path
+
 import pytest
 
 from mpitrain.config import Config, keys, parse, read_toml, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import axes, share
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 def refusal(*settings, tables=None):
@@ -207,3 +211,9 @@ def test_what_multiplies_the_rate_of_a_late_gradient_is_a_number_or_a_name(value
 def test_all_ranks_meet_next_where_something_is_due():
     config = parse({"run": {"steps": 20, "eval_every": 6}, "checkpoint": {"every": 4}})
     assert [config.next_pause(step) for step in (0, 3, 4, 6, 11, 12, 18)] == [4, 4, 6, 8, 12, 16, 20]
+
+
+def test_the_configuration_in_the_readme_is_one(tmp_path):
+    (tmp_path / "book.toml").write_text(README.read_text().split("```toml\n")[1].split("```")[0])
+    found = parse(read_toml(tmp_path / "book.toml"))
+    assert found.data.source == f"text:{tmp_path}/book.txt" and found.run.out == "runs/book"
