@@ -31,17 +31,18 @@ def command(runs: tuple[Path, ...]) -> None:
     if process.launched().rank > 0:
         return  # rank 0 reports for all
     sections = {str(run): reported(run) for run in runs}
+    folder = runs[0] / FOLDER
+    if (folder / PERFETTO).exists():
+        click.echo(f"{folder / PERFETTO} is for https://ui.perfetto.dev")
     if find_spec("matplotlib") is None:
         click.echo("no pictures and no page: pip install 'mpitrain[report]'")
         return
     from mpitrain.report.page import write_page
     from mpitrain.report.picture import draw_metrics
 
-    folder = runs[0] / FOLDER
     draw_metrics({str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE)
     write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
-    perfetto = f", {PERFETTO} beside it is for https://ui.perfetto.dev" if (folder / PERFETTO).exists() else ""
-    click.echo(f"{folder / PAGE} has all of it{perfetto}")
+    click.echo(f"{folder / PAGE} has all of it, with pictures")
 
 
 def reported(run: Path) -> "Section":

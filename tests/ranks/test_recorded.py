@@ -212,4 +212,5 @@ def test_of_every_mode_and_number_of_ranks_the_shares_sum_to_the_whole_and_what_
         assert trace.facts["peak_activation_bytes"] > 0 or trace.facts["place"] is None
     said = CliRunner().invoke(commands, ["report", str(moved)])
     assert said.exit_code == 0 and said.output.count(" before: ") == ranks, said.output
+    assert f"{moved}/report/perfetto.json is for https://ui.perfetto.dev" in said.output
     assert "It has no metrics." in said.output and "Nothing can be predicted: " in said.output and "100.0" in said.output
