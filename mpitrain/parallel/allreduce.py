@@ -42,6 +42,7 @@ class AllReduce(Replication):
         self._gradients_name = recorder.name("the sums of gradients", self._peers().transport.members)
         self._norm_name, self._update_name = recorder.name("the norm"), recorder.name("the parameters")
         self._exchanged_s = 0.0    # when the step began
+        self._is_spoiled = False    # whether padding may hold what is not finite: blocks of wire formats lie over it, too
         self._squared = [self._gradients_of(piece) for piece in self._counted()]
 
     @cached_property
@@ -102,6 +103,9 @@ class AllReduce(Replication):
     def begin(self, step: int) -> None:
         super().begin(step)
         self._exchanged_s = self.replica.grid.tp.exchanged_s
+        if self._is_spoiled:
+            self.gradient_buffer.fill(0)
+            self._is_spoiled = False
         self.buckets.begin(step)
 
     def gradient_ready(self, unit: int, is_last: bool) -> None:
@@ -145,6 +149,7 @@ class AllReduce(Replication):
             span = self._recorder.compute(self._update_name, UPDATE)
             self._update(clipping(self._clip, outcome.grad_norm) / self.loss_scale, mine)
             self._recorder.end(span)
+        self._is_spoiled = not outcome.updated
         return self._concluded(outcome)
 
     def _update(self, scale: float, mine: Contribution) -> None:
