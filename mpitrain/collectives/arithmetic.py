@@ -25,9 +25,14 @@ class Arithmetic(NamedTuple):
 
 
 def by_numpy(array: Any, op: str) -> Combine:
-    """Universal functions, to which CuPy arrays answer too."""
+    """Universal functions, to which CuPy arrays answer too. What is not finite is no error: who asked for the sum looks."""
     function = {"add": np.add, "maximum": np.maximum}[op]
-    return lambda target, received: function(target, received, out=target)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def combine(target: Any, received: Any) -> None:
+        function(target, received, out=target)
+
+    return combine
 
 
 HOST = Arithmetic(by_numpy, CODECS, largest)

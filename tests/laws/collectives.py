@@ -68,6 +68,18 @@ class CollectiveLaws:
             assert (error <= (n - 1) * 2**-8 * 1.01 * largest).all(), (algorithm, error.max())
             assert len({*transport.gather_text(mine.tobytes().hex())}) == 1, algorithm
 
+    def law_what_is_not_finite_is_summed_without_a_word(self, transport):
+        """An overflow of half precision is no error here: who asked for the sum sees it there."""
+        mine = np.array([(np.inf, -np.inf)[transport.rank % 2], np.nan, 6e4, 1], "float16")
+        for algorithm, dtype in product(self.algorithms, ("float16", "float32")):
+            if algorithm == "native":
+                continue  # MPI's own
+            array = mine.astype(dtype)
+            with np.errstate(all="raise"):
+                bind(transport, array, algorithm=algorithm).run()
+            assert np.isfinite(array[0]) == 0 and np.isnan(array[1]) and array[3] == transport.size, (algorithm, dtype)
+            assert np.isinf(array[2]) == (dtype == "float16" and transport.size > 1), (algorithm, dtype)
+
     def law_a_long_message_is_reduced_exactly(self, transport):
         for algorithm in self.algorithms:
             mine = coded(transport.rank, LONG)
