@@ -126,6 +126,11 @@ class Config(Section):
         if self.layout.sequence_parallel and model.kind != "gpt":
             raise ConfigError(f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
                               "Set layout.sequence_parallel to false.")
+        if (self.device.kind in ("cuda", "cuda-sim") and self.precision.is_half and tp > 1 and self.layout.algorithm == "native"
+                and not self.layout.sequence_parallel):
+            raise ConfigError(
+                f"layout.algorithm native sums activations by MPI, but they are {self.precision.compute} on {self.device.kind}, "
+                "which MPI has no type for.", "Set layout.algorithm to auto, or precision.compute to float32.")
         key, count = ("model.heads", model.heads) if model.kind == "gpt" else ("model.width", model.width)
         if count % tp == 0:
             return

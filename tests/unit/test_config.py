@@ -121,11 +121,19 @@ def test_wire_formats_of_float64_are_refused():
     (["float16", "replication.mode=local"], "but in mode local they have no step in common", "precision.compute to bfloat16,"),
     (["float16", "replication.mode=gossip"], "loss scale together after each step", "to all-reduce, master, or server with"),
     (["float16", "replication.mode=server", "replication.update=async"], "in mode server with replication.update async", "sync."),
+    (["bfloat16", "layout.algorithm=native", "layout.tp=2", "device.kind=cuda-sim"], "are bfloat16 on cuda-sim, which MPI has no",
+     "Set layout.algorithm to auto, or precision.compute to float32."),
 ])
 def test_what_half_precision_cannot_do_is_refused(settings, law, way_out):
     compute, *others = settings
     text = refusal(f"precision.compute={compute}", *others)
     assert law in text and way_out in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("other", [
+    "device.kind=cpu", "layout.sequence_parallel=true", "layout.tp=1", "precision.compute=float64"])
+def test_mpi_sums_activations_of_types_that_it_has(other):
+    parse(with_settings({}, ["precision.compute=float16", "layout.algorithm=native", "layout.tp=2", "device.kind=cuda", other]))
 
 
 @pytest.mark.parametrize("zero", (2, 3))
