@@ -312,8 +312,9 @@ def test_a_watchdog_that_is_told_how_long_to_wait_begins_to_wait_then(monkeypatc
 def test_a_watchdog_says_which_message_a_rank_waits_for(monkeypatch, capfd):
     ended = threading.Event()
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
-    one = watchdog.Watchdog(4, 0.01, Traffic(waits_for="recv from rank 2, tag 7", content="the gradient of micro-batch 3"))
+    one = watchdog.Watchdog(4, SECONDS, Traffic(waits_for="recv from rank 2, tag 7", content="the gradient of micro-batch 3"))
     one.alive("step 5")
+    one.patience(0.01)    # not before: on a busy machine it would end the job in what comes before step 5
     assert ended.wait(SECONDS)
     one.close()
     said = capfd.readouterr().err
