@@ -27,7 +27,8 @@ def main(transport: Transport, stages: str) -> bool:
     seconds = ((LAYER_S * (1 + (transport.rank == p - 1)), 0.0),) * 3
     model, loss, _ = sleepers(units, seconds, WIDTH)
     inputs = np.zeros((ROWS, 1), np.float32)
-    found = transport.gather_text(unit_seconds(model, inputs[:1], lambda y: y, backend_for("cpu"), Arena(), "float32"))
+    found = transport.gather_text(
+        unit_seconds(model, inputs[:1], lambda y: y, backend_for("cpu"), Arena(), "float32", "float32"))
     counts = by_time(found, range(p), range(p))
     took = {}
     for name, partition in (("time", ",".join(map(str, counts))), ("parameters", "")):

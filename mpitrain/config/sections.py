@@ -197,7 +197,8 @@ class Precision(Section):
         "float32", description="dtype of parameters, activations, gradients; bfloat16 and float16: of activations, their "
                                "gradients, and the copy of the parameters that layers compute with, where float32 holds what is "
                                "updated. On cpu they are rounded in float32's memory: none is saved. float16 finds a loss scale "
-                               "by trial"
+                               "by trial: steps whose gradients overflow, but not their loss, are skipped, and 20 in a row end "
+                               "the run"
     )
 
     @property

@@ -17,24 +17,24 @@ REPEATS = 3
 """Times that each unit computes; the fastest counts."""
 
 
-def unit_seconds(units: Sequence[Unit], x: Any, loss: Callable[[Any], Any], backend: Backend, arena: Arena, dtype: Any,
-                 clock: Callable[[], float] = time.perf_counter) -> list[float]:
+def unit_seconds(units: Sequence[Unit], x: Any, loss: Callable[[Any], Any], backend: Backend, arena: Arena, stored: Any,
+                 computed: Any, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Seconds that each unit takes there and back on this rank, the loss counted with the last. Holds one unit at a time.
 
     units  of layers that this rank shares with no other
     x      input of the first, in the backend's memory
     loss   (output of the last) -> the gradient of that output
-    dtype  of parameters
+    stored, computed  dtypes of gradients of parameters, and of what layers compute with
     """
     draw, found = np.random.default_rng(0), []
 
     def drawn(shape: tuple[int, ...], size: float) -> Any:
-        return backend.from_host((size * draw.standard_normal(shape, np.float32)).astype(dtype))
+        return backend.from_host((size * draw.standard_normal(shape, np.float32)).astype(computed))
 
     for index, unit in enumerate(units):
-        storage = Storage([unit._replace(tied={}, held={})], dtype)
+        storage = Storage([unit._replace(tied={}, held={})], stored)
         weights, = storage.weights(drawn((storage.length,), 0.02))
-        (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, dtype))
+        (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, stored))
         end = loss if index == len(units) - 1 else None
         given: Any = None if end else drawn(unit.layer.output_shape(x.shape), 1e-3)
         times = []

@@ -173,7 +173,8 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     shape = (rows, config.model.context) if source.model == "gpt" else (rows, source.inputs)
-    inputs = np.zeros(shape, np.int64 if source.model == "gpt" else config.precision.stored)
+    computed = device.half or config.precision.stored
+    inputs = np.zeros(shape, np.int64 if source.model == "gpt" else computed)
     right = backend.from_host(np.zeros(math.prod(shape[:2]) if source.model == "gpt" else rows, np.int64))
     arena = device.arena()
 
@@ -183,7 +184,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
 
     transport.barrier()    # all at work, as in training
     seconds = transport.gather_text(unit_seconds(model(config, source, layers), backend.from_host(inputs), loss, backend, arena,
-                                                 config.precision.stored))
+                                                 config.precision.stored, computed))
     stages = [axes.place(rank).pp for rank in range(axes.ranks)]
     counts = agreed(transport, lambda: by_time(seconds, stages, resolved.plan.place))
     pipeline = config.pipeline.model_copy(update={"partition": ",".join(map(str, counts))})

@@ -105,20 +105,21 @@ class Slow:
     def forward(self, w, x, arena):
         self.used += 1
         self.clock.now += self.seconds[0] * (1 + (self.used == 1))
-        assert w["gain"].shape == (3,)
+        assert (w["gain"].shape, w["gain"].dtype, x.dtype) == ((3,), np.float16, np.float16)
         return arena.take(self.output_shape(x.shape), x.dtype), x.shape
 
     def backward_input(self, w, dy, saved, arena):
         self.clock.now += self.seconds[1]
-        assert dy.shape == self.output_shape(saved)
+        assert (dy.shape, dy.dtype) == (self.output_shape(saved), np.float16)
         return np.zeros(saved), dy
 
     def backward_weight(self, pending, dw, arena):
         self.clock.now += self.seconds[2]
-        assert not dw["gain"].claim()
+        assert not dw["gain"].claim() and dw["gain"].array.dtype == np.float32
 
 
 def test_units_are_timed_there_and_back_with_the_loss_at_the_end_and_the_slow_first_time_left_out():
+    """In the types in which they are trained: here with a mirror of 16 bits, and gradients of 32."""
     clock, arena = Clock(), Arena()
 
     def loss(y):
@@ -127,7 +128,7 @@ def test_units_are_timed_there_and_back_with_the_loss_at_the_end_and_the_slow_fi
         return y
 
     units = [Unit(f"slow.{i}", Slow(clock, i, 10.0 * i, 100.0 * i), {"gain": "slow.0.gain"} if i else {}) for i in range(3)]
-    found = unit_seconds(units, np.zeros((2, 4), np.float32), loss, backend_for("cpu"), arena, "float32", clock)
+    found = unit_seconds(units, np.zeros((2, 4), np.float16), loss, backend_for("cpu"), arena, "float32", "float16", clock)
     assert found == [0.0, 111.0, 222.5] and arena.live == 0
 
 
