@@ -74,6 +74,6 @@ def device_for(kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = 
     return device._replace(mirror=partial(cuda.mirror, kernels), half=HALVES[compute]) if compute in HALVES else device
 
 
-def ops_for(kind: str, gemm: str = "tiled", tiles: str = "") -> Ops:
-    """The operations of `device_for`, for layers."""
-    return device_for(kind, gemm, tiles).ops
+def ops_for(kind: str, gemm: str = "tiled", tiles: str = "", compute: str = "float32") -> Ops:
+    """The operations of `device_for`, for layers: in half precision say so here as in the configuration."""
+    return device_for(kind, gemm, tiles, compute=compute).ops

@@ -12,6 +12,7 @@ from mpitrain.config import Device as Settings
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.engines import KERNELS
+from mpitrain.machine.arena import Arena
 from mpitrain.machine.devices import BACKENDS
 from mpitrain.machine.kinds import KINDS
 from mpitrain.ops import host
@@ -34,6 +35,9 @@ def test_on_the_cpu_everything_is_numpy_s(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     device = device_for("cpu", "library", "no such table of tiles")
     assert device.ops is ops_for("cpu") is host and device.kernels is device.multiply is None
+    half = ops_for("cpu", compute="bfloat16")
+    (rounded, _), (exact, _) = (ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, host))
+    assert rounded == 1 < exact, "layers of one's own round in half precision, too"
     assert arithmetic_of(device) is HOST and device.arena() is not device.arena()
 
 
