@@ -56,7 +56,7 @@ def from_communicator(comm: Any) -> "MpiTransport":
 class MpiTransport(Transport):
     """One rank's transport over an mpi4py communicator that nobody else uses.
 
-    Types that MPI lacks travel as integers of the same width; messages may have more than 2^31 elements.
+    Types that MPI lacks travel as others of the same width; messages may have more than 2^31 elements.
     """
 
     recorder: Recorder = SILENT
@@ -73,7 +73,8 @@ class MpiTransport(Transport):
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
         self._types = {np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in self.native_dtypes}
-        self._by_width = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+        self._by_width = {1: ("u1", MPI.UINT8_T), 2: ("u2", MPI.UINT16_T), 4: ("u4", MPI.UINT32_T), 8: ("u8", MPI.UINT64_T),
+                          16: ("c16", MPI.C_DOUBLE_COMPLEX)}
         self._large: dict[tuple, Any] = {}
         self._ops = {"add": MPI.SUM, "maximum": MPI.MAX}
         self._next_tag = FIRST_CLAIMED_TAG
@@ -98,8 +99,8 @@ class MpiTransport(Transport):
         """mpi4py's description of an array, and the MPI type of one element."""
         unit = self._types.get(array.dtype)
         if unit is None:
-            unit = self._by_width[array.dtype.itemsize]
-            array = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+            code, unit = self._by_width[array.dtype.itemsize]
+            array = array.reshape(-1).view(code)
         if array.size < 1 << 31:
             return [array, array.size, unit], unit
         return [array, 1, self._large_type(unit, array.size)], unit

@@ -68,7 +68,7 @@ class TransportLaws:
 
     def law_a_ring_of_exchanges_moves_every_type_and_length(self, transport):
         after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-        for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "bool", "bfloat16"):
+        for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "bool", "bfloat16", "complex128"):
             for count in (0, 1, 3, 1001, 1 << 15):
                 incoming = np.ones(count, dtype)
                 transport.exchange(coded(transport.rank, count, dtype), after, incoming, before)
