@@ -166,8 +166,8 @@ def _request(name: str, options: dict[str, Any]) -> Any:
     if wires and options["dtype"] != "float32":
         raise ConfigError(f"--wire is for arrays of float32, but these are of {options['dtype']}.", "Leave out one of the two.")
     return SweepRequest(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
-                   dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"],
-                   [wire for wire in wires if wire.name != "none"], options["device"])
+                        dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"],
+                        [wire for wire in wires if wire.name != "none"], options["device"])
 
 
 @command.command("fit")
@@ -208,7 +208,7 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     agreed(transport, lambda: check_files(transport.rank, [out, json_file]))
     places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)  # windows serve `shared`, which needs one host
     request = SweepRequest("allreduce", candidates(Situation(transport.hosts)), sizes(min_bytes, max_bytes, 2),
-                      np.dtype("float32"), 0, 3, places, sweeps, stops=True)
+                           np.dtype("float32"), 0, 3, places, sweeps, stops=True)
     identity, tuning = machine(transport), DEFAULT
     rows: list[Row] = []
     measured = _swept(transport, request, DEFAULT, header(transport, request, sys.argv[1:]), json_file)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from mpitrain.config import Replication as Settings
 from mpitrain.parallel.allreduce import AllReduce
 from mpitrain.parallel.asynchronous import LateServer, LateWorker
 from mpitrain.parallel.gossip import Gossip
@@ -40,7 +39,7 @@ STREAMS: dict[str, Callable[[Replica], Replication]] = {"async": EachMicroBatch,
 """By pipeline.schedule, where stages update by themselves; they reduce as all-reduce does."""
 
 
-def replication_for(settings: Settings, replica: Replica) -> Replication:
+def replication_for(replica: Replica) -> Replication:
     """The configured mode; collective."""
-    stream = STREAMS.get(replica.config.pipeline.schedule)
+    settings, stream = replica.config.replication, STREAMS.get(replica.config.pipeline.schedule)
     return stream(replica) if stream else MODES[settings.mode, settings.zero](replica)

@@ -86,7 +86,7 @@ class Trainer:
         firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
         self._loss = loss or layers.loss()
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
-        self.replication = replication_for(self.config.replication, Replica(
+        self.replication = replication_for(Replica(
             self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss,
             [range(first, end) for first, end in pairwise(firsts)]))
         micro_batches = self.config.batch.micro_batches

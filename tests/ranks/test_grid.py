@@ -132,8 +132,7 @@ def test_what_several_ranks_of_a_replica_hold_is_counted_once_travels_whole_and_
         grid = Grid(transport, axes, "ring", DEFAULT)
         storage = Storage(units(grid.place.tp), "float32", dp)
         replication = replication_for(
-            config.replication, Replica(config, grid, storage, parse_wire(wire), device, device.arena(),
-                                        Plain(device.ops).loss()))
+            Replica(config, grid, storage, parse_wire(wire), device, device.arena(), Plain(device.ops).loss()))
         replication.begin(0)
         for entry in storage.entries:
             entry.view(replication.gradient_buffer)[...] = entry.parameter.part_of(
@@ -189,7 +188,7 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_grad
         grid = Grid(transport, axes, "ring")
         grid.deal((0, 1), tied)
         storage = Storage(stages[here.pp], "float64", dp)
-        replication = replication_for(config.replication, Replica(
+        replication = replication_for(Replica(
             config, grid, storage, parse_wire(config.replication.wire), device, device.arena(), Plain(device.ops).loss()))
         starts = {entry.name: entry.view(replication.parameters).copy() for entry in storage.entries}
         replication.begin(0)

@@ -46,7 +46,7 @@ def together(transport, axes):
     stages, tied = dealt(units, [2, 2] if axes.pp == 2 else [4], range(axes.pp))
     grid.deal(range(axes.pp), tied)
     storage = Storage(stages[place.pp], "float64", axes.dp)
-    replication = replication_for(config.replication, Replica(
+    replication = replication_for(Replica(
         config, grid, storage, parse_wire("none"), device, arena, layers.loss()))
     stage = Stage(stages[place.pp], replication, arena)
     is_first, is_last = place.pp == 0, place.pp == axes.pp - 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.cli.progress import Silent
 from mpitrain.cli.train import _configured
 from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.config import parse, read_toml, with_settings
@@ -21,19 +22,6 @@ from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=3",
         "run.log_every=1", "run.eval_every=-1", "device.kind=cpu"]
-
-
-class Silent:
-    """Watches without a word."""
-
-    def began(self, config, folder, record):
-        pass
-
-    def stepped(self, step, loss):
-        pass
-
-    def recorded(self, record):
-        pass
 
 
 def trained(folder, *settings, resume="no", ranks=1, base=TINY):
