@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from mpitrain.cli import Group
 from mpitrain.cli.bench_kernels import gemm, kernels, launch
 from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import MOST, ranks
+from mpitrain.cli.files import check_files
 from mpitrain.machine.kinds import KINDS
 
 OPERATIONS = ("allreduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "sendrecv")
@@ -129,19 +130,6 @@ def _swept(transport: Any, request: Any, tuning: Any, facts: dict[str, Any], jso
             if json_file:
                 write_json(json_file, facts, rows)
         yield row
-
-
-def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
-    """ConfigError unless rank 0 can write these files, and draw this one."""
-    if rank != 0 or not any((*written, drawn)):
-        return    # what charts a pipeline loads no NumPy
-    from mpitrain.bench.plot import check_drawable
-    from mpitrain.bench.table import check_writable
-
-    for path in filter(None, written):
-        check_writable(path)
-    if drawn:
-        check_drawable(drawn)
 
 
 def _request(name: str, options: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mpitrain.cli.files import check_files
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
 
@@ -144,10 +145,9 @@ def _device(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, s
 
 def _printed(rows: Any, json_file: Path | None, name: str, line: Callable[[Any], str]) -> int:
     """Print rows as they come, and write them; how many elements are wrong."""
-    from mpitrain.bench.table import check_writable, write_json
+    from mpitrain.bench.table import write_json
 
-    if json_file:
-        check_writable(json_file)
+    check_files(0, [json_file])
     seen: list[Any] = []
     for row in rows:
         seen.append(row)
@@ -159,10 +159,9 @@ def _printed(rows: Any, json_file: Path | None, name: str, line: Callable[[Any],
 
 def _tune(rows: Any, out: Path, name: str) -> int:
     """Print the best tilings as they are found, and write them beside those that the file has for other shapes."""
-    from mpitrain.bench.table import check_writable
     from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
 
-    check_writable(out)
+    check_files(0, [out])
     table = {entry[:5]: entry for entry in (read_tiles(out).measured if out.exists() else ())}
     click.echo(f"{'stored':<6} {'M x N x K':>18} {'dtype':>8}  {'best tile':<14} {'time us':>10} {'usual us':>10} {'tried':>6} "
                f"{'#wrong':>7}")

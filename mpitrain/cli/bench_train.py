@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.ending import MOST, ranks, settings_of
+from mpitrain.cli.files import check_files
 
 SHAPE = {"model.layers": 4, "model.width": 256, "model.heads": 4, "model.context": 128, "optimizer.clip": 0.0,
          "optimizer.lr": 1e-3}
@@ -65,7 +66,6 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
         table,
         write_json,
     )
-    from mpitrain.cli.bench import check_files
     from mpitrain.cli.progress import way
     from mpitrain.collectives.tuning import foreign
     from mpitrain.run.build import build

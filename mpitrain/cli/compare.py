@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.ending import MOST, ranks, settings_of
+from mpitrain.cli.files import check_files
 
 EVALUATED = 512  # rows: an evaluation of all would take longer than the steps
 
@@ -48,7 +49,6 @@ def _compare(transport: Any, modes: str | None, changes: list[str], json_file: P
     from mpitrain.bench.compare import USUAL, compare, footer, heading, jobs, line, plot
     from mpitrain.bench.header import machine
     from mpitrain.bench.table import write_json
-    from mpitrain.cli.bench import check_files
     from mpitrain.cli.progress import bar
     from mpitrain.transport.agreed import agreed
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.ending import MOST, ranks, settings_of
+from mpitrain.cli.files import check_files
 
 
 @click.command("micro-batches")
@@ -43,7 +44,6 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
     """Measure, and print what follows. verified: blocks and steps of the measured counts."""
     from mpitrain.bench.header import machine
     from mpitrain.bench.table import write_json
-    from mpitrain.cli.bench import check_files
     from mpitrain.parallel.rows import sequences_of
     from mpitrain.plan.micro_batches import best, counts, explanation, neighbours, predict, sizes, table
     from mpitrain.plan.stages import end_s, measure
