@@ -134,12 +134,14 @@ def merged(old: Tuning | None, new: Tuning) -> Tuning:
 
 
 def described(tuning: Tuning, n: int) -> list[str]:
-    """The constants for n ranks as tables: microseconds, and GB/s."""
+    """The constants for n ranks as tables, and what they are; those of the network where there is more than one host."""
     lines = []
+    told = [at for at, term in enumerate(TERMS) if tuning.machine["hosts"] > 1 or not term.startswith("net_")]
     for memory, constants in tuning.plans[n].items():
-        lines.append(f"{memory + ' arrays of':>16}  " + "  ".join(f"{term:>10}" for term in TERMS) + "   (us; GB/s)")
+        lines.append(f"{memory + ' arrays of':>16}  " + "  ".join(f"{TERMS[at]:>10}" for at in told))
         for knot, values in constants.items():
             shown = [f"{c * 1e6:10.2f}" if term.endswith(("alpha", "long")) else f"{1e-9 / c:10.2f}" if c else f"{'-':>10}"
                      for term, c in zip(TERMS, values, strict=True)]
-            lines.append(f"{knot:14d} B  " + "  ".join(shown))
-    return lines
+            lines.append(f"{knot:14d} B  " + "  ".join(shown[at] for at in told))
+    return [*lines, "alpha: us of a message; long: us more of one that waits for its receiver; beta: GB/s of messages; "
+                    "gamma: GB/s of sums", ""]

@@ -22,7 +22,8 @@ def read_tuning(path: Path) -> Tuning:
     except OSError as error:
         raise ConfigError(f"The tuning file {path} cannot be read: {error.strerror}.", "mpitrain bench fit writes one.") from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{path} is no tuning file: {error!r:.100}.", "mpitrain bench fit writes one.") from None
+        why = f"it has no {error}" if isinstance(error, KeyError) else f"{error!r:.100}"
+        raise ConfigError(f"{path} is no tuning file: {why}.", "mpitrain bench fit writes one.") from None
     if not _is_complete(tuning):
         raise ConfigError(f"{path} is a tuning file of another version of mpitrain.",
                           "Delete it and measure again: mpitrain bench fit.")

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from mpitrain.bench.fit import check, fit
+from mpitrain.bench.fit import check, described, fit
 from mpitrain.bench.sweep import Row, sizes
 from mpitrain.collectives import cost
 from mpitrain.collectives.algorithms import ALL_REDUCE
@@ -229,3 +229,19 @@ def test_another_file_is_no_tuning_file(tmp_path, text):
 def test_a_missing_tuning_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.json cannot be read"):
         read_tuning(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("hosts, terms", [
+    (1, "host_alpha host_long host_beta gamma"), (2, "host_alpha host_long host_beta net_alpha net_beta gamma")])
+def test_the_constants_are_explained_and_those_of_a_network_that_was_not_measured_left_out(hosts, terms):
+    lines = described(DEFAULT._replace(machine={"hosts": hosts}), 2)
+    heads = [line for line in lines if " arrays of " in line]
+    assert [head.split(" arrays of ")[1].split() for head in heads] == [terms.split()] * 2
+    assert all(len(line.split()) == 2 + len(terms.split()) for line in lines if line[:14].strip().isdigit())
+    assert all(f"{word}: " in lines[-2] for word in ("alpha", "long", "beta", "gamma")) and lines[-1] == ""
+
+
+def test_a_tuning_file_that_lacks_something_is_told_what(tmp_path):
+    (tmp_path / "own.json").write_text('{"x": 1}')
+    with pytest.raises(ConfigError, match=r"own\.json is no tuning file: it has no 'machine'"):
+        read_tuning(tmp_path / "own.json")
