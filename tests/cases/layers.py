@@ -101,14 +101,6 @@ def check_sums(kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted
         np.testing.assert_array_equal(found, truth.astype(a.dtype))
 
 
-def check_one_out_of_line(kernels: Kernels, which: int) -> None:
-    """A rank's own rows of a sum begin anywhere; a bias, a residual or the output may as well."""
-    x, b, residual, out = (stored(numbers(seed, *shape), "float32", seed == which)
-                           for seed, shape in enumerate(((3, 8), (8,), (3, 8), (3, 8))))
-    cuda.body(kernels).add_bias(x, b, out, Arena(), residual)
-    np.testing.assert_array_equal(out, x + b + residual)
-
-
 def check_weighted_sums(kernels: Kernels, n: int, dtype: str = "float32", shifted: bool = False) -> None:
     """A sum with weights, and one array alone, into a third and into either."""
     ops, arena = cuda.body(kernels), Arena()
@@ -241,8 +233,6 @@ def linears() -> Iterator[Callable]:
     for dtype in ("float64", "float16", "bfloat16"):
         for n in (37, 264):
             yield partial(check_sums, m=5, n=n, dtype=dtype, shifted=dtype == "bfloat16" and n == 37)
-    for which in range(4):
-        yield partial(check_one_out_of_line, which=which)
     for n in (0, 1, 1031):
         yield partial(check_weighted_sums, n=n)
     for dtype in ("float64", "float16", "bfloat16"):

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterator
 
 from tests.cases import layers, products, training
+from tests.cases.askew import askew
 
 SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "gemm": (products.ordinary,),
     "gemm_combine": (products.ordinary, products.by_library),
     "gemm_tensor": (products.tensor,),
-    "pointwise": (layers.linears,),
-    "columns": (layers.linears, layers.embeddings),
-    "layer_norm": (layers.norms,),
-    "embedding": (layers.embeddings,),
+    "pointwise": (layers.linears, askew),
+    "columns": (layers.linears, layers.embeddings, askew),
+    "layer_norm": (layers.norms, askew),
+    "embedding": (layers.embeddings, askew),
     "attention": (layers.attentions,),
     "attention_dots": (layers.attentions,),
     "attention_tensor": (layers.tensor_attentions,),
