@@ -8,15 +8,16 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
-from mpitrain.errors import KernelError
+from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.source import SourceFile
 
-OPTIONS = ("--std=c++17", "-ftz=true")
-"""Numbers below the smallest normal one are taken for 0, as CuPy has it in every kernel of its own."""
+OPTIONS = ("--std=c++17", "-ftz=true", "-default-device")
+"""Numbers below the smallest normal one are taken for 0, as CuPy has it in every kernel of its own. To NVRTC up to 13.0, though
+to no newer one, a lambda with a parameter `auto` is a function of the host unless what says nothing is for the device.
+"""
 
 
 def architecture(capability: int, known: Sequence[int]) -> str:
@@ -39,12 +40,22 @@ class Compiler:
     """
 
     def __init__(self, cupy: ModuleType, capability: int, folder: Path):
-        self._cupy, self._capability, self._folder = cupy, capability, folder
-
-    @cached_property
-    def architecture(self) -> str:
+        """raises  ConfigError without NVRTC, or if the driver loads nothing of its making."""
+        self._cupy, self._folder = cupy, folder
+        try:
+            self._version = cupy.cuda.nvrtc.getVersion()
+        except RuntimeError as error:    # CuPy loads it when it is first asked for, and its wheels come without
+            said = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"Kernels are compiled by NVRTC, but CuPy cannot load it: {said}",
+                              "Install it: pip install 'mpitrain[cuda13]', or [cuda12].") from None
+        driver = cupy.cuda.runtime.driverGetVersion()
+        if self._version[0] > driver // 1000:
+            raise ConfigError(
+                "NVRTC {}.{} compiles for newer drivers than the one here, which is of CUDA {}.{}.".format(
+                    *self._version, driver // 1000, driver % 1000 // 10),
+                "CuPy takes the newest NVRTC that is installed: uninstall nvidia-cuda-nvrtc, or update the driver.")
+        self.architecture = architecture(capability, cupy.cuda.nvrtc.getSupportedArchs())
         """As NVRTC's option names it."""
-        return architecture(self._capability, self._cupy.cuda.nvrtc.getSupportedArchs())
 
     def compile(self, source: SourceFile, defines: Mapping[str, str]) -> Path:
         """The file of the machine code, or of PTX for a device newer than NVRTC.
@@ -53,7 +64,7 @@ class Compiler:
         """
         macros = tuple(f"-D{macro}={value}" for macro, value in defines.items())
         options = (f"-arch={self.architecture}", *OPTIONS, *macros)
-        key = hashlib.sha256(repr((source.text, options, self._cupy.cuda.nvrtc.getVersion())).encode()).hexdigest()[:32]
+        key = hashlib.sha256(repr((source.text, options, self._version)).encode()).hexdigest()[:32]
         is_code = self.architecture.startswith("sm_")
         path = self._folder / f"{source.path.stem}-{key}.{'cubin' if is_code else 'ptx'}"
         if not path.exists():
@@ -67,7 +78,8 @@ class Compiler:
         program = nvrtc.createProgram(source.text, source.path.name, (), ())
         try:
             nvrtc.compileProgram(program, options)
-            return nvrtc.getCUBIN(program) if is_code else nvrtc.getPTX(program)
+            # CuPy takes the last byte for the end of a text. Of machine code it is the last one of its headers, a 0.
+            return nvrtc.getCUBIN(program) + b"\0" if is_code else nvrtc.getPTX(program)
         except nvrtc.NVRTCError:
             raise KernelError(f"NVRTC cannot compile {source.path.name} for {self.architecture}:\n{nvrtc.getProgramLog(program)}",
                               "CuPy and its CUDA headers must be of one version: reinstall mpitrain[cuda13] or [cuda12].",

@@ -81,6 +81,8 @@ struct FourOfFragment {
 
 // Two numbers as the elements of one 32-bit word, the first in the lower half.
 __device__ __forceinline__ unsigned packed(float x, float y) {
-    const Element low = narrow<Element>(x), high = narrow<Element>(y);
-    return __builtin_bit_cast(unsigned short, low) | unsigned(__builtin_bit_cast(unsigned short, high)) << 16;
+    const Element both[2] = {narrow<Element>(x), narrow<Element>(y)};
+    unsigned word;
+    memcpy(&word, both, sizeof word);
+    return word;
 }

@@ -246,7 +246,7 @@ def _open(handle):
 def _alloc_pinned(nbytes):
     memory = np.full(nbytes, GARBAGE, np.uint8)
     _pinned.append(memory)
-    return memory
+    return memoryview(memory)    # CuPy's is no array either, only has a buffer
 
 
 def get_current_stream():
@@ -267,7 +267,9 @@ cuda = SimpleNamespace(
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
     Device=lambda index=0: SimpleNamespace(use=lambda: devices.used.append(index), compute_capability="90",
                                             attributes=ATTRIBUTES),
-    runtime=SimpleNamespace(getDeviceCount=_get_device_count, memcpyAsync=_memcpy_async, memcpyDefault=4,
+    nvrtc=SimpleNamespace(getVersion=lambda: (13, 0), getSupportedArchs=lambda: (75, 80, 90, 100)),
+    runtime=SimpleNamespace(getDeviceCount=_get_device_count, driverGetVersion=lambda: 13000,
+                            memcpyAsync=_memcpy_async, memcpyDefault=4,
                             CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0, memGetInfo=lambda: devices.memory,
                             deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
                             ipcGetMemHandle=_export, ipcOpenMemHandle=_open, ipcCloseMemHandle=ipc.opened.remove),

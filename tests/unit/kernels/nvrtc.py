@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.kernels.nvrtc import OPTIONS
 from mpitrain.kernels.source import SourceFile
 
 
@@ -54,24 +55,43 @@ class Compiled(NamedTuple):
         return self.ptx.partition(f".entry {kernel}(")[2].partition(".entry ")[0]
 
 
-def _wheels() -> Path:
+class Wheels(NamedTuple):
+    """Where a version of NVRTC and its headers lie, below the folder of NVIDIA's wheels."""
+
+    library: str
+    headers: str
+
+    def load(self) -> c.CDLL:
+        """NVRTC."""
+        return c.CDLL(str(next(_folder(self.library).glob("libnvrtc.so.*"))))
+
+    @property
+    def include(self) -> str:
+        """The option that names the folder of headers."""
+        return f"-I{_folder(self.headers)}"
+
+
+NEWEST = Wheels("cu13/lib", "cu13/include")
+OLDEST = Wheels("cuda_nvrtc/lib", "cuda_runtime/include")
+
+
+def _folder(below: str) -> Path:
     folders = importlib.util.find_spec("nvidia").submodule_search_locations
-    return next(Path(folder) / "cu13" for folder in folders if (Path(folder) / "cu13" / "lib").is_dir())
+    return next(Path(folder) / below for folder in folders if (Path(folder) / below).is_dir())
 
 
 class Compiler:
-    """Compiles sources as CuPy's RawModule does, which has numbers below the smallest normal one taken for 0."""
+    """Compiles sources as the package does."""
 
-    def __init__(self) -> None:
-        self._root = _wheels()
-        self._library = c.CDLL(str(next((self._root / "lib").glob("libnvrtc.so.*"))))
+    def __init__(self, wheels: Wheels = NEWEST) -> None:
+        self._wheels, self._library = wheels, wheels.load()
 
     def compile(self, source: SourceFile, architecture: str, defines: dict[str, object]) -> Compiled:
         """sm_80 gives a cubin, compute_80 PTX. AssertionError with the log if it does not compile."""
         program, size = c.c_void_p(), c.c_size_t()
         library = self._library
         library.nvrtcCreateProgram(c.byref(program), source.text.encode(), source.path.name.encode(), 0, None, None)
-        options = [f"-arch={architecture}", "--std=c++17", "-ftz=true", f"-I{self._root / 'include'}", "-DNVRTC=1",
+        options = [f"-arch={architecture}", *OPTIONS, self._wheels.include,
                    *(f"-D{macro}={value}" for macro, value in defines.items())]
         if architecture.startswith("sm_"):
             options.append("--ptxas-options=-v")
@@ -100,12 +120,7 @@ class Module:
         """As CuPy's."""
 
     def __init__(self) -> None:
-        self._root = _wheels()
-        self._library = c.CDLL(str(next((self._root / "lib").glob("libnvrtc.so.*"))))
-
-    def includes(self) -> str:
-        """The option that names the folder of headers."""
-        return f"-I{self._root / 'include'}"
+        self._library = NEWEST.load()
 
     def getVersion(self) -> tuple[int, int]:
         numbers = c.c_int(), c.c_int()
@@ -138,10 +153,11 @@ class Module:
         return result.raw
 
     def getCUBIN(self, program: int) -> bytes:
-        return self._got("CUBIN", program)
+        """As CuPy's, without the last byte."""
+        return self._got("CUBIN", program)[:-1]
 
     def getPTX(self, program: int) -> bytes:
-        return self._got("PTX", program)
+        return self._got("PTX", program)[:-1]
 
     def getProgramLog(self, program: int) -> str:
         return self._got("ProgramLog", program).rstrip(b"\0").decode()

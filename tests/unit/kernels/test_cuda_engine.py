@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import struct
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.fakes.cupy import ATTRIBUTES
-from tests.unit.kernels.nvrtc import Module
+from tests.unit.kernels.nvrtc import NEWEST, Module
 
 
 class OnDevice(np.ndarray):
@@ -122,6 +123,7 @@ class RememberingCupy:
             compute_capability=capability, attributes=ATTRIBUTES),
                                     nvrtc=RememberingCompiler(log), cublas=ColumnMajor(), get_cublas_handle=lambda: "handle",
                                     get_current_stream=lambda: SimpleNamespace(ptr=77),
+                                    runtime=SimpleNamespace(driverGetVersion=lambda: 13000),
                                     driver=SimpleNamespace(launchKernel=self.launch_kernel))
         self._core = SimpleNamespace(core=SimpleNamespace(
             assemble_cupy_compiler_options=lambda options: ("--std=c++17", "-I/of/cuda", *options)))
@@ -132,7 +134,7 @@ class RememberingCupy:
         kernel.calls.append(((gx, gy, gz), (bx, by, bz), places, shared))
 
     def RawModule(self, path):
-        self.modules.append(json.loads(Path(path).read_text()))
+        self.modules.append(json.loads(Path(path).read_text().rstrip("\0")))
         return SimpleNamespace(get_function=lambda name: self.kernels.setdefault(name, RememberingKernel()))
 
 
@@ -195,7 +197,7 @@ def test_a_source_is_compiled_once_for_each_set_of_macros():
     assert len(cupy.modules) == 2
     code, options = cupy.modules[0]
     assert '#include "' not in code, "CuPy's cache would not notice a changed header"
-    assert {"--std=c++17", "-ftz=true", "-DElement=float", "-DTILE_M=32", "-I/of/cuda"} <= set(options)
+    assert {"--std=c++17", "-ftz=true", "-default-device", "-DElement=float", "-DTILE_M=32", "-I/of/cuda"} <= set(options)
 
 
 @pytest.mark.parametrize(("capability", "is_compiled_for"), [
@@ -204,6 +206,27 @@ def test_a_source_is_compiled_for_the_chip_itself_or_for_the_newest_that_nvrtc_k
     cupy, a = RememberingCupy(capability=capability), there(3, 3)
     product.gemm(Kernels(CudaEngine(cupy)), Arena(), a, a, a.copy())
     assert cupy.modules[0][1][0] == f"-arch={is_compiled_for}"
+
+
+def test_what_a_driver_cannot_load_is_not_compiled():
+    """CuPy takes the newest NVRTC that is installed, whatever the driver."""
+    cupy = RememberingCupy()
+    CudaEngine(cupy)
+    cupy.cuda.runtime.driverGetVersion = lambda: 12080
+    with pytest.raises(ConfigError, match=r"NVRTC 13\.0.*CUDA 12\.8"):
+        CudaEngine(cupy)
+
+
+def test_without_nvrtc_it_is_said_how_to_get_it():
+    cupy = RememberingCupy()
+
+    def missing():
+        raise RuntimeError('Failure finding "libnvrtc.so.13"\nand more')
+
+    cupy.cuda.nvrtc.getVersion = missing
+    with pytest.raises(ConfigError) as refused:
+        CudaEngine(cupy)
+    assert refused.value.law.endswith('Failure finding "libnvrtc.so.13"') and "pip install" in refused.value.way_out
 
 
 def test_what_was_compiled_is_found_by_the_next_process_and_half_a_file_never(tmp_path):
@@ -235,7 +258,7 @@ def test_instructions_of_one_chip_alone_are_compiled_and_loaded(tmp_path):
     for capability in ("90", "80"):
         cupy = RememberingCupy(capability=capability)
         cupy.cuda.nvrtc = Module()
-        cupy._core.core.assemble_cupy_compiler_options = lambda options, nvrtc=cupy.cuda.nvrtc: (nvrtc.includes(),)
+        cupy._core.core.assemble_cupy_compiler_options = lambda options: (NEWEST.include,)
         cupy.RawModule = lambda path, has=cupy.kernels: loaded.append(path) or SimpleNamespace(
             get_function=lambda name: has.setdefault(name, RememberingKernel()))
         kernels = Kernels(CudaEngine(cupy, tmp_path / "compiled"), tmp_path)
@@ -244,7 +267,10 @@ def test_instructions_of_one_chip_alone_are_compiled_and_loaded(tmp_path):
         else:
             with pytest.raises(KernelError, match=r"cannot compile waits\.cu for sm_80:\n(.|\n)*wgmma"):
                 kernels.launch("waits", (1,), (1,), (there(1),))
-    assert Path(loaded[0]).read_bytes()[:4] == b"\x7fELF" and len(loaded) == 1
+    code = Path(loaded[0]).read_bytes()
+    headers, (nbytes, count) = struct.unpack_from("<Q", code, 32)[0], struct.unpack_from("<HH", code, 54)
+    assert code[:4] == b"\x7fELF" and len(loaded) == 1
+    assert headers + nbytes * count == len(code), "the headers of what is loaded come last, and are whole"
 
 
 def test_the_device_is_asked_what_it_has_room_for():
@@ -310,7 +336,8 @@ def test_where_cupy_finds_no_cublas_it_is_said_how_to_get_it():
             raise ImportError('Failure finding "libcublasLt.so.13": No such file\n\nmore lines')
 
     cupy, a = RememberingCupy(), np.ones((3, 3), np.float32).view(OnDevice)
-    cupy.cuda = WithoutCublas(Device=cupy.cuda.Device)
+    vars(cupy.cuda).pop("cublas")
+    cupy.cuda = WithoutCublas(**vars(cupy.cuda))
     with pytest.raises(ConfigError, match=r"need cuBLAS, but .* it: Failure .* No such file\n +Install it: .*cuda13"):
         CudaEngine(cupy).multiply(a, a, a.copy(), False, False, False)
 

@@ -13,7 +13,7 @@ from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import choose
 from mpitrain.ops.cuda.grids import SHARED
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, USUAL, TensorTile, Tile
-from tests.unit.kernels.nvrtc import Compiler, usages
+from tests.unit.kernels.nvrtc import OLDEST, Compiler, usages
 from tests.unit.kernels.sass import count, instructions, main_loop
 
 SOURCES = package_sources()
@@ -161,6 +161,13 @@ def check_loop(code, kernel, products, most):
     loop = main_loop(instructions(code, kernel), "HMMA")
     assert count(loop, "HMMA") == products, "the main loop is not one step"
     assert len(loop) <= most * products, f"{kernel}: tensor cores wait for other instructions: {len(loop) / products:.2f}"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_compiles_by_the_oldest_nvrtc_that_is_promised(name):
+    """It and NVRTC 13.0 refuse what newer ones let pass. One set of macros, up to PTX: what a source says is the same in all."""
+    macros = next(macros for job, _, macros in jobs() if job == name)
+    Compiler(OLDEST).compile(SOURCES[name], "compute_80", macros)
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])
