@@ -1,12 +1,13 @@
 // The part of CUDA C++ that g++ lacks: keywords, built-in variables, vector types, mathematics, atomics.
 // Included before a kernel source (g++ -include), which is then compiled for the CPU unmodified.
 #pragma once
-#include <math.h>    // unlike <cmath> it brings the overloads for float into the global namespace
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <utility>
+// C's own headers, for <cmath> would be half of what a kernel takes to compile.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
 
 #define KERNEL_SIMULATOR 1
 #define __global__
@@ -67,13 +68,18 @@ void wait_copies(int groups_left);
 [[gnu::format(printf, 2, 3)]] void fail(const char* kind, const char* format, ...);
 
 // How a launch calls a kernel: arguments[i] points at the i-th argument.
+template <size_t...> struct Positions {};
 template <class... P, size_t... I>
-SIMULATOR_OWN void call(void (*kernel)(P...), void** arguments, std::index_sequence<I...>) {
-    kernel(*static_cast<std::remove_cv_t<P>*>(arguments[I])...);
+SIMULATOR_OWN void call(void (*kernel)(P...), void** arguments, Positions<I...>) {
+    kernel(*static_cast<P*>(arguments[I])...);
 }
 template <class... P> SIMULATOR_OWN void call(void (*kernel)(P...), void** arguments) {
-    call(kernel, arguments, std::index_sequence_for<P...>{});
+    call(kernel, arguments, Positions<__integer_pack(sizeof...(P))...>{});
 }
+
+// The type of a parameter that has no say in what T is, and is converted to it.
+template <class T> struct Same { using Type = T; };
+template <class T> using Given = typename Same<T>::Type;
 
 }  // namespace simulator
 
@@ -87,7 +93,7 @@ template <class... P> SIMULATOR_OWN void call(void (*kernel)(P...), void** argum
 
 // ---- Atomics. One thread runs at a time, so plain operations do; the race check is told that they are atomic.
 #define SIMULATOR_ATOMIC(name, changed)                                                                         \
-    template <class T> SIMULATOR_OWN T name(T* address, std::type_identity_t<T> value) {                        \
+    template <class T> SIMULATOR_OWN T name(T* address, simulator::Given<T> value) {                            \
         ::simulator::touch(address, sizeof(T), ::simulator::ATOMIC);                                            \
         const T old = *address;                                                                                 \
         *address = (changed);                                                                                   \
@@ -102,7 +108,7 @@ SIMULATOR_ATOMIC(atomicOr, old | value)
 SIMULATOR_ATOMIC(atomicAnd, old & value)
 #undef SIMULATOR_ATOMIC
 template <class T>
-SIMULATOR_OWN T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
+SIMULATOR_OWN T atomicCAS(T* address, simulator::Given<T> expected, simulator::Given<T> value) {
     ::simulator::touch(address, sizeof(T), ::simulator::ATOMIC);
     const T old = *address;
     if (old == expected) *address = value;
@@ -111,16 +117,24 @@ SIMULATOR_OWN T atomicCAS(T* address, std::type_identity_t<T> expected, std::typ
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
-// ---- Mathematics that NVRTC knows and <cmath> does not. The fast versions are as exact as the slow ones here.
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
+// ---- Mathematics: what C has for double alone, for float, too.
+#define SIMULATOR_FLOAT(name) inline float name(float x) { return __builtin_##name##f(x); }
+SIMULATOR_FLOAT(exp) SIMULATOR_FLOAT(exp2) SIMULATOR_FLOAT(log) SIMULATOR_FLOAT(log2) SIMULATOR_FLOAT(sqrt)
+SIMULATOR_FLOAT(sin) SIMULATOR_FLOAT(cos) SIMULATOR_FLOAT(tanh) SIMULATOR_FLOAT(erf) SIMULATOR_FLOAT(fabs)
+SIMULATOR_FLOAT(floor) SIMULATOR_FLOAT(ceil) SIMULATOR_FLOAT(rint) SIMULATOR_FLOAT(nearbyint)
+#undef SIMULATOR_FLOAT
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+// What NVRTC knows and C does not. The fast versions are as exact as the slow ones here.
+inline float rsqrtf(float x) { return 1.0f / sqrt(x); }
+inline float __expf(float x) { return exp(x); }
+inline float __logf(float x) { return log(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmaf_rn(float a, float b, float c) { return fma(a, b, c); }
 inline float __fadd_rn(float a, float b) { volatile float sum = a + b; return sum; }      // never contracted
 inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
-inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+inline int __float2int_rn(float x) { return int(nearbyint(x)); }
 inline float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
 inline float __uint_as_float(unsigned u) { return __builtin_bit_cast(float, u); }
 inline int __float_as_int(float f) { return __builtin_bit_cast(int, f); }
@@ -134,9 +148,6 @@ template <class T> inline T __ldg(const T* address) { return *address; }
 template <class T> inline T __ldcs(const T* address) { return *address; }
 template <class T> inline void __stcs(T* address, T value) { *address = value; }
 template <class T> inline void __stcg(T* address, T value) { *address = value; }
-using std::isfinite;
-using std::isnan;
-using std::isinf;
 
 #include "warp.h"
 #include "half.h"

@@ -1,15 +1,16 @@
 // What the simulator's own source files share: the threads of the block under way, the launch, and its failure.
 // These files are compiled once and never instrumented; every simulated kernel is linked with them.
 #pragma once
+#include <cstdarg>
+#include <cstring>
+#include <random>    // with <cmath>, which takes over what is declared before it
+#include <vector>
+
 #include "language.h"
 #undef threadIdx
 #undef blockIdx
 #undef blockDim
 #undef gridDim
-
-#include <cstdarg>
-#include <random>
-#include <vector>
 
 namespace simulator {
 

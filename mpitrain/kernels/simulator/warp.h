@@ -16,7 +16,7 @@ template <class T> SIMULATOR_OWN void shuffle(void** arrived) {
         auto* mine = static_cast<Shuffle<T>*>(arrived[lane]);
         // The value of an absent lane is undefined: all bits set is a NaN in every floating format.
         if (arrived[mine->source]) mine->result = static_cast<Shuffle<T>*>(arrived[mine->source])->value;
-        else std::memset(static_cast<void*>(&mine->result), 0xff, sizeof(T));
+        else memset(static_cast<void*>(&mine->result), 0xff, sizeof(T));
     }
 }
 
