@@ -1,6 +1,6 @@
 """Compiling kernels for the CPU: g++ flags of the two builds, and a cache of finished libraries.
 
-fast      -O3 for this machine; memory errors show as page faults, missing barriers as wrong numbers
+fast      -O2 for this machine; memory errors show as page faults, missing barriers as wrong numbers
 checked   -O1 with the compiler's thread and undefined-behaviour checks, whose calls shadow.cpp answers
 """
 
@@ -27,7 +27,7 @@ COMMON = (
     # Otherwise shared arrays of templates are one for the whole process, whatever library they come from.
     "-fno-gnu-unique", "-fvisibility=hidden",
 )
-FAST = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+FAST = ("-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 CHECKED = ("-O1", "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero")
 
 # The tail of every kernel library. Shared memory is the library's thread-local image; the dynamic part has its most.
