@@ -89,12 +89,18 @@ class World:
             self.live += 1
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """A rank's function has returned or raised, or a thread has ended that was admitted."""
+        """A rank's function has returned or raised, or a thread has ended that was admitted.
+
+        An error that all ranks agree on stops nobody: each comes to it by itself, or waits for those that have left.
+        """
         with self.changed:
             self.live -= 1
             if error is not None:
-                self.first_error = self.first_error or error
-                self.finish(f"rank {rank} ended with {type(error).__name__}: {error}")
+                is_agreed = getattr(error, "agreed", False)
+                if self.first_error is None or (getattr(self.first_error, "agreed", False) and not is_agreed):
+                    self.first_error = error
+                if not is_agreed:
+                    self.finish(f"rank {rank} ended with {type(error).__name__}: {error}")
             self.find_deadlock()
 
 

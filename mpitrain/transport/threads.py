@@ -139,16 +139,19 @@ def run_ranks(n: int, function: Callable, *args: Any, hosts: Sequence[str] | Non
     """Call function(transport, *args) on n threads, one rank each, and return the results by rank.
 
     hosts   host names to pretend, by rank; all on one host by default
-    raises  the first exception of any rank (those it caused elsewhere are dropped); CommError for a send never received
+    raises  the first exception of any rank (those it caused elsewhere are dropped); one that all ranks are said to agree on only
+            if none has another, and CommError if some return; CommError for a send never received
     """
     world = World(n)
     hosts = ("localhost",) * n if hosts is None else hosts
     results: list[Any] = [None] * n
+    returned: list[int] = []
 
     def run(rank: int) -> None:
         error = None
         try:
             results[rank] = function(ThreadTransport(world, (), range(n), rank, hosts, Traffic(), Windows()), *args)
+            returned.append(rank)
         except BaseException as raised:
             raised.add_note(f"raised on rank {rank} of {n}")
             error = raised
@@ -160,6 +163,8 @@ def run_ranks(n: int, function: Callable, *args: Any, hosts: Sequence[str] | Non
     for thread in threads:
         thread.join()
     if world.first_error is not None:
+        if returned and getattr(world.first_error, "agreed", False):
+            raise CommError(f"ranks {sorted(returned)} returned, but an error of every rank was raised.") from world.first_error
         raise world.first_error
     unmet = [message for messages in world.unmet.values() for message in messages if world.end is None]
     lost = [f"rank {message.transport.me}: {message}" for message in unmet if message.sends]

@@ -8,7 +8,7 @@ import pytest
 from mpitrain.collectives import coded
 from mpitrain.collectives.lossy import bind_lossy
 from mpitrain.collectives.wire import parse_wire
-from mpitrain.errors import CommError
+from mpitrain.errors import CommError, TrainingError, on_every_rank
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import raises_comm_error
 
@@ -45,6 +45,37 @@ def test_a_barrier_that_one_rank_never_enters_is_a_deadlock():
 
     with pytest.raises(CommError, match="rank 2 waits in barrier"):
         run_ranks(3, stay)
+
+
+def test_an_error_of_every_rank_waits_until_each_has_come_to_it():
+    told = np.zeros(2)
+
+    def fail(transport):
+        if transport.rank == 0:
+            transport.start_send(np.ones(2), 1)
+        else:
+            time.sleep(0.05)
+            transport.recv(told, 0)
+        raise on_every_rank(TrainingError("the loss is not finite", ""))
+
+    with pytest.raises(TrainingError, match="not finite"):
+        run_ranks(2, fail)
+    assert np.all(told == 1)
+
+
+@pytest.mark.parametrize(("others", "law"), [
+    (lambda transport: None, r"ranks \[1\] returned"),
+    (lambda transport: transport.recv(np.zeros(1), 0), "rank 1 waits in recv from rank 0"),
+    (lambda transport: [][transport.rank], "out of range")], ids=("returns", "hangs", "raises another"))
+def test_an_error_of_every_rank_that_one_does_not_have_is_a_defect(others, law):
+    def fail(transport):
+        if transport.rank == 1:
+            others(transport)
+            return
+        raise on_every_rank(TrainingError("the loss is not finite", ""))
+
+    with pytest.raises((CommError, IndexError), match=law):
+        run_ranks(2, fail)
 
 
 def test_lanes_that_one_rank_never_moves_are_a_deadlock_that_names_every_message(monkeypatch):
