@@ -1,6 +1,7 @@
 """`mpitrain plan`: charts, schedules in files, steps of all-reduces."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from mpitrain.pipeline.files import find_plan, read_plan, write_plan
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.plan.collective import all_reduce_plans, amounts, rounds
 from tests.processes import run
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 def shown(*words, columns=100):
@@ -38,8 +41,18 @@ of these wait for their weight half: at most 1, 1, 1
 """
 
 
+def test_the_readme_says_of_every_schedule_what_is_printed_of_its_bubble_and_of_what_stages_hold():
+    listed = re.findall(r"^\| `([\w-]+)`[^|]* \| ([\d.]+%) \| ([\d.]+) \|$", README.read_text(), re.M)
+    assert [name for name, _, _ in listed] == list(SCHEDULES)
+    for name, bubble, most in listed:
+        printed = shown("schedule", "--schedule", name)
+        live, parts = re.search(r"^peak live, by stage: ([\d, ]+) micro-batches( of one part each)?$", printed, re.M).groups()
+        assert f": bubble {bubble}\n" in printed
+        assert max(map(int, live.split(", "))) / (2 if parts else 1) == float(most)
+
+
 def test_the_readme_shows_what_is_printed():
-    page = (Path(__file__).parents[2] / "README.md").read_text()
+    page = README.read_text()
     command, _, printed = page.partition("$ mpitrain plan ")[2].partition("\n")
     assert printed.startswith(shown(*command.split()))
 
