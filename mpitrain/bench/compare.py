@@ -81,17 +81,29 @@ def jobs(words: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) ->
     if len(hosts) == 1:
         raise ConfigError("compare measures what ranks send each other, and one rank sends nothing.",
                           "mpitrain launch -n 2 -- compare")
-    found = {}
+    found, refused = {}, {}
     for word in words:
         if word not in WORDS:
             raise ConfigError(f"A mode is one of {', '.join(WORDS)}, but --modes names {word!r}.", "Name some of these.")
-        found[word] = parse(with_settings({}, [*settings, *WORDS[word]]))
-        if found[word].run.steps <= WARM_UP:
-            raise ConfigError(f"compare needs more than {WARM_UP} step, whose time does not count, but run.steps is "
-                              f"{found[word].run.steps}.", "Leave run.steps to --steps.")
-        check_names(found[word])
-        divisor(axes(found[word], len(hosts)), hosts, found[word].replication.shard)
+        try:
+            found[word] = _job([*settings, *WORDS[word]], hosts)
+        except ConfigError as error:
+            refused[word] = error
+    for word, refusal in refused.items():
+        if not found:
+            raise refusal
+        raise ConfigError(f"Mode {word}: {refusal.law}", f"{refusal.way_out}\nOr compare what works: --modes {','.join(found)}")
     return found
+
+
+def _job(settings: list[str], hosts: Sequence[str]) -> Config:
+    config = parse(with_settings({}, settings))
+    if config.run.steps <= WARM_UP:
+        raise ConfigError(f"compare needs more than {WARM_UP} step, whose time does not count, but run.steps is "
+                          f"{config.run.steps}.", "Leave run.steps to --steps.")
+    check_names(config)
+    divisor(axes(config, len(hosts)), hosts, config.replication.shard)
+    return config
 
 
 def compare(transport: Transport, jobs: dict[str, Config], stepped: Callable[[str, float], None]) -> Iterator[Row]:

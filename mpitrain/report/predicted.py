@@ -42,13 +42,13 @@ class Compared(NamedTuple):
 
 
 def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[str]:
-    """A line on the schedule of a run directory, if there is one to be said."""
+    """A line on the schedule of a run directory, if it has a pipeline and its traces say enough."""
     try:
         found = compare(timeline, steps, configuration(run))
     except ConfigError as error:
         yield f"Nothing can be predicted: {error.law}"
         return
-    if found:
+    if found and found.stages > 1:
         yield str(found)
 
 

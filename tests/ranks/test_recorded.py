@@ -20,7 +20,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.parallel.replicate import Replication
 from mpitrain.pipeline.stage import Stage
-from mpitrain.report.predicted import compare
+from mpitrain.report.predicted import compare, what_was_predicted
 from mpitrain.report.shares import BUBBLE, shares
 from mpitrain.report.timeline import on_the_clock_of_rank_0, read_timeline, told
 from mpitrain.run.folder import configuration
@@ -162,6 +162,7 @@ def test_a_run_leaves_traces_that_name_its_messages_and_its_slow_rank_and_whose_
         assert "all-reduce of bucket 0" in of[REDUCTION] and len(of[SEND]) == len(of[RECEIVE]) > 4
         assert any(said.startswith(f"send to rank {(rank + 1) % 3}: all-reduce of bucket 0, ") for said in of[SEND])
         assert (trace.records["end"] > 0).all()
+    assert not [*what_was_predicted(tmp_path / "run", timeline, range(1, 3))], "it has no pipeline"
     go(3, [*book, "run.trace=false", f"run.out={tmp_path / 'without'}"])
     assert not (tmp_path / "without" / "trace").exists()
 

@@ -40,6 +40,7 @@ def test_a_mode_is_stronger_than_a_setting_of_all_and_nothing_else_differs():
     (["ring"], ["layout.dp=4"], "aa", "needs 4 ranks, but 2 were started"),
     (["ring"], ["batch.size=2"], "aaa", "but batch.size is 2"),
     (["ring"], ["run.steps=1"], "aa", "run.steps is 1"),
+    (["ring", "local", "zero1"], ["precision.compute=float16"], "aa", "Or compare what works: --modes ring,zero1"),
 ])
 def test_what_cannot_be_compared_is_refused_before_anything_starts(words, settings, hosts, said):
     with pytest.raises(ConfigError) as refused:
