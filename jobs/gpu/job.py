@@ -73,7 +73,7 @@ class Results:
 
     def __init__(self, path: Path, device: str):
         self._path, self._device = path, device
-        path.write_text("")
+        path.write_text("", encoding="utf-8")
 
     def add(self, part: str, row: dict[str, Any]) -> None:
         """Write a result, and print the table."""

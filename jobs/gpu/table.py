@@ -16,7 +16,7 @@ WIDEST = 96
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file: a kill may have left half of the last one."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 

@@ -34,6 +34,6 @@ def printed(facts: dict[str, Any]) -> list[str]:
 
 def processor() -> str:
     """The processor's name."""
-    with open("/proc/cpuinfo") as lines:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

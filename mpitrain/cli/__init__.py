@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, and let all ranks leave together if its usage is wrong."""
     open_output()
     if launched().rank > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives): rank 0 speaks for all
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives): rank 0 speaks for all
     try:
         sys.exit(commands.main(arguments, prog_name="mpitrain", standalone_mode=False) or 0)
     except click.ClickException as error:

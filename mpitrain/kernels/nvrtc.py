@@ -4,10 +4,12 @@ CuPy's own way from source to kernel knows no architecture like sm_90a, whose in
 chip alone. Several processes may compile the same at once: a file appears under its name when it is whole.
 """
 
+import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +20,18 @@ OPTIONS = ("--std=c++17", "-ftz=true", "-default-device")
 """Numbers below the smallest normal one are taken for 0, as CuPy has it in every kernel of its own. To NVRTC up to 13.0, though
 to no newer one, a lambda with a parameter `auto` is a function of the host unless what says nothing is for the device.
 """
+
+
+@contextmanager
+def own_locale() -> Iterator[None]:
+    """This thread's locale is afterwards what it was: NVRTC 12.2 leaves "C" behind, in which Python opens files as ASCII."""
+    use = ctypes.CDLL(None).uselocale
+    use.restype, use.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before = use(None)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 def architecture(capability: int, known: Sequence[int]) -> str:
@@ -77,7 +91,8 @@ class Compiler:
         nvrtc = self._cupy.cuda.nvrtc
         program = nvrtc.createProgram(source.text, source.path.name, (), ())
         try:
-            nvrtc.compileProgram(program, options)
+            with own_locale():
+                nvrtc.compileProgram(program, options)
             # CuPy takes the last byte for the end of a text. Of machine code it is the last one of its headers, a 0.
             return nvrtc.getCUBIN(program) + b"\0" if is_code else nvrtc.getPTX(program)
         except nvrtc.NVRTCError:

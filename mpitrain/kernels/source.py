@@ -50,7 +50,7 @@ def _expand(path: Path, seen: set[Path]) -> str:
     if path in seen:
         return ""
     seen.add(path)
-    text, parts, end = path.read_text(), [f'#line 1 "{path.name}"\n'], 0
+    text, parts, end = path.read_text(encoding="utf-8"), [f'#line 1 "{path.name}"\n'], 0
     for include in _INCLUDE.finditer(text):
         line = text.count("\n", 0, include.end()) + 2
         header = _expand(path.parent / include[1], seen)

@@ -112,7 +112,7 @@ def free_memory(kind: str) -> int:
         return cupy.cuda.runtime.memGetInfo()[0]
     free = []
     for path in ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError), open(path) as file:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             text = file.read()
             if found := re.search(r"MemAvailable: +(\d+) kB", text):
                 free.append(int(found[1]) * 1024)

@@ -21,7 +21,7 @@ class MetricsFile:
     """Appends records to a file, each line complete on disk's side of the process before the next."""
 
     def __init__(self, path: Path):
-        self._file: TextIO = path.open("a")
+        self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")

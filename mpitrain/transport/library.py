@@ -52,7 +52,7 @@ def named(told: str) -> str:
 
 def loaded_path() -> str:
     """The libmpi that this process has mapped; "" before MPI is loaded."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {line.split()[-1] for line in maps if "/libmpi" in line}
     return min(paths, key=len, default="")
 

@@ -45,7 +45,7 @@ EXPORTED SIMULATOR_OWN int simulator_bound_{name}() {{ return {bound}; }}
 @cache
 def _machine() -> str:
     """What -march=native and the language level depend on: the processor's abilities and the compiler's version."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     processor = next((line for line in lines if line.startswith("flags")), "")
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60)
     return processor + version.stdout

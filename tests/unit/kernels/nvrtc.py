@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.kernels.nvrtc import OPTIONS
+from mpitrain.kernels.nvrtc import OPTIONS, own_locale
 from mpitrain.kernels.source import SourceFile
 
 
@@ -95,7 +95,8 @@ class Compiler:
                    *(f"-D{macro}={value}" for macro, value in defines.items())]
         if architecture.startswith("sm_"):
             options.append("--ptxas-options=-v")
-        failed = library.nvrtcCompileProgram(program, len(options), (c.c_char_p * len(options))(*map(str.encode, options)))
+        with own_locale():
+            failed = library.nvrtcCompileProgram(program, len(options), (c.c_char_p * len(options))(*map(str.encode, options)))
         library.nvrtcGetProgramLogSize(program, c.byref(size))
         log = c.create_string_buffer(size.value)
         library.nvrtcGetProgramLog(program, log)

@@ -24,6 +24,10 @@ from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.fakes.cupy import ATTRIBUTES
 from tests.unit.kernels.nvrtc import NEWEST, Module
 
+LIBC = ctypes.CDLL(None)
+LIBC.uselocale.restype = LIBC.newlocale.restype = ctypes.c_void_p
+LIBC.uselocale.argtypes, LIBC.newlocale.argtypes = [ctypes.c_void_p], [ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p]
+
 
 class OnDevice(np.ndarray):
     """A NumPy array whose `data.ptr` is its address, as CuPy's is."""
@@ -68,6 +72,7 @@ class RememberingCompiler:
 
     def compileProgram(self, program, options):
         program.append(options)
+        LIBC.uselocale(LIBC.newlocale(1, b"C", None))    # as NVRTC 12.2 does: this thread opens files as ASCII from now on
         if self._log:
             raise self.NVRTCError
 
@@ -198,6 +203,13 @@ def test_a_source_is_compiled_once_for_each_set_of_macros():
     code, options = cupy.modules[0]
     assert '#include "' not in code, "CuPy's cache would not notice a changed header"
     assert {"--std=c++17", "-ftz=true", "-default-device", "-DElement=float", "-DTILE_M=32", "-I/of/cuda"} <= set(options)
+
+
+def test_files_are_opened_as_before_once_a_kernel_was_compiled():
+    LIBC.uselocale(-1)    # the process's
+    cupy, a, before = RememberingCupy(), there(3, 3), LIBC.uselocale(None)
+    product.gemm(Kernels(CudaEngine(cupy)), Arena(), a, a, a.copy())
+    assert cupy.modules and LIBC.uselocale(None) == before
 
 
 @pytest.mark.parametrize(("capability", "is_compiled_for"), [
