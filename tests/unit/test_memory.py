@@ -124,7 +124,7 @@ def test_on_a_gpu_its_own_memory_counts(monkeypatch):
     ({"/proc/meminfo": "MemAvailable: 2000 kB\n", "/sys/fs/cgroup/memory/memory.limit_in_bytes": f"{1 << 63}\n"}, 2_048_000),
 ])
 def test_a_containers_limit_is_a_smaller_host(files, free, monkeypatch):
-    def opened(path, *rest):
+    def opened(path, *rest, **named):
         if path not in files:
             raise FileNotFoundError(path)
         return io.StringIO(files[path])
