@@ -4,7 +4,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,25 +14,36 @@ from mpitrain.transport.base import LONGEST_PAUSE, named
 NOTHING = np.empty(0, np.uint8)
 
 
+class Wait(NamedTuple):
+    """A thread that stands still: its rank, whether it may go on, what it waits for, and what wakes it alone."""
+
+    rank: int
+    ready: Callable[[], bool]
+    what: Any
+    woken: threading.Condition
+
+
 class World:
     """What the threads share: one lock, the messages that have not met, and who waits for what."""
 
     def __init__(self, size: int):
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         self.unmet: dict[tuple, list[Message]] = defaultdict(list)
         self.meetings: dict[tuple, Meeting] = {}
         self.live = size
         """Threads that have not ended: one for each rank, and those that `admit_thread` let in."""
-        self.waits: dict[int, tuple[int, Callable[[], bool], Any]] = {}
-        """By thread: its rank, whether it may go on, and what it waits for."""
+        self.waits: dict[int, Wait] = {}
+        """By thread."""
         self.posts = 0
         self.end: str | None = None
         self.first_error: BaseException | None = None
 
     def post(self) -> None:
-        """Tell all that something has been posted, for which one of them may wait. Call with the lock held."""
+        """Wake whoever may go on now that something has been posted, and nobody else. Call with the lock held."""
         self.posts += 1
-        self.changed.notify_all()
+        for wait in self.waits.values():
+            if wait.ready():
+                wait.woken.notify()
 
     def wait(self, rank: int, ready: Callable[[], bool], what: Any, seconds: float | None = None) -> None:
         """Block this thread until `ready`; CommError when that can no longer happen. Call with the lock held.
@@ -41,12 +52,12 @@ class World:
         seconds  return then if nothing has changed
         """
         me = threading.get_ident()
-        self.waits[me] = rank, ready, what
+        wait = self.waits[me] = Wait(rank, ready, what, threading.Condition(self.lock))
         try:
             while not ready():
                 self.find_deadlock()
                 self.check(rank, what)
-                if not self.changed.wait(seconds) and self.end is None:
+                if not wait.woken.wait(seconds) and self.end is None:
                     return
         finally:
             del self.waits[me]
@@ -62,7 +73,7 @@ class World:
 
     def _wait_for_post(self, rank: int, seen: int, what: Any) -> None:
         """Block this thread until there are more than `seen` posts, or for a pause."""
-        with self.changed:
+        with self.lock:
             self.wait(rank, lambda: self.posts != seen, what, LONGEST_PAUSE)
 
     def check(self, rank: int, what: Any) -> None:
@@ -74,18 +85,19 @@ class World:
         """End the world if every live thread waits and nothing is ready. Call with the lock held."""
         if self.end is not None or not self.live or self.live != len(self.waits):
             return
-        if not any(ready() for _, ready, _ in self.waits.values()):
-            rows = sorted(f"rank {rank} waits in {what}" for rank, _, what in self.waits.values())
+        if not any(wait.ready() for wait in self.waits.values()):
+            rows = sorted(f"rank {wait.rank} waits in {wait.what}" for wait in self.waits.values())
             self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
 
     def finish(self, reason: str) -> None:
         """Make every wait that is not ready fail with this reason."""
         self.end = self.end or reason
-        self.changed.notify_all()
+        for wait in self.waits.values():
+            wait.woken.notify()
 
     def admit(self) -> None:
         """One more thread of a rank may wait."""
-        with self.changed:
+        with self.lock:
             self.live += 1
 
     def leave(self, rank: int, error: BaseException | None) -> None:
@@ -93,7 +105,7 @@ class World:
 
         An error that all ranks agree on stops nobody: each comes to it by itself, or waits for those that have left.
         """
-        with self.changed:
+        with self.lock:
             self.live -= 1
             if error is not None:
                 is_agreed = getattr(error, "agreed", False)
@@ -139,7 +151,7 @@ class Message:
     def post(self) -> "Message":
         """Meet the earliest message that fits, or wait to be met."""
         world = self.transport.world
-        with world.changed:
+        with world.lock:
             unmet = world.unmet[self.transport.context]
             self.other = next((message for message in unmet if self.fits(message)), None)
             if self.other is None:
@@ -172,7 +184,7 @@ class Message:
 
     def test(self) -> bool:
         world = self.transport.world
-        with world.changed:
+        with world.lock:
             if self.has_met():
                 self.complete()
                 return True
@@ -182,7 +194,7 @@ class Message:
 
     def wait(self) -> None:
         world = self.transport.world
-        with world.changed:
+        with world.lock:
             world.wait(self.transport.me, self.has_met, str(self))
             self.complete()
 
@@ -214,7 +226,7 @@ class Arrival:
         world = transport.world
         key = transport.context, transport.next_meeting
         transport.next_meeting += 1
-        with world.changed:
+        with world.lock:
             self.meeting = world.meetings.setdefault(key, Meeting(transport.size, what, combine))
             if self.meeting.what != what:
                 raise CommError(f"rank {transport.me}: entered {what} while another rank entered {self.meeting.what}.",
@@ -234,7 +246,7 @@ class Arrival:
 
     def test(self) -> bool:
         world = self.transport.world
-        with world.changed:
+        with world.lock:
             if self.all_here():
                 self.finish()
                 return True
@@ -247,6 +259,6 @@ class Arrival:
 
     def wait(self) -> None:
         world = self.transport.world
-        with world.changed:
+        with world.lock:
             world.wait(self.transport.me, self.all_here, self.what)
             self.finish()

@@ -48,7 +48,7 @@ class ThreadTransport(Transport):
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Message:
         check_message(array, self.me, [to], self.size)
-        with self.world.changed:  # a thread that was admitted counts as well
+        with self.world.lock:  # a thread that was admitted counts as well
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
         return Message(self, array, to, tag, sends=True).post()

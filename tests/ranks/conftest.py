@@ -1,0 +1,18 @@
+"""Ranks that are threads stay on one core: one at a time holds Python's lock, and a lock between cores costs twice the time.
+
+Ranks that do run at the same time are in `mpi/`, under the same laws.
+"""
+
+import os
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def one_core():
+    """For this thread and those it starts; workers of pytest-xdist, which have one parent, take different cores."""
+    allowed = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    os.sched_setaffinity(0, {sorted(allowed)[(os.getppid() + worker) % len(allowed)]})
+    yield
+    os.sched_setaffinity(0, allowed)
