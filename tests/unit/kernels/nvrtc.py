@@ -30,6 +30,18 @@ class Compiled(NamedTuple):
         found = re.findall(r"\b(ld|st)\.global(?:\.nc)?(?:\.v([24]))?\.[a-z](\d+)", self._body(kernel))
         return {f"{verb} {int(count or 1) * int(bits) // 8}" for verb, count, bits in found}
 
+    @property
+    def shared_accesses(self) -> set[int]:
+        """Bytes that instructions move to or from shared memory at a time, where that is more than one number."""
+        vectors = re.findall(r"(?:ld|st)\.shared\.v([24])\.[a-z](\d+)", self.ptx)
+        wide = {16} if re.search(r"ldmatrix|cp\.async\.cg", self.ptx) else set()
+        return wide | {int(count) * int(bits) // 8 for count, bits in vectors}
+
+    @property
+    def shared_arrays(self) -> dict[str, int]:
+        """The alignment of each array in shared memory, in bytes."""
+        return {array: int(alignment) for alignment, array in re.findall(r"\.shared \.align (\d+) \.b8 (\w+)", self.ptx)}
+
     def divisions_in_loops(self, kernel: str) -> list[str]:
         """The divisions of integers in a kernel from which it can come to them again."""
         lines = [line.strip() for line in self._body(kernel).splitlines()]
