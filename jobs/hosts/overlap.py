@@ -30,7 +30,7 @@ class Reductions(Ours):
     """The reductions of a step, and nothing else."""
 
     def step(self, index, inputs, targets):
-        self._trainer.replication.buckets.run()
+        self.job.trainer.replication.buckets.run()
         return 0.0
 
 
