@@ -8,11 +8,13 @@ S bytes, n hosts, B bytes per second of a one-way stream: no all-reduce takes le
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 CODED = {"wire fp16": 516 / 1024, "wire bf16": 1 / 2}  # bytes that a byte of float32 becomes
 
 folder = Path(sys.argv[1])
-times, bounds, stars, mbit = {}, {}, {}, {}
+times: dict[str, dict[int, float]] = {}
+bounds, stars, mbit = {}, {}, {}
 print(f"{'hosts':>5} {'B MB/s':>7} {'algorithm':<17} {'ms':>9} {'bound ms':>9} {'ratio':>6} {'ring is':>9}")
 for n in sorted(set(map(int, sys.argv[2:]))):
     path = folder / f"{n}.json"
@@ -38,7 +40,7 @@ except ImportError:
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
-styles = {  # ring and halving-doubling nearly coincide: one is broad, the other lies on it
+styles: dict[str, dict[str, Any]] = {  # ring and halving-doubling nearly coincide: one is broad, the other lies on it
     "star": {"color": "#d55e00"}, "native": {"color": "#7f7f7f"}, "halving-doubling": {"color": "#9ecae1", "linewidth": 7},
     "ring": {"color": "#08306b"}, "wire fp16": {"color": "#009e73"},
 }

@@ -16,6 +16,7 @@ from mpitrain.bench.train import Ours, alternate, peer_class
 from mpitrain.cli.bench_train import SHAPE
 from mpitrain.cli.ending import ranks
 from mpitrain.config import parse, with_settings
+from mpitrain.parallel.allreduce import AllReduce
 from mpitrain.run.build import build
 
 WAYS = {
@@ -30,7 +31,9 @@ class Reductions(Ours):
     """The reductions of a step, and nothing else."""
 
     def step(self, index, inputs, targets):
-        self.job.trainer.replication.buckets.run()
+        replication = self.job.trainer.replication
+        assert isinstance(replication, AllReduce)
+        replication.buckets.run()
         return 0.0
 
 
@@ -63,4 +66,4 @@ def measure(transport, rows, blocks, steps, changes):
 
 
 with ranks() as transport:
-    measure(transport, *map(int, sys.argv[1:4]), sys.argv[4:])
+    measure(transport, int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

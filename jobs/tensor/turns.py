@@ -30,7 +30,7 @@ def main(settings):
 
             def step(self, index, inputs, targets):
                 if self.overlaps:
-                    Column.backward = fused
+                    Column.backward = fused    # type: ignore[method-assign]
                 elif "backward" in vars(Column):
                     del Column.backward
                 return super().step(index, inputs, targets)
