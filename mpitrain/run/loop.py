@@ -7,6 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpitrain import __version__
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
@@ -135,6 +137,7 @@ class _Run:
         if self._metrics:
             self._metrics.close()
 
+    @np.errstate(divide="ignore", over="ignore", invalid="ignore")    # each step counts what is not finite, and this says so
     def loop(self) -> bool:
         """The steps that are left; returns whether the run was stopped on request."""
         is_stopped = self._pause(self._first, stop=False)  # what was due when a run that is resumed ended

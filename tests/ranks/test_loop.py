@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections import Counter
 from functools import partial
 
@@ -228,6 +229,15 @@ class NotFinite:
 
         monkeypatch.setattr(Replication, "loss", spoilt)
         monkeypatch.setattr(Trainer, "step", counted)
+
+
+@pytest.mark.parametrize("mode", ["all-reduce", "server"])
+def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
+    diverging = ["optimizer.name=sgd", "optimizer.lr=1e9", "optimizer.clip=0", "optimizer.warmup=0", f"replication.mode={mode}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TrainingError, match="that are not finite"):
+            go(2, [*book, *diverging])
 
 
 SKIP = ["run.on_nonfinite=skip", "run.log_every=1000", "run.eval_every=-1"]
