@@ -15,7 +15,7 @@ from mpitrain.config import Config, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES
-from mpitrain.parallel.replicate import Outcome
+from mpitrain.parallel.records import Outcome
 from mpitrain.run.build import Job, build
 from mpitrain.run.resolve import check_names
 from mpitrain.run.watchdog import Watchdog

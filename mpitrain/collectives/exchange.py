@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,11 +22,28 @@ from mpitrain.errors import CommError, multiples_near
 from mpitrain.machine.arena import Arena, padded
 from mpitrain.transport.base import Transport
 
-if TYPE_CHECKING:
-    from mpitrain.collectives.group import Group
-
 SLAB = 32 << 20
 """Most bytes that are allocated for buffers still to come. MPI has a limited number of windows, a host little memory for them."""
+
+
+class Binder(Protocol):
+    """The part of a Group that activation buffers use: its ranks, and its collectives bound to an array."""
+
+    transport: Transport
+    algorithm: str
+    progress_thread: str
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def bind(self, array: Any, op: str = "add") -> Reduction: ...
+
+    def bind_reduce_scatter(self, array: Any, op: str = "add") -> Reduction: ...
+
+    def bind_all_gather(self, array: Any) -> Reduction: ...
 
 
 class Buffer:
@@ -95,7 +112,7 @@ class Exchange:
     array   uninitialised, contiguous, of the shape and dtype that were asked for
     """
 
-    def __init__(self, group: "Group", waited: Waited, buffer: Buffer, array: Any):
+    def __init__(self, group: Binder, waited: Waited, buffer: Buffer, array: Any):
         self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
     def all_reduce(self, op: str = "add") -> Awaited:
@@ -153,7 +170,7 @@ class Exchanges:
         self._free: dict[tuple[int, np.dtype], list[Buffer]] = {}
         self._rest: Any = np.empty(0, np.uint8)
 
-    def lease(self, group: "Group", shape: Sequence[int], dtype: Any) -> Exchange:
+    def lease(self, group: Binder, shape: Sequence[int], dtype: Any) -> Exchange:
         """A free buffer, or a new one."""
         shape, dtype = tuple(shape), np.dtype(dtype)
         count = math.prod(shape)
@@ -172,7 +189,7 @@ class Exchanges:
             buffer.settle()
         self._buffers, self._free, self._rest = [], {}, np.empty(0, np.uint8)
 
-    def _made(self, group: "Group", count: int, dtype: np.dtype) -> Buffer:
+    def _made(self, group: Binder, count: int, dtype: np.dtype) -> Buffer:
         """A new buffer; collective. CommError on every rank if they do not want the same."""
         number, nbytes = len(self._buffers), padded(count * dtype.itemsize)
         agree(group.transport, "exchange", np.empty(0, dtype), choices("allreduce"), group.algorithm, size=count,

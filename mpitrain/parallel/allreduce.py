@@ -14,7 +14,8 @@ from mpitrain.layers.flat import Bucket, Piece
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.buckets import Buckets, bucket_bytes
 from mpitrain.parallel.kept import Kept
-from mpitrain.parallel.replicate import Contribution, Outcome, Replica, Replication, clipping, outcome_of
+from mpitrain.parallel.records import Contribution, Outcome, clipping, outcome_of
+from mpitrain.parallel.replicate import Replica, Replication
 from mpitrain.parallel.slots import GradientSlots
 from mpitrain.trace.ring import UPDATE
 

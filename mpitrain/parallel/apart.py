@@ -12,7 +12,8 @@ from mpitrain.collectives.group import Group
 from mpitrain.layers.flat import Piece
 from mpitrain.parallel.allreduce import AllReduce
 from mpitrain.parallel.kept import Kept
-from mpitrain.parallel.replicate import Contribution, Outcome, Replica
+from mpitrain.parallel.records import Contribution, Outcome
+from mpitrain.parallel.replicate import Replica
 
 
 class Apart(AllReduce, ABC):

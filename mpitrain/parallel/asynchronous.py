@@ -17,7 +17,8 @@ import numpy as np
 
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.line import header, spread
-from mpitrain.parallel.replicate import Contribution, Outcome, Replica, clipping, outcome_of
+from mpitrain.parallel.records import Contribution, Outcome, clipping, outcome_of
+from mpitrain.parallel.replicate import Replica
 from mpitrain.parallel.server import Client, Holder
 from mpitrain.parallel.tickets import Report, Tickets
 from mpitrain.transport.base import Request

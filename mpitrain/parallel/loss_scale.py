@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mpitrain.parallel.replicate import Outcome
+from mpitrain.parallel.records import Outcome
 
 
 class LossScale:
@@ -13,7 +11,7 @@ class LossScale:
 
     value = 1.0
 
-    def after(self, outcome: "Outcome") -> "Outcome":
+    def after(self, outcome: Outcome) -> Outcome:
         """A step's outcome as this scale makes it, which adapts to it: alike on all ranks, for they know the same outcome."""
         return outcome
 
@@ -41,7 +39,7 @@ class DynamicLossScale(LossScale):
     def __init__(self) -> None:
         self.value, self.good, self.overflows = self.FIRST, 0, 0
 
-    def after(self, outcome: "Outcome") -> "Outcome":
+    def after(self, outcome: Outcome) -> Outcome:
         value = self.value
         if not math.isfinite(outcome.loss):
             return outcome._replace(loss_scale=value)

@@ -16,7 +16,8 @@ from mpitrain.layers.flat import dealt
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.kept import Kept
 from mpitrain.parallel.line import Line, by_span, compact, header, spread
-from mpitrain.parallel.replicate import Contribution, Outcome, Replica, Replication, clipping, outcome_of
+from mpitrain.parallel.records import Contribution, Outcome, clipping, outcome_of
+from mpitrain.parallel.replicate import Replica, Replication
 from mpitrain.transport.base import Request
 
 

@@ -25,7 +25,8 @@ from mpitrain.layers.flat import Piece
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.allreduce import AllReduce
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replicate import Contribution, Outcome, Replica, clipping
+from mpitrain.parallel.records import Contribution, Outcome, clipping
+from mpitrain.parallel.replicate import Replica
 from mpitrain.trace.ring import UPDATE
 
 

@@ -8,7 +8,7 @@ gradient that is not finite; then the steps that were begun are finished first.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpitrain.parallel.replicate import Outcome
+from mpitrain.parallel.records import Outcome
 
 
 class Report(NamedTuple):

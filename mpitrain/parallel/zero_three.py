@@ -10,7 +10,7 @@ from mpitrain.collectives.wire import parse_wire
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket, Piece
 from mpitrain.parallel.kept import Kept
-from mpitrain.parallel.replicate import Contribution
+from mpitrain.parallel.records import Contribution
 from mpitrain.parallel.slots import Slots, buckets_used, shared_by_ties
 from mpitrain.parallel.zero import DividedGradients
 

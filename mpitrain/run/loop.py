@@ -12,7 +12,7 @@ import numpy as np
 from mpitrain import __version__
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
-from mpitrain.parallel.replicate import Outcome
+from mpitrain.parallel.records import Outcome
 from mpitrain.run import checkpoint
 from mpitrain.run.build import Job, build
 from mpitrain.run.folder import (

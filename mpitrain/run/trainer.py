@@ -19,7 +19,8 @@ from mpitrain.layers.flat import Piece, Storage
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
-from mpitrain.parallel.replicate import Contribution, Outcome, Replica
+from mpitrain.parallel.records import Contribution, Outcome
+from mpitrain.parallel.replicate import Replica
 from mpitrain.parallel.sharded import Alone, check_units, layers_for
 from mpitrain.pipeline.partition import cut, dealt
 from mpitrain.pipeline.pipe import own

@@ -3,15 +3,14 @@
 Nothing here imports mpi4py: the transport brings what these requests need of it.
 """
 
+from collections.abc import Callable
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from mpitrain.errors import CommError
-
-if TYPE_CHECKING:
-    from mpitrain.transport.mpi import MpiTransport
+from mpitrain.transport.base import Traffic
 
 
 class Turns:
@@ -25,10 +24,27 @@ class Turns:
         self.lock, self.guests = RLock(), 0
 
 
+class MpiCalls(Protocol):
+    """The part of an MPI transport that its requests use.
+
+    MPI      the module of mpi4py
+    rank     in the communicator of the transport
+    """
+
+    rank: int
+    turns: Turns
+    traffic: Traffic
+
+    @property
+    def MPI(self) -> Any: ...
+
+    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None: ...
+
+
 class Receive:
     """A receive under way; `what` names it."""
 
-    def __init__(self, transport: "MpiTransport", request: Any, array: np.ndarray, unit: Any, what: str):
+    def __init__(self, transport: MpiCalls, request: Any, array: np.ndarray, unit: Any, what: str):
         self._transport, self._request, self._unit, self._what = transport, request, unit, what
         self._turns, self._count = transport.turns, array.size
         self._status = transport.MPI.Status()
@@ -82,7 +98,7 @@ class Send:
 
     source = -1
 
-    def __init__(self, transport: "MpiTransport", request: Any, what: str):
+    def __init__(self, transport: MpiCalls, request: Any, what: str):
         self._transport, self._turns, self._request, self._what = transport, transport.turns, request, what
 
     def test(self) -> bool:

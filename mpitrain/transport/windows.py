@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -10,15 +10,21 @@ from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
 
-if TYPE_CHECKING:
-    from mpitrain.transport.base import Transport
-
 
 class Location(NamedTuple):
     """Where an array lies: byte `offset` of this rank's block of window number `window`."""
 
     window: int
     offset: int
+
+
+class Gathers(Protocol):
+    """The part of a Transport that windows use when they are freed: its ranks in the whole job, and a gather of JSON."""
+
+    @property
+    def members(self) -> Sequence[int]: ...
+
+    def gather_text(self, value: Any) -> list[Any]: ...
 
 
 class Windows:
@@ -39,7 +45,7 @@ class Windows:
         self._free: dict[int, Callable[[], None]] = {}
         self._users: dict[int, list[weakref.ref]] = {}
         self.next_number = 0
-        self.parts: weakref.WeakSet[Transport] = weakref.WeakSet()
+        self.parts: weakref.WeakSet[Gathers] = weakref.WeakSet()
         self.closed = False
 
     def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
@@ -92,7 +98,7 @@ class Windows:
         return [window for window, blocks in self._blocks.items() if self._is_idle(window) and blocks.keys() == set(members)
                 and all(block.nbytes == nbytes for block in blocks.values())]
 
-    def leave(self, part: "Transport", made: Sequence[int]) -> bool:
+    def leave(self, part: Gathers, made: Sequence[int]) -> bool:
         """Free what a part that is being closed has made and no rank uses; False if some of it is left. Collective."""
         reported = part.gather_text([window for window in made if self._is_idle(window)])
         told = dict(zip(part.members, reported, strict=True))
@@ -101,7 +107,7 @@ class Windows:
         self.parts.discard(part)
         return len(idle) == len(made)
 
-    def close(self, root: "Transport") -> None:
+    def close(self, root: Gathers) -> None:
         """Free everything that is left. Collective; CommError on every rank if one of them has an open part."""
         parts = root.gather_text(len(self.parts))
         if any(parts):

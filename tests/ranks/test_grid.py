@@ -15,7 +15,8 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import device_for
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.modes import replication_for
-from mpitrain.parallel.replicate import Contribution, Replica
+from mpitrain.parallel.records import Contribution
+from mpitrain.parallel.replicate import Replica
 from mpitrain.pipeline.partition import dealt
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks

@@ -9,7 +9,8 @@ import pytest
 from mpitrain.layers.flat import Piece
 from mpitrain.optim import Optimizer
 from mpitrain.parallel.modes import MODES
-from mpitrain.parallel.replicate import Outcome, Replication
+from mpitrain.parallel.records import Outcome
+from mpitrain.parallel.replicate import Replication
 from mpitrain.run.build import build
 from mpitrain.run.generate import tokens
 from mpitrain.transport.threads import run_ranks

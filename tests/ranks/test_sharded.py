@@ -11,7 +11,8 @@ from mpitrain.ops.device import device_for
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Axes, Grid, share
 from mpitrain.parallel.modes import replication_for
-from mpitrain.parallel.replicate import Contribution, Replica
+from mpitrain.parallel.records import Contribution
+from mpitrain.parallel.replicate import Replica
 from mpitrain.pipeline.partition import dealt
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer

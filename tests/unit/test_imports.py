@@ -59,6 +59,24 @@ def test_a_file_imports_only_from_floors_above_it(source):
             assert FLOORS.index(room(name)) <= own, f"{source} imports {name} from a higher floor"
 
 
+def test_no_modules_import_each_other_in_a_circle():
+    """Not even lazily or for type checkers alone: a module is understood with those it imports."""
+    names = {"mpitrain." + source.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): source for source in SOURCES}
+
+    def modules_in(source):
+        for name in imported_names(ast.parse((PACKAGE / source).read_text())):
+            while name and name not in names:
+                name = name.rpartition(".")[0]
+            if name:
+                yield name
+
+    rest = {name: set(modules_in(source)) - {name} for name, source in names.items()}
+    while leaves := [name for name, imported in rest.items() if not imported & rest.keys()]:
+        for name in leaves:
+            del rest[name]
+    assert not rest, f"these import each other, or what does: {', '.join(sorted(rest))}"
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_library_enters_by_its_own_door(source):
     names = imported_names(ast.parse((PACKAGE / source).read_text()))

@@ -10,7 +10,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import host
 from mpitrain.ops.host.rounded import TYPES, rounded
 from mpitrain.parallel.loss_scale import DynamicLossScale
-from mpitrain.parallel.replicate import Outcome
+from mpitrain.parallel.records import Outcome
 
 SHORT = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
