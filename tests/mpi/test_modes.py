@@ -7,7 +7,7 @@ from mpitrain.transport.mpi import connect
 from mpitrain.transport.threads import run_ranks
 from tests.ranks import test_pipelines, test_tensor
 from tests.ranks.test_apart import BASE, trained
-from tests.ranks.test_training import configured
+from tests.training import configured
 
 
 @pytest.mark.parametrize("mpi_ranks", [3])

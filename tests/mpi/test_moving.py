@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.collectives.moving import ByCaller, ByThread, mover
 from mpitrain.transport.mpi import connect
-from tests.ranks.test_training import TINY, configured, curve
+from tests.training import TINY, configured, curve
 
 
 @pytest.mark.parametrize("mpi_ranks, settings", [(2, ["layout.tp=2"]), (3, [])], ids=["activations", "gradients"])

@@ -21,7 +21,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import coded
-from tests.ranks.test_training import TINY, curves
+from tests.training import TINY, curves
 
 NAME = "ring-backwards"
 

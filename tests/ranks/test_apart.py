@@ -18,8 +18,8 @@ from mpitrain.run.loop import train
 from mpitrain.run.manifest import Done
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY, by_hand, configured
 from tests.saving import save
+from tests.training import TINY, by_hand, configured
 
 pytestmark = pytest.mark.slow
 STEPS = 7

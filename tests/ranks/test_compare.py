@@ -5,7 +5,7 @@ import pytest
 from mpitrain.bench.compare import compare, jobs
 from mpitrain.bench.formulas import FORMULAS
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY
+from tests.training import TINY
 
 APART = ("local", "gossip", "server-async", "server-bounded")
 """Modes that have a curve of their own."""

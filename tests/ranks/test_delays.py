@@ -11,7 +11,7 @@ from mpitrain.config.delays import delay_s, delays
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY, configured
+from tests.training import TINY, configured
 
 STEPS, LATE = 4, "1:40,random:20:0.5"
 

@@ -20,8 +20,8 @@ from mpitrain.run.pieces import within
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.test_loop import book, go, records  # noqa: F401
-from tests.ranks.test_training import TINY, configured, curves
 from tests.saving import save
+from tests.training import TINY, configured, curves
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from mpitrain.parallel.grid import share
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY, by_hand, configured, curves
+from tests.training import TINY, by_hand, configured, curves
 
 pytestmark = pytest.mark.slow
 STEPS = 8

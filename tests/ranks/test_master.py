@@ -6,7 +6,7 @@ import pytest
 from mpitrain.optim import STATE
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY, configured
+from tests.training import TINY, configured
 
 pytestmark = pytest.mark.slow
 STEPS = 6

@@ -23,8 +23,8 @@ from mpitrain.run.manifest import Done
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.base import FIRST_CLAIMED_TAG
 from mpitrain.transport.threads import ThreadTransport, run_ranks
-from tests.ranks.test_training import configured
 from tests.saving import save
+from tests.training import configured
 
 pytestmark = pytest.mark.slow
 STEPS, ROWS = 5, 13    # ragged, whatever it is divided by

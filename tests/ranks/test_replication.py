@@ -14,7 +14,7 @@ from mpitrain.parallel.replicate import Replication
 from mpitrain.run.build import build
 from mpitrain.run.generate import tokens
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY, configured
+from tests.training import TINY, configured
 
 pytestmark = pytest.mark.slow
 

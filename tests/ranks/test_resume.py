@@ -9,8 +9,8 @@ from mpitrain.run.build import build
 from mpitrain.run.finished import newest
 from mpitrain.run.manifest import Done
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY, configured
 from tests.saving import save
+from tests.training import TINY, configured
 
 pytestmark = pytest.mark.slow
 DIVIDED = [*product(("a", "aa", "aaa", "aaaa"), (0, 1)), ("aaa", 2), ("aaaa", 2), ("aa", 3), ("aaa", 3)]

@@ -11,7 +11,7 @@ from mpitrain.parallel.line import header
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import STEPS, TINY, configured, curves
+from tests.training import STEPS, TINY, configured, curves
 
 SERVER = "replication.mode=server"
 pytestmark = pytest.mark.slow

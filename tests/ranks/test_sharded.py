@@ -18,7 +18,7 @@ from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.cases.sharded import Sharded
-from tests.ranks.test_training import configured
+from tests.training import configured
 
 GPT = {"vocab": 11, "context": 7, "width": 16, "heads": 4, "depth": 1, "tied": True}
 ROWS, STEPS, MICRO_BATCHES = 7, 3, 2

@@ -22,7 +22,7 @@ from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.test_replication import Slots
-from tests.ranks.test_training import configured
+from tests.training import configured
 from tests.unit.placing import place
 
 MICRO_BATCHES = 3

@@ -20,8 +20,8 @@ from mpitrain.run.build import build
 from mpitrain.run.manifest import Done
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import configured
 from tests.saving import save
+from tests.training import configured
 
 pytestmark = pytest.mark.slow
 STEPS, ROWS = 6, 13    # ragged, whatever it is divided by

@@ -18,8 +18,8 @@ from mpitrain.run.generate import tokens
 from mpitrain.run.manifest import Done
 from mpitrain.run.trainer import Trainer, replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import configured
 from tests.saving import save
+from tests.training import configured
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.exchange import Counted
 from tests.ranks.test_tensor import GPT, source_of
-from tests.ranks.test_training import configured
+from tests.training import configured
 
 WAYS = {
     "whole rows": [],

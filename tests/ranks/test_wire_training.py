@@ -14,8 +14,8 @@ from mpitrain.run.build import build
 from mpitrain.run.finished import newest
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY, configured, curves
 from tests.saving import save
+from tests.training import TINY, configured, curves
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import pytest
 from mpitrain.optim import STATE
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_training import TINY, configured, curve, curves
+from tests.training import TINY, configured, curve, curves
 
 pytestmark = pytest.mark.slow
 

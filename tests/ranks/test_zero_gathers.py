@@ -9,7 +9,7 @@ from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
-from tests.ranks.test_training import TINY, configured
+from tests.training import TINY, configured
 
 FORMATS = pytest.mark.parametrize("name", ("fp16", "bf16", "int8"))
 

@@ -11,7 +11,7 @@ from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.laws.collectives import measured
-from tests.ranks.test_training import TINY, configured, curve
+from tests.training import TINY, configured, curve
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
 from tests.ranks.test_pipelines import ROWS, SMALL, WIDTH, assert_equal_to_one_rank, layout, trained
-from tests.ranks.test_training import configured
+from tests.training import configured
 
 pytestmark = pytest.mark.slow
 TIED, UNTIED = "model.tied=true", "model.tied=false"

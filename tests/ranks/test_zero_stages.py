@@ -17,7 +17,7 @@ from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
 from tests.laws.collectives import measured
 from tests.ranks.test_replication import everything
-from tests.ranks.test_training import TINY, configured, curve, curves
+from tests.training import TINY, configured, curve, curves
 
 pytestmark = pytest.mark.slow
 BASE = [*TINY, "precision.compute=float64"]
