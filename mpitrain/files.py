@@ -216,6 +216,7 @@ def cannot_write(path: Path, error: OSError, other: str = "Name a file in a fold
     """The refusal of what the system would not write. other: the way out where neither room nor something in the way is named."""
     at = f" {error.filename}" if error.filename and error.filename != str(path) else ""
     way_out = ("Make room, or choose another place." if error.errno in NO_ROOM else
+               "Choose a shorter name." if error.errno == errno.ENAMETOOLONG else
                f"Remove{at or f' {path}'}, or choose another place." if error.errno in IN_THE_WAY else other)
     return ConfigError(f"{path} cannot be written:{f'{at}:' if at else ''} {error.strerror or error}.", way_out)
 

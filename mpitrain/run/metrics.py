@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class MetricsFile:
             while rest:
                 rest = rest[os.write(self._descriptor, rest):]
         except OSError:
-            os.ftruncate(self._descriptor, self._nbytes)
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._nbytes)
             raise
         self._nbytes = nbytes
 
