@@ -1,12 +1,18 @@
 """Errors a user can meet: the law that was broken, the values that broke it, and the way out."""
 
 import re
+import unicodedata
 from typing import TypeVar
 
 
 def brief(message: str) -> str:
     """The message without the middle of overlong words: what was typed, or read, by mistake may be a whole file."""
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:120]}[...]{word[0][-60:]}", message)
+
+
+def visible(text: str) -> str:
+    """The text with what controls a terminal escaped, as \\x1b: file names, traces and run files may hold any character."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode() for c in text)
 
 
 def multiples_near(number: int, unit: int) -> str:
@@ -37,7 +43,7 @@ class MpitrainError(Exception):
         name = f"{type(self).__name__}: "
         indent = "\n" + " " * len(name)
         lines = [*self.law.splitlines(), *self.way_out.splitlines()]
-        return name + indent.join(map(brief, lines))
+        return visible(name + indent.join(map(brief, lines)))
 
 
 Error = TypeVar("Error", bound=MpitrainError)

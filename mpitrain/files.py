@@ -1,41 +1,239 @@
-"""Files: read where they are regular, written so that a reader, or a crash, finds what was there before or all of the new."""
+"""Files: read where they are regular, written whole or not at all, and in a directory that was handed over never through a link.
+
+Whoever packs a run directory chooses what lies in it: a link named `config.toml.partial` may lead to any file of the reader.
+Only the name that the user types may be a link. The names beneath it are used relative to an open directory (openat, with
+O_NOFOLLOW), so that nothing can be exchanged between a check and a use.
+"""
 
 import errno
 import os
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from mpitrain.errors import ConfigError
+
+IS_LINK = "it is a symbolic link, and links are not followed here"
+NOT_REGULAR = "it is not a regular file"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+IN_THE_WAY = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text`, in UTF-8, beside the file, and give it the file's name once it is on disk."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)
+class Directory:
+    """An open directory. Its names are one component each, and no link among them is followed; OSErrors have the whole path.
 
+    path  the directory's name in messages
+    """
 
-def sync(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, durable, where the file system can do that."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some have it for files only
+    def __init__(self, path: Path, descriptor: int):
+        """Take over an open descriptor; see `opened`."""
+        self.path, self.descriptor = path, descriptor
+
+    def __enter__(self) -> "Directory":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; names cannot be used afterwards."""
+        os.close(self.descriptor)
+
+    def names(self) -> list[str]:
+        """The names in it, sorted."""
+        return sorted(os.listdir(self.descriptor))
+
+    def facts(self, name: str) -> os.stat_result | None:
+        """The status of a name, of a link its own; None if there is no such name."""
+        try:
+            with self._named(name):
+                return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def subdirectory(self, name: str) -> "Directory":
+        """Open a directory in this one."""
+        with self._named(name):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            return Directory(self.path / name, os.open(name, flags, dir_fd=self.descriptor))
+
+    def make(self, name: str, mode: int = 0o777) -> "Directory":
+        """Open a directory in this one, made if there is none."""
+        with self._named(name), suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=self.descriptor)
+        return self.subdirectory(name)
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a regular file to read it; a pipe is refused without being waited for."""
+        with self._named(name):
+            return _regular(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.descriptor))
+
+    def append(self, name: str) -> int:
+        """Open a regular file, made if there is none, to read it and to write at its end; returns the descriptor."""
+        with self._named(name):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            return _checked(os.open(name, flags, 0o644, dir_fd=self.descriptor))
+
+    def create(self, name: str) -> int:
+        """Make a file that is new, in the place of a leftover of that name, to read and write it; returns the descriptor."""
+        self.remove(name)
+        with self._named(name):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            return os.open(name, flags, 0o644, dir_fd=self.descriptor)
+
+    @contextmanager
+    def whole(self, name: str) -> Iterator[BinaryIO]:
+        """A file to write to. It gets its name once it is on disk, and is removed if that fails."""
+        partial = name + ".partial"
+        descriptor = self.create(partial)
+        try:
+            with self._named(name), os.fdopen(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(descriptor)
+            self.rename(partial, name)
+        except BaseException:
+            with suppress(OSError):
+                self.remove(partial)
             raise
-    finally:
-        os.close(descriptor)
+        self.sync()
+
+    def write_whole(self, name: str, text: str) -> None:
+        """Write a text, in UTF-8, as `whole` does."""
+        with self.whole(name) as file:
+            file.write(text.encode())
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a name another one, whose file is replaced."""
+        with self._named(new):
+            os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a link itself, if there is one."""
+        with self._named(name), suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.descriptor)
+
+    def remove_empty(self, name: str) -> None:
+        """Remove a directory that holds nothing."""
+        with self._named(name):
+            os.rmdir(name, dir_fd=self.descriptor)
+
+    def remove_tree(self, name: str) -> None:
+        """Remove a directory and what it holds, or whatever else has this name, if anything has."""
+        found = self.facts(name)
+        if found is None or not stat.S_ISDIR(found.st_mode):
+            self.remove(name)
+            return
+        with self._named(name):
+            shutil.rmtree(name, dir_fd=self.descriptor)
+
+    def sync(self) -> None:
+        """Make the names in it durable, where the file system can do that."""
+        try:
+            os.fsync(self.descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some have it for files only
+                raise
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Give an OSError the whole path, and say of a link and of a directory in the way what they are."""
+        try:
+            if "/" in name or name in ("", ".", ".."):
+                raise OSError(errno.EINVAL, "it is not the name of one file")
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(name, self.descriptor):
+                error.errno, reason = errno.ELOOP, IS_LINK
+            elif error.errno == errno.EISDIR:
+                reason = f"a directory named {name} is in the way"
+            raise OSError(error.errno, reason, str(self.path / name)) from None
 
 
-def contents(path: Path) -> bytes:
-    """The bytes of a regular file; OSError for anything else."""
-    check_regular(path)
-    return path.read_bytes()
+def opened(path: Path, inner: int = 0) -> Directory:
+    """Open a directory. Links in its path are followed, but for the last `inner` names: those beneath a run directory."""
+    if not inner:
+        return Directory(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    with opened(path.parent, inner - 1) as parent:
+        return parent.subdirectory(path.name)
+
+
+def reading(path: Path, inner: int = 0) -> BinaryIO:
+    """Open a regular file to read it; OSError for anything else. inner: as of `opened`, the file's own name included."""
+    if inner:
+        with opened(path.parent, inner - 1) as folder:
+            return folder.open(path.name)
+    try:
+        return _regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def contents(path: Path, inner: int = 0) -> bytes:
+    """The bytes of a regular file; OSError for anything else. inner: as of `reading`."""
+    with reading(path, inner) as file:
+        return file.read()
+
+
+def write_whole(path: Path, text: str, inner: int = 0) -> None:
+    """Write a text, in UTF-8, as `Directory.whole` does. inner: as of `reading`; what has the file's own name is replaced."""
+    with opened(path.parent, max(0, inner - 1)) as folder:
+        folder.write_whole(path.name, text)
+
+
+@contextmanager
+def whole(path: Path, inner: int = 0) -> Iterator[BinaryIO]:
+    """A file to write to, as `Directory.whole` has it. inner: as of `write_whole`."""
+    with opened(path.parent, max(0, inner - 1)) as folder, folder.whole(path.name) as file:
+        yield file
+
+
+def check_room(path: Path) -> None:
+    """OSError if no file can be made there, or the disk is full: a page is written beside it, and removed."""
+    with opened(path.parent) as folder:
+        partial = path.name + ".partial"
+        try:
+            with os.fdopen(folder.create(partial), "wb") as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            with suppress(OSError):
+                folder.remove(partial)
 
 
 def check_regular(path: Path) -> None:
     """OSError unless it is a regular file: a pipe would be waited for, and a device may never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    reading(path).close()
+
+
+def cannot_write(path: Path, error: OSError, other: str = "Name a file in a folder that exists and that you may write to.",
+                 ) -> ConfigError:
+    """The refusal of what the system would not write. other: the way out where neither room nor something in the way is named."""
+    at = f" {error.filename}" if error.filename and error.filename != str(path) else ""
+    way_out = ("Make room, or choose another place." if error.errno in NO_ROOM else
+               "Choose a shorter name." if error.errno == errno.ENAMETOOLONG else
+               f"Remove{at or f' {path}'}, or choose another place." if error.errno in IN_THE_WAY else other)
+    return ConfigError(f"{path} cannot be written:{f'{at}:' if at else ''} {error.strerror or error}.", way_out)
+
+
+def _regular(descriptor: int) -> BinaryIO:
+    return os.fdopen(_checked(descriptor), "rb")
+
+
+def _checked(descriptor: int) -> int:
+    """The descriptor of a regular file; it is closed, and OSError raised, if it is of anything else."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, NOT_REGULAR)
+    return descriptor
+
+
+def _is_link(name: str, folder: int) -> bool:
+    with suppress(OSError):
+        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    return False

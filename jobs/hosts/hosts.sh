@@ -10,7 +10,7 @@
 # mpi starts ranks through agent.sh in place of ssh.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-state=${STATE:-/tmp/mpitrain-hosts}
+state=${STATE:-/run/mpitrain-hosts} # where root alone can write: the switch in it is run by root
 prefix=mth manager=mthmgr net=10.77.0
 
 up() {

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mpitrain.bench.sweep import Row
 from mpitrain.bench.table import check_writable
 from mpitrain.errors import ConfigError
+from mpitrain.files import whole
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf")
 """Told apart by colour-blind readers as far as so many can be; `auto` is a broad grey line behind the one it follows."""
@@ -92,7 +93,8 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"{rows[0].op} of {rows[0].dtype}, {facts['ranks']} ranks on {facts['hosts']} host(s)", weight="bold")
     figure.supxlabel(f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; device {facts['device']}; mpitrain "
                      f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted", fontsize="small")
-    figure.savefig(path, dpi=110)
+    with whole(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=110)
     pyplot.close(figure)
 
 

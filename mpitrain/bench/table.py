@@ -9,7 +9,7 @@ from typing import Any
 
 from mpitrain.bench.sweep import Row
 from mpitrain.errors import ConfigError
-from mpitrain.files import write_whole
+from mpitrain.files import cannot_write, check_room, write_whole
 
 COLUMNS = (f"{'bytes':>12} {'count':>11} {'dtype':>8}  {'algorithm':<26} {'time':>10} {'min':>10} {'p99':>11} {'algbw':>8} "
            f"{'busbw':>8} {'predicted':>10} {'error':>8} {'#wrong':>7}")
@@ -84,12 +84,9 @@ def check_writable(path: Path) -> None:
             raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
         if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
             raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
-        partial = path.with_name(path.name + ".partial")
-        partial.touch()
-        partial.unlink()
+        check_room(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.",
-                          "Name a file in a folder that exists and that you may write to.") from None
+        raise cannot_write(path, error) from None
 
 
 def write_json(path: Path, header: dict[str, Any], rows: Sequence[Any]) -> None:

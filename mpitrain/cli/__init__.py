@@ -9,7 +9,7 @@ import click
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
 from mpitrain.cli.output import open_output
-from mpitrain.errors import MpitrainError, brief
+from mpitrain.errors import ConfigError, MpitrainError, brief
 from mpitrain.machine.process import launched
 
 USAGE = 2  # exit code of wrong usage or configuration
@@ -83,6 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:  # a path of the user's that the system refuses
+        print(ConfigError(f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
+                          "Name another path, or look at what is there."), file=sys.stderr, flush=True)
+        sys.exit(USAGE)
     except click.Abort:
         sys.exit(130)
 

@@ -13,7 +13,7 @@ from mpitrain.cli import Group
 from mpitrain.cli.bench_kernels import gemm, kernels, launch
 from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import MOST, ranks
-from mpitrain.cli.files import check_files
+from mpitrain.cli.files import Outputs, check_files
 from mpitrain.machine.kinds import KINDS
 
 OPERATIONS = ("allreduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "sendrecv")
@@ -103,17 +103,21 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     facts = header(transport, request, sys.argv[1:])
     if transport.rank == 0 and (advice := foreign(tuning, transport.hosts)):
         click.echo(f"{advice} with --tuning")
-    rows = list(_swept(transport, request, tuning, facts, options["json_file"]))
+    outputs = Outputs()
+    rows = list(_swept(transport, request, tuning, facts, options["json_file"], outputs))
     if transport.rank == 0:
         click.echo("\n" + "\n".join(footer(rows)))
         if options["plot_file"]:
             from mpitrain.bench.plot import plot
 
-            plot(rows, facts, options["plot_file"])
+            with outputs.to(options["plot_file"]):
+                plot(rows, facts, options["plot_file"])
+    agreed(transport, outputs.settle)
     return sum(row.wrong for row in rows)
 
 
-def _swept(transport: Any, request: Any, tuning: Any, facts: dict[str, Any], json_file: Path | None) -> Iterator[Any]:
+def _swept(transport: Any, request: Any, tuning: Any, facts: dict[str, Any], json_file: Path | None,
+           outputs: Outputs) -> Iterator[Any]:
     """The rows of a request, as they are measured; rank 0 prints each, and writes them all if asked."""
     from mpitrain.bench.header import printed
     from mpitrain.bench.sweep import sweep
@@ -128,7 +132,8 @@ def _swept(transport: Any, request: Any, tuning: Any, facts: dict[str, Any], jso
         if transport.rank == 0:
             click.echo(line(row, request.buffers))
             if json_file:
-                write_json(json_file, facts, rows)
+                with outputs.to(json_file):
+                    write_json(json_file, facts, rows)
         yield row
 
 
@@ -192,21 +197,23 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     if transport.size == 1:
         raise on_every_rank(ConfigError("bench fit measures messages, and one rank sends none.",
                                         "mpitrain launch -n 2 -- bench fit"))
-    before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     agreed(transport, lambda: check_files(transport.rank, [out, json_file]))
+    before = agreed(transport, lambda: read_tuning(out) if out.exists() else None)
     places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)  # windows serve `shared`, which needs one host
     request = SweepRequest("allreduce", candidates(Situation(transport.hosts)), sizes(min_bytes, max_bytes, 2),
                            np.dtype("float32"), 0, 3, places, sweeps, stops=True)
     identity, tuning = machine(transport), DEFAULT
-    rows: list[Row] = []
-    measured = _swept(transport, request, DEFAULT, header(transport, request, sys.argv[1:]), json_file)
+    rows, outputs = list[Row](), Outputs()
+    measured = _swept(transport, request, DEFAULT, header(transport, request, sys.argv[1:]), json_file, outputs)
     for number, swept in groupby(measured, key=lambda row: row.sweep):
         rows += swept
         if transport.rank == 0:
             tuning = fit(identity, transport.hosts, median_of_sweeps(rows))
-            write_tuning(out, merged(before, tuning))
-            click.echo(f"sweep {number} of {sweeps}: written to {out}")
+            with outputs.to(out):
+                write_tuning(out, merged(before, tuning))
+                click.echo(f"sweep {number} of {sweeps}: written to {out}")
     if transport.rank == 0:
         click.echo("\n" + "\n".join([*described(tuning, transport.size), *checked(identity, transport.hosts, rows)]))
         if before and before.machine != identity:
             click.echo(f"{out} held constants of another machine; these have taken their place")
+    agreed(transport, outputs.settle)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.files import check_files
+from mpitrain.cli.files import Outputs, check_files
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
 
@@ -148,12 +148,14 @@ def _printed(rows: Any, json_file: Path | None, name: str, line: Callable[[Any],
     from mpitrain.bench.table import write_json
 
     check_files(0, [json_file])
-    seen: list[Any] = []
+    seen, outputs = list[Any](), Outputs()
     for row in rows:
         seen.append(row)
         click.echo(line(row))
         if json_file:
-            write_json(json_file, {"device": name, "arguments": sys.argv[1:]}, seen)
+            with outputs.to(json_file):
+                write_json(json_file, {"device": name, "arguments": sys.argv[1:]}, seen)
+    outputs.settle()
     return sum(row.wrong for row in seen)
 
 
@@ -165,14 +167,16 @@ def _tune(rows: Any, out: Path, name: str) -> int:
     table = {entry[:5]: entry for entry in (read_tiles(out).measured if out.exists() else ())}
     click.echo(f"{'stored':<6} {'M x N x K':>18} {'dtype':>8}  {'best tile':<14} {'time us':>10} {'usual us':>10} {'tried':>6} "
                f"{'#wrong':>7}")
-    wrong = 0
+    wrong, outputs = 0, Outputs()
     for row in rows:
         best, tile = row.best, "x".join(map(str, row.best.tiling.tile[:3])) + f"/{row.best.tiling.splits}"
         click.echo(f"{best.stored:<6} {f'{best.m} x {best.n} x {best.k}':>18} {best.elements:>8}  {tile:<14} {row.time_us:10.1f} "
                    f"{row.usual_us:10.1f} {row.tried:6} {row.wrong:7}")
         table[best[:5]] = best
         wrong += row.wrong
-        write_tiles(out, name, table.values())
+        with outputs.to(out):
+            write_tiles(out, name, table.values())
+    outputs.settle()
     click.echo(f"written to {out}")
     return wrong
 
@@ -191,8 +195,5 @@ def _end(run: Callable[[], int]) -> None:
         click.echo(f"out of memory: {error}. Name smaller shapes.", err=True)
         sys.exit(MpitrainError.exit_code)
     except BrokenPipeError:
-        sys.exit(MpitrainError.exit_code)
-    except OSError as error:
-        click.echo(f"{error.filename} cannot be written: {error.strerror}.", err=True)
         sys.exit(MpitrainError.exit_code)
     sys.exit(1 if wrong else 0)

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.ending import MOST, ranks, settings_of
-from mpitrain.cli.files import check_files
+from mpitrain.cli.files import Outputs, check_files
 
 SHAPE = {"model.layers": 4, "model.width": 256, "model.heads": 4, "model.context": 128, "optimizer.clip": 0.0,
          "optimizer.lr": 1e-3}
@@ -96,6 +96,7 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
     of_stages = stage_rows(job.trainer, *job.trainer.replication.batch(job.data, 0)) if config.layout.pp > 1 else []
     for side in sides:    # not after an error, which other ranks may not have: they would be waited for
         side.close()
+    outputs = Outputs()
     if transport.rank == 0:
         if config.replication.algorithm == "auto" and (advice := foreign(job.trainer.resolved.tuning, transport.hosts)):
             click.echo(f"{advice} in replication.tuning")
@@ -108,7 +109,9 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
         if of_stages:
             click.echo("\n" + "\n".join(stage_table(of_stages)))
         if json_file:
-            write_json(json_file, config.device.kind, results)
+            with outputs.to(json_file):
+                write_json(json_file, config.device.kind, results)
+    agreed(transport, outputs.settle)
 
 
 def _multiplier(config: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.ending import MOST, ranks, settings_of
-from mpitrain.cli.files import check_files
+from mpitrain.cli.files import Outputs, check_files
 
 EVALUATED = 512  # rows: an evaluation of all would take longer than the steps
 
@@ -63,7 +63,7 @@ def _compare(transport: Any, modes: str | None, changes: list[str], json_file: P
         click.echo(f"{job.model.kind}, {job.model.layers} layers of width {job.model.width} on {job.data.source}: {steps} steps "
                    f"of {job.batch.size} rows by {transport.size} ranks on {facts['hosts']} host(s), {job.precision.compute}\n"
                    f"{facts['processor']}, {facts['cores']} cores; {facts['mpi']}\n\n{heading()}")
-    rows = []
+    rows, outputs = [], Outputs()
     with closing(bar(len(found) * steps) if is_root else tqdm(disable=True)) as shown:
         def stepped(mode: str, loss: float) -> None:
             shown.set_postfix_str(f"{mode}, loss {loss:.3f}", refresh=False)
@@ -74,8 +74,11 @@ def _compare(transport: Any, modes: str | None, changes: list[str], json_file: P
             if is_root:
                 shown.write(line(row))
                 if json_file:
-                    write_json(json_file, facts, rows)
+                    with outputs.to(json_file):
+                        write_json(json_file, facts, rows)
     if is_root:
         click.echo("\n" + "\n".join(footer(rows)))
         if plot_file:
-            plot(rows, plot_file)
+            with outputs.to(plot_file):
+                plot(rows, plot_file)
+    agreed(transport, outputs.settle)

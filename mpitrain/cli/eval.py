@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli.ending import kind_of, ranks, settings_of
-from mpitrain.errors import TrainingError, on_every_rank
+from mpitrain.errors import TrainingError, on_every_rank, visible
 
 
 @click.command()
@@ -30,7 +30,7 @@ def command(run: Path, data: str | None, rows: int | None, tp: int | None, pp: i
         assert found is not None  # nobody asks it to stop
         loss, accuracy = found
         if transport.rank == 0:
-            click.echo(f"{click.format_filename(run)} at step {job.step} on {job.trainer.config.data.source}: "
+            click.echo(f"{visible(str(run))} at step {job.step} on {visible(job.trainer.config.data.source)}: "
                        f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
                        f"({evaluated_rows(job.trainer.config, job.data)} of {job.data.held_out} held-out rows)")
         if not math.isfinite(loss):

@@ -4,7 +4,6 @@ import codecs
 import math
 import os
 import sys
-import unicodedata
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mpitrain.cli.ending import MOST, kind_of, ranks, settings_of
+from mpitrain.errors import visible
 
 if TYPE_CHECKING:
     from mpitrain.data import Source, Unopened
@@ -67,8 +67,7 @@ def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
     decoder, encoding = codecs.getincrementaldecoder("utf-8")("backslashreplace"), sys.stdout.encoding or "utf-8"
     for part in chain(parts, [None]):
         text = decoder.decode(part or b"", final=part is None)
-        safe = (c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode() for c in text)
-        yield "".join(safe).encode(encoding, "backslashreplace")
+        yield visible(text).encode(encoding, "backslashreplace")
 
 
 def _prompt(prompt: str, is_text: bool, source: "Source | Unopened") -> list[int]:

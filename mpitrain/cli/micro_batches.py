@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.ending import MOST, ranks, settings_of
-from mpitrain.cli.files import check_files
+from mpitrain.cli.files import Outputs, check_files
 
 
 @click.command("micro-batches")
@@ -63,7 +63,7 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
     ending = end_s(trainer, inputs[:measured[0].rows], targets[:measured[0].rows])
     predicted = predict(config, stages, rows, choices, measured, ending)
-    is_root, way = transport.rank == 0, measured[-1].way
+    is_root, way, outputs = transport.rank == 0, measured[-1].way, Outputs()
     if is_root:
         click.echo(f"{stages} stages by {config.pipeline.schedule}, {rows} rows in each of {found.axes.dp} replica(s), "
                    f"{trainer.parameter_count:,} parameters, {trainer.config.device.kind}\n"
@@ -74,13 +74,15 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
         click.echo("".join(f"\n{line}" for line in explanation(config, stages, rows, measured)))
         click.echo(f"Set batch.micro_batches to {best(predicted).micro_batches}.")
         if json_file:
-            write_json(json_file, {"best": best(predicted).micro_batches, "end_s": ending, **machine(transport),
-                                   "measured": measured, "arguments": sys.argv[1:]}, predicted)
+            with outputs.to(json_file):
+                write_json(json_file, {"best": best(predicted).micro_batches, "end_s": ending, **machine(transport),
+                                       "measured": measured, "arguments": sys.argv[1:]}, predicted)
     if verified:
         near = neighbours(predicted)
         config = config.model_copy(update={"pipeline": trainer.config.pipeline})    # cut as it was measured
         job.close()
         _verify(transport, config, job.source, near, *verified)
+    agreed(transport, outputs.settle)
 
 
 def _verify(transport: Any, config: Any, source: Any, predicted: list[Any], blocks: int, steps: int) -> None:

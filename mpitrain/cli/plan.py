@@ -8,7 +8,7 @@ import click
 
 from mpitrain.cli import Group
 from mpitrain.cli.bench import Bytes
-from mpitrain.cli.files import check_files
+from mpitrain.cli.files import Outputs, check_files
 from mpitrain.cli.micro_batches import command as micro_batches
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
@@ -100,14 +100,18 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     if name in STREAMS:
         lines += streaming(plan, simulation, STREAMS[name](len(plan.lists)))
     click.echo("\n".join(lines))
+    outputs = Outputs()
     if json_file:
-        write_plan(json_file, plan)
-        click.echo(f"written to {json_file}")
+        with outputs.to(json_file):
+            write_plan(json_file, plan)
+            click.echo(f"written to {json_file}")
     if plot_file:
         from mpitrain.plan.picture import draw
 
-        draw(plan, simulation, f"{title}, bubble {100 * simulation.bubble:.1f}%", plot_file)
-        click.echo(f"drawn in {plot_file}")
+        with outputs.to(plot_file):
+            draw(plan, simulation, f"{title}, bubble {100 * simulation.bubble:.1f}%", plot_file)
+            click.echo(f"drawn in {plot_file}")
+    outputs.settle()
 
 
 @command.command("allreduce")

@@ -1,5 +1,6 @@
 """`mpitrain plot`: the loss curves of runs, in one picture."""
 
+import os
 from pathlib import Path
 
 import click
@@ -18,14 +19,19 @@ def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     from mpitrain.bench.curves import draw
     from mpitrain.bench.plot import check_drawable
     from mpitrain.errors import ConfigError
+    from mpitrain.files import cannot_write
     from mpitrain.run.folder import METRICS
     from mpitrain.run.metrics import read_metrics
 
     if process.launched().rank > 0:
         return  # rank 0 draws for all
     check_drawable(out, "--out")
-    for run in runs:
-        if not (run / METRICS).exists():
+    found = {str(run): read_metrics(run / METRICS) for run in runs}
+    for run, records in found.items():
+        if not records and not os.path.lexists(os.path.join(run, METRICS)):
             raise ConfigError(f"There is no run in {run}: it has no {METRICS}.", "Name directories of runs.")
-    draw({str(run): read_metrics(run / METRICS) for run in runs}, over, is_log, out)
+    try:
+        draw(found, over, is_log, out)
+    except OSError as error:
+        raise cannot_write(out, error) from None
     click.echo(f"{len(runs)} run(s) drawn in {out}")

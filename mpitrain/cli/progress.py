@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from mpitrain.cli import BEGAN, ENDED, STOPPED_AT, TERMINAL
 from mpitrain.config import Config
+from mpitrain.errors import visible
 from mpitrain.run.metrics import CLOSING
 
 
@@ -53,7 +54,7 @@ class Progress:
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
-        print(f"{network}: {record['parameters']:,} parameters on {c.data.source}; {record['ranks']} rank(s), "
+        print(f"{network}: {record['parameters']:,} parameters on {visible(c.data.source)}; {record['ranks']} rank(s), "
               f"{way(c)}{BEGAN}{folder}", flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)

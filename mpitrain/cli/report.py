@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mpitrain.cli.files import Outputs
 from mpitrain.machine import process
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mpitrain.report.page import Section
+    from mpitrain.report.timeline import Timeline
+
+    Drawn = tuple[Timeline, range | None]
 
 FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = "report", "report.html", "timeline.png", "metrics.png", "perfetto.json"
 
@@ -25,57 +29,73 @@ def command(runs: tuple[Path, ...]) -> None:
     Each RUN/report gets the timeline of all ranks as a picture and as a trace for Perfetto or Chrome, and that of the first RUN
     a page of HTML with everything. Pictures and page need matplotlib: pip install 'mpitrain[report]'.
     """
-    from mpitrain.run.folder import METRICS
-    from mpitrain.run.metrics import read_metrics
-
     if process.launched().rank > 0:
         return  # rank 0 reports for all
-    sections = {str(run): reported(run) for run in runs}
+    outputs = Outputs()
+    sections = {str(run): reported(run, outputs) for run in runs}
     folder = runs[0] / FOLDER
-    if (folder / PERFETTO).exists():
+    if sections[str(runs[0])].has_trace:
         click.echo(f"{folder / PERFETTO} is for https://ui.perfetto.dev")
     if find_spec("matplotlib") is None:
         click.echo("no pictures and no page: pip install 'mpitrain[report]'")
-        return
+    else:
+        _write_page(runs, sections, outputs)
+    outputs.settle()
+
+
+def _write_page(runs: "Sequence[Path]", sections: "Mapping[str, Section]", outputs: Outputs) -> None:
+    """Write the page with all sections, and the picture of all metrics that it shows, into the first run's folder."""
     from mpitrain.report.page import write_page
     from mpitrain.report.picture import draw_metrics
+    from mpitrain.run.folder import METRICS
+    from mpitrain.run.metrics import read_metrics
 
-    draw_metrics({str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE)
-    write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
-    click.echo(f"{folder / PAGE} has all of it, with pictures")
+    folder = runs[0] / FOLDER
+    with outputs.to(folder):
+        draw_metrics({str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE)
+        write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
+        click.echo(f"{folder / PAGE} has all of it, with pictures")
 
 
-def reported(run: Path) -> "Section":
+def reported(run: Path, outputs: Outputs) -> "Section":
     """Say what the traces of a run say, and write what Perfetto reads and, with matplotlib, the timeline."""
-    from mpitrain.errors import ConfigError
+    from mpitrain.errors import ConfigError, visible
+    from mpitrain.files import opened
     from mpitrain.report.page import Section
+    from mpitrain.report.timeline import trace_files
     from mpitrain.report.words import how_it_ended
     from mpitrain.run.folder import CONFIG, METRICS, TRACE
     from mpitrain.run.metrics import read_metrics
     from mpitrain.trace.early import left
 
-    records, is_early = read_metrics(run / METRICS), any(run.glob("rank-*"))
-    if not records and not is_early and not (run / CONFIG).exists() and not (run / TRACE).exists():
+    try:
+        with opened(run) as found:
+            names = found.names()
+    except FileNotFoundError:
+        names = []
+    is_early = any(name.startswith("rank-") for name in names)
+    records = read_metrics(run / METRICS)
+    if not records and not is_early and CONFIG not in names and TRACE not in names:
         starts = ", ".join(map(str, left()[-3:]))
         raise ConfigError(f"There is no run in {run}.", "Name the directory of a run" + (
             f", or that of a start which had none yet; on this host {starts}." if starts else "."))
-    try:
-        (run / FOLDER).mkdir(exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{run} cannot be written: {error.strerror}.", "Copy the run to where you may write.") from None
-    lines, picture = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"], None
-    if is_early or any((run / TRACE).glob("*")):
-        traced, picture = _traced(run, records)
+    lines = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"]
+    drawn: Drawn | None = None
+    if is_early or (TRACE in names and trace_files(run)[1]):
+        traced, drawn = _traced(run, records)
         lines += traced
     else:
         lines.append("It has no trace: run.trace, which is the default, keeps one.")
-    click.echo("\n".join(lines))
-    return Section("\n".join(lines), picture)
+    said = visible("\n".join(lines))
+    click.echo(said)
+    with outputs.to(run / FOLDER), opened(run) as found:
+        found.make(FOLDER).close()
+        return Section(said, _draw(run / FOLDER, drawn) if drawn else None, bool(drawn))
+    return Section(said, None, False)
 
 
-def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> tuple[list[str], Path | None]:
-    """Lines on what the traces of a run say, and the picture of its timeline, if there is one."""
-    from mpitrain.report.perfetto import write_perfetto
+def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":
+    """Lines on what the traces of a run say, and what is to be drawn of them."""
     from mpitrain.report.predicted import what_was_predicted
     from mpitrain.report.shares import shares
     from mpitrain.report.timeline import read_timeline
@@ -87,22 +107,30 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> tuple[list[str
     )
     from mpitrain.run.metrics import CLOSING
 
-    timeline, picture = read_timeline(run), None
+    timeline = read_timeline(run)
     lines = list(whose_traces_are_missing(timeline))
-    write_perfetto(run / FOLDER / PERFETTO, timeline)
     found = shares(timeline)
     if found:
         lines += [*where_the_time_went(found, timeline), *what_was_predicted(run, timeline, found.steps),
                   what_the_trace_cost(found, timeline)]
-        if find_spec("matplotlib"):
-            from mpitrain.report.picture import draw_timeline
-
-            picture = run / FOLDER / TIMELINE
-            draw_timeline(timeline, found.steps, picture)
     elif timeline.missing:
         lines.append("Where the time went cannot be said without the traces of all ranks, for they wait for each other.")
     else:
         lines.append("No step was finished by all ranks.")
     if not records or records[-1].get("event") not in CLOSING:
         lines += what_each_did_last(timeline)
-    return lines, picture
+    return lines, (timeline, found.steps if found else None)
+
+
+def _draw(folder: Path, drawn: "Drawn") -> Path | None:
+    """Write what Perfetto reads and, with matplotlib, the timeline of the steps that all ranks finished: its picture."""
+    from mpitrain.report.perfetto import write_perfetto
+
+    timeline, steps = drawn
+    write_perfetto(folder / PERFETTO, timeline)
+    if steps is None or not find_spec("matplotlib"):
+        return None
+    from mpitrain.report.picture import draw_timeline
+
+    draw_timeline(timeline, steps, folder / TIMELINE)
+    return folder / TIMELINE

@@ -166,12 +166,12 @@ def unmeasured(config: Any, hosts: Sequence[str]) -> str:
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """The configuration file, or else that of the run that is resumed, under the settings of the command line."""
     from mpitrain.config import parse, read_toml, with_settings
-    from mpitrain.run.folder import CONFIG, configuration
+    from mpitrain.run.folder import configuration, is_run
 
     if config_file:
         return parse(with_settings(read_toml(config_file), settings))
     out = with_settings({}, settings).get("run", {}).get("out")
-    if resume == "no" or not isinstance(out, str) or not (Path(out) / CONFIG).exists():
+    if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
         return parse(with_settings({}, settings))
     stored = {**configuration(Path(out)).model_dump(), "layout": {}, "pipeline": {}}  # a resumed run may have other ranks
     config = parse(with_settings(stored, settings))

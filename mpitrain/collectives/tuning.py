@@ -45,10 +45,15 @@ def _is_complete(tuning: Tuning) -> bool:
             and all(set(at) == set(KNOTS) and {len(values) for values in at.values()} == {length} for at, length in tables))
 
 
-def write_tuning(path: Path, tuning: Tuning) -> None:
-    """Write the file whole, a line for the constants of a knot."""
+def tuning_text(tuning: Tuning) -> str:
+    """What the file holds, a line for the constants of a knot."""
     text = json.dumps(tuning._asdict(), indent=1, allow_nan=False)
-    write_whole(path, re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
+    return re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
+
+
+def write_tuning(path: Path, tuning: Tuning) -> None:
+    """Write the file whole."""
+    write_whole(path, tuning_text(tuning))
 
 
 def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:

@@ -30,10 +30,13 @@ SYNONYMS = {
 }
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a configuration file; data, a tuning or tiles that it names are looked for from its own folder."""
+def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
+    """The tables of a configuration file; data, a tuning or tiles that it names are looked for from its own folder.
+
+    inner  1 for that of a run directory, which is not followed if it is a link
+    """
     try:
-        tables = tomllib.loads(contents(path).decode("utf-8-sig"))
+        tables = tomllib.loads(contents(path, inner).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.", "Name a TOML file.") from None
     except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, a number of 5000 digits, 1000 brackets

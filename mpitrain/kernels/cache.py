@@ -8,27 +8,38 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from mpitrain.files import opened
+
 
 def cache_of(what: str) -> Path:
     """This user's folder for kernels compiled for `what`: a place where nobody else can put one, for they are loaded from it."""
     temporary = Path(tempfile.gettempdir()) / f"mpitrain-{what}-{os.getuid()}"
     at_home = Path(os.path.expanduser(f"~/.cache/mpitrain/{what}"))  # as it is, for a user without any home
-    for folder in (at_home, temporary):
-        if folder.is_absolute() and _is_own(folder):
-            return folder
-    return _fresh_folder(what)
+    if at_home.is_absolute() and _is_own(at_home):
+        return at_home
+    return temporary if _keeps_names(temporary.parent) and _is_own(temporary) else _fresh_folder(what)
 
 
 def _is_own(folder: Path) -> bool:
     """Whether the folder, made if there is none, is this user's, no symbolic link, and writable by this user alone."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        facts = folder.lstat()
+        with opened(folder.parent) as parent, parent.make(folder.name, 0o700) as found:
+            facts = os.fstat(found.descriptor)
     except OSError:
         return False
     is_private = facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(facts.st_mode) and is_private and os.access(folder, os.W_OK)
+    return is_private and os.access(folder, os.W_OK)
+
+
+def _keeps_names(folder: Path) -> bool:
+    """Whether no other user but root can exchange what this user has in the folder: as in /tmp, which has the sticky bit."""
+    try:
+        facts = os.stat(folder)
+    except OSError:
+        return False
+    is_closed = not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or facts.st_mode & stat.S_ISVTX
+    return facts.st_uid in (0, os.getuid()) and bool(is_closed)
 
 
 @cache

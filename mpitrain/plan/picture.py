@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mpitrain.files import whole
 from mpitrain.pipeline.files import LETTERS
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.simulate import Simulation
@@ -39,5 +40,6 @@ def draw(plan: Plan, simulation: Simulation, title: str, path: Path) -> None:
     kinds = dict.fromkeys(LETTERS[type(event.instruction)] for event in events)
     figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds], loc="outside lower right",
                   ncols=len(kinds), fontsize="small")
-    figure.savefig(path, dpi=110)
+    with whole(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=110)
     pyplot.close(figure)

@@ -17,7 +17,8 @@ THREADS = ("host", "device")
 
 def write_perfetto(path: Path, timeline: Timeline) -> None:
     """Write everything that the ranks have noted: a process per rank, messages and reductions beside what computes."""
-    write_whole(path, json.dumps({"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False))
+    text = json.dumps({"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False)
+    write_whole(path, text, inner=2)
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:

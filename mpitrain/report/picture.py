@@ -6,6 +6,7 @@ from typing import Any
 
 from mpitrain.bench.curves import is_number
 from mpitrain.bench.plot import look, painter
+from mpitrain.files import whole
 from mpitrain.report.timeline import Timeline, told_steps
 from mpitrain.trace.read import Trace
 from mpitrain.trace.ring import (
@@ -61,7 +62,8 @@ def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
     axes.set_title(told_steps(shown), fontsize="medium")
     figure.legend(handles=[Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=name)
                            for name, fill in (FILLS | BENEATH).items()], loc="outside lower center", ncols=9, fontsize="small")
-    figure.savefig(path, dpi=120)
+    with whole(path, inner=2) as file:
+        figure.savefig(file, format="png", dpi=120)
     pyplot.close(figure)
 
 
@@ -109,5 +111,6 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
         axes.grid(alpha=0.3)
     for text in views[0, 0].legend(fontsize="small").get_texts():
         text.set_parse_math(False)
-    figure.savefig(path, dpi=100)
+    with whole(path, inner=2) as file:
+        figure.savefig(file, format="png", dpi=100)
     pyplot.close(figure)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import ConfigError
+from mpitrain.files import opened
 from mpitrain.run.folder import TRACE, trace_file
 from mpitrain.trace.read import MOST, Trace, read_trace
 from mpitrain.trace.ring import COMPUTE, DEVICE, PHASES, RECEIVE, SEND, STEP
@@ -76,8 +77,8 @@ def read_timeline(folder: Path) -> Timeline:
     """The traces of a run directory, or of a start without one, as far as they can be read; ConfigError if there are none."""
     found: dict[int, Trace] = {}
     missing: dict[int, str] = {}
-    where = folder / TRACE if (folder / TRACE).is_dir() else folder
-    for file in sorted(where.glob("rank-*")):
+    where, files = trace_files(folder)
+    for file in files:
         rank = int(digits) if (digits := file.name.removeprefix("rank-")).isdecimal() else -1
         try:
             found[rank] = _told_by(read_trace(file), rank, file)
@@ -95,6 +96,19 @@ def read_timeline(folder: Path) -> Timeline:
         if rank not in found:
             missing.setdefault(rank, f"There is no trace of rank {rank} in {where}; every rank writes its own.")
     return Timeline([_on_one_clock(found[rank]) for rank in sorted(found)], dict(sorted(missing.items())))
+
+
+def trace_files(folder: Path) -> tuple[Path, list[Path]]:
+    """Where the traces of a run, or of a start without a directory, lie, and their files; ConfigError if that is a link."""
+    try:
+        with opened(folder) as run:
+            if run.facts(TRACE) is None:
+                return folder, [folder / name for name in run.names() if name.startswith("rank-")]
+            with run.subdirectory(TRACE) as traces:
+                return traces.path, [traces.path / name for name in traces.names() if name.startswith("rank-")]
+    except OSError as error:
+        raise ConfigError(f"There is no trace of a run in {error.filename}: {error.strerror}.",
+                          "Name the directory of a run.") from None
 
 
 def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:

@@ -1,17 +1,16 @@
 """What a rank takes from the files of a checkpoint, in ranges, whatever the layout that wrote them."""
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from mpitrain.errors import CheckpointError
-from mpitrain.files import contents
+from mpitrain.files import contents, reading
 from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.kept import Kept
@@ -19,7 +18,7 @@ from mpitrain.run.finished import way_out
 from mpitrain.run.manifest import INDEX, Manifest, Stored
 from mpitrain.run.pieces import Held, Part, common, described, holdings, runs
 from mpitrain.run.shares import PARAMETERS
-from mpitrain.run.stream import MOVED, Located, located, read_into
+from mpitrain.run.stream import INNER, MOVED, Located, located, read_into
 
 OPEN = 64
 """Files that are open at once."""
@@ -107,14 +106,14 @@ class _Files:
         for stored in manifest.stored:
             self._stored[stored.name, stored.part.tensor].append(stored)
         self._located: dict[str, dict[str, Located]] = {}
-        self._open: dict[str, int] = {}
+        self._open: dict[str, BinaryIO] = {}
 
     def found(self, held: Held) -> list[Stored]:
         """Where elements of this tensor lie."""
         tensor = held.part.tensor
         if held.name != PARAMETERS:
             return self._stored.get((held.name, tensor), [])
-        self._weight_map = self._weight_map or json.loads(contents(self._path / INDEX))["weight_map"]
+        self._weight_map = self._weight_map or json.loads(contents(self._path / INDEX, INNER))["weight_map"]
         if tensor not in self._weight_map:
             return []
         file = self._weight_map[tensor]
@@ -136,8 +135,8 @@ class _Files:
 
     def close(self) -> None:
         """Close what is open."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            file.close()
         self._open.clear()
 
     def _tensors(self, file: str) -> dict[str, Located]:
@@ -149,5 +148,5 @@ class _Files:
         if file not in self._open:
             if len(self._open) == OPEN:
                 self.close()
-            self._open[file] = os.open(self._path / file, os.O_RDONLY)
-        return self._open[file]
+            self._open[file] = reading(self._path / file, INNER)
+        return self._open[file].fileno()

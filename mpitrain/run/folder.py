@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import socket
 import sys
 import time
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
-from mpitrain.collectives.tuning import write_tuning
+from mpitrain.collectives.tuning import tuning_text
 from mpitrain.config import Config, keys, parse, read_toml
 from mpitrain.data import Scan, Source, TokenSource, Unopened, absolute
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, write_whole
-from mpitrain.run.finished import steps
+from mpitrain.files import Directory, cannot_write, contents, opened
+from mpitrain.run.finished import steps, sweep
 from mpitrain.run.metrics import cut_after
 from mpitrain.run.resolve import Resolved
 from mpitrain.transport.agreed import agreed
@@ -74,7 +73,7 @@ def _look(config: Config, resume: str) -> Place:
         return Place()
     folder = Path(config.run.out)
     saved = steps(folder / CHECKPOINTS)
-    has_run = bool(saved) or (folder / CONFIG).exists()
+    has_run = bool(saved) or is_run(folder)
     if resume == "no" and has_run:
         _check_idle(folder)
         way_on = "--resume to go on with it" if saved else "--resume=auto to start it again, for it has no checkpoint"
@@ -93,16 +92,23 @@ def _look(config: Config, resume: str) -> Place:
     return Place(folder, saved[-1], has_run, changed)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a directory holds the configuration of a run, be it a damaged one; what cannot be looked at holds none."""
+    with contextlib.suppress(OSError), opened(folder) as run:
+        return run.facts(CONFIG) is not None
+    return False
+
+
 def configuration(folder: Path) -> Config:
     """What a run was last trained with; ConfigError unless its file says all of it, for a default may be another value.
 
     A file that has as many keys as its first line says was written by a version that had no others: they began with defaults
     that change nothing.
     """
-    tables = read_toml(folder / CONFIG)
+    tables = read_toml(folder / CONFIG, inner=1)
     then = parse(tables)
     missing = [key.name for key in keys() if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})]
-    told = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG).decode())
+    told = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG, inner=1).decode())
     if missing and not (told and int(told[1]) == sum(map(len, tables.values()))):
         named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise ConfigError(f"{folder / CONFIG} is not the whole configuration of its run: it lacks {named}.",
@@ -127,42 +133,44 @@ def claim(place: Place, resolved: Resolved, source: Source | Unopened, step: int
     raises  ConfigError if the directory cannot be written, or if another run is going on in it
     """
     tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
+    folder = place.folder
     try:
-        folder = place.folder or _fresh()
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
-        try:
-            _begin(folder, place, resolved, source, step, tiles)
-        except BaseException:
-            os.close(lock)
-            raise
+        folder = folder or _fresh()
+        folder.mkdir(parents=True, exist_ok=True)
+        with opened(folder) as run:
+            lock = _lock(run)
+            try:
+                _begin(run, place, resolved, source, step, tiles)
+            except BaseException:
+                os.close(lock)
+                raise
     except OSError as error:
-        raise ConfigError(f"The run directory {place.folder or 'runs'} cannot be written: {error.strerror or error}.",
-                          "Choose another --out, or make room.") from None
+        raise cannot_write(folder or Path("runs"), error, "Choose another --out.") from None
     return folder, lock
 
 
-def _begin(folder: Path, place: Place, resolved: Resolved, source: Source | Unopened, step: int, tiles: str) -> None:
+def _begin(run: Directory, place: Place, resolved: Resolved, source: Source | Unopened, step: int, tiles: str) -> None:
     """Write what a run begins with, in a directory that nobody else writes to. tiles: the text of the table, if one was named"""
-    config = resolved.config
-    if (folder / CONFIG).exists() and not place.has_run:
+    config, folder = resolved.config, run.path
+    with run.make(CHECKPOINTS) as checkpoints:
+        sweep(checkpoints)
+    if run.facts(CONFIG) and not place.has_run:
         raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
     if steps(folder / CHECKPOINTS)[-1:] != ([place.saved] if place.saved else []):
         raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
     tables = _tables(resolved, source, folder)
-    write_whole(folder / CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}")
+    run.write_whole(CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}")
     if config.replication.tuning:
-        write_tuning(folder / TUNING, resolved.tuning)
+        run.write_whole(TUNING, tuning_text(resolved.tuning))
     if config.device.tiles:
-        write_whole(folder / TILES, tiles)
+        run.write_whole(TILES, tiles)
     if isinstance(source, TokenSource) and source.scan:
-        write_whole(folder / TOKENS, json.dumps(source.scan._asdict()) + "\n")
-    if (folder / TRACE).exists():
-        shutil.rmtree(folder / TRACE)
+        run.write_whole(TOKENS, json.dumps(source.scan._asdict()) + "\n")
+    run.remove_tree(TRACE)
     if config.run.trace:
-        (folder / TRACE).mkdir()
+        run.make(TRACE).close()
     if place.saved is None:
-        write_whole(folder / METRICS, "")
+        run.write_whole(METRICS, "")
     else:
         cut_after(folder / METRICS, step)
 
@@ -175,7 +183,7 @@ def trace_file(folder: Path, rank: int) -> Path:
 def noted_scan(folder: Path | None) -> Scan | None:
     """The scan that a run has noted in its directory; None if there is none, or none that can be read."""
     try:
-        scan = Scan(**json.loads(contents(folder / TOKENS))) if folder else None
+        scan = Scan(**json.loads(contents(folder / TOKENS, inner=1))) if folder else None
         return scan if scan and type(scan.largest) is int else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None
@@ -195,7 +203,7 @@ def _fresh() -> Path:
 
 def _check_idle(folder: Path) -> None:
     """ConfigError if a run is going on in the folder, as far as its file system can tell."""
-    with contextlib.suppress(OSError), (folder / LOCK).open("r+b") as lock:
+    with contextlib.suppress(OSError), opened(folder) as run, run.open(LOCK) as lock:
         _take(folder, lock.fileno())
 
 
@@ -207,15 +215,16 @@ def _take(folder: Path, lock: int) -> None:
                           "Wait for it, stop it, or choose another --out.") from None
 
 
-def _lock(folder: Path) -> int:
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def _lock(run: Directory) -> int:
+    """Take the lock; its file is cut off only once it is held."""
+    lock = run.append(LOCK)
     try:
-        _take(folder, lock)
+        _take(run.path, lock)
     except ConfigError:
         os.close(lock)
         raise
     except OSError as error:  # some file systems of clusters cannot lock
-        print(f"warning: {folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it.", file=sys.stderr,
+        print(f"warning: {run.path} cannot be locked ({error.strerror}): nothing keeps a second run out of it.", file=sys.stderr,
               flush=True)
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())

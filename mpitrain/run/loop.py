@@ -287,8 +287,9 @@ class _Run:
         try:
             self._metrics.write(record)
         except OSError as error:
+            way_on = "go on with --resume" if self._saved_at is not None else "start again with --resume=auto"
             raise TrainingError(f"{self._folder / METRICS} cannot be written: {error.strerror or error}.",
-                                "Make room, then go on with --resume.") from None
+                                f"Make room, then {way_on}.") from None
         self._watcher.recorded(record)
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:

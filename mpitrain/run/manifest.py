@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError
-from mpitrain.files import check_regular, contents
+from mpitrain.files import contents, opened, reading
 from mpitrain.run.finished import way_out
 from mpitrain.run.pieces import Part, part_of_text
-from mpitrain.run.stream import BLOCK, Writing, located
+from mpitrain.run.stream import BLOCK, INNER, Writing, located
 
 FORMAT = "mpitrain-3"
 MANIFEST, INDEX = "manifest.json", "model.safetensors.index.json"
@@ -86,7 +86,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint; CheckpointError unless it is whole and unaltered."""
     file = path / MANIFEST
     try:
-        text = contents(file).decode()
+        text = contents(file, INNER).decode()
         body = json.loads(text)
         is_altered = body.pop("sha256") != _digest(body) or _text({**body, "sha256": _digest(body)}) != text
         found = body["format"]
@@ -124,7 +124,6 @@ def _refuse_earlier(path: Path) -> None:
     """CheckpointError if it was written before there were manifests."""
     file = path / "model.safetensors"
     try:
-        check_regular(file)
         found = located(file)[0]["format"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
@@ -146,19 +145,27 @@ def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
     for name, group in groupby(mine, lambda block: block[0]):
         _verify(path / name, manifest, [block for _, block in group])
     listed = {path / name for name in manifest.files}
-    for extra in sorted({*path.glob("*.safetensors")} - listed if rank == 0 else ()):
+    for extra in sorted({path / name for name in _tensor_files(path)} - listed if rank == 0 else ()):
         raise CheckpointError(f"{extra} is none of the {len(listed)} files that {MANIFEST} lists.", way_out(path))
+
+
+def _tensor_files(path: Path) -> list[str]:
+    """The names in a checkpoint that other tools would read."""
+    try:
+        with opened(path, INNER - 1) as folder:
+            return [name for name in folder.names() if name.endswith(".safetensors")]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.", way_out(path)) from None
 
 
 def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
     wanted, folder = manifest.files[file.name], file.parent
     try:
-        check_regular(file)
-        with file.open("rb") as opened:
-            nbytes, altered = os.fstat(opened.fileno()).st_size, -1
+        with reading(file, INNER) as stored:
+            nbytes, altered = os.fstat(stored.fileno()).st_size, -1
             for block in blocks:
-                opened.seek(manifest.block * block)
-                if hashlib.sha256(opened.read(manifest.block)).hexdigest() != wanted.digests[block]:
+                stored.seek(manifest.block * block)
+                if hashlib.sha256(stored.read(manifest.block)).hexdigest() != wanted.digests[block]:
                     altered = block
                     break
     except FileNotFoundError:

@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from mpitrain.files import contents, write_whole
+from mpitrain.files import contents, opened, write_whole
 
 CLOSING = ("end", "stopped", "failed")  # events of a last line
 
@@ -21,14 +23,26 @@ class MetricsFile:
     """Appends records to a file, each line complete on disk's side of the process before the next."""
 
     def __init__(self, path: Path):
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        with opened(path.parent) as folder:
+            self._descriptor = folder.append(path.name)
+        self._nbytes = os.fstat(self._descriptor).st_size
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(strict(record), allow_nan=False) + "\n")
-        self._file.flush()
+        """Append a line; OSError if it cannot be written, and then the file ends with the line before it."""
+        rest = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
+        nbytes = self._nbytes + len(rest)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest):]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._nbytes)
+            raise
+        self._nbytes = nbytes
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file; nothing is left to write, so that this cannot fail for want of room."""
+        os.close(self._descriptor)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -38,9 +52,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line that holds a record, and the record. Lines end at line breaks alone, and nothing else in a file is an error."""
-    if not path.exists():
+    try:
+        lines = contents(path, inner=1).split(b"\n")
+    except FileNotFoundError:
         return
-    for raw in contents(path).split(b"\n"):
+    for raw in lines:
         try:
             line = raw.decode().strip()
             record = json.loads(line, parse_constant=_refuse)

@@ -7,14 +7,14 @@ from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import Job, build
 from mpitrain.run.finished import newest
-from mpitrain.run.folder import CHECKPOINTS, CONFIG, configuration, noted_scan
+from mpitrain.run.folder import CHECKPOINTS, CONFIG, configuration, is_run, noted_scan
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
 
 def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
     """The configuration of a run directory, to be opened by so many ranks, with `section.key=value` put in."""
-    if not (folder / CONFIG).exists():
+    if not is_run(folder):
         raise ConfigError(f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run.")
     then = configuration(folder)
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))  # at once on a rank, in training

@@ -15,6 +15,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from mpitrain.files import opened, reading
+
+INNER = 3
+"""Names that a file of a checkpoint has beneath its run directory: the folder of checkpoints, the checkpoint's, its own."""
+
 BLOCK = 16 << 20
 """Bytes that one SHA-256 is of."""
 
@@ -40,7 +45,8 @@ class Writing:
         self._file: BinaryIO | None = None
         self._error: OSError | None = None
         try:
-            self._file = path.open("xb")
+            with opened(path.parent, INNER - 1) as folder:
+                self._file = os.fdopen(folder.create(path.name), "wb")
         except OSError as error:
             self._error = error
 
@@ -109,7 +115,7 @@ class Located(NamedTuple):
 
 def located(path: Path) -> tuple[dict[str, str], dict[str, Located]]:
     """Metadata and tensors of a safetensors file; OSError or ValueError if it cannot be read."""
-    with path.open("rb") as file:
+    with reading(path, INNER) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:
             raise ValueError(f"its header has {length} bytes, more than the file")

@@ -30,7 +30,7 @@ class Trace(NamedTuple):
 def read_trace(path: Path) -> Trace:
     """Read the trace of a rank, whatever became of it; ConfigError if the file is none."""
     try:
-        data = contents(path)
+        data = contents(path, inner=2)
     except OSError as error:
         raise ConfigError(f"The trace {path} cannot be read: {error.strerror}.", "Let this user read it.") from None
     if not data.startswith(MAGIC):

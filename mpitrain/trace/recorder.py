@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mpitrain.files import Directory, opened
 from mpitrain.trace.device import DeviceSpans
 from mpitrain.trace.ring import COMPUTE, DEVICE, NO_PHASE, PAUSE, STEP, WAIT, Ring, spelled
 
@@ -119,9 +120,17 @@ class Recorder:
         if self._device:
             self._device.note()
 
-    def keep(self, path: Path) -> None:
-        """Write to this file from now on, and what was written before; OSError if that cannot be."""
-        self._ring.move(path)
+    def keep(self, path: Path, inner: int = 2) -> None:
+        """Write to this file from now on, and what was written before; OSError if that cannot be. inner: see `files.reading`."""
+        self.keep_in(opened(path.parent, inner - 1), path.name)
+
+    def keep_in(self, folder: Directory, name: str) -> None:
+        """As `keep`, in an open folder, which is closed when it is left or cannot be used."""
+        try:
+            self._ring.move(folder, name)
+        except OSError:
+            folder.close()
+            raise
 
     def give_up(self, folder: Path) -> None:
         """Remove the file that is written to, if it still lies in this folder."""
@@ -172,7 +181,7 @@ class Silent(Recorder):
     def pausing(self, what: str) -> Iterator[None]:
         yield
 
-    def keep(self, path: Path) -> None:
+    def keep(self, path: Path, inner: int = 2) -> None:
         pass
 
 

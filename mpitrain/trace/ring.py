@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.files import Directory
+
 KINDS = ("step", "compute", "wait", "reduction", "send", "receive", "pause", "device")
 STEP, COMPUTE, WAIT, REDUCTION, SEND, RECEIVE, PAUSE, DEVICE = range(len(KINDS))
 PHASES = ("", "forward", "backward", "input half of backward", "weight half of backward", "update")
@@ -47,7 +49,8 @@ class Ring:
         self._capacity, self._used = capacity, len(MAGIC)
         self._next = itertools.count(1).__next__    # one call that no other thread interrupts
         self._newest = 0
-        self._path: Path | None = None    # of the file that it lies in
+        self._folder: Directory | None = None    # that the file lies in, and its name
+        self._name = ""
         self.note({"records": capacity})
 
     def note(self, line: Any) -> bool:
@@ -71,39 +74,41 @@ class Ring:
         if self._newest - number < self._capacity:
             END.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size + 8, end)
 
-    def move(self, path: Path) -> None:
+    def move(self, folder: Directory, name: str) -> None:
         """Go on in a file, which begins with what was written so far; OSError if there can be none. No other thread may write.
 
         The file that it lay in before is removed. So is one that lies there, whoever writes to it: it lives on without a name.
         To cut it off would end the process that has mapped it.
+        folder  is closed by the ring, when it moves on
         """
         size = len(self._map)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = folder.create(name)
         try:
             os.posix_fallocate(descriptor, 0, size)    # on a disk that is full a write to mapped memory ends the process
             moved = mmap.mmap(descriptor, size)
+        except OSError:
+            folder.remove(name)
+            raise
         finally:
             os.close(descriptor)
         moved[:] = self._map[:]
         self._map.close()
         self._map = moved
-        before, self._path = self._path, path
-        if before:
-            remove(before)
+        self._leave()
+        self._folder, self._name = folder, name
 
     def give_up(self, folder: Path) -> None:
         """Remove its file, if it still lies in this folder; it may be written to as before."""
-        if self._path and self._path.parent == folder:
-            remove(self._path)
+        if self._folder and self._folder.path == folder:
+            self._leave()
 
-
-def remove(path: Path) -> None:
-    """Remove the file of a ring, and its folder after the last of them."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-        path.parent.rmdir()
+    def _leave(self) -> None:
+        """Remove the file, if the ring has one."""
+        if self._folder:
+            with contextlib.suppress(OSError):
+                self._folder.remove(self._name)
+            self._folder.close()
+            self._folder = None
 
 
 def spelled(ranks: Sequence[int]) -> list[int] | str:

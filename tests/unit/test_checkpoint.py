@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import CheckpointError, TrainingError
-from mpitrain.run import checkpoint, finished, manifest, stream
+from mpitrain.files import Directory
+from mpitrain.run import checkpoint, manifest
 from mpitrain.run.build import build
 from mpitrain.run.finished import newest, steps
 from mpitrain.run.manifest import INDEX, MANIFEST, Done
@@ -86,7 +88,7 @@ def test_one_that_was_given_another_steps_name_is_refused(tmp_path):
         read(newest(tmp_path))
 
 
-@pytest.mark.parametrize("module, moment", [(stream.os, "fsync"), (stream.Path, "open"), (finished, "sync")])
+@pytest.mark.parametrize("module, moment", [(os, "fsync"), (Directory, "create"), (Directory, "sync")])
 def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, module, moment):
     trainer = trained()
     save(tmp_path, trainer, after(1), keep=1)
@@ -105,14 +107,14 @@ def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypat
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     events = []
-    fsync, rename = os.fsync, type(tmp_path).rename
+    fsync, rename = os.fsync, os.rename
 
     def noted(file):
         events.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(type(tmp_path), "rename", lambda path, to: (events.append(to.name), rename(path, to))[1])
+    monkeypatch.setattr(os, "rename", lambda old, new, **more: (events.append(new), rename(old, new, **more))[1])
     save(tmp_path / "c", trained(), after(5), keep=1)
     assert events == [MODEL, STATE, INDEX, MANIFEST, ".step-00000005.partial", "step-00000005", "c"]
 
@@ -121,11 +123,10 @@ def test_what_is_dropped_is_gone_at_once_and_left_overs_are_swept(tmp_path, monk
     trainer = trained()
     save(tmp_path, trainer, after(1), keep=1)
     listed = []
-    monkeypatch.setattr(finished.shutil, "rmtree",
-                        lambda path, **_: listed.append([p.name for p in steps(tmp_path)] if path.exists() else None))
+    monkeypatch.setattr(shutil, "rmtree", lambda name, **_: listed.append([p.name for p in steps(tmp_path)]))
     save(tmp_path, trainer, after(2), keep=1)
     monkeypatch.undo()
-    assert [names for names in listed if names] == [["step-00000002"]]
+    assert listed == [["step-00000002"]]
     assert (tmp_path / ".step-00000001.dropped").exists(), "the process died here"
     save(tmp_path, trainer, after(3), keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]

@@ -58,6 +58,13 @@ def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypa
     assert cache.cache_of("simulator") == folder, "one for the whole process"
 
 
+@pytest.mark.parametrize("mode, is_trusted", [(0o1777, True), (0o777, False), (0o770, False)])
+def test_in_a_temporary_folder_where_others_rename_what_is_ours_nothing_is_used_again(mode, is_trusted, temporary):
+    temporary.chmod(mode)
+    found = temporary / f"mpitrain-simulator-{os.getuid()}"
+    assert (cache.cache_of("simulator") == found) == is_trusted
+
+
 def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypatch):
     compiled = []
 
