@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -336,7 +337,7 @@ def test_a_nan_and_a_request_to_stop_of_one_worker_are_heard_at_the_end_of_the_p
         for index in range(6):
             is_odd = transport.rank == 1 and index == 1
             trainer.replication.loss = (lambda logits, *_: (np.nan, logits * np.nan)) if is_odd else loss
-            outcome = trainer.step(index, *trainer.replication.batch(source, index), stop=is_odd)
+            outcome = trainer.step(index, *trainer.replication.batch(source, index), partial(bool, is_odd))
             found.append((outcome.updated, outcome.nonfinite > 0, outcome.stop))
         assert np.isfinite(trainer.parameters).all()
         return found
