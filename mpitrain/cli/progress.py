@@ -3,6 +3,8 @@
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,9 @@ class Silent:
 class Progress:
     """Prints records as they come; on a terminal a bar shows loss, tokens/s and the time left."""
 
-    def __init__(self) -> None:
+    def __init__(self, say_last: Callable[[str], None] | None = None) -> None:
+        """say_last: prints the line that ends a run which was stopped or failed; None: on standard output."""
+        self._say_last = say_last or partial(print, flush=True)
         self._is_terminal = terminal() != 0
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
@@ -90,7 +94,7 @@ class Progress:
         elif event in CLOSING:
             self._bar.close()
             said = f"{STOPPED_AT}{step}; --resume goes on from there" if event == "stopped" else f"{event} at step {step}"
-            print(said, flush=True)
+            self._say_last(said)
 
     def _left(self, step: int) -> str:
         seconds = (time.perf_counter() - self._start) / max(1, step - self._first) * (self._steps - step)

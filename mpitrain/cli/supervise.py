@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from mpitrain.cli import ENDED, NOT_BEGUN, STOPPED, STOPPED_AT, TERMINAL, USAGE
+from mpitrain.cli import ENDED, LAUNCHED, NOT_BEGUN, STOPPED, STOPPED_AT, TERMINAL, USAGE
 from mpitrain.cli.words import Errors, Output, Passage, Words
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -43,7 +43,7 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
     The first request asks a training run for a checkpoint; the next one tells the launcher to end, and any after that kills
     it. Of any other command the first tells the launcher to end.
     """
-    environment = {**os.environ, **settings}
+    environment = {**os.environ, **settings, LAUNCHED: "1"}
     if sys.stderr.isatty() and line[0] != "srun":  # which holds a bar until its line ends: it gets lines instead
         environment[TERMINAL] = str(shutil.get_terminal_size().columns)
     process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent,

@@ -1,5 +1,6 @@
 """`mpitrain train`: build what the configuration says and train it."""
 
+import math
 import os
 import shutil
 import signal
@@ -14,11 +15,12 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import NOT_BEGUN, STOPPED
+from mpitrain.cli import LAUNCHED, NOT_BEGUN, STOPPED, last_words
 from mpitrain.cli.ending import STALL_SECONDS, ranks, settings_of
 from mpitrain.cli.output import be_courtesy
 from mpitrain.machine.kinds import KINDS
 
+ANNOUNCED = 1.2 * last_words.SECONDS  # after a CONT, for which a TERM is waited for
 SAMPLE_SECONDS = 10  # of drawing the sample after training, which keeps all the ranks
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -103,7 +105,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.requested = False
-        self._is_noted = False
+        self._is_noted = self._is_terminated = False
+        self._announced = -math.inf
         for number in REQUESTS:
             signal.signal(number, signal.SIG_DFL)
 
@@ -115,6 +118,8 @@ class Stop:
         threading.Thread(target=self._listen, args=(heard, rank), name="stop", daemon=True).start()
         for number in REQUESTS:
             signal.signal(number, self._note)
+        if last_words.parent() in ("prterun", "prted"):
+            signal.signal(signal.SIGCONT, self._announce)
 
     def note(self) -> None:
         """The run is about to have something to save."""
@@ -126,12 +131,35 @@ class Stop:
             os.kill(os.getpid(), number)
         self.requested = True
 
+    def _announce(self, number: int, frame: object) -> None:
+        self._announced = time.monotonic()
+
+    def asked(self) -> bool:
+        """Whether a stop was requested. A CONT of Open MPI's mpirun may announce its TERM: wait for it rather than go on.
+
+        Else the step that begins meanwhile would take time which the checkpoint needs. A CONT for another reason costs a pause.
+        """
+        while not self.requested and time.monotonic() < self._announced + ANNOUNCED:
+            time.sleep(0.002)
+        return self.requested
+
     def _listen(self, heard: int, rank: int) -> None:
-        while os.read(heard, 1):
+        while number := os.read(heard, 1):
+            if number[0] == signal.SIGCONT:
+                continue
+            self._is_terminated |= number[0] == signal.SIGTERM
             time.sleep(1 if rank > 0 else 0)  # the first to leave may end the one that prints
             if not self._is_noted:
-                print(NOT_BEGUN, flush=True)
+                if rank == 0:
+                    self.say(NOT_BEGUN)
                 os._exit(STOPPED)
+
+    def say(self, text: str) -> None:
+        """Print the line of rank 0 that ends the run; after TERM past mpirun, which sends it when it forwards nothing more."""
+        if self._is_terminated:
+            last_words.say(text)
+        else:
+            print(text, flush=True)
 
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
@@ -147,10 +175,12 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     check_same(transport, "configuration", config.flat())
     if transport.rank == 0 and (advice := unmeasured(config, transport.hosts)):
         print(advice, flush=True)
-    watcher = Progress() if transport.rank == 0 else Silent()
-    finished = train(transport, config, resume, lambda: stop.requested, watcher, stop.note, watchdog)
+    if transport.rank == 0 and LAUNCHED not in os.environ and last_words.parent() == "prterun":
+        print(last_words.ADVICE, flush=True)
+    watcher = Progress(stop.say) if transport.rank == 0 else Silent()
+    finished = train(transport, config, resume, stop.asked, watcher, stop.note, watchdog)
     if finished.job.step < config.run.steps and config.run.sample and finished.job.source.model == "gpt" and not finished.stopped:
-        _print_sample(finished, lambda: stop.requested)
+        _print_sample(finished, stop.asked)
     return finished
 
 

@@ -24,7 +24,8 @@ class Apart(AllReduce, ABC):
     loss over the global batch, and the root of the mean square of the workers' norms. In every other step loss and norm are
     this worker's own, and nothing else is told.
 
-    Evaluations and checkpoints use an average in a second buffer, and training goes on from the workers' own parameters. In half
+    Evaluations and checkpoints use an average in a second buffer, and training goes on from the workers' own parameters. This
+    holds at the end of a run, too: a finished run that is extended equals a run that was planned that long. In half
     precision the mirror is of what is used: it is written before each step, and once settled.
     """
 
@@ -69,8 +70,7 @@ class Apart(AllReduce, ABC):
         return self._weight()
 
     def _is_end_of_period(self, step: int) -> bool:
-        config = self.replica.config
-        return (step + 1) % config.replication.period == 0 or step + 1 == config.run.steps
+        return (step + 1) % self.replica.config.replication.period == 0
 
     @abstractmethod
     def _mix(self, step: int) -> None:
@@ -91,7 +91,7 @@ class Apart(AllReduce, ABC):
         self._mix(mine.number)
         self._news[2:] += own.nonfinite, not own.updated, own.stop
         told = own._replace(nonfinite=0, updated=True, stop=False)
-        if self._is_end_of_period(mine.number):
+        if self._is_end_of_period(mine.number) or mine.number + 1 == self.replica.config.run.steps:
             told = self._told(own)
         return told._replace(comm_s=own.comm_s + time.perf_counter() - began)
 

@@ -14,13 +14,15 @@ def has_outer(settings: Settings) -> bool:
 
 
 class Local(Apart):
-    """After each period all parameters become their average, which weighs each worker by its rows.
+    """After each full period all parameters become their average, which weighs each worker by its rows.
 
+    Where a run ends within a period, its model is the plain average, and no worker takes it over: the run may be extended.
     An outer momentum takes that average for a proposal. With `start`, which all had before the period, and zero for m:
     delta = start - average;  m = outer_momentum m + delta;  all go on from start - outer_lr (delta + outer_momentum m).
     The default, outer_lr 1 and outer_momentum 0, is the average itself.
 
-    bytes sent  at the end of a period an all-reduce of the parameters' bytes, and one of 40; in other steps none
+    bytes sent  at the end of a period an all-reduce of the parameters' bytes, and one of 40; in other steps none but for the
+                average of a checkpoint or an evaluation
     memory      twice the parameters; four times with an outer momentum
     source      Stich 2019, Local SGD Converges Fast and Communicates Little, ICLR; for the outer momentum, which is
                 Nesterov's, Douillard et al. 2023, DiLoCo, arXiv:2311.08105

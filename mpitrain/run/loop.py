@@ -163,7 +163,7 @@ class _Run:
             span = self._recorder.compute(self._batch_name)
             inputs, targets = replication.batch(self._source, number, self._after(number).samples)
             self._recorder.end(span)
-            own = self._trainer.step(number, inputs, targets, self._stop_requested())
+            own = self._trainer.step(number, inputs, targets, self._stop_requested)
         outcome = replication.outcome(index, own)
         self._comm_s += outcome.comm_s
         is_skipped = not outcome.updated and not outcome.overflows    # what overflows is the loss scale's to mend

@@ -141,13 +141,15 @@ class Trainer:
         """The rows of the global batch that this rank computes."""
         return self.replication.share(self.config.batch.size)
 
-    def step(self, index: int, inputs: np.ndarray, targets: np.ndarray, stop: bool = False) -> Outcome:
+    def step(self, index: int, inputs: np.ndarray, targets: np.ndarray,
+             stop_requested: Callable[[], bool] = lambda: False) -> Outcome:
         """One optimizer step; collective.
 
-        index    number of the step, from 0
-        inputs   this rank's rows (see `share`) of the global batch; none on a server
-        targets  their classes: (rows,) or (rows, tokens)
-        stop     ask all ranks to stop after this step; the outcome tells them
+        index           number of the step, from 0
+        inputs          this rank's rows (see `share`) of the global batch; none on a server
+        targets         their classes: (rows,) or (rows, tokens)
+        stop_requested  whether all ranks shall stop after this step, which the outcome tells them; asked when this rank has
+                        computed, so that a request which comes meanwhile does not wait for another step
         """
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
         scales = [self.replication.scale(math.prod(targets.shape[1:]), micro) for micro in range(micro_batches)]
@@ -171,7 +173,8 @@ class Trainer:
             self._straggle(index)
             self.pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        return self.replication.finish(Contribution(index, self._loss_sums if self.grid.speaks else (), lr, stop, scales))
+        losses = self._loss_sums if self.grid.speaks else ()
+        return self.replication.finish(Contribution(index, losses, lr, stop_requested(), scales))
 
     def settle(self) -> None:
         """Finish what is under way, and make the parameters current on all ranks, as evaluations and the like do; collective."""

@@ -3,10 +3,12 @@
 import json
 import math
 from collections import Counter
+from functools import partial
 from itertools import islice
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mpitrain.cli.progress import Silent
 from mpitrain.config import parse, with_settings
@@ -78,12 +80,12 @@ def alike(arrays):
 
 
 def local(period, lr=1.0, momentum=0.0):
-    """After a period, and after the last step, the average by rows, or what Nesterov's momentum makes of it."""
+    """After a full period the average by rows, or what Nesterov's momentum makes of it."""
     def mixing(initial):
         starts, speeds = dict(initial), dict.fromkeys(initial, 0.0)
 
         def mix(workers, step):
-            if (step + 1) % period and step + 1 < STEPS:
+            if (step + 1) % period:
                 return
             for name in starts:
                 change = starts[name] - by_rows([worker.values[name] for worker in workers])
@@ -265,6 +267,43 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, tmp_path):
     assert facts("parts") == facts("whole") and len(facts("whole")) == 9 + 1
 
 
+@pytest.mark.parametrize("mode", [("local",), ("local", "outer_lr=0.7", "outer_momentum=0.9"), ("gossip",)])
+def test_a_finished_run_that_is_extended_is_the_run_planned_that_long_bit_for_bit(mode, tmp_path):
+    (tmp_path / "book").write_text("".join(f"word {n % 7} " for n in range(240)))
+    settings = ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=8", "run.log_every=1",
+                "device.kind=cpu", f"data.source=text:{tmp_path / 'book'}", "optimizer.schedule=constant",
+                "replication.period=3", "run.eval_every=4", "checkpoint.every=4", "checkpoint.keep=9",
+                *(f"replication.{one}" for one in (f"mode={mode[0]}", *mode[1:]))]
+
+    def go(folder, steps, resume="no"):
+        config = parse(with_settings({}, [*settings, f"run.out={tmp_path / folder}", f"run.steps={steps}"]))
+        run_ranks(3, train, config, resume, lambda: False, Silent())
+
+    def facts(folder):    # norms and losses between two meetings are a worker's own, and step 4 is the end of one run alone
+        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines
+                if ("loss" in line and line["step"] != 4) or "val_loss" in line]
+
+    def saved(folder):
+        return {(path.parent.name, name, path.name): tensor
+                for path in (tmp_path / folder).glob("checkpoints/*/*.safetensors") for name, tensor in load_file(path).items()}
+
+    go("planned", 11)
+    go("extended", 4)
+    tensors = saved("extended")
+    own = [tensors[key] for key in sorted(tensors) if key[1].startswith("own_parameters/head.norm.gain/")]
+    assert len(own) == 3 and np.ptp(own, 0).any(), "workers must differ, or equality says nothing"
+    model, = (tensor for (_, name, _), tensor in tensors.items() if name == "head.norm.gain")
+    assert np.allclose(model, np.average(own, 0, [2, 3, 3] if mode[0] == "local" else None), rtol=1e-6, atol=0)
+    go("extended", 4, "yes")    # which has nothing left to do, and must spoil nothing
+    go("extended", 11, "yes")
+    assert facts("extended") == facts("planned")
+    planned, extended = saved("planned"), saved("extended")
+    assert planned.keys() == extended.keys() and len({step for step, *_ in planned}) == 3
+    for key, tensor in planned.items():
+        assert np.array_equal(tensor, extended[key]), key
+
+
 @pytest.mark.parametrize("mode, each", [(LOCAL, 0), (GOSSIP, 1)])
 def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
     def run(transport):
@@ -298,7 +337,7 @@ def test_a_nan_and_a_request_to_stop_of_one_worker_are_heard_at_the_end_of_the_p
         for index in range(6):
             is_odd = transport.rank == 1 and index == 1
             trainer.replication.loss = (lambda logits, *_: (np.nan, logits * np.nan)) if is_odd else loss
-            outcome = trainer.step(index, *trainer.replication.batch(source, index), stop=is_odd)
+            outcome = trainer.step(index, *trainer.replication.batch(source, index), partial(bool, is_odd))
             found.append((outcome.updated, outcome.nonfinite > 0, outcome.stop))
         assert np.isfinite(trainer.parameters).all()
         return found

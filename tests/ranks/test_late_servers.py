@@ -131,7 +131,7 @@ def test_a_stop_of_any_rank_ends_all_after_one_step_and_a_nan_is_no_update(updat
         for index in range(STEPS):
             own = None
             for number in replication.steps(index, lambda: transport.rank == asked):
-                own = trainer.step(number, *replication.batch(source, number), stop=transport.rank == asked)
+                own = trainer.step(number, *replication.batch(source, number), stop_requested=lambda: transport.rank == asked)
             if replication.outcome(index, own).stop:
                 replication.settle()
                 return index

@@ -58,6 +58,19 @@ def validated(tmp_path):
     return [record["step"] for record in records(tmp_path) if "val_loss" in record]
 
 
+def test_a_request_that_comes_while_a_step_is_computed_does_not_wait_for_another_step(book, tmp_path, monkeypatch):
+    computing, straggle = set(), Trainer._straggle
+
+    def compute(self, step):
+        straggle(self, step)
+        if step == 2 and self.transport.rank == 1:
+            computing.add(1)
+
+    monkeypatch.setattr(Trainer, "_straggle", compute)
+    assert go(2, book, stop=lambda rank: rank in computing)
+    assert newest(tmp_path / "run/checkpoints").name == "step-00000003"
+
+
 class Killed(Exception):
     """Stands for a job that dies."""
 

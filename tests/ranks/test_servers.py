@@ -147,7 +147,7 @@ def test_a_stop_and_a_nan_of_any_rank_reach_all(asked):
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY, SERVER, "replication.servers=2"))
         inputs, targets = trainer.replication.batch(source, 0)
-        outcomes = [trainer.step(0, inputs, targets, stop=transport.rank == asked)]
+        outcomes = [trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == asked)]
         before = trainer.parameters.copy()
         if transport.rank == 1:
             trainer.replication.open(0, 0)["tokens"][:] = np.nan

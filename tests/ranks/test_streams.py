@@ -4,6 +4,7 @@ The emulation knows no stream: it has the versions that the published recurrence
 one rank, with every stage's parameters put in their place.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -41,7 +42,7 @@ def driven(trainer, source, steps, stop_at=None):
         own = None
         for number in replication.steps(index, lambda: False):
             stop = number == stop_at and trainer.transport.rank == trainer.transport.size - 1
-            own = trainer.step(number, *replication.batch(source, number), stop=stop)
+            own = trainer.step(number, *replication.batch(source, number), partial(bool, stop))
         outcomes[index] = replication.outcome(index, own)._replace(comm_s=0.0, ended=None)
         if outcomes[index].stop:
             break

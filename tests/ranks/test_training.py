@@ -135,7 +135,7 @@ def test_a_stop_asked_of_one_rank_reaches_all():
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY))
         data = source.batch(0, 0, 12, trainer.share())
-        return [trainer.step(0, *data).stop, trainer.step(1, *data, stop=transport.rank == 1).stop]
+        return [trainer.step(0, *data).stop, trainer.step(1, *data, stop_requested=lambda: transport.rank == 1).stop]
 
     assert run_ranks(3, run) == [[False, True]] * 3
 
