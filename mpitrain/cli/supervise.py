@@ -37,15 +37,17 @@ class Requests(list[int]):
             sys.exit(STOPPED)
 
 
-def run(line: list[str], settings: dict[str, str], requests: Requests, is_training: bool) -> int:
+def run(line: list[str], settings: dict[str, str], requests: Requests, is_training: bool, is_ours: bool = True) -> int:
     """Start the line in a session of its own, and return the exit code of the run.
 
     The first request asks a training run for a checkpoint; the next one tells the launcher to end, and any after that kills
     it. Of any other command the first tells the launcher to end.
+
+    is_ours  the ranks are told of the terminal; the output of other programs passes as it is
     """
     environment, screen = {**os.environ, **settings}, Screen()
     shown: list[Screen | None] = [None, None]  # on which the ranks' standard output and standard error end
-    if sys.stderr.isatty() and line[0] != "srun":  # which holds a bar until its line ends: it gets lines instead
+    if is_ours and sys.stderr.isatty() and line[0] != "srun":  # which holds a bar until its line ends: it gets lines instead
         environment[TERMINAL], shown[1] = str(columns()), screen
         if is_one_terminal():
             environment[ONE_TERMINAL], shown[0] = "1", screen

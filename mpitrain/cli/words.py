@@ -16,7 +16,7 @@ from mpitrain.cli import BEGAN, ENDED, NOT_BEGUN, STOPPED_AT
 from mpitrain.cli.screen import Screen
 
 RULE = b"-" * 74  # above and below each of Open MPI's boxes
-BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n\0?", re.DOTALL)
+BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n", re.DOTALL)
 LONGEST = 4096  # bytes of a box, and of what was said before and is looked at again when more has come
 PAUSE = 0.3  # seconds without a byte after which an unfinished box is passed on
 
@@ -108,15 +108,19 @@ class Errors:
     def __init__(self, words: Words, server: bytes):
         self._words, self._server = words, server
         self._said = Output(words)
-        self._at_line_start = True
+        self._at_line_start, self._follows_box = True, False
         self.held = b""
 
     def pass_on(self, chunk: bytes) -> bytes:
         data, self.held = self.held + chunk, b""
         shown = b""
         while data:
+            if self._follows_box and data.startswith(b"\0"):  # Open MPI ends a box with it
+                data = data[1:]
+            self._follows_box = False
             if self._at_line_start and (box := BOX.match(data)):
                 shown, data = shown + self._show(box[0], self._repeats(box[0])), data[box.end():]
+                self._follows_box = True
             elif self._at_line_start and self._is_unfinished(data):
                 self.held, data = data, b""
             else:
