@@ -88,7 +88,10 @@ def command_line(ranks: int, extra: list[str], program: list[str]) -> tuple[list
     mpi = library()
     if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
-        return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], _settings(mpi, crowds_slurm(ranks, os.environ))
+        settings = _settings(mpi, crowds_slurm(ranks, os.environ))
+        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # what sbatch was given; srun has to be told since Slurm 22.05
+            settings["SRUN_CPUS_PER_TASK"] = cores
+        return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], settings
     is_crowded = ranks > process.cores()
     if mpi.family == "MPICH":
         return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], _settings(mpi, is_crowded)

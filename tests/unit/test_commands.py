@@ -193,9 +193,12 @@ def test_mpich_gets_what_the_machine_needs(monkeypatch):
 ])
 def test_inside_a_slurm_allocation_srun_starts_the_ranks_with_what_mpirun_would_give_them(monkeypatch, family, kind, always,
                                                                                          crowded):
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     for cores, ranks, settings in (("2(x3),4", 10, always), ("2(x3),4", 11, always | crowded), ("", 11, always)):
         monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", cores)
         assert line_for(monkeypatch, family, ranks, slurm=True) == (f"srun --mpi={kind} -n {ranks}", settings)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    assert line_for(monkeypatch, family, ranks, slurm=True)[1] == {**settings, "SRUN_CPUS_PER_TASK": "8"}
 
 
 def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
