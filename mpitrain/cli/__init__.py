@@ -14,7 +14,6 @@ from mpitrain.machine.process import launched
 
 USAGE = 2  # exit code of wrong usage or configuration
 STOPPED = 85  # exit code of a run that stopped on request: run it again to go on
-TERMINAL = "MPITRAIN_TERMINAL"  # set by `launch` to the columns of the terminal behind the pipe that the ranks are given
 LAUNCHED = "MPITRAIN_LAUNCHED"  # set by `launch`, which stops a run without ending its launcher
 # What rank 0 of `train` says on its standard output, and `launch` hears: the run has its directory, ended, or was stopped.
 BEGAN, ENDED, STOPPED_AT = "; run directory ", "done: parameters bitwise equal", "stopped at step "
@@ -22,7 +21,7 @@ NOT_BEGUN = "stopped before the run began: there is nothing to save"
 
 COMMANDS = {
     "train": "Train a network, on all the ranks this was started with.",
-    "launch": "Run an mpitrain COMMAND on N ranks: mpitrain launch -n 4 -- train --set run.steps=100",
+    "launch": "Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train, ... -- python own.py",
     "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
     "generate": "Write text with the newest checkpoint of RUN_DIR.",
     "doctor": "Say what is here: Python, MPI, GPUs, BLAS, ranks and hosts; what works, what will go wrong, and the way out.",
@@ -47,6 +46,13 @@ class Group(click.Group):
                 if (found := self.get_command(context, name))]
 
 
+def similar(name: str) -> str | None:
+    """The command that is spelt most like this."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(name, COMMANDS, 1, 0.5)), None)
+
+
 class LazyGroup(Group):
     """Finds the command `name` in mpitrain.cli.<name> as the object `command`."""
 
@@ -60,10 +66,8 @@ class LazyGroup(Group):
         name = args[0]
         if name in COMMANDS or name.startswith("-"):
             return super().resolve_command(context, args)
-        import difflib
-
-        close = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
-        raise click.UsageError(f"No such command {name!r}" + (f"; did you mean {close[0]!r}?" if close else "."), context)
+        close = similar(name)
+        raise click.UsageError(f"No such command {name!r}" + (f"; did you mean {close!r}?" if close else "."), context)
 
     def sentences(self, context: click.Context) -> list[tuple[str, str]]:
         return list(COMMANDS.items())

@@ -72,7 +72,7 @@ def _compare(transport: Any, modes: str | None, changes: list[str], json_file: P
         for row in compare(transport, found, stepped):
             rows.append(row)
             if is_root:
-                shown.write(line(row))
+                shown.write(line(row), file=sys.stdout)
                 if json_file:
                     with outputs.to(json_file):
                         write_json(json_file, facts, rows)

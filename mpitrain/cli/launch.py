@@ -1,4 +1,4 @@
-"""`mpitrain launch`: start an mpitrain command on N ranks with the MPI that is here, and with what this machine needs."""
+"""`mpitrain launch`: start a command or a Python file on N ranks with the MPI that is here, and with what this machine needs."""
 
 import os
 import re
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import click
 
+from mpitrain.cli.program import program
 from mpitrain.cli.supervise import Requests, run
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
@@ -39,7 +40,7 @@ class LaunchCommand(click.Command):
             return super().parse_args(context, args)
         except click.NoSuchOption as error:
             raise click.UsageError(f"No such option: {error.option_name}. Those of mpirun, mpiexec or srun go into --with '...', "
-                                   "those of the mpitrain command after it.", context) from None
+                                   "those of the command or file after it.", context) from None
 
 
 @click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
@@ -49,37 +50,48 @@ class LaunchCommand(click.Command):
 @click.option("--dry-run", is_flag=True, help="Print the line and start nothing.")
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[str, ...]) -> None:
-    """Run an mpitrain COMMAND on N ranks: mpitrain launch -n 4 -- train --set run.steps=100
+    """Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train, ... -- python own.py
 
-    Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85); a second one ends it at once.
+    A file may be followed by arguments of its own, and python by -m MODULE or -c CODE; it is this environment's Python. All ranks
+    end when one raises or leaves with another exit code than 0, which is then the exit code of the whole.
+
+    Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85); a second one ends it at once. Anything else
+    they end.
     """
     requests = Requests()
-    command, *rest = arguments[1:] if arguments[0] == "mpitrain" and len(arguments) > 1 else arguments
     try:
         words = [word for option in extra for word in shlex.split(option)]
     except ValueError as error:
         raise click.BadParameter(f"{' '.join(extra)}: {error}", param_hint="--with") from None
     try:
-        line, settings = command_line(ranks, words, [command, *rest])
+        found = program(list(arguments))
+        line, settings = command_line(ranks, words, found.words)
     except ConfigError as error:
         requests.leave_if_asked()  # Ctrl-C also ends the child that is asked for the library
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
-    print(shlex.join(shown), file=sys.stderr, flush=True)
+    print(dim(shlex.join(shown)) if not dry_run else shlex.join(shown), file=sys.stderr, flush=True)
     requests.leave_if_asked()
     if not dry_run:
-        asks = any(word in ("-h", "--help") or word.startswith("--help-config") for word in rest)
-        sys.exit(run(line, settings, requests, command == "train" and not asks))
+        asks = any(word in ("-h", "--help") or word.startswith("--help-config") for word in found.words)
+        sys.exit(run(line, settings, requests, found.command == "train" and not asks, bool(found.command)))
 
 
-def command_line(ranks: int, extra: list[str], arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The launcher's words, and the environment variables to set beside them."""
+def dim(text: str) -> str:
+    """`text`, faint on a terminal: what users rarely need must not hide what follows it."""
+    return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text
+
+
+def command_line(ranks: int, extra: list[str], program: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The launcher's words with those of the program, and the environment variables to set beside them."""
     mpi = library()
-    program = [sys.executable, "-m", "mpitrain", *arguments]
     if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
-        return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], _settings(mpi, crowds_slurm(ranks, os.environ))
+        settings = _settings(mpi, crowds_slurm(ranks, os.environ))
+        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # what sbatch was given; srun has to be told since Slurm 22.05
+            settings["SRUN_CPUS_PER_TASK"] = cores
+        return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], settings
     is_crowded = ranks > process.cores()
     if mpi.family == "MPICH":
         return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], _settings(mpi, is_crowded)

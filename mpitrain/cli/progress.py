@@ -1,33 +1,41 @@
 """What a run looks like on rank 0: a bar on a terminal, plain lines elsewhere."""
 
-import os
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import click
 from tqdm import tqdm
 
-from mpitrain.cli import BEGAN, ENDED, STOPPED_AT, TERMINAL
+from mpitrain.cli import BEGAN, ENDED, STOPPED_AT
+from mpitrain.cli.screen import shows_output, width
 from mpitrain.config import Config
 from mpitrain.errors import visible
 from mpitrain.run.metrics import CLOSING
 
 
-def terminal() -> int | None:
-    """Columns of the terminal behind standard error: None to ask it itself, 0 if there is none."""
-    # mpirun hands a pipe to its ranks; `mpitrain launch` says what is at the other end of it.
-    return None if sys.stderr.isatty() else int(os.environ.get(TERMINAL) or 0)
+class Bar(tqdm):
+    """A bar that has the rest of its line erased: spaces written there would go on in the next line of a narrower window."""
+
+    @staticmethod
+    def status_printer(file: TextIO) -> Callable[[str], None]:
+        def draw(text: str) -> None:
+            file.write(f"\r{text}\x1b[K")
+            file.flush()
+
+        return draw
 
 
-def bar(steps: int, first: int = 0) -> "tqdm[Any]":
-    """A bar of so many steps, of which `first` are done; nothing is shown where there is no terminal."""
-    columns = terminal()
-    return tqdm(total=steps, initial=first, unit="step", disable=columns == 0, file=sys.stderr, dynamic_ncols=columns is None,
-                ncols=columns)
+def bar(steps: int, first: int = 0) -> Bar:
+    """A bar of so many steps, of which `first` are done; nothing is shown where standard error is no terminal."""
+    def size(_: TextIO | None = None) -> tuple[int, None]:
+        return max(1, (width() or 0) - 1), None  # a line that ends in the last column has its end erased
+
+    shown = Bar(total=steps, initial=first, unit="step", disable=width() is None, file=sys.stderr, ncols=size()[0])
+    shown.dynamic_ncols = size  # asked each time that the bar is drawn
+    return shown
 
 
 SKIPPED = {"skipped": "not finite", "overflow": "gradients beyond float16"}
@@ -53,7 +61,8 @@ class Progress:
     def __init__(self, say_last: Callable[[str], None] | None = None) -> None:
         """say_last: prints the line that ends a run which was stopped or failed; None: on standard output."""
         self._say_last = say_last or partial(print, flush=True)
-        self._is_terminal = terminal() != 0
+        self._has_bar = width() is not None
+        self._has_lines = not (self._has_bar and shows_output())
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
@@ -76,9 +85,9 @@ class Progress:
             rate = record.get("tokens_per_s", record["samples_per_s"])
             unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
             why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
-            if self._is_terminal:
+            if self._has_bar:
                 self._bar.set_postfix_str(f"loss {record['loss']:.3f}, {rate:,.0f} {unit}", refresh=False)
-            if not self._is_terminal or why:
+            if self._has_lines or why:
                 self._line(f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
                            f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}  "
                            f"left {self._left(step)}" + why)
@@ -101,11 +110,8 @@ class Progress:
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
     def _line(self, text: str) -> None:
-        if self._is_terminal:
-            self._bar.write(text)
-        else:
-            click.echo(text)
-            sys.stdout.flush()
+        self._bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
 
 def way(config: Config) -> str:

@@ -79,7 +79,9 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
             tp: int | None, pp: int | None, device: str | None, gemm: str | None, described: str | None) -> None:
     """Train a network, on all the ranks this was started with.
 
-    Without arguments: a small GPT on the text of Python's own documentation.
+    Without arguments: a small GPT on the text of Python's own documentation. A step takes 32 sequences of 128 tokens over
+    all ranks (batch.size, model.context), 400 steps (run.steps). AdamW: learning rate 0.002 after 20 steps of warm-up,
+    cosine decay to a tenth, betas 0.8 and 0.95, weight decay 0.1 of matrices, gradients clipped to norm 1.
     """
     if described is not None:
         print_keys(described)
@@ -248,6 +250,8 @@ def print_keys(section: str) -> None:
     if section != "all" and section not in sections:
         raise click.BadParameter(f"{section!r} is no section; there are {', '.join(sections)}.", param_hint="--help-config")
     width = min(130, shutil.get_terminal_size((100, 24)).columns)
+    click.echo(fill("Every path in a configuration file counts from the folder of that file; behind --set, from the current "
+                    "directory.", width))
     for name in sections if section == "all" else [section]:
         click.echo(f"\n[{name}]")
         for key in sections[name]:

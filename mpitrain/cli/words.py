@@ -13,9 +13,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from mpitrain.cli import BEGAN, ENDED, NOT_BEGUN, STOPPED_AT
+from mpitrain.cli.screen import Screen
 
 RULE = b"-" * 74  # above and below each of Open MPI's boxes
-BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n\0?", re.DOTALL)
+BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n", re.DOTALL)
 LONGEST = 4096  # bytes of a box, and of what was said before and is looked at again when more has come
 PAUSE = 0.3  # seconds without a byte after which an unfinished box is passed on
 
@@ -107,15 +108,19 @@ class Errors:
     def __init__(self, words: Words, server: bytes):
         self._words, self._server = words, server
         self._said = Output(words)
-        self._at_line_start = True
+        self._at_line_start, self._follows_box = True, False
         self.held = b""
 
     def pass_on(self, chunk: bytes) -> bytes:
         data, self.held = self.held + chunk, b""
         shown = b""
         while data:
+            if self._follows_box and data.startswith(b"\0"):  # Open MPI ends a box with it
+                data = data[1:]
+            self._follows_box = False
             if self._at_line_start and (box := BOX.match(data)):
                 shown, data = shown + self._show(box[0], self._repeats(box[0])), data[box.end():]
+                self._follows_box = True
             elif self._at_line_start and self._is_unfinished(data):
                 self.held, data = data, b""
             else:
@@ -151,12 +156,14 @@ class Passage(threading.Thread):
     """Copies one file descriptor to another as long as bytes come.
 
     is_courtesy  a target that takes no more gets no more, and the source is read on; or else it is closed
+    screen       the terminal that the target is, if bars are drawn there
     lost         why the target took no more; None as long as it takes everything
     """
 
-    def __init__(self, source: int, target: int, stream: Output | Errors, is_courtesy: bool = False):
+    def __init__(self, source: int, target: int, stream: Output | Errors, is_courtesy: bool = False,
+                 screen: Screen | None = None):
         super().__init__(daemon=True)
-        self._is_courtesy = is_courtesy
+        self._is_courtesy, self._screen = is_courtesy, screen
         self.lost: OSError | None = None
         self._source, self._target, self._stream = source, target, stream
         self._is_waiting = False
@@ -186,6 +193,13 @@ class Passage(threading.Thread):
         return chunk
 
     def _write(self, data: bytes) -> None:
+        if self._screen is None:
+            self._write_all(data)
+            return
+        with self._screen.lock:
+            self._write_all(self._screen.place(data))
+
+    def _write_all(self, data: bytes) -> None:
         while data and self.lost is None:
             try:
                 data = data[os.write(self._target, data):]

@@ -60,8 +60,8 @@ def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
     """One line of advice if the tuning was measured on one host, but the ranks are on several; else nothing."""
     if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
         return ""
-    return (f"predictions, and so algorithm auto, know one machine and no links, but these ranks are on {len(set(hosts))} hosts: "
-            "measure with `mpitrain bench fit` on all of them, and name its file")
+    return (f"No network measurements: algorithm auto guesses. Run `mpitrain launch -n {len(hosts)} -- bench fit` on these "
+            f"{len(set(hosts))} hosts, and name its file")
 
 
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))

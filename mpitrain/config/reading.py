@@ -14,7 +14,8 @@ from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
-BESIDE = (("data", "source"), ("replication", "tuning"), ("device", "tiles"))  # they name files, which may lie beside it
+# Keys that hold paths, which in a configuration file count from its folder.
+BESIDE = (("data", "source"), ("replication", "tuning"), ("device", "tiles"), ("pipeline", "schedule"), ("run", "out"))
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
 NOT_YET = {"model.kind": "cnn"}  # values that are meant to work one day
@@ -31,7 +32,7 @@ SYNONYMS = {
 
 
 def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
-    """The tables of a configuration file; data, a tuning or tiles that it names are looked for from its own folder.
+    """The tables of a configuration file; the paths in it count from its folder.
 
     inner  1 for that of a run directory, which is not followed if it is a link
     """
@@ -45,7 +46,8 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
         table = tables.get(section)
         if isinstance(table, dict) and isinstance(name := table.get(key), str):
             kind, colon, place = name.partition(":") if key == "source" else ("", "", name)
-            if place:
+            is_path = key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()  # or a schedule's name
+            if place and is_path:
                 table[key] = f"{kind}{colon}{path.parent / place}"
     return tables
 

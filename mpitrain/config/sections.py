@@ -70,8 +70,7 @@ class Run(Section):
 
 
 class Data(Section):
-    source: str = Field("pydocs", description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files); a "
-                                               "path in a configuration file is from its folder")
+    source: str = Field("pydocs", description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files)")
     vocabulary: int = Field(0, ge=0, description="tokens there can be in tokens:FILE; 0: as many as the file uses; of text 256")
 
 
@@ -160,7 +159,7 @@ class Replication(Section):
     )
     algorithm: str = Field("auto", description="the all-reduce of the gradients; auto: what the tuning predicts to be fastest")
     tuning: str = Field(
-        "", description="for auto: file of `mpitrain bench fit`, in a configuration file from its folder; empty: assumptions"
+        "", description="for auto: file of `mpitrain bench fit`; empty: assumptions"
     )
     wire: str = Field(
         "none", pattern=WIRE, description="how gradients travel: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]"
@@ -244,8 +243,8 @@ class Device(Section):
     gemm: Literal["tiled", "library"] = Field(
         "tiled", description="of cuda and cuda-sim: matrix products by kernels of our own, or by cuBLAS (in cuda-sim NumPy)"
     )
-    tiles: str = Field("", description="for gemm tiled: file of `mpitrain bench gemm --tune`, in a configuration file from its "
-                       "folder; empty: tiles by their cost on this GPU")
+    tiles: str = Field("", description="for gemm tiled: file of `mpitrain bench gemm --tune`; empty: tiles by their cost on this "
+                       "GPU")
 
 
 def _is_speakable(text: str) -> bool:

@@ -24,6 +24,7 @@ from mpitrain.config import Config, keys, parse, read_toml
 from mpitrain.data import Scan, Source, TokenSource, Unopened, absolute
 from mpitrain.errors import ConfigError
 from mpitrain.files import Directory, cannot_write, contents, opened
+from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.finished import steps, sweep
 from mpitrain.run.metrics import cut_after
 from mpitrain.run.resolve import Resolved
@@ -121,6 +122,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
     ignored += tuple(key for key in ("data.vocabulary", "batch.micro_batches") if not new[key])
     new["data.source"] = absolute(new["data.source"])  # as the folder has it
+    new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     if new["device.kind"] == "auto":
         ignored += ("device.kind",)
     return {key: [old[key], value] for key, value in new.items() if old[key] != value and not key.startswith(ignored)}
@@ -235,15 +237,21 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     """The configuration as tables, with what was left to be chosen filled in, valid from anywhere and after a move."""
     config = resolved.config
     tables = config.model_dump()
-    tables["run"]["out"], tables["layout"]["dp"] = str(folder), resolved.axes.dp
+    tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp  # this folder, in which the file lies
     tables["data"]["source"] = absolute(config.data.source)
     if config.data.source.startswith("tokens:"):
         tables["data"]["vocabulary"] = source.inputs
+    tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)
     if config.replication.tuning:
         tables["replication"]["tuning"] = TUNING
     if config.device.tiles:
         tables["device"]["tiles"] = TILES
     return parse(tables).model_dump()  # a path has become longer, and has to be UTF-8 still
+
+
+def _schedule(name: str) -> str:
+    """A schedule's name, or the path of its file from anywhere."""
+    return name if name in NAMED else os.path.abspath(name)
 
 
 def _text(tiles: str) -> str:

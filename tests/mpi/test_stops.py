@@ -1,19 +1,17 @@
 """Runs that are stopped, stand still or are killed before they began, and what a terminal shows of one that goes on."""
 
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.mpi.test_commands import PROGRAM, TINY, python_ranks, records
 from tests.processes import SECONDS
+from tests.terminals import on_a_terminal, rendered
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = SECONDS
@@ -54,32 +52,23 @@ def test_a_rank_that_stands_still_before_the_run_began_ends_the_job(place, repor
     assert re.search(reported, done.stderr, re.DOTALL), done.stderr
 
 
-def test_a_terminal_shows_the_bar_while_the_run_goes_on_and_ctrl_c_is_answered(tmp_path):
-    master, slave = pty.openpty()
-    run = subprocess.Popen([*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "run", *TINY, "--set", "run.steps=1000000"],
-                           cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave)
-    os.close(slave)
-    shown_until(master, r"\d+/1000000 .*loss \d")
-    run.send_signal(signal.SIGINT)
-    shown_until(master, "mpitrain launch: asked to stop; the run ends after a step and a checkpoint")
-    shown_until(master, "stopped at step")
-    while run.poll() is None:    # a terminal that nobody reads stops who writes
-        read_some(master)
-    os.close(master)
-    assert run.returncode == 85 and records(tmp_path / "run")[-1]["event"] == "stopped"
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_shows_the_bar_while_the_run_goes_on_and_ctrl_c_is_answered(columns, tmp_path):
+    asked = []
+
+    def ask(data, job):
+        if not asked and b"step 4: validation" in data and re.search(rb"\d+/1000000 .*loss \d", data):
+            asked.append(job.send_signal(signal.SIGINT))
+
+    settings = [*TINY, "--set", "run.steps=1000000", "--set", "run.eval_every=4"]
+    code, data = on_a_terminal([*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "run", *settings], columns, ask,
+                               cwd=tmp_path)
+    assert code == 85 and records(tmp_path / "run")[-1]["event"] == "stopped"
+    shown = rendered(data, columns)
+    begin = shown.index(next(line for line in shown if line.startswith("step 4: ")))
+    kinds = (r"step \d+: validation loss [\d.]+ nats, [\d.]+% of predictions right", rf" +0%\|.{{,{columns - 6}}}",
+             "mpitrain launch: asked to stop; .*", "again to end it at once", r"stopped at step \d+; --resume goes .*", "")
+    assert all(any(re.fullmatch(kind, line) for kind in kinds) for line in shown[begin:]), "\n".join(shown)
+    assert sum(line.startswith("mpitrain launch: asked") for line in shown) == 1 and shown[-2].startswith("stopped at")
 
 
-def shown_until(terminal, pattern):
-    """What a terminal shows until it has shown the pattern."""
-    shown, deadline = "", time.monotonic() + PATIENCE
-    while not re.search(pattern, shown):
-        assert time.monotonic() < deadline, shown
-        shown += read_some(terminal)
-    return shown
-
-
-def read_some(terminal):
-    try:
-        return os.read(terminal, 1 << 16).decode(errors="replace") if select.select([terminal], [], [], 0.1)[0] else ""
-    except OSError:    # the other end is closed
-        return ""

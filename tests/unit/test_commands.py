@@ -2,7 +2,6 @@
 
 import io
 import os
-import sys
 from itertools import islice
 
 import numpy as np
@@ -166,9 +165,9 @@ def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if slurm:
         monkeypatch.setenv("SLURM_JOB_ID", "1")
-    line, settings = launch.command_line(ranks, list(extra), ["train"])
-    assert line[-4:] == [sys.executable, "-m", "mpitrain", "train"]
-    return " ".join(line[:-4]), settings
+    line, settings = launch.command_line(ranks, list(extra), ["python", "own.py"])
+    assert line[-2:] == ["python", "own.py"]
+    return " ".join(line[:-2]), settings
 
 
 def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
@@ -194,9 +193,12 @@ def test_mpich_gets_what_the_machine_needs(monkeypatch):
 ])
 def test_inside_a_slurm_allocation_srun_starts_the_ranks_with_what_mpirun_would_give_them(monkeypatch, family, kind, always,
                                                                                          crowded):
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     for cores, ranks, settings in (("2(x3),4", 10, always), ("2(x3),4", 11, always | crowded), ("", 11, always)):
         monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", cores)
         assert line_for(monkeypatch, family, ranks, slurm=True) == (f"srun --mpi={kind} -n {ranks}", settings)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    assert line_for(monkeypatch, family, ranks, slurm=True)[1] == {**settings, "SRUN_CPUS_PER_TASK": "8"}
 
 
 def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):

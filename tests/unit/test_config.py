@@ -7,6 +7,7 @@ import pytest
 from mpitrain.config import Config, keys, parse, read_toml, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import axes, share
+from tests.processes import mpitrain
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -224,4 +225,17 @@ def test_all_ranks_meet_next_where_something_is_due():
 def test_the_configuration_in_the_readme_is_one(tmp_path):
     (tmp_path / "book.toml").write_text(README.read_text().split("```toml\n")[1].split("```")[0])
     found = parse(read_toml(tmp_path / "book.toml"))
-    assert found.data.source == f"text:{tmp_path}/book.txt" and found.run.out == "runs/book"
+    assert found.data.source == f"text:{tmp_path}/book.txt" and found.run.out == f"{tmp_path}/runs/book"
+
+
+def test_the_page_and_the_help_say_the_defaults_of_the_optimizer_and_of_the_batch():
+    c = Config()
+    o = c.optimizer
+    rule = (f"learning rate {o.lr:g} after {o.warmup} steps of warm-up, {o.schedule} decay to a tenth, betas {o.beta1:g} and "
+            f"{o.beta2:g}, weight decay {o.weight_decay:g} of matrices, gradients clipped to norm {o.clip:g}")
+    text = " ".join(mpitrain("train", "--help").stdout.split())
+    assert o.name == "adamw" and f"AdamW: {rule}" in README.read_text() and f"AdamW: {rule}" in text, text
+    assert (f"{c.batch.size} sequences of {c.model.context} tokens over all ranks (batch.size, model.context), "
+            f"{c.run.steps} steps (run.steps)") in text, text
+    batch = f"`batch.size` ({c.batch.size}) sequences of `model.context` ({c.model.context}) tokens over all ranks"
+    assert batch in README.read_text() and f"`run.steps` is {c.run.steps}" in README.read_text()

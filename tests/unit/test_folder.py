@@ -15,6 +15,7 @@ from mpitrain.config import parse, read_toml, with_settings
 from mpitrain.data import SampleSource
 from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.tiles import write_tiles
+from mpitrain.pipeline.files import find_plan, write_plan
 from mpitrain.run.folder import configuration, find
 from mpitrain.run.loop import train
 from mpitrain.run.reopen import configured, open_run
@@ -155,11 +156,32 @@ def test_a_run_takes_its_tuning_and_its_tiles_along(tmp_path, monkeypatch, kind)
     assert configuration(tmp_path / "again").device.tiles == str(tmp_path / "again/tiles.json")
 
 
-def test_data_that_a_configuration_names_are_looked_for_from_its_folder(tmp_path):
+@pytest.mark.parametrize("key, named, found", [
+    ("data.source", "text:book", "text:{}/book"), ("data.source", "idx:/data", "idx:/data"), ("data.source", "pydocs", "pydocs"),
+    ("replication.tuning", "t.json", "{}/t.json"), ("device.tiles", "../g.json", "{}/../g.json"),
+    ("run.out", "runs/a", "{}/runs/a"), ("run.out", "", ""),
+    ("pipeline.schedule", "gpipe", "gpipe"), ("pipeline.schedule", "own.json", "{}/own.json"),
+    ("pipeline.schedule", "beside", "{}/beside"), ("pipeline.schedule", "/s/own.json", "/s/own.json"),
+])
+def test_every_path_in_a_configuration_file_counts_from_its_folder(key, named, found, tmp_path):
+    (tmp_path / "beside").touch()
     path = tmp_path / "mine.toml"
-    for named, found in (("text:book", f"text:{tmp_path}/book"), ("idx:/data", "idx:/data"), ("pydocs", "pydocs")):
-        path.write_text(f'data.source = "{named}"\n')
-        assert read_toml(path) == {"data": {"source": found}}
+    path.write_text(f'{key} = "{named}"\n')
+    section, name = key.split(".")
+    assert read_toml(path) == {section: {name: found.format(tmp_path)}}
+
+
+def test_a_run_by_a_schedule_s_file_is_opened_from_anywhere_and_its_own_file_starts_no_second_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_plan(tmp_path / "own.json", find_plan("gpipe", 1, 1))
+    trained(Path("run"), "pipeline.schedule=own.json", "run.steps=1")
+    before = evaluated(Path("run"))
+    monkeypatch.chdir("/")
+    found = configuration(tmp_path / "run")
+    assert found.pipeline.schedule == f"{tmp_path}/own.json" and Path(found.run.out) == tmp_path / "run"
+    assert evaluated(tmp_path / "run") == before
+    with pytest.raises(ConfigError, match="run already holds a run"):
+        run_ranks(1, find, parse(read_toml(tmp_path / "run/config.toml")), "no")
 
 
 def test_only_what_the_user_changed_is_told_when_a_run_goes_on(tmp_path, monkeypatch):

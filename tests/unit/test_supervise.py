@@ -199,7 +199,7 @@ def sifted(*chunks):
 @pytest.mark.parametrize("pieces", (1, 7, 10000))
 def test_a_box_that_repeats_our_own_error_is_dropped_however_it_is_cut(pieces):
     ours = b"ConfigError: run.steps must be\n             more\n"
-    for text in (ours + EXITED + PMIX, ours + PMIX + EXITED):
+    for text in (ours + EXITED + PMIX, ours + PMIX + EXITED, ours + EXITED + b"\0", ours + EXITED + b"\0" + PMIX):
         step = -(-len(text) // pieces)
         shown, _ = sifted(*(text[i:i + step] for i in range(0, len(text), step)))
         assert shown == ours

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.source import SourceFile
+from mpitrain.machine import process
 from mpitrain.machine.devices import compiler
 
 HERE = Path(__file__).parent
@@ -67,6 +69,14 @@ def _compile(arguments: list[str], target: Path, what: str) -> None:
         part.replace(target)
 
 
+@cache
+def _say_that_it_compiles(folder: Path) -> None:
+    """One line of rank 0, before the first library that is missing: nothing else shows why the start takes so long."""
+    if process.launched().rank == 0:
+        print(f"Compiling kernels for cuda-sim with g++, which takes up to a minute; they are kept in {folder}", file=sys.stderr,
+              flush=True)
+
+
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Hold up whoever else makes the same library, where files can be locked: of the ranks of a host one runs the compiler."""
@@ -82,6 +92,7 @@ def build_runtime(folder: Path) -> Path:
     target = folder / f"librun-{key}.so"
     if target.exists():
         return target
+    _say_that_it_compiles(folder)
     with _alone(target):
         if not target.exists():
             sources = [str(HERE / name) for name in RUNTIME]
@@ -104,6 +115,7 @@ def build_kernels(source: SourceFile, defines: dict[str, str], checked: bool, ca
     target = folder / f"{source.path.stem}-{key}.so"
     if target.exists():
         return target
+    _say_that_it_compiles(folder)
     with _alone(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
         if target.exists():
             return target

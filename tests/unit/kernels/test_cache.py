@@ -4,11 +4,15 @@ import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from mpitrain.kernels import cache
 from mpitrain.kernels.simulator import build
+from mpitrain.kernels.source import read_source
+
+KERNELS = Path(cache.__file__).parent
 
 
 @pytest.fixture
@@ -77,3 +81,16 @@ def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypat
     with ThreadPoolExecutor(4) as ranks:
         found = list(ranks.map(build.build_runtime, [tmp_path] * 4))
     assert len(set(found)) == len(compiled) == 1 and found[0].read_text() == "the runtime"
+
+
+@pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])
+def test_rank_0_says_once_that_kernels_are_compiled_and_nothing_where_none_are(rank, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "_compile", lambda arguments, target, what: target.write_text(what))
+    monkeypatch.setattr(build.process, "launched", lambda: build.process.Launched("Open MPI", rank, 2, rank, 2))
+    for name in ("steps.cu", "totals.cu", "steps.cu"):
+        build.build_kernels(read_source(KERNELS / name), {}, False, 80, tmp_path)
+    text = capsys.readouterr().err
+    assert text.count("Compiling kernels for cuda-sim with g++") == text.count(str(tmp_path)) == text.count("\n") == said
+    build._say_that_it_compiles.cache_clear()
+    build.build_kernels(read_source(KERNELS / "steps.cu"), {}, False, 80, tmp_path)
+    assert not capsys.readouterr().err, "all of it is there"

@@ -1,0 +1,84 @@
+"""What `mpitrain launch` starts on every rank: an mpitrain command, or a Python program of the user's."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from mpitrain.cli import COMMANDS, similar
+from mpitrain.errors import ConfigError
+
+PYTHON = ("python", "python3", f"python3.{sys.version_info.minor}")
+
+
+class Program(NamedTuple):
+    """The words that start a rank; `command` is the mpitrain command among them, or "" for a program of the user's."""
+
+    words: list[str]
+    command: str
+
+
+def program(arguments: list[str]) -> Program:
+    """What the words after `launch ... --` mean.
+
+    COMMAND ...                        an mpitrain command, also behind `mpitrain` or `python -m mpitrain`
+    FILE.py ...                        a Python file
+    python FILE|-m MODULE|-c CODE ...  as well; `python` is the interpreter of this environment
+    raises                             ConfigError for a file that is missing, UsageError for anything else
+    """
+    first, *rest = arguments
+    if first == "mpitrain" and rest:
+        return program(rest)
+    if first in COMMANDS or first.startswith("-"):
+        return Program([sys.executable, "-m", "mpitrain", *arguments], first)
+    if _is_this_python(first):
+        return _python(rest)
+    if first.endswith(".py"):
+        return _python(arguments)
+    return _unknown(first)
+
+
+def _is_this_python(word: str) -> bool:
+    path = Path(word)
+    is_here = path.name == word or path.parent.resolve() == Path(sys.executable).parent.resolve()
+    return is_here and path.name in PYTHON
+
+
+def _python(words: list[str]) -> Program:
+    """The program behind `python`, whose own options stay before it."""
+    options, rest = _split(words)
+    if rest[:2] == ["-m", "mpitrain"] and len(rest) > 2:
+        return program(rest[1:])
+    if not words:
+        raise ConfigError("python needs a program on every rank, but none is named.", "For example: -- python own.py")
+    if not rest:
+        return Program([sys.executable, *options], "")
+    if not rest[0].startswith("-") and not os.path.exists(rest[0]):
+        raise ConfigError(f"Every rank runs the file {rest[0]}, but there is none here.",
+                          f"Name one that exists; the current directory is {os.getcwd()}.")
+    return Program([sys.executable, *options, "-m", "mpitrain.transport.program", *rest], "")
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Python's own options, and the program with its arguments: from a file, -m, -c or - on."""
+    options: list[str] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        flags, letter, value = re.fullmatch(r"-([^cmWX]*)([cmWX]?)(.*)", word, re.DOTALL).groups()  # type: ignore[union-attr]
+        if letter in ("c", "m") and not word.startswith("--"):
+            return [*options, *([f"-{flags}"] if flags else [])], [f"-{letter}", *([value] if value else []), *rest]
+        options.append(word)
+        if letter in ("W", "X") and not value and rest and not word.startswith("--"):
+            options.append(rest.pop(0))
+    return options, rest
+
+
+def _unknown(name: str) -> Program:
+    close = similar(name)
+    raise click.UsageError(f"{name!r} is neither an mpitrain command nor a Python file" +
+                           (f"; did you mean {close!r}?" if close else ".") +
+                           f" Commands are {', '.join(COMMANDS)}; a Python file is named as own.py or python own.py.")

@@ -1,0 +1,67 @@
+"""The terminal behind standard error: its width, what else ends there, and the bar that other text must not run into."""
+
+import os
+import re
+import threading
+
+# What `launch` tells its ranks of the terminal behind the pipes that they are given.
+TERMINAL = "MPITRAIN_TERMINAL"  # the columns of the one behind standard error
+ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"  # set where standard output ends there, too
+
+USUAL = 80  # columns of a terminal that does not say how many it has
+DRAWN = re.compile(rb"\r([^\r\n\x1b]*)\x1b\[K")  # a bar: over what the line held, and the rest of the line erased
+LONGEST = 4096  # bytes of a line that are remembered
+
+
+def columns() -> int:
+    """Columns of the terminal behind standard error; COLUMNS says so where the terminal does not."""
+    try:
+        known = os.get_terminal_size(2).columns
+    except OSError:
+        known = 0
+    said = os.environ.get("COLUMNS", "")
+    return known or (int(said) if said.isdecimal() else 0) or USUAL
+
+
+def width() -> int | None:
+    """Columns of the terminal behind standard error, also behind the pipe that `launch` gives to its ranks; None without one."""
+    if os.isatty(2):
+        return columns()
+    told = os.environ.get(TERMINAL, "")
+    return int(told) if told.isdecimal() else None
+
+
+def is_one_terminal() -> bool:
+    """Whether standard output and standard error are the same terminal."""
+    return os.isatty(1) and os.isatty(2) and os.path.samestat(os.fstat(1), os.fstat(2))
+
+
+def shows_output() -> bool:
+    """Whether standard output ends on the terminal of standard error, also behind the pipes of `launch`."""
+    return ONE_TERMINAL in os.environ or is_one_terminal()
+
+
+class Screen:
+    """The last line of a terminal, on which a bar and other text take turns.
+
+    lock  held while bytes are placed and written, where several threads write to one terminal
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._line = b""  # what has come since the last line break, or since the last return to the line's start
+
+    def lead(self, data: bytes) -> bytes:
+        """A line break, if `data` would else go on in the line of a bar, or a bar over unfinished text; then `data` is next."""
+        is_bar = self._line[:1] == b"\r" and len(self._line) > len(b"\r\x1b[K") and self._line.endswith(b"\x1b[K")
+        is_text = self._line[:1] not in (b"", b"\r")
+        runs_into = (is_bar and data[:1] not in (b"\r", b"\n", b"")) or (is_text and DRAWN.match(data))
+        line = ((b"" if runs_into else self._line) + data).rpartition(b"\n")[2]
+        self._line = line[max(0, line.rfind(b"\r")):][-LONGEST:]
+        return b"\n" if runs_into else b""
+
+    def place(self, data: bytes) -> bytes:
+        """`data` as `launch` writes it on its terminal: behind its lead, and no bar wider than the window is now."""
+        most = columns() - 1  # a line that ends in the last column has its end erased
+        fits = DRAWN.sub(lambda drawn: b"\r%b\x1b[K" % drawn[1].decode(errors="replace")[:most].encode(), data)
+        return self.lead(data) + fits
