@@ -1,5 +1,7 @@
 """From what a user typed to a Config: files and settings, read, merged and validated; and the words for what is wrong."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 import difflib
 import math
 import re
@@ -74,7 +76,13 @@ def _toml_value(text: str) -> Any:
 
 
 def parse(tables: Mapping[str, Any]) -> Config:
-    """Validate; one ConfigError lists everything that is wrong."""
+    """Make a `Config` of tables such as {"run": {"steps": 100}}.
+
+    Raises
+    ------
+    ConfigError
+        One for all keys and values that are wrong.
+    """
     try:
         return Config.model_validate(tables)
     except ValidationError as error:

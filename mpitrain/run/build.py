@@ -1,5 +1,7 @@
 """The one function that makes everything of a run that is bound to a transport. Recovery is calling it again."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,11 +57,30 @@ class Job(NamedTuple):
 
 def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None,
           noted: Scan | None = None) -> Job:
-    """Build a run from its configuration and, if given, from a checkpoint directory; collective.
+    """Build a run from its configuration and, if given, from a checkpoint; collective.
 
-    source  what stands in for the configured data source, which is then not opened
-    noted   an earlier scan of the tokens, on rank 0: they are scanned again if their file is another or has changed since
-    raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
+    Parameters
+    ----------
+    transport : Transport
+        The ranks.
+    config : Config
+        As `parse` returns it.
+    saved : Path, optional
+        A checkpoint directory: RUN/checkpoints/step-N.
+    source : Source, optional
+        In the place of the configured data source.
+    noted : Scan, optional
+        An earlier scan of the tokens, on rank 0; tokens are scanned again if their file has changed.
+
+    Returns
+    -------
+    Job
+        `trainer`, `source` of batches, and `step`, the number of steps done.
+
+    Raises
+    ------
+    MpitrainError
+        On every rank, for a configuration, data or checkpoint that cannot work.
     """
     resolved = resolve(transport, config)
     config = resolved.config
