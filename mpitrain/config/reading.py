@@ -16,11 +16,14 @@ from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
-BESIDE = (("data", "source"), ("replication", "tuning"), ("device", "tiles"))  # they name files, which may lie beside it
+LABELLED = ("digits", "idx:")    # how the names of sources begin whose model.kind is mlp
+BESIDE = (    # they name files, which may lie beside it
+    ("data", "source"), ("data", "validation"), ("replication", "tuning"), ("device", "tiles"))
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
 NOT_YET = {"model.kind": "cnn"}  # values that are meant to work one day
 PATTERNS = {    # what each says, in words
+    "data.validation": "must be tokens:FILE or tenth, or empty",
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
     "pipeline.partition": "must be time, or numbers and commas, as in 4,4,3,5",
@@ -43,7 +46,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     for section, key in BESIDE:
         table = tables.get(section)
         if isinstance(table, dict) and isinstance(name := table.get(key), str):
-            kind, colon, place = name.partition(":") if key == "source" else ("", "", name)
+            kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
             if place:
                 table[key] = f"{kind}{colon}{path.parent / place}"
     return tables
@@ -76,7 +79,7 @@ def _toml_value(text: str) -> Any:
 
 
 def parse(tables: Mapping[str, Any]) -> Config:
-    """Make a `Config` of tables such as {"run": {"steps": 100}}.
+    """Make a `Config` of tables such as {"run": {"steps": 100}}; where they do not set model.kind, data.source does.
 
     Raises
     ------
@@ -84,9 +87,18 @@ def parse(tables: Mapping[str, Any]) -> Config:
         One for all keys and values that are wrong.
     """
     try:
-        return Config.model_validate(tables)
+        return Config.model_validate(_with_kind(tables))
     except ValidationError as error:
         raise ConfigError("\n".join(_complaint(item) for item in error.errors()), LISTED) from None
+
+
+def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tables with the model.kind of their data.source, where they have none."""
+    data, model = tables.get("data", {}), tables.get("model", {})
+    source = data.get("source") if isinstance(data, Mapping) else None
+    if isinstance(source, str) and source.startswith(LABELLED) and isinstance(model, Mapping) and "kind" not in model:
+        return {**tables, "model": {**model, "kind": "mlp"}}
+    return tables
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
+VALIDATION = r"^(tenth|tokens:.+)?$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 ASYNCHRONOUS = ("async", "async-2bw")  # schedules whose stages update by themselves, while others compute
@@ -81,11 +82,17 @@ class Run(Section):
 class Data(Section):
     source: str = Field("pydocs", description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files); a "
                                                "path in a configuration file is from its folder")
+    validation: str = Field(
+        "", pattern=VALIDATION, description="what is held out where data.source is tokens:FILE: another tokens:FILE, or tenth, "
+                                            "the last tenth of the source; empty: val.bin where it lies beside train.bin, else tenth"
+    )
     vocabulary: int = Field(0, ge=0, description="tokens there can be in tokens:FILE; 0: as many as the file uses; of text 256")
 
 
 class Model(Section):
-    kind: Literal["gpt", "mlp"] = Field("gpt", description="gpt for tokens, mlp for samples with a class each")
+    kind: Literal["gpt", "mlp"] = Field(
+        "gpt", description="gpt for tokens, mlp for samples with a class each; not set: as data.source needs"
+    )
     layers: int = Field(4, ge=1, description="transformer blocks, or hidden layers of the mlp")
     width: int = Field(128, ge=1, description="channels of the residual stream, or units of a hidden layer")
     heads: int = Field(4, ge=1, description="attention heads; must divide the width")

@@ -10,7 +10,7 @@ from uuid import uuid4
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.data import Scan, Source, Unopened, as_it_is, has_tokens, largest_token, open_source
+from mpitrain.data import Scan, Source, Unopened, as_it_is, beside, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
@@ -82,7 +82,7 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
     MpitrainError
         On every rank, for a configuration, data or checkpoint that cannot work.
     """
-    resolved = resolve(transport, config)
+    resolved = resolve(transport, config if source else _with_validation(transport, config))
     config = resolved.config
     source = source or _opened(transport, config, noted)
     agreed(transport, lambda: _check_memory(transport, resolved, source))
@@ -212,6 +212,15 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     return resolved._replace(config=config.model_copy(update={"pipeline": pipeline}))
 
 
+def _with_validation(transport: Transport, config: Config) -> Config:
+    """The same with data.validation said, as rank 0 finds it, for tokens:FILE; collective."""
+    data = config.data
+    if data.validation or not has_tokens(data.source):
+        return config
+    found = transport.gather_text(beside(data.source))[0]
+    return config.model_copy(update={"data": data.model_copy(update={"validation": found})})
+
+
 def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
     """The data source. Tokens that were not scanned before are by all ranks together, each an equal part; collective."""
     name = config.data.source
@@ -227,7 +236,8 @@ def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
 
 
 def _source(config: Config, scan: Scan | None) -> Source:
-    source = open_source(config.data.source, config.model.context, config.precision.stored, config.data.vocabulary, scan)
+    data = config.data
+    source = open_source(data.source, config.model.context, config.precision.stored, data.vocabulary, scan, data.validation)
     if source.model != config.model.kind:
         raise ConfigError(
             f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",
