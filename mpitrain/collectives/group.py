@@ -52,6 +52,11 @@ class Group(metaclass=Listed):
     progress_thread : str
         As `replication.progress_thread`.
 
+    Attributes
+    ----------
+    scratch_bytes : int
+        Bytes that the collectives bound so far have allocated besides the arrays they work on.
+
     Raises
     ------
     CommError
@@ -67,6 +72,7 @@ class Group(metaclass=Listed):
         self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
         self.arena = arena or Arena()
         self._exchanges = Exchanges(self.arena)
+        self.scratch_bytes = 0
 
     @property
     def rank(self) -> int:
@@ -100,7 +106,10 @@ class Group(metaclass=Listed):
 
     def bind_coded_all_gather(self, array: np.ndarray, wire: Wire) -> Reduction:
         """Bind an all-gather of equally long float32 chunks that travel in a wire format."""
-        return bind_coded_all_gather(self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather)
+        before = self.scratch_bytes
+        reduction = bind_coded_all_gather(self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather)
+        self.scratch_bytes = before + reduction.scratch_bytes    # that of the gather of bytes is in it
+        return reduction
 
     def bind_broadcast(self, array: np.ndarray, root: int = 0) -> Reduction:
         """Bind a broadcast of the root's array."""
@@ -115,7 +124,9 @@ class Group(metaclass=Listed):
         return self._noted("all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming))
 
     def _noted(self, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
-        return bind_noted(self.transport, operation, array, bind)
+        reduction = bind_noted(self.transport, operation, array, bind)
+        self.scratch_bytes += reduction.scratch_bytes
+        return reduction
 
     def exchange(self, shape: Sequence[int], dtype: Any) -> Exchange:
         """Lease a buffer for an activation that the group reduces or gathers in place; layers use it.
