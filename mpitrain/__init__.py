@@ -12,7 +12,7 @@ train     parse: a Config from tables; Trainer: the step over a list of units; b
 errors    MpitrainError: all that is raised on purpose
 """
 
-from importlib import import_module
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ else:  # hidden from type checkers, which would believe that any name is offered
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'mpitrain' has no attribute {name!r}; it offers {', '.join(_HOMES)}")
-        return getattr(import_module(f"mpitrain.{_HOMES[name]}"), name)
+        return getattr(_import_module(f"mpitrain.{_HOMES[name]}"), name)
 
 __version__ = "0.1.0"
 
@@ -59,4 +59,4 @@ __all__ = list(_HOMES)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*_HOMES, *(name for name in globals() if name.startswith("__") and name not in ("__dir__", "__getattr__"))})

@@ -1,7 +1,8 @@
 """Data sources. The global batch of step k depends on (seed, k) alone, of a source that permutes on the samples before it;
 a rank asks for its rows of it.
 
-Token sources hold out their last tenth; sample sources have a test set. B batch, T tokens in a context, F features.
+Token sources hold out a file of its own or their last tenth; sample sources have a test set.
+B batch, T tokens in a context, F features.
 """
 
 import gzip
@@ -59,18 +60,25 @@ class Scan(NamedTuple):
 class TokenSource:
     """A stream of tokens cut into windows of T: inputs (B, T) int64, targets the same windows one token later.
 
-    scan   of tokens:FILE
+    scan        of tokens:FILE
+    validation  the tokens to hold out, and their name; None: the last tenth
     """
 
     model = "gpt"
 
-    def __init__(self, tokens: np.ndarray, vocabulary: int, context: int, name: str, scan: Scan | None = None):
+    def __init__(self, tokens: np.ndarray, vocabulary: int, context: int, name: str, scan: Scan | None = None,
+                 validation: tuple[np.ndarray, str] | None = None):
         self.inputs = self.classes = vocabulary
         self.scan = scan
         self._context = context
-        cut = len(tokens) - len(tokens) // 10
-        self._train, self._test = tokens[:cut], tokens[cut:]
+        cut = len(tokens) - (0 if validation else len(tokens) // 10)
+        self._train, self._test = tokens[:cut], validation[0] if validation else tokens[cut:]
+        self.tokens, self.held_out_tokens = len(self._train), len(self._test)
         self.held_out = (len(self._test) - 1) // context
+        if validation and min(self.tokens, self.held_out_tokens) <= context:
+            raise DataError(
+                f"A row is {context + 1} tokens, but {name} has {self.tokens} tokens and {validation[1]} {self.held_out_tokens}.",
+                "Lower model.context, use longer files, or hold out the last tenth with data.validation=tenth.")
         if self.held_out < 1:
             raise DataError(
                 f"The held-out tenth of {name} must hold a context of {context} tokens and one more, but the source has "
@@ -99,7 +107,7 @@ class SampleSource:
     def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
         self._train, self._test = train, test
         self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None  # the (seed, epoch) drawn last, and its order
-        self.inputs = train[0].shape[1]
+        self.samples, self.inputs = train[0].shape
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
 
@@ -136,14 +144,29 @@ class Unopened(NamedTuple):
     held_out: int = 0
 
 
-def open_source(name: str, context: int, dtype: str, vocabulary: int = 0, scan: Scan | None = None) -> Source:
+TENTH = "tenth"
+"""The data.validation of tokens that are held out at the end of the source."""
+
+
+def beside(name: str) -> str:
+    """What an empty data.validation means for tokens:FILE: nanoGPT's val.bin beside train.bin, or the last tenth."""
+    path = Path(name.partition(":")[2])
+    other = path.with_name("val.bin")
+    return f"tokens:{other}" if path.name == "train.bin" and other.exists() else TENTH
+
+
+def open_source(name: str, context: int, dtype: str, vocabulary: int = 0, scan: Scan | None = None,
+                validation: str = "") -> Source:
     """Open a source by its configuration name; DataError if it is missing, unreadable, too small, or of more tokens.
 
     context     tokens per row of a token source
     dtype       of the features of a sample source
     vocabulary  of a token source; 0: 256 for text, for tokens:FILE one more than its largest token
     scan        of tokens:FILE, where it is known; None costs a pass over the file
+    validation  of tokens:FILE, another tokens:FILE; tenth or empty: the last tenth
     """
+    if validation and not has_tokens(name):
+        raise ConfigError(f"data.validation is of data.source tokens:FILE, but that is {name}.", "Leave out data.validation.")
     kind, _, place = name.partition(":")
     if kind in ("pydocs", "text") and vocabulary not in (0, BYTES):
         raise ConfigError(f"Text has {BYTES} tokens, one for each byte, but data.vocabulary is {vocabulary}.",
@@ -157,12 +180,28 @@ def open_source(name: str, context: int, dtype: str, vocabulary: int = 0, scan: 
         if 0 < vocabulary <= scan.largest:
             raise DataError(f"{place} holds token {scan.largest}, so data.vocabulary must be at least {scan.largest + 1}, "
                             f"but is {vocabulary}.", "Leave out data.vocabulary, or train on other tokens.")
-        return TokenSource(_tokens(Path(place)), vocabulary or scan.largest + 1, context, place, scan)
+        if validation in ("", TENTH):
+            return TokenSource(_tokens(Path(place)), vocabulary or scan.largest + 1, context, place, scan)
+        most, other = largest_token(validation, 0, 1), validation.partition(":")[2]
+        if 0 < vocabulary <= most:
+            raise DataError(f"{other} holds token {most}, so data.vocabulary must be at least {most + 1}, but is {vocabulary}.",
+                            "Leave out data.vocabulary, or name other tokens with data.validation.")
+        return TokenSource(_tokens(Path(place)), vocabulary or max(most, scan.largest) + 1, context, place, scan,
+                           (_tokens(Path(other)), other))
     if kind == "digits" and not place:
         return _digits(dtype)
     if kind == "idx" and place:
         return _idx(Path(place), dtype)
     raise ConfigError(f"data.source must be {SOURCES}, but is {name!r}.", "For example: --set data.source=text:book.txt")
+
+
+def amounts(source: Source | Unopened) -> dict[str, int]:
+    """How much there is to train on and held out, of the sources of this file."""
+    if isinstance(source, TokenSource):
+        return {"tokens": source.tokens, "held_out_tokens": source.held_out_tokens, "vocabulary": source.inputs}
+    if isinstance(source, SampleSource):
+        return {"samples": source.samples, "held_out_samples": source.held_out, "classes": source.classes}
+    return {}
 
 
 def has_tokens(name: str) -> bool:

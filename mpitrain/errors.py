@@ -4,6 +4,8 @@ import re
 import unicodedata
 from typing import TypeVar
 
+from mpitrain.listing import Listed
+
 
 def brief(message: str) -> str:
     """The message without the middle of overlong words: what was typed, or read, by mistake may be a whole file."""
@@ -21,14 +23,22 @@ def multiples_near(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-class MpitrainError(Exception):
+class MpitrainError(Exception, metaclass=Listed):
     """Base of every error that mpitrain raises on purpose.
 
-    law       what must hold, with the values that break it; one or two sentences
-    way_out   what to type or change; printed on a line of its own, aligned under the law
+    Parameters
+    ----------
+    law : str
+        What must hold, with the values that break it; one or two sentences.
+    way_out : str
+        What to type or change; printed on a line of its own, aligned under the law.
 
-    exit_code is what the process ends with; `agreed` says that every rank holds this very error, so that rank 0 may print
-    it for all and nobody has to be aborted.
+    Attributes
+    ----------
+    exit_code : int
+        What a command ends with.
+    agreed : bool
+        Whether every rank raises this very error, so that rank 0 may print it for all.
     """
 
     exit_code = 1

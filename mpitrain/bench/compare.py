@@ -1,6 +1,7 @@
 """One training job under several modes of replication, one after the other: what each costs, in a table."""
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -9,7 +10,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from mpitrain.bench.curves import draw
-from mpitrain.bench.formulas import FORMULAS
+from mpitrain.bench.formulas import FORMULAS, LETTERS
 from mpitrain.collectives.algorithms import choices
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.errors import ConfigError
@@ -50,7 +51,7 @@ class Row(NamedTuple):
     comm_s         of a step: how long a worker stood still for messages; the mean of the one that did so longest
     sent_bytes     by rank: payload of messages in a step, in the mean of all steps
     formula_bytes  of the busiest rank; None if there is no formula
-    held_bytes     by rank: parameters, gradients and optimizer state
+    held_bytes     by rank: parameters, gradients, optimizer state and scratch of reductions
     staleness      updates between a gradient's parameters and its own update, at most; 0 where all wait for each other
     lead           steps that a worker was ahead of the last one when it began one, at most; likewise
     curve          (seconds since the start, training loss) after each step on rank 0
@@ -190,9 +191,12 @@ def _aligned(cells: Sequence[str]) -> str:
 
 
 def footer(rows: Sequence[Row]) -> list[str]:
-    """The formulas of these modes in words."""
+    """The formulas of these modes in words, and what their letters stand for."""
     said = {row.mode: FORMULAS[row.mode].words for row in rows if row.formula_bytes is not None}
-    return [f"{mode:<{WIDTHS[0]}} sends {words}" for mode, words in said.items()]
+    used = set(re.findall(r"n'|\b(?:lg|[A-Zhmns])\b(?!')", " ".join(said.values())))
+    letters = [f"{letter} {meaning}" for letter, meaning in LETTERS.items() if letter in used]
+    return [*(f"{mode:<{WIDTHS[0]}} sends {words}" for mode, words in said.items()),
+            *([f"with {', '.join(letters)}; besides, control messages and headers"] if letters else [])]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

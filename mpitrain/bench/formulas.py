@@ -1,8 +1,7 @@
 """What the busiest rank sends in a step of each mode of replication, in words and in bytes.
 
-S bytes of gradients (padding included), n ranks, n' the largest power of two that is no more, m micro-batches, W workers,
-K servers; with replication.shard host there are s ranks on each of h hosts. To the words the control message is added, four
-numbers that are summed by the same algorithm, and headers of servers.
+LETTERS says what the letters are. To the words the control message is added, four numbers that are summed by the same algorithm,
+and headers of servers.
 """
 
 from collections.abc import Callable
@@ -26,6 +25,13 @@ SQUARES = 3
 
 HEADER = NUMBERS * 8
 """Bytes of what announces the pieces of parameters and gradients between workers and servers."""
+
+
+LETTERS = {
+    "S": "bytes of all gradients, padding included", "n": "ranks", "n'": "the largest power of two that is at most n",
+    "lg": "the logarithm to base 2", "m": "micro-batches of a rank", "W": "workers", "s": "ranks on each host", "h": "hosts",
+}
+"""What the letters in the words of formulas stand for."""
 
 
 class Formula(NamedTuple):

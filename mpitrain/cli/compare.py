@@ -29,7 +29,8 @@ def command(modes: str | None, steps: int, settings: tuple[str, ...], device: st
 
     Model, seed, order of the data and global batch are the same. The table has a step's time, how much of it a worker stood
     still for messages, and the bytes that the busiest rank sent in it, beside the formula; what moves in shared memory or in
-    the MPI library's own reductions is not counted. `held` are parameters, gradients and optimizer state.
+    the MPI library's own reductions is not counted. `held` are parameters, gradients, optimizer state and what reductions
+    allocate besides, on the rank that holds most; activations are not.
     """
     changes = [f"run.steps={steps}", f"run.eval_rows={EVALUATED}", *settings, *settings_of(("device.kind", device))]
     with ranks(kind=lambda: _kind(changes)) as transport:

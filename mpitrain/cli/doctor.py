@@ -19,11 +19,12 @@ from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
 
 SMALL_SHM = 64 << 20  # bytes: what containers are given by default, too little for ranks that share memory
+MKL = "mkl"  # a library without a module of its name
 EXTRAS = {  # module: what it is for
     "matplotlib": "pictures",
     "sklearn": "data.source=digits",
     "torch": "bench train --peer torch",
-    "mkl": "faster products on Intel processors",
+    MKL: "faster products on Intel processors",
     "cupy": "--device cuda",
 }
 
@@ -79,13 +80,21 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
     yield "products", "by MKL" if mkl() else "by NumPy's BLAS"
     yield "g++", _compiler()
-    yield "extras", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if find_spec(module)) or "none"
-    yield "not here", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if not find_spec(module)) or "nothing"
+    usable = extras()
+    yield "extras", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if module in usable) or "none"
+    yield "not here", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if module not in usable) or "nothing"
     yield "ranks", f"{len(everyone)} on {len({r.host for r in everyone})} host(s), " + (
         f"{started.size} started by {started.launcher}" if started.launcher != "none" else "started by hand")
     for host, here in _by_host(everyone).items():
         yield "host", (f"{host}: {len(here)} rank(s), {share_of_cores([rank.cores for rank in here])}; free: "
                        f"{here[0].memory / 1e9:.1f} GB of memory, {here[0].shared / 1e9:.1f} GB in /dev/shm")
+
+
+def extras() -> set[str]:
+    """Which of the extras can be used here. MKL is there if products are by MKL."""
+    from mpitrain.ops.host.product import mkl
+
+    return {module for module in EXTRAS if (mkl() if module == MKL else find_spec(module))}
 
 
 def share_of_cores(sets: list[list[int]]) -> str:

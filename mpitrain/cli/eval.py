@@ -22,6 +22,7 @@ def command(run: Path, data: str | None, rows: int | None, tp: int | None, pp: i
     settings = settings_of(("data.source", data), ("run.eval_rows", rows), ("layout.tp", tp), ("layout.pp", pp),
                            ("device.kind", device))
     with ranks(kind=lambda: kind_of(run, settings)) as transport:
+        from mpitrain.data import TENTH
         from mpitrain.run.reopen import open_run
         from mpitrain.run.trainer import evaluated_rows
 
@@ -30,7 +31,9 @@ def command(run: Path, data: str | None, rows: int | None, tp: int | None, pp: i
         assert found is not None  # nobody asks it to stop
         loss, accuracy = found
         if transport.rank == 0:
-            click.echo(f"{visible(str(run))} at step {job.step} on {visible(job.trainer.config.data.source)}: "
+            held_out = job.trainer.config.data.validation
+            where = job.trainer.config.data.source if held_out in ("", TENTH) else held_out
+            click.echo(f"{visible(str(run))} at step {job.step} on {visible(where)}: "
                        f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
                        f"({evaluated_rows(job.trainer.config, job.data)} of {job.data.held_out} held-out rows)")
         if not math.isfinite(loss):

@@ -69,6 +69,8 @@ class Progress:
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
         print(f"{network}: {record['parameters']:,} parameters on {visible(c.data.source)}; {record['ranks']} rank(s), "
               f"{way(c)}{BEGAN}{folder}", flush=True)
+        if said := amounts(c, record):
+            print(said, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
@@ -112,6 +114,23 @@ class Progress:
     def _line(self, text: str) -> None:
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def amounts(config: Config, record: dict[str, Any]) -> str:
+    """How much data there is, and how often the run goes over it; nothing of a source that does not say."""
+    size, steps, data = config.batch.size, config.run.steps, config.data
+    if "tokens" in record:
+        size *= config.model.context
+        unit, there, extent = "tokens", record["tokens"], f"vocabulary {record['vocabulary']:,}"
+        held_out = f"{record['held_out_tokens']:,} held out ({data.validation.partition(':')[2] or 'the last tenth'})"
+    elif "samples" in record:
+        unit, there, extent = "samples", record["samples"], f"{record['classes']:,} classes"
+        held_out = f"{record['held_out_samples']:,} held out"
+    else:
+        return ""
+    epochs = steps * size / there
+    return (f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
+            f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps")
 
 
 def way(config: Config) -> str:

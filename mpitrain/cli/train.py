@@ -198,14 +198,16 @@ def unmeasured(config: Any, hosts: Sequence[str]) -> str:
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """The configuration file, or else that of the run that is resumed, under the settings of the command line."""
     from mpitrain.config import parse, read_toml, with_settings
-    from mpitrain.run.folder import configuration, is_run
+    from mpitrain.run.folder import configuration, held_out_as_before, is_run
 
     if config_file:
         return parse(with_settings(read_toml(config_file), settings))
     out = with_settings({}, settings).get("run", {}).get("out")
     if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
         return parse(with_settings({}, settings))
-    stored = {**configuration(Path(out)).model_dump(), "layout": {}, "pipeline": {}}  # a resumed run may have other ranks
+    then = configuration(Path(out))
+    stored = {**then.model_dump(), "layout": {}, "pipeline": {}}  # a resumed run may have other ranks
+    stored["data"] = held_out_as_before(then, settings)
     config = parse(with_settings(stored, settings))
     if config.layout.pp > config.batch.micro_batches and not any(one.startswith("batch.micro_batches") for one in settings):
         settings = [*settings, "batch.micro_batches=0"]    # more stages than those of the run before need more

@@ -4,6 +4,8 @@ Every function here is collective: all ranks call it, in the same order, and agr
 is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bound collective has a tag of its own.
 """
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 import numpy as np
 
 from mpitrain.collectives.algorithms import PLANS, TABLES, choices
@@ -20,22 +22,42 @@ from mpitrain.transport.base import Transport
 
 
 def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
-         tuning: Tuning = DEFAULT, arithmetic: Arithmetic = HOST) -> Reduction:
-    """Bind an all-reduce of `array`, in place, over all ranks of the transport.
+         tuning: Tuning | None = None, arithmetic: Arithmetic | None = None) -> Reduction:
+    """Bind an all-reduce of `array`, in place, over all ranks (as MPI_Allreduce_init); collective.
 
-    array       contiguous, any shape; one count and dtype on all ranks
-    op          "add" or "maximum"
-    algorithm   one of `choices` in algorithms.py; "auto" takes the one that `tuning` predicts to be fastest
-    arithmetic  what combines received parts; `native`, and `shared` in host memory, have their own
-    raises      CommError on every rank, here and not in a run, if ranks differ; ConfigError for an unknown name;
-                the refusal of an algorithm that cannot run here
-    returns     a reduction whose `algorithm` says what it became
+    Parameters
+    ----------
+    transport : Transport
+        The ranks.
+    array : ndarray
+        Contiguous, any shape. The number of elements and the dtype are the same on every rank.
+    op : str
+        "add" or "maximum".
+    algorithm : str
+        As `replication.algorithm`; "auto" takes the one that `tuning` predicts to be fastest.
+    tuning : Tuning, optional
+        Constants of the cost model, in seconds and bytes; None: the built-in ones.
+    arithmetic : Arithmetic, optional
+        Adds received chunks; None: NumPy.
+
+    Returns
+    -------
+    Reduction
+        Run it any number of times with `run()`, or with `start()` and `wait()`; its attribute
+        `algorithm` names the algorithm in use.
+
+    Raises
+    ------
+    CommError
+        On every rank, if numbers of elements or dtypes differ.
+    ConfigError
+        On every rank, for an unknown algorithm, or one that cannot run here.
     """
     return _bind(transport, array, op, "allreduce", algorithm, tuning, arithmetic)
 
 
 def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
-                        tuning: Tuning = DEFAULT, arithmetic: Arithmetic = HOST) -> Reduction:
+                        tuning: Tuning | None = None, arithmetic: Arithmetic | None = None) -> Reduction:
     """Bind a reduce-scatter: chunk r (plans.chunk_bounds) ends as the reduction on rank r, the rest as scratch.
 
     Parameters and errors are those of `bind`.
@@ -43,14 +65,16 @@ def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add"
     return _bind(transport, array, op, "reduce-scatter", algorithm, tuning, arithmetic)
 
 
-def bind_all_gather(transport: Transport, array: np.ndarray, algorithm: str = "ring", tuning: Tuning = DEFAULT) -> Reduction:
+def bind_all_gather(transport: Transport, array: np.ndarray, algorithm: str = "ring",
+                    tuning: Tuning | None = None) -> Reduction:
     """Bind an all-gather: chunk r of rank r ends in everyone's array. Parameters and errors are those of `bind`."""
-    return _bind(transport, array, "add", "all-gather", algorithm, tuning, HOST)
+    return _bind(transport, array, "add", "all-gather", algorithm, tuning, None)
 
 
-def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algorithm: str, tuning: Tuning,
-          arithmetic: Arithmetic) -> Reduction:
-    """Bind what has a table of algorithms."""
+def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algorithm: str,
+          tuning: Tuning | None, arithmetic: Arithmetic | None) -> Reduction:
+    """Bind what has a table of algorithms, by default with the built-in constants and NumPy."""
+    tuning, arithmetic = tuning or DEFAULT, arithmetic or HOST
     table, name = TABLES[operation], operation.replace("allreduce", "all-reduce")
     tag = agree(transport, name, array, choices(operation), algorithm, op=op)
     if algorithm == "auto":

@@ -30,7 +30,8 @@ def bind_coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) 
     width = min(len(lanes), max(2, 2 * WINDOW // n))
     tags = [tag, *(transport.claim_tag() for _ in range(2 * width - 1))]
     desks = [Desk(lanes[0], n, codec, tags[2 * i:2 * i + 2]) for i in range(width)]
-    return Lanes(transport, [links(transport, part, codec, desks[i % width]) for i, part in enumerate(lanes)], width)
+    return Lanes(transport, [links(transport, part, codec, desks[i % width]) for i, part in enumerate(lanes)], width,
+                 sum(desk.nbytes for desk in desks))
 
 
 class Desk:
@@ -41,6 +42,7 @@ class Desk:
         blocks = n * -(-part.size // (n * BLOCK))
         self.values, self.scratch = (np.empty_like(part, shape=count * BLOCK) for count in (blocks, blocks // n))
         self.outgoing, self.incoming = (np.empty_like(part, np.uint8, shape=blocks * codec.block_bytes) for _ in range(2))
+        self.nbytes = sum(array.nbytes for array in (self.values, self.scratch, self.outgoing, self.incoming))
 
 
 def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Desk) -> list[Reduction]:
@@ -105,4 +107,4 @@ def bind_coded_all_gather(transport: Transport, array: np.ndarray, codec: Codec,
             codec.decode(part, values)
             chunk[:] = values[:length]
 
-    return Chain(transport, [Local(encode), bind(coded), Local(decode)])
+    return Chain(transport, [Local(encode), bind(coded), Local(decode)], values.nbytes + coded.nbytes)

@@ -14,6 +14,7 @@ class Local:
     state = learn = None
     algorithm = ""
     is_messages = True
+    scratch_bytes = 0
 
     def __init__(self, work: Callable[[], None]):
         self.run = self.start = work
@@ -30,18 +31,20 @@ class Lanes:
 
     lanes   the links of each, which run one after the other; as many in every lane
     width   lanes under way at once: lane i starts when lane i - width has ended, and may use its scratch and its tags
+    scratch bytes of arrays that the links work on, besides those that they count themselves
     """
 
     state: dict[str, np.ndarray] | None = None
     learn: Callable[[np.ndarray], None] | None = None
     algorithm = ""
 
-    def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int):
+    def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int, scratch: int = 0):
         self._transport = transport
         self._lanes, self._width, self._length = lanes, width, len(lanes[0])
         self._ended = [self._length] * len(lanes)  # links of each lane; -1: it has not started
         self._first = len(lanes)  # the lanes before it have ended
         self.is_messages = all(link.is_messages for lane in lanes for link in lane)
+        self.scratch_bytes = scratch + sum({id(link): link.scratch_bytes for lane in lanes for link in lane}.values())
 
     def run(self) -> None:
         self.start()
@@ -83,8 +86,8 @@ class Lanes:
 class Chain(Lanes):
     """Reductions that run one after the other as one."""
 
-    def __init__(self, transport: Transport, links: Sequence[Reduction]):
-        super().__init__(transport, [links], 1)
+    def __init__(self, transport: Transport, links: Sequence[Reduction], scratch: int = 0):
+        super().__init__(transport, [links], 1, scratch)
 
     def run(self) -> None:
         if not self.poll():

@@ -81,7 +81,7 @@ class Awaited:
     def __init__(self, inner: Reduction, waited: Waited, transport: Transport, progress_thread: str):
         self._inner, self._waited, self._transport, self._progress_thread = inner, waited, transport, progress_thread
         self.algorithm, self.is_messages, self.state, self.learn = inner.algorithm, inner.is_messages, inner.state, inner.learn
-        self.start, self.poll = inner.start, inner.poll
+        self.start, self.poll, self.scratch_bytes = inner.start, inner.poll, inner.scratch_bytes
 
     def run(self) -> None:
         began = time.perf_counter()

@@ -46,6 +46,10 @@ class Reduction(Protocol):
         """Where there is state: takes note of a sum over this buffer that another reduction made."""
 
     @property
+    def scratch_bytes(self) -> int:
+        """Bytes that it has allocated besides its buffer and its state, until it is gone."""
+
+    @property
     def is_messages(self) -> bool:
         """Whether it is made of messages, and of work between them, alone: any thread may then poll it, one at a time."""
 
@@ -95,7 +99,8 @@ class Execution:
                  outgoing: np.ndarray | None = None, arithmetic: Arithmetic = HOST):
         self._transport, self._combine, self._tag = transport, arithmetic.combining(array, op), tag
         flat = array.reshape(-1)
-        self._steps = bind_plan(transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat)
+        self._steps, scratch = bind_plan(transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat)
+        self.scratch_bytes = sum(array.nbytes for array in scratch)
         self._requests: deque[list[Request]] = deque()
         self._posted = self._ended = len(self._steps)
         self._aside = transport.aside(array)
@@ -167,8 +172,9 @@ class Execution:
         self._post()
 
 
-def bind_plan(transport: Transport, plan: Plan, source: np.ndarray, flat: np.ndarray) -> list[_BoundStep]:
-    """The plan's steps over these arrays, those between hosts in parts. Allocates the scratch."""
+def bind_plan(transport: Transport, plan: Plan, source: np.ndarray,
+              flat: np.ndarray) -> tuple[list[_BoundStep], list[np.ndarray]]:
+    """The plan's steps over these arrays, those between hosts in parts; and the scratch, which it allocates."""
     longest = max((sum(t.stop - t.start for t in step.receives) for step in plan.steps if step.combine), default=0)
     scratch = [np.empty_like(flat, shape=longest) for _ in range(plan.depth)]
     bound: list[_BoundStep] = []
@@ -180,7 +186,7 @@ def bind_plan(transport: Transport, plan: Plan, source: np.ndarray, flat: np.nda
             bound.append(bind_step(part, after, transport.rank, source, flat, scratch[i % plan.depth][used:]))
             used += sum(t.stop - t.start for t in part.receives)
         ends.append(len(bound))
-    return bound
+    return bound, scratch
 
 
 def cut(step: Step, transport: Transport, limit: int) -> list[Step]:

@@ -30,7 +30,7 @@ class Feedback:
     def __init__(self, array: np.ndarray, ranks: int):
         self.residual, self.prediction = np.zeros_like(array), np.zeros_like(array)
         self.state = {"residual": self.residual, "prediction": self.prediction}
-        self._scratch = np.empty_like(array, shape=min(CACHED, array.size))
+        self.scratch = np.empty_like(array, shape=min(CACHED, array.size))
         self._share = np.float32(1 / ranks)
 
     def take(self, array: np.ndarray) -> None:
@@ -40,7 +40,7 @@ class Feedback:
             kept, prediction = self.residual[part], self.prediction[part]
             kept *= 1 - RECENT
             kept += array[part]
-            kept -= np.multiply(prediction, self._share, out=self._scratch[:kept.size])
+            kept -= np.multiply(prediction, self._share, out=self.scratch[:kept.size])
 
     def learn(self, total: np.ndarray) -> None:
         """Put a sum that travelled whole into the prediction, unless it is not finite; what was not sent before fades."""
@@ -51,4 +51,4 @@ class Feedback:
             if is_finite:
                 prediction = self.prediction[part]
                 prediction *= 1 - RECENT
-                prediction += np.multiply(total[part], np.float32(RECENT), out=self._scratch[:prediction.size])
+                prediction += np.multiply(total[part], np.float32(RECENT), out=self.scratch[:prediction.size])

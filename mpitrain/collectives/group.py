@@ -1,5 +1,7 @@
 """A Group: ranks and the algorithm they reduce with. The only communicator a layer sees."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,30 +26,57 @@ from mpitrain.collectives.matrices import Matrix
 from mpitrain.collectives.noted import bind_noted
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.collectives.wire import Wire
+from mpitrain.listing import Listed
 from mpitrain.machine.arena import Arena
 from mpitrain.transport.base import Transport
 
 
-class Group:
-    """The ranks of a transport. All methods are collective and work in place.
+class Group(metaclass=Listed):
+    """Ranks, and the algorithm they reduce with (as a process group of torch.distributed).
 
-    The `bind` methods agree once and can be run any number of times. Those without agree every time they are called,
-    which costs a round of messages: they are for start-up, tests and interactive use.
-    algorithm  of all-reduces; what has no reduce-scatter or all-gather of its name leaves these to `auto`
-    arena      counts the activations that `exchange` leases; of the memory that the transport allocates, and the host's if None
-    progress_thread  as replication.progress_thread, for these
+    All methods are collective and work in place on contiguous arrays of any shape; chunk r is the r-th of as
+    many even runs of elements as there are ranks. The `bind` methods agree once, and what they return can be
+    run any number of times. Methods without `bind` agree at every call, which costs a round of messages.
+
+    Parameters
+    ----------
+    transport : Transport
+        The ranks: see `from_communicator`, `connect` and `run_ranks`.
+    algorithm : str
+        Of all-reduces, as `replication.algorithm`. Where it has no reduce-scatter or all-gather, `auto`
+        chooses for these.
+    tuning, arithmetic : optional
+        As in `bind`.
+    arena : Arena, optional
+        Counts the bytes that `exchange` leases.
+    progress_thread : str
+        As `replication.progress_thread`.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Bytes that the collectives bound so far have allocated besides the arrays they work on.
+
+    Raises
+    ------
+    CommError
+        By every method, on every rank, if numbers of elements or dtypes differ.
+    ConfigError
+        By every method, on every rank, for an algorithm that is unknown or cannot run here.
     """
 
-    def __init__(self, transport: Transport, algorithm: str = "ring", tuning: Tuning = DEFAULT,
-                 arithmetic: Arithmetic = HOST, arena: Arena | None = None, progress_thread: str = "auto"):
+    def __init__(self, transport: Transport, algorithm: str = "ring", tuning: Tuning | None = None,
+                 arithmetic: Arithmetic | None = None, arena: Arena | None = None, progress_thread: str = "auto"):
         self.progress_thread = progress_thread
-        self.transport, self.algorithm, self.tuning, self.arithmetic = transport, algorithm, tuning, arithmetic
+        self.transport, self.algorithm = transport, algorithm
+        self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
         self.arena = arena or Arena()
         self._exchanges = Exchanges(self.arena)
+        self.scratch_bytes = 0
 
     @property
     def rank(self) -> int:
-        """This process, counted within the group."""
+        """The number of this process within the group, from 0."""
         return self.transport.rank
 
     @property
@@ -56,35 +85,38 @@ class Group:
         return self.transport.size
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind an all-reduce of the array."""
+        """Bind an all-reduce; op is "add" or "maximum"."""
         return self._noted("all-reduce", array, lambda: bind(
             self.transport, array, op, self.algorithm, self.tuning, self.arithmetic))
 
     def bind_lossy(self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()) -> Reduction:
-        """Bind a sum of a float32 array that travels in a wire format: near the sum, and the same bits on all ranks."""
+        """Bind a sum of a float32 array that travels in a wire format: nearly the sum, with the same bits on all ranks."""
         return self._noted("all-reduce", array, lambda: bind_lossy(self.transport, array, wire, matrices, self.arithmetic))
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind a reduce-scatter: chunk r ends as the reduction on rank r; the rest of the array is scratch."""
+        """Bind a reduce-scatter: chunk r ends as the reduction on rank r; the other chunks are scratch."""
         algorithm = half_of("reduce-scatter", self.algorithm)
         return self._noted("reduce-scatter", array, lambda: bind_reduce_scatter(
             self.transport, array, op, algorithm, self.tuning, self.arithmetic))
 
     def bind_all_gather(self, array: np.ndarray) -> Reduction:
-        """Bind an all-gather: chunk r of rank r ends in everyone's array."""
+        """Bind an all-gather: chunk r of rank r ends in the array of every rank."""
         return self._noted("all-gather", array, lambda: bind_all_gather(
             self.transport, array, half_of("all-gather", self.algorithm), self.tuning))
 
     def bind_coded_all_gather(self, array: np.ndarray, wire: Wire) -> Reduction:
-        """Bind an all-gather of float32 chunks of one length, which travel in a wire format that codes block by block."""
-        return bind_coded_all_gather(self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather)
+        """Bind an all-gather of equally long float32 chunks that travel in a wire format."""
+        before = self.scratch_bytes
+        reduction = bind_coded_all_gather(self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather)
+        self.scratch_bytes = before + reduction.scratch_bytes    # that of the gather of bytes is in it
+        return reduction
 
     def bind_broadcast(self, array: np.ndarray, root: int = 0) -> Reduction:
-        """Bind a broadcast of root's array."""
+        """Bind a broadcast of the root's array."""
         return self._noted("broadcast", array, lambda: bind_broadcast(self.transport, array, root))
 
     def bind_reduce(self, array: np.ndarray, op: str = "add", root: int = 0) -> Reduction:
-        """Bind a reduction to root's array; the others end as scratch."""
+        """Bind a reduction into the root's array; the arrays of other ranks are scratch."""
         return self._noted("reduce", array, lambda: bind_reduce(self.transport, array, op, root, arithmetic=self.arithmetic))
 
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
@@ -92,36 +124,36 @@ class Group:
         return self._noted("all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming))
 
     def _noted(self, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
-        return bind_noted(self.transport, operation, array, bind)
+        reduction = bind_noted(self.transport, operation, array, bind)
+        self.scratch_bytes += reduction.scratch_bytes
+        return reduction
 
     def exchange(self, shape: Sequence[int], dtype: Any) -> Exchange:
-        """Lease an activation that this group reduces or gathers where it lies: in a shared window, where ranks share a host.
+        """Lease a buffer for an activation that the group reduces or gathers in place; layers use it.
 
-        Whoever computes the activation writes into `array`. It is leased again, with what was bound to it, for as many elements
-        of its dtype. The ranks lease the same in the same order, and at every lease the same ones have ended on each.
-        Collective where all that there are, are leased: after the first step nothing is bound, allocated or agreed. The transport
-        gives the memory back when it is closed, or when this group dies.
-        raises  CommError on every rank if they ask for different activations
+        Ranks lease the same shapes and dtypes in the same order (else CommError on every rank). A buffer
+        that is free again is leased again with its bound collectives: after the first step nothing is
+        allocated. On one host it lies in a shared window; the transport frees it when it is closed.
         """
         return self._exchanges.lease(self, shape, dtype)
 
     @property
     def exchanged_s(self) -> float:
-        """Seconds that this rank has stood still in collectives of activations so far."""
+        """Seconds that this rank has waited in collectives of activations so far."""
         return self._exchanges.waited.seconds
 
     def all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        """All-reduce the array now."""
+        """Reduce the array over all ranks, now."""
         self.bind(array, op).run()
 
     def reduce_scatter(self, array: np.ndarray, op: str = "add") -> None:
-        """Reduce-scatter the array now."""
+        """As `bind_reduce_scatter`, now."""
         self.bind_reduce_scatter(array, op).run()
 
     def all_gather(self, array: np.ndarray) -> None:
-        """All-gather the array now."""
+        """As `bind_all_gather`, now."""
         self.bind_all_gather(array).run()
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
-        """Broadcast root's array now."""
+        """As `bind_broadcast`, now."""
         self.bind_broadcast(array, root).run()

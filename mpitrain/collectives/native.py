@@ -15,6 +15,7 @@ class Native:
     state = learn = None
     algorithm = ""
     is_messages = False
+    scratch_bytes = 0
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic):
         self._transport, self._array, self._op = transport, array, op

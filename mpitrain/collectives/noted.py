@@ -30,7 +30,7 @@ class Noted:
     def __init__(self, inner: Reduction, recorder: Recorder, name: int, nbytes: int):
         self._inner, self._recorder, self._name, self._nbytes = inner, recorder, name, nbytes
         self._span = 0
-        self.algorithm, self.is_messages = inner.algorithm, inner.is_messages
+        self.algorithm, self.is_messages, self.scratch_bytes = inner.algorithm, inner.is_messages, inner.scratch_bytes
 
     @property
     def state(self) -> dict[str, np.ndarray] | None:

@@ -74,7 +74,8 @@ class PowerSgd(Chain):
 
         rings = [Execution(transport, buffer, "add", ring.all_reduce(transport.rank, transport.size, buffer.size), tag)
                  for buffer in (left, right)]
-        super().__init__(transport, [Local(project), rings[0], Local(reproject), rings[1], Local(rebuild)])
+        super().__init__(transport, [Local(project), rings[0], Local(reproject), rings[1], Local(rebuild)],
+                         sum(kept.nbytes for kept in (left, right, scratch, outside, feedback.scratch)))
 
 
 def orthonormalise(columns: np.ndarray) -> None:

@@ -34,6 +34,7 @@ class Shared(ABC):
     state = learn = None
     algorithm = ""
     is_messages = False
+    scratch_bytes = 0
     meetings = 0
     """Barriers of one run."""
 
@@ -183,8 +184,9 @@ def bind_in_window(transport: Transport, array: np.ndarray,
     borrowed = _borrow(transport, array, 2 if is_small else 1)
     if borrowed is None:
         return None
-    window, slots = borrowed
+    window, slots, nbytes = borrowed
     reduction = make(slots)
+    reduction.scratch_bytes = nbytes
     transport.windows.use(window, reduction)
     return reduction
 
@@ -215,8 +217,8 @@ def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | No
     return views if all(p == locations[0] for p in locations) else None
 
 
-def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]]] | None:
-    """A window that is idle on every rank, or a new one, and copies of the array in it, each by rank. Collective."""
+def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]], int] | None:
+    """A window that is idle on every rank, or a new one; copies of the array in it, each by rank; its bytes. Collective."""
     apart = -(-array.nbytes // 64) * 64
     nbytes = 1 << max(12, (copies * apart - 1).bit_length())  # few sizes, so that they are used again
     idle = set.intersection(*map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members))))
@@ -226,4 +228,4 @@ def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, 
         location._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
     slots = [view for view in views if view is not None]
     is_whole = all(transport.gather_text(len(slots) == copies))
-    return (location.window, slots) if location is not None and is_whole else None
+    return (location.window, slots, nbytes) if location is not None and is_whole else None

@@ -44,4 +44,4 @@ class TopK(Chain):
                 feedback.prediction[positions] += np.float32(RECENT) * values.view(np.float32)
 
         exchange = Execution(transport, everyone, "add", ring.all_gather(rank, n, everyone.size), tag)
-        super().__init__(transport, [Local(choose), exchange, Local(add_up)])
+        super().__init__(transport, [Local(choose), exchange, Local(add_up)], everyone.nbytes + feedback.scratch.nbytes)

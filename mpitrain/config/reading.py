@@ -1,5 +1,7 @@
 """From what a user typed to a Config: files and settings, read, merged and validated; and the words for what is wrong."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 import difflib
 import math
 import re
@@ -14,12 +16,15 @@ from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
+LABELLED = ("digits", "idx:")    # how the names of sources begin whose model.kind is mlp
 # Keys that hold paths, which in a configuration file count from its folder.
-BESIDE = (("data", "source"), ("replication", "tuning"), ("device", "tiles"), ("pipeline", "schedule"), ("run", "out"))
+BESIDE = (("data", "source"), ("data", "validation"), ("replication", "tuning"), ("device", "tiles"), ("pipeline", "schedule"),
+          ("run", "out"))
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
 NOT_YET = {"model.kind": "cnn"}  # values that are meant to work one day
 PATTERNS = {    # what each says, in words
+    "data.validation": "must be tokens:FILE or tenth, or empty",
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
     "pipeline.partition": "must be time, or numbers and commas, as in 4,4,3,5",
@@ -45,7 +50,7 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
     for section, key in BESIDE:
         table = tables.get(section)
         if isinstance(table, dict) and isinstance(name := table.get(key), str):
-            kind, colon, place = name.partition(":") if key == "source" else ("", "", name)
+            kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
             is_path = key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()  # or a schedule's name
             if place and is_path:
                 table[key] = f"{kind}{colon}{path.parent / place}"
@@ -79,11 +84,26 @@ def _toml_value(text: str) -> Any:
 
 
 def parse(tables: Mapping[str, Any]) -> Config:
-    """Validate; one ConfigError lists everything that is wrong."""
+    """Make a `Config` of tables such as {"run": {"steps": 100}}; where they do not set model.kind, data.source does.
+
+    Raises
+    ------
+    ConfigError
+        One for all keys and values that are wrong.
+    """
     try:
-        return Config.model_validate(tables)
+        return Config.model_validate(_with_kind(tables))
     except ValidationError as error:
         raise ConfigError("\n".join(_complaint(item) for item in error.errors()), LISTED) from None
+
+
+def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tables with the model.kind of their data.source, where they have none."""
+    data, model = tables.get("data", {}), tables.get("model", {})
+    source = data.get("source") if isinstance(data, Mapping) else None
+    if isinstance(source, str) and source.startswith(LABELLED) and isinstance(model, Mapping) and "kind" not in model:
+        return {**tables, "model": {**model, "kind": "mlp"}}
+    return tables
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from mpitrain.config.sections import (
     ASYNCHRONOUS,
     KEPT_ON_HOST,
@@ -23,19 +25,23 @@ from mpitrain.errors import ConfigError
 
 
 class Config(Section):
-    """A whole run. `Config()` is the default run."""
+    """The configuration of a run: a frozen table of sections, each a frozen table of keys.
 
-    run: Run = Run()
-    data: Data = Data()
-    model: Model = Model()
-    batch: Batch = Batch()
-    layout: Layout = Layout()
-    pipeline: Pipeline = Pipeline()
-    replication: Replication = Replication()
-    precision: Precision = Precision()
-    optimizer: Optimizer = Optimizer()
-    checkpoint: Checkpoint = Checkpoint()
-    device: Device = Device()
+    `Config()` is the default run; `parse` makes others, and names what is wrong. `mpitrain train --help-config`
+    lists all keys with types, ranges and defaults: `config.optimizer.lr` is its key optimizer.lr.
+    """
+
+    run: Run = Field(default_factory=Run)
+    data: Data = Field(default_factory=Data)
+    model: Model = Field(default_factory=Model)
+    batch: Batch = Field(default_factory=Batch)
+    layout: Layout = Field(default_factory=Layout)
+    pipeline: Pipeline = Field(default_factory=Pipeline)
+    replication: Replication = Field(default_factory=Replication)
+    precision: Precision = Field(default_factory=Precision)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    device: Device = Field(default_factory=Device)
 
     def model_post_init(self, context: Any) -> None:
         """Refuse what cannot work whatever the ranks and the data are."""

@@ -21,12 +21,15 @@ keeps an array alive. So the caller writes into none of them until the halves ha
 `backward_input` may overwrite what `saved` alone holds, and never the residual; `saved` and `pending` are each used once.
 """
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from mpitrain.listing import Listed
 from mpitrain.machine.arena import Arena
 
 Rectangle = tuple[slice, ...]
@@ -155,20 +158,27 @@ class Loss(Protocol):
         """How many rows have their largest logit at the target; logits stay as they are."""
 
 
-class Unit(NamedTuple):
-    """One entry of a model's list: the grain at which parameters are stored, moved and sharded.
+@dataclass(frozen=True, eq=False)
+class Unit(metaclass=Listed):
+    """One entry of a model's list: what ZeRO gathers and pipelines place as a whole (as FSDP's wrapped module).
 
-    name   prefix of its parameters' full names: "blocks.0.attention" holds "blocks.0.attention.qkv.weight"
-    layer  what it computes
-    tied   {own parameter name: full name of the tensor, in an earlier unit, that it shares}
-    held   {own parameter name: the tensor in its place, named in full, that other stages hold too}
+    Parameters
+    ----------
+    name : str
+        Prefix of the full names of its parameters: unit "hidden" of a linear layer has "hidden.weight".
+    layer : Layer
+        For example one that `Plain` makes.
+    tied : mapping, optional
+        {parameter of this layer: full name of the tensor, in an earlier unit, in its place}.
+    held : mapping, optional
+        Set by a pipeline, for tied tensors that other stages hold, too.
     """
 
     name: str
     layer: Layer
-    tied: Mapping[str, str] = {}
-    held: Mapping[str, Parameter] = {}
+    tied: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, Parameter] = field(default_factory=dict)
 
     def full_name(self, parameter: Parameter) -> str:
-        """The name of the tensor that the layer's parameter is."""
+        """The name of the tensor that is this parameter of the layer."""
         return self.tied.get(parameter.name, f"{self.name}.{parameter.name}")

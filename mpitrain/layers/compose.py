@@ -1,17 +1,26 @@
 """Layers made of layers: one after another, and around a shortcut. They take what these offer: see base.py."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 from itertools import pairwise
 from typing import Any
 
-from mpitrain.layers.base import Parameter, backward
-from mpitrain.ops import Writes
-from mpitrain.ops.reference import add
+from mpitrain.layers.base import Gradients, Parameter, Weights, backward
+from mpitrain.listing import ListedLayer
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import Writes, reference
 
 NOTHING: dict = {}
 
 
-class Sequential:
-    """The named children, at least one, one after another; a child's parameters are found under its name."""
+class Sequential(metaclass=ListedLayer):
+    """Layers one after another (as torch.nn.Sequential).
+
+    Parameters
+    ----------
+    **children : Layer
+        At least one. A child's parameters have its name as prefix: "up.weight".
+    """
 
     def __init__(self, **children: Any):
         first, *_, last = (*children, *children)
@@ -27,19 +36,21 @@ class Sequential:
                 self._gelus.add(name)
                 self._takers.add(after)
 
-    def parameters(self):
-        """Every child's, prefixed by the child's name."""
+    def parameters(self) -> list[Parameter]:
+        """The parameters of all children."""
         return [
             parameter._replace(name=f"{name}.{parameter.name}")
             for name, child in self.children.items() for parameter in child.parameters()
         ]
 
-    def output_shape(self, shape):
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the output for an input of this shape."""
         for child in self.children.values():
             shape = child.output_shape(shape)
         return shape
 
-    def forward(self, w, x, arena, residual=None):
+    def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
+        """The output for x, and what `backward_input` needs."""
         saved = []
         for name, child in self.children.items():
             own = w.get(name, NOTHING)
@@ -48,7 +59,8 @@ class Sequential:
             saved.append(kept)
         return x, saved
 
-    def backward_input(self, w, dy, saved, arena, residual=None):
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
+        """The gradient of the input, and what `backward_weight` needs."""
         pending = {}
         for name, child in reversed(self._back.items()):
             # Popped, so that each child's buffers return to the arena before the next child asks for some.
@@ -61,12 +73,14 @@ class Sequential:
                 dy, pending[name] = child.backward_input(own, dy, self._popped(name, saved), arena)
         return dy, pending
 
-    def backward_weight(self, pending, dw, arena):
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
+        """Write or add the gradients of the parameters."""
         while pending:
             name, wanted = pending.popitem()
             self.children[name].backward_weight(wanted, dw.get(name, NOTHING), arena)
 
-    def backward(self, w, dy, saved, dw, arena, residual=None):
+    def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, residual: Any = None) -> Any:
+        """Both halves of backward, child by child; returns the gradient of the input."""
         for name, child in reversed(self._back.items()):
             own, gradients = w.get(name, NOTHING), dw.get(name, NOTHING)
             if name in self._takers:
@@ -84,24 +98,33 @@ class Sequential:
         return own[0] if name in self._gelus else own
 
 
-class Residual:
-    """x + inner(x), as a pass of its own where the inner layer does not offer it. Adds no level to the names."""
+class Residual(metaclass=ListedLayer):
+    """x + inner(x); the names of the parameters are those of the inner layer.
+
+    Parameters
+    ----------
+    inner : Layer
+        Its output has the shape of its input.
+    add : callable, optional
+        (a, b, sum, arena) writes a + b; None: NumPy's, on the host. `Plain.residual` passes the device's.
+    """
 
     output_is_free = True
 
-    def __init__(self, inner: Any, add: Writes = add):
-        """inner: a layer; add: the operation."""
-        self.inner, self.add = inner, add
+    def __init__(self, inner: Any, add: Writes | None = None):
+        self.inner, self.add = inner, add or reference.add
         self._output_is_sum, self._input_is_sum = getattr(inner, "adds_to_output", False), getattr(inner, "adds_to_input", False)
 
     def parameters(self) -> list[Parameter]:
-        """Those of the inner layer."""
+        """The parameters of the inner layer."""
         return self.inner.parameters()
 
-    def output_shape(self, shape):
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the input."""
         return shape
 
-    def forward(self, w, x, arena):
+    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+        """The output for x, and what `backward_input` needs."""
         if self._output_is_sum:
             return self.inner.forward(w, x, arena, residual=x)
         y, saved = self.inner.forward(w, x, arena)
@@ -109,17 +132,20 @@ class Residual:
         self.add(y, x, total, arena)
         return total, saved
 
-    def backward_input(self, w, dy, saved, arena):
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
+        """The gradient of the input, and what `backward_weight` needs."""
         if self._input_is_sum:
             return self.inner.backward_input(w, dy, saved, arena, residual=dy)
         dx, pending = self.inner.backward_input(w, dy, saved, arena)
         self.add(dx, dy, dx, arena)
         return dx, pending
 
-    def backward_weight(self, pending, dw, arena):
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
+        """Write or add the gradients of the parameters."""
         self.inner.backward_weight(pending, dw, arena)
 
-    def backward(self, w, dy, saved, dw, arena):
+    def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
+        """Both halves of backward; returns the gradient of the input."""
         if self._input_is_sum:
             return backward(self.inner, w, dy, saved, dw, arena, dy)
         dx = backward(self.inner, w, dy, saved, dw, arena)

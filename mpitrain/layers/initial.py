@@ -1,5 +1,7 @@
 """How parameters begin: functions (generator, shape) -> float64 array, as `Parameter.draw` wants them."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 from collections.abc import Callable
 
 import numpy as np
@@ -8,7 +10,7 @@ Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
 def normal(std: float) -> Draw:
-    """Gaussian with mean 0."""
+    """Gaussian initial values with mean 0 and this standard deviation."""
     return lambda generator, shape: generator.standard_normal(shape) * std
 
 

@@ -3,16 +3,22 @@
 B batch, T tokens, C channels, H heads, V vocabulary. A sharded set has the same constructors with the same arguments.
 """
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
+from collections.abc import Sequence
 from copy import copy
+from typing import Any
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Layer, Loss, Parameter
+from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.initial import Draw, normal, ones, zeros
+from mpitrain.listing import Listed, ListedLayer
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 
 
-class Linear:
+class Linear(metaclass=ListedLayer):
     """activation(x weight^T + bias) over the last dim.
 
     weight: (outputs, inputs); bias: (outputs,), absent if `bias` is False
@@ -30,37 +36,41 @@ class Linear:
             "relu": (ops.linear_relu, ops.linear_relu_backward_input),
         }[activation]
 
-    def parameters(self):
-        """weight and, where there is one, bias."""
+    def parameters(self) -> list[Parameter]:
+        """The weight and, where there is one, the bias."""
         weight = Parameter("weight", (self.outputs, self.inputs), self.draw, decayed=True)
         return [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)] if self.bias else [weight]
 
-    def output_shape(self, shape):
+    def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the output for an input of this shape."""
         return (*shape[:-1], self.outputs)
 
     @property
-    def without_gelu(self):
-        """This layer up to what GELU is applied to; None if it has another activation or none."""
+    def without_gelu(self) -> Linear | None:
+        """This layer without its GELU; None if it has another activation or none."""
         if self.activation != "gelu":
             return None
         bare = copy(self)
         bare.product_backward_input = self.ops.linear_backward_input
         return bare
 
-    def forward(self, w, x, arena):
+    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+        """The output for rows x, and what `backward_input` needs."""
         y, saved = self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
-    def backward_input(self, w, dy, saved, arena):
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
+        """The gradient of the input, and what `backward_weight` needs."""
         dx, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
-    def backward_input_through_gelu(self, w, dy, saved, gelu, arena):
-        """As `backward_input`, of a layer that takes GELU's derivative."""
+    def backward_input_through_gelu(self, w: Weights, dy: Any, saved: Any, gelu: Any, arena: Arena) -> tuple[Any, Any]:
+        """As `backward_input`, times the derivative of the GELU before this layer."""
         dx, pending = self.ops.gelu_linear_backward_input(flat_rows(dy), w["weight"], saved, gelu, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
-    def backward_weight(self, pending, dw, arena):
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
+        """Write or add the gradients of weight and bias."""
         self.ops.linear_backward_weight(pending, dw["weight"].array, dw["weight"].claim(), arena)
         if self.bias:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
@@ -190,53 +200,63 @@ class CrossEntropy:
         self.gradient, self.value, self.correct = ops.cross_entropy, ops.cross_entropy_loss, ops.count_correct
 
 
-class Plain:
-    """Constructors for one rank. Column and row linear are the two halves that a sharded set splits over ranks."""
+class Plain(metaclass=Listed):
+    """Constructors of layers (as torch.nn); no layer shares anything with another rank.
+
+    A `Trainer` with layout.tp above 1 passes a set with the same constructors, whose layers are split.
+    Linear layers map (..., inputs) to (..., outputs); `draw` makes the weight, of shape (outputs, inputs),
+    and biases begin at 0.
+
+    Parameters
+    ----------
+    ops : Ops
+        The operations of a device: see `ops_for`.
+    """
 
     def __init__(self, ops: Ops):
         self.ops = ops
 
     def embedding(self, vocab: int, context: int, width: int) -> Embedding:
-        """Tokens and learned positions, both drawn with standard deviation 0.02."""
+        """Tokens (B, T) to rows (B, T, width), with learned positions; both drawn with deviation 0.02."""
         return Embedding(self.ops, vocab, context, width, normal(0.02))
 
     def norm(self, width: int) -> LayerNorm:
-        """LayerNorm with gain 1 and bias 0."""
+        """LayerNorm over the last dim, with gain 1 and bias 0."""
         return LayerNorm(self.ops, width)
 
     def qkv(self, width: int, heads: int, draw: Draw) -> Linear:
-        """width -> 3 width: the queries, keys and values of all heads; `heads` is where a sharded set may cut."""
+        """A linear layer from width to 3 width: queries, keys and values of all heads."""
         return FusedLinear(self.ops, width, 3 * width, draw)
 
     def residual(self, inner: Layer) -> Residual:
-        """A shortcut around layers."""
+        """x + inner(x)."""
         return Residual(inner, self.ops.add)
 
     def attention(self, width: int, heads: int) -> Attention:
-        """Causal attention; raises ConfigError if the heads do not divide the width."""
+        """Causal attention, (B, T, 3 width) to (B, T, width); ConfigError if heads do not divide width."""
         if heads < 1 or width % heads:
             near = min((h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads))
             raise ConfigError(f"{heads} heads do not divide a width of {width}.", f"Nearest that does: {near}.")
         return Attention(self.ops, heads)
 
     def column_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
-        """A linear layer whose outputs a sharded set may split."""
+        """A linear layer; layout.tp splits its outputs. activation: "gelu", "relu" or None."""
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def row_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
-        """A linear layer whose inputs a sharded set may split."""
+        """A linear layer; layout.tp splits its inputs."""
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
-        """A linear layer that every rank holds whole."""
+        """A linear layer that layout.tp does not split."""
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def head(self, width: int, vocab: int, draw: Draw) -> Linear:
-        """Logits over the vocabulary, without bias."""
+        """A linear layer without bias, from rows to logits (..., vocab)."""
         return Logits(self.ops, width, vocab, draw)
 
     def loss(self) -> Loss:
-        """What is made of the head's logits."""
+        """Softmax cross-entropy over logits (N, V), for targets (N,) from 0 to V - 1."""
         return CrossEntropy(self.ops)
 
 

@@ -1,17 +1,26 @@
 """GPT-2 (Radford et al. 2019) as a flat list of units: embedding, 2 x depth half-blocks x + f(norm(x)), head."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 from mpitrain.layers.base import Unit
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
+from mpitrain.layers.plain import Plain
 
 
-def gpt(layers, *, vocab: int, context: int, width: int, heads: int, depth: int, tied: bool = False) -> list[Unit]:
-    """Tokens (B, T) to logits (B, T, vocab).
+def gpt(layers: Plain, *, vocab: int, context: int, width: int, heads: int, depth: int, tied: bool = False) -> list[Unit]:
+    """Units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
-    layers   the set of constructors, such as `Plain`
-    context  most tokens in a sequence: the length of the learned positions
-    depth    transformer blocks, each one attention half and one MLP half
-    tied     the head's weight is the token embedding
+    Parameters
+    ----------
+    layers : Plain
+        Makes the layers.
+    vocab, context, width, heads : int
+        Entries of the vocabulary, learned positions, channels, and attention heads: a divisor of width.
+    depth : int
+        Transformer blocks; each is two units.
+    tied : bool
+        The weight of the head is the token embedding.
     """
     # GPT-2's 0.02 is the right spread for its width of 768; narrower layers need more to keep the variance of what passes.
     std = 0.02 * (768 / width) ** 0.5

@@ -1,15 +1,31 @@
 """A multi-layer perceptron as a flat list of units: one per layer of weights."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 from collections.abc import Sequence
 from itertools import cycle, pairwise
 
 from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import normal
+from mpitrain.layers.plain import Plain
 
 
-def mlp(layers, *, features: int, hidden: Sequence[int], classes: int, activation: str = "relu") -> list[Unit]:
-    """Features (B, features) to logits (B, classes), through hidden layers of the given widths.
+def mlp(layers: Plain, *, features: int, hidden: Sequence[int], classes: int, activation: str = "relu") -> list[Unit]:
+    """Units of a multi-layer perceptron: features (B, features) to logits (B, classes).
 
+    Parameters
+    ----------
+    layers : Plain
+        Makes the layers.
+    features, classes : int
+        Columns of the inputs and of the logits.
+    hidden : sequence of int
+        Widths of the hidden layers.
+    activation : str
+        "relu" or "gelu".
+
+    Notes
+    -----
     Weights are drawn with variance 2 / inputs (He et al. 2015, section 2.2); biases are 0.
     """
     widths = [features, *hidden]

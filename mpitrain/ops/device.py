@@ -1,5 +1,7 @@
 """What belongs to one device, and the function that makes it: where arrays live, what computes on them, and by which kernels."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -75,5 +77,18 @@ def device_for(kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = 
 
 
 def ops_for(kind: str, gemm: str = "tiled", tiles: str = "", compute: str = "float32") -> Ops:
-    """The operations of `device_for`, for layers: in half precision say so here as in the configuration."""
+    """The operations that layers compute with on a kind of device.
+
+    Parameters
+    ----------
+    kind : str
+        "cpu", "cuda", "cuda-sim" or "auto".
+    gemm, tiles, compute : str
+        As device.gemm, device.tiles and precision.compute in the configuration of the run.
+
+    Raises
+    ------
+    ConfigError
+        If this machine lacks what the kind needs, or the file of tiles is none.
+    """
     return device_for(kind, gemm, tiles, compute=compute).ops

@@ -115,13 +115,15 @@ class Grid:
         assert axes.ranks == transport.size
         self.axes, self.transport = axes, transport
         self._parts: list[Transport] = []
+        self._groups: list[Group] = []
         rank = transport.rank
         self.is_server = rank >= axes.ranks - axes.servers
         self.place = here = axes.place(0 if self.is_server else rank)
         self.speaks = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
 
         def group_of(part: Transport) -> Group:
-            return Group(part, algorithm, tuning, arithmetic, arena, progress_thread)
+            self._groups.append(Group(part, algorithm, tuning, arithmetic, arena, progress_thread))
+            return self._groups[-1]
 
         self._group_of = group_of
 
@@ -195,6 +197,11 @@ class Grid:
     def counts(self, holders: str) -> bool:
         """Whether this rank counts, in norms and the like, the tensors that `holders` hold together; "": it alone holds them."""
         return not holders or self.holders[holders].rank == 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that all collectives of this rank's groups have allocated besides the arrays they work on."""
+        return sum(group.scratch_bytes for group in self._groups)
 
     def close(self) -> None:
         """Give the groups' communicators back, but for the world's, which somebody else has made."""

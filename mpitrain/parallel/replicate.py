@@ -218,6 +218,9 @@ class Replication:
         self._write_mirror()
 
     def held(self) -> int:
-        """Bytes of parameters, gradients and optimizer state on this rank, once settled, those on their way included."""
+        """Bytes of parameters, gradients and optimizer state on this rank, once settled, and of the scratch of reductions.
+
+        What is on its way is included; activations are not.
+        """
         arrays = [self.parameters, self._computed, self.gradient_buffer, *(kept.array for kept in self.kept())]
-        return sum({id(array): array.nbytes for array in arrays}.values())
+        return sum({id(array): array.nbytes for array in arrays}.values()) + self.replica.grid.scratch_bytes

@@ -143,6 +143,10 @@ class Server(Holder):
         self._agree_on_squares = servers.bind(self._squares)
         self._said, self._told = {worker: header() for worker in self._workers}, header()
 
+    def held(self) -> int:
+        """Its share of what it holds, once more: where the gradient of a worker arrives."""
+        return super().held() + self._arrived.nbytes
+
     def finish(self, mine: Contribution) -> Outcome:
         """Sum, agree, update and answer: a server's part of a step."""
         began = time.perf_counter()

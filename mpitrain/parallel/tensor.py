@@ -7,13 +7,15 @@ source  Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 B batch, T tokens, C channels, n ranks of the group.
 """
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mpitrain.collectives.exchange import Exchange
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
-from mpitrain.layers.base import Parameter
+from mpitrain.layers.base import Gradients, Parameter, Weights
 from mpitrain.layers.initial import Draw, zeros
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
@@ -40,8 +42,8 @@ class Column(Linear):
         super().__init__(layers.ops, inputs, sum(map(len, runs)), draw, activation, bias)
         self._rows, self._runs, self._whole = layers.rows, runs, outputs
 
-    def parameters(self):
-        """As of the whole layer: rows of the weight, and of the bias."""
+    def parameters(self) -> list[Parameter]:
+        """This rank's rows of the weight and of the bias."""
         found = []
         for p in super().parameters():
             rest = p.shape[1:]
@@ -49,20 +51,20 @@ class Column(Linear):
             found.append(p._replace(shape=(self._whole, *rest), slices=slices))
         return found
 
-    def output_shape(self, shape):
+    def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*self._rows.entered(shape)[:-1], self.outputs)
 
-    def forward(self, w, x, arena):
+    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         y, saved = super().forward(w, self._rows.whole(x), arena)
         return y, self._rows.kept(saved, x)
 
-    def backward_input(self, w, dy, saved, arena):
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         lease, pending = self._summands(w, dy, saved, arena)
         self._rows.reduction(lease).run()
         return self._rows.summed(lease, arena), pending
 
-    def backward(self, w, dy, saved, dw, arena):
-        """The weight half is computed while the gradient of the input is summed."""
+    def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
+        """Both halves of backward: the weight half is computed while the input's gradient is summed."""
         lease, pending = self._summands(w, dy, saved, arena)
         with self._rows.reduction(lease).beside():
             self.backward_weight(pending, dw, arena)
@@ -77,10 +79,29 @@ class Column(Linear):
 
 
 class ColumnParallelLinear(Column):
-    """A linear layer with outputs / n of the outputs on each rank: rank r has the r-th run of them.
+    """A linear layer whose outputs are split over the ranks of layout.tp (as Megatron's).
 
-    gather_output  return all outputs on every rank, instead of this rank's alone; not where ranks have rows of their own
-    raises         ConfigError if the outputs do not divide by the ranks
+    Every rank has all of x (..., inputs); rank r returns the r-th run of outputs / n columns.
+
+    Parameters
+    ----------
+    layers : Plain
+        The set of layers that a `Trainer` passes to its argument `units`.
+    inputs, outputs : int
+        Columns of the whole input and output, over all n ranks.
+    draw : callable
+        (generator, shape) to the whole weight (outputs, inputs), such as `normal` returns.
+    activation : str, optional
+        "gelu", "relu" or None.
+    bias : bool
+        Whether a bias, at first 0, is added.
+    gather_output : bool
+        Return all outputs on every rank; not with layout.sequence_parallel.
+
+    Raises
+    ------
+    ConfigError
+        If n does not divide outputs.
     """
 
     def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
@@ -91,14 +112,14 @@ class ColumnParallelLinear(Column):
         self.output_is_free |= gather_output
 
     @property
-    def without_gelu(self):
-        """None if what it returns is not its own part alone."""
+    def without_gelu(self) -> Linear | None:
+        """This layer without its GELU; None if it gathers, or has another activation or none."""
         return None if self._gathers else super().without_gelu
 
-    def output_shape(self, shape):
+    def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*self._rows.entered(shape)[:-1], self._whole if self._gathers else self.outputs)
 
-    def forward(self, w, x, arena):
+    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         y, saved = super().forward(w, x, arena)
         return _gathered(self._rows.group, y, arena) if self._gathers else y, saved
 
@@ -107,11 +128,21 @@ class ColumnParallelLinear(Column):
 
 
 class RowParallelLinear(Linear):
-    """A linear layer with inputs / n of the inputs on each rank: rank r has the r-th run of them; every rank has all outputs.
+    """A linear layer whose inputs are split over the ranks of layout.tp (as Megatron's).
 
-    input_is_parallel  x is this rank's part of the inputs, as a column-parallel layer returns it; else all of them, which is not
-                       possible where ranks have rows of their own
-    raises             ConfigError if the inputs do not divide by the ranks
+    Rank r takes the r-th run of inputs / n columns; every rank returns all outputs. The other parameters are
+    those of `ColumnParallelLinear`.
+
+    Parameters
+    ----------
+    input_is_parallel : bool
+        x is this rank's columns, as a column-parallel layer returns them; False: all columns, which is not
+        possible with layout.sequence_parallel.
+
+    Raises
+    ------
+    ConfigError
+        If n does not divide inputs.
     """
 
     def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
@@ -125,18 +156,18 @@ class RowParallelLinear(Linear):
         self._activation = {None: None, "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
                             "relu": (layers.ops.relu, layers.ops.relu_backward)}[activation]
 
-    def parameters(self):
-        """Columns of the weight, and the whole bias: it is added to the sum."""
+    def parameters(self) -> list[Parameter]:
+        """This rank's columns of the weight, and the whole bias."""
         weight, = super().parameters()
         columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
         weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
         bias = Parameter("bias", (self.outputs,), zeros, decayed=False, holders="tp")
         return [weight, bias] if self._has_bias else [weight]
 
-    def output_shape(self, shape):
+    def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self._rows.left((*shape[:-1], self.outputs))
 
-    def forward(self, w, x, arena, residual=None):
+    def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
         if not self._is_parallel:
             x = _own(self._rows.group, x, arena)
         lease = self._rows.lease((*x.shape[:-1], self.outputs), x.dtype)
@@ -152,7 +183,7 @@ class RowParallelLinear(Linear):
             y, slope = self._activation[0](y, arena)
         return y, (saved, slope)
 
-    def backward_input(self, w, dy, saved, arena, gelu=None):
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena, gelu: Any = None) -> tuple[Any, Any]:
         saved, slope = saved
         if self._activation:
             dy = self._activation[1](dy, slope, arena)
@@ -162,7 +193,7 @@ class RowParallelLinear(Linear):
         dx, pending = super().backward_input(w, dy, saved, arena)
         return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
 
-    def backward_weight(self, pending, dw, arena):
+    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         super().backward_weight(pending, dw, arena)
         if self._has_bias:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from mpitrain.errors import ConfigError
@@ -58,7 +59,7 @@ def dealt(units: Sequence[Unit], counts: Sequence[int], place: Sequence[int]) ->
         for stage in stages:
             index, name = next(use for use in users[full] if stage_of[use[0]] == stage)
             tensor = described[full]._replace(name=full, holders=full, partial=True, is_copy=stage != stages[0])
-            marked[index] = marked[index]._replace(held={**marked[index].held, name: tensor})
+            marked[index] = replace(marked[index], held={**marked[index].held, name: tensor})
     return [marked[start:stop] for start, stop in pairwise(bounds)], tied
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -32,7 +33,7 @@ def unit_seconds(units: Sequence[Unit], x: Any, loss: Callable[[Any], Any], back
         return backend.from_host((size * draw.standard_normal(shape, np.float32)).astype(computed))
 
     for index, unit in enumerate(units):
-        storage = Storage([unit._replace(tied={}, held={})], stored)
+        storage = Storage([replace(unit, tied={}, held={})], stored)
         weights, = storage.weights(drawn((storage.length,), 0.02))
         (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, stored))
         end = loss if index == len(units) - 1 else None

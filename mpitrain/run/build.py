@@ -1,5 +1,7 @@
 """The one function that makes everything of a run that is bound to a transport. Recovery is calling it again."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +10,7 @@ from uuid import uuid4
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.data import Scan, Source, Unopened, as_it_is, has_tokens, largest_token, open_source
+from mpitrain.data import Scan, Source, Unopened, as_it_is, beside, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
@@ -55,13 +57,32 @@ class Job(NamedTuple):
 
 def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None,
           noted: Scan | None = None) -> Job:
-    """Build a run from its configuration and, if given, from a checkpoint directory; collective.
+    """Build a run from its configuration and, if given, from a checkpoint; collective.
 
-    source  what stands in for the configured data source, which is then not opened
-    noted   an earlier scan of the tokens, on rank 0: they are scanned again if their file is another or has changed since
-    raises  MpitrainError with `agreed` set, on every rank, for whatever a user can mend
+    Parameters
+    ----------
+    transport : Transport
+        The ranks.
+    config : Config
+        As `parse` returns it.
+    saved : Path, optional
+        A checkpoint directory: RUN/checkpoints/step-N.
+    source : Source, optional
+        In the place of the configured data source.
+    noted : Scan, optional
+        An earlier scan of the tokens, on rank 0; tokens are scanned again if their file has changed.
+
+    Returns
+    -------
+    Job
+        `trainer`, `source` of batches, and `step`, the number of steps done.
+
+    Raises
+    ------
+    MpitrainError
+        On every rank, for a configuration, data or checkpoint that cannot work.
     """
-    resolved = resolve(transport, config)
+    resolved = resolve(transport, config if source else _with_validation(transport, config))
     config = resolved.config
     source = source or _opened(transport, config, noted)
     agreed(transport, lambda: _check_memory(transport, resolved, source))
@@ -191,6 +212,15 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     return resolved._replace(config=config.model_copy(update={"pipeline": pipeline}))
 
 
+def _with_validation(transport: Transport, config: Config) -> Config:
+    """The same with data.validation said, as rank 0 finds it, for tokens:FILE; collective."""
+    data = config.data
+    if data.validation or not has_tokens(data.source):
+        return config
+    found = transport.gather_text(beside(data.source))[0]
+    return config.model_copy(update={"data": data.model_copy(update={"validation": found})})
+
+
 def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
     """The data source. Tokens that were not scanned before are by all ranks together, each an equal part; collective."""
     name = config.data.source
@@ -206,7 +236,8 @@ def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
 
 
 def _source(config: Config, scan: Scan | None) -> Source:
-    source = open_source(config.data.source, config.model.context, config.precision.stored, config.data.vocabulary, scan)
+    data = config.data
+    source = open_source(data.source, config.model.context, config.precision.stored, data.vocabulary, scan, data.validation)
     if source.model != config.model.kind:
         raise ConfigError(
             f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",

@@ -14,6 +14,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import tomli_w
 
 from mpitrain.collectives.tuning import tuning_text
 from mpitrain.config import Config, keys, parse, read_toml
-from mpitrain.data import Scan, Source, TokenSource, Unopened, absolute
+from mpitrain.data import TENTH, Scan, Source, TokenSource, Unopened, absolute, has_tokens
 from mpitrain.errors import ConfigError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.pipeline.schedules import NAMED
@@ -44,12 +45,14 @@ class Place(NamedTuple):
     saved    the checkpoint to go on from, or None
     has_run  whether the folder holds a run
     changed  keys that differ from the run that is resumed: {key: [then, now]}
+    held_out the data.validation of the run that is resumed, if nobody has set another and its tokens are the same; else empty
     """
 
     folder: Path | None = None
     saved: Path | None = None
     has_run: bool = False
     changed: dict[str, list[Any]] = {}
+    held_out: str = ""
 
 
 def find(transport: Transport, config: Config, resume: str) -> Place:
@@ -61,10 +64,10 @@ def find(transport: Transport, config: Config, resume: str) -> Place:
         if transport.rank != 0:
             return None
         place = _look(config, resume)
-        return [str(place.folder or ""), str(place.saved or ""), place.has_run, place.changed]
+        return [str(place.folder or ""), str(place.saved or ""), *place[2:]]
 
-    folder, saved, has_run, changed = transport.gather_text(agreed(transport, look))[0]
-    return Place(Path(folder) if folder else None, Path(saved) if saved else None, has_run, changed)
+    folder, saved, *rest = transport.gather_text(agreed(transport, look))[0]
+    return Place(Path(folder) if folder else None, Path(saved) if saved else None, *rest)
 
 
 def _look(config: Config, resume: str) -> Place:
@@ -86,11 +89,13 @@ def _look(config: Config, resume: str) -> Place:
         raise ConfigError(f"The run in {folder} ended before its first checkpoint.", "Start it again with --resume=auto.")
     if not has_run or not saved:
         return Place(folder, None, has_run)
-    changed = _changes(configuration(folder), config)
+    then = configuration(folder)
+    changed = _changes(then, config)
     if fixed := [f"{key} {then!r} -> {now!r}" for key, (then, now) in changed.items() if key.startswith(FIXED)]:
         raise ConfigError(f"{folder} was trained with another model: {', '.join(fixed)}.",
                           "Resume with the configuration of the run, or start another one with its own --out.")
-    return Place(folder, saved[-1], has_run, changed)
+    is_same = "data.source" not in changed and not config.data.validation
+    return Place(folder, saved[-1], has_run, changed, held_out_as_before(then, ())["validation"] if is_same else "")
 
 
 def is_run(folder: Path) -> bool:
@@ -117,12 +122,27 @@ def configuration(folder: Path) -> Config:
     return then
 
 
+def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
+    """The table `data` of a run that goes on, or is asked, under settings: with other tokens others are held out.
+
+    A run of a version that knew no data.validation held out the last tenth, whatever lay beside its tokens.
+    """
+    names = [setting.partition("=")[0].strip() for setting in settings]
+    data = then.model_dump()["data"]
+    if "data.source" in names:
+        return {**data, "validation": ""}
+    return {**data, "validation": TENTH} if has_tokens(then.data.source) and not then.data.validation else data
+
+
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
     ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
-    ignored += tuple(key for key in ("data.vocabulary", "batch.micro_batches") if not new[key])
-    new["data.source"] = absolute(new["data.source"])  # as the folder has it
+    ignored += tuple(key for key in ("data.vocabulary", "data.validation", "batch.micro_batches") if not new[key])
+    for key in ("data.source", "data.validation"):
+        new[key] = absolute(new[key])  # as the folder has it
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
+    if has_tokens(old["data.source"]):
+        old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":
         ignored += ("device.kind",)
     return {key: [old[key], value] for key, value in new.items() if old[key] != value and not key.startswith(ignored)}
@@ -238,7 +258,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     config = resolved.config
     tables = config.model_dump()
     tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp  # this folder, in which the file lies
-    tables["data"]["source"] = absolute(config.data.source)
+    tables["data"]["source"], tables["data"]["validation"] = absolute(config.data.source), absolute(config.data.validation)
     if config.data.source.startswith("tokens:"):
         tables["data"]["vocabulary"] = source.inputs
     tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpitrain import __version__
 from mpitrain.config import Config
+from mpitrain.data import amounts
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.parallel.records import Outcome
 from mpitrain.run import checkpoint
@@ -79,6 +80,8 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
            begins: Callable[[], None], watchdog: Watchdog) -> Finished:
     watchdog.alive("looking for the run directory")
     place = find(transport, config, resume)
+    if place.held_out:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"validation": place.held_out})})
     watchdog.alive("building the model")
     with transport.recorder.pausing("building the model"):
         job = build(transport, config, place.saved, noted=noted_scan(place.folder))
@@ -126,7 +129,7 @@ class _Run:
         record = {
             "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
             "ranks": transport.size, "hosts": len(set(transport.hosts)),
-            "parameters": self._trainer.parameter_count, "held_out": self._source.held_out,
+            "parameters": self._trainer.parameter_count, "held_out": self._source.held_out, **amounts(self._source),
             **({"changed": place.changed} if place.changed else {}),
         }
         if self._is_root:

@@ -7,7 +7,7 @@ from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import Job, build
 from mpitrain.run.finished import newest
-from mpitrain.run.folder import CHECKPOINTS, CONFIG, configuration, is_run, noted_scan
+from mpitrain.run.folder import CHECKPOINTS, CONFIG, configuration, held_out_as_before, is_run, noted_scan
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.base import Transport
 
@@ -21,6 +21,7 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
     anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows * ranks}"]
     # Which ranks held what, and how gradients were made, concerns nobody any more.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
+    alone["data"] = held_out_as_before(then, settings)
     return parse(with_settings(alone, [*anew, *settings]))
 
 

@@ -1,5 +1,7 @@
 """The training step over a list of units, and what else a trained list of units can do."""
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 import hashlib
 import math
 import time
@@ -16,6 +18,7 @@ from mpitrain.data import Source
 from mpitrain.errors import MpitrainError
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Piece, Storage
+from mpitrain.listing import Listed
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
@@ -32,26 +35,40 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.cuda_aware import over_device
 
 
-class Trainer:
+class Trainer(metaclass=Listed):
     """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
 
-    units        those that lie on this rank
-    transport    of its own, split off the one passed in; it also carries the arrays of config.device.kind
-    grid         this rank's place among the others, and the groups along each axis
-    storage      where each tensor lies in the flat buffers
-    replication  how replicas are kept in step: it owns parameters, gradients and the state of the optimizer
-    arena        where activations come from
-    pipe         the parts of the model that lie here, and the programs that take micro-batches through them
+    Making one is collective, and so are its methods but `share` and `placed`.
+
+    Parameters
+    ----------
+    transport : Transport
+        The ranks.
+    units : sequence of Unit, or callable
+        The model: the same list on every rank, or what makes it of a set of layers, a `Plain` that splits
+        layers over the ranks of layout.tp.
+    config : Config
+        As `parse` returns it.
+    loss : Loss, optional
+        None: softmax cross-entropy.
+
+    Attributes
+    ----------
+    units : list of Unit
+        Those on this rank; with layout.pp above 1 some of the model's.
+    storage : Storage
+        Where each tensor lies in the flat buffers.
+    replication, grid, pipe, arena
+        The replicas' mode, the mesh of ranks, the pipeline, and the memory of activations.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, if the configuration, the ranks and the units do not fit together.
     """
 
     def __init__(self, transport: Transport, units: Sequence[Unit] | Callable[[Alone], Sequence[Unit]],
                  config: Config | Resolved, loss: Loss | None = None):
-        """Collective.
-
-        units   or what makes them of a set of layers: that of the configured layout
-        config  resolved here, where it is not yet
-        loss    None: that of the set of layers
-        """
         self.resolved = resolved = config if isinstance(config, Resolved) else resolve(transport, config)
         self.config = resolved.config
         self.backend, self.arena = resolved.device.backend, resolved.device.arena()
@@ -99,10 +116,7 @@ class Trainer:
         self._loss_sums = self.backend.zeros(micro_batches, np.float64)  # of a step; read at its end, when the device is done
 
     def close(self) -> None:
-        """Give back the communicators and windows it has taken; collective. Nothing of it may be used afterwards.
-
-        The transport that it was made with does so when it is closed, if nobody has.
-        """
+        """Free the communicators and windows of this trainer, as closing its transport does; then use it no more."""
         if self._own is None:
             return
         self.settle()  # nothing may be under way
@@ -113,18 +127,18 @@ class Trainer:
 
     @property
     def parameters(self) -> np.ndarray:
-        """The flat buffer, or with replication.zero 3 this rank's pieces; `tensors` has all of them."""
+        """The flat buffer of this rank, one dim; with replication.zero 3 this rank's pieces of it."""
         return self.replication.parameters
 
     @property
     def gradients(self) -> np.ndarray:
-        """The flat buffer; after a step, where every rank has all of it, the sum over all replicas, not clipped."""
+        """The flat buffer; after a step, where every rank has all of it, the sum over replicas, not clipped."""
         return self.replication.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's parameters in host memory, by full name, in order of storage. Collective, once settled.
+        """Copies of this rank's parameters in host memory, by full name; call `settle` before.
 
-        They are those that layers compute with: in half precision the rounded mirror, whose masters `replication.kept` has.
+        In half precision these are the rounded parameters that layers compute with, not the float32 masters.
         """
         found = {}
         for index, unit in enumerate(self.units):
@@ -138,18 +152,30 @@ class Trainer:
         return {entry.name: found[entry.name] for entry in self.storage.entries}
 
     def share(self) -> range:
-        """The rows of the global batch that this rank computes."""
+        """The rows of the global batch of batch.size rows that this rank computes; none on a server."""
         return self.replication.share(self.config.batch.size)
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray,
              stop_requested: Callable[[], bool] = lambda: False) -> Outcome:
         """One optimizer step; collective.
 
-        index           number of the step, from 0
-        inputs          this rank's rows (see `share`) of the global batch; none on a server
-        targets         their classes: (rows,) or (rows, tokens)
-        stop_requested  whether all ranks shall stop after this step, which the outcome tells them; asked when this rank has
-                        computed, so that a request which comes meanwhile does not wait for another step
+        Parameters
+        ----------
+        index : int
+            Number of the step, from 0.
+        inputs : ndarray
+            This rank's rows (see `share`) of the global batch: (rows, features) or tokens (rows, T). A server has none.
+        targets : ndarray
+            Their classes: (rows,) or (rows, T), whole numbers.
+        stop_requested : callable
+            Whether all ranks shall stop after this step. It is called when this rank has computed, so that a request which
+            comes meanwhile does not wait for another step.
+
+        Returns
+        -------
+        Outcome
+            The same on every rank; `loss` is the mean in nats, `grad_norm` the 2-norm of the
+            gradient before clipping, `stop` whether any rank has asked.
         """
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
         scales = [self.replication.scale(math.prod(targets.shape[1:]), micro) for micro in range(micro_batches)]
@@ -177,7 +203,7 @@ class Trainer:
         return self.replication.finish(Contribution(index, losses, lr, stop_requested(), scales))
 
     def settle(self) -> None:
-        """Finish what is under way, and make the parameters current on all ranks, as evaluations and the like do; collective."""
+        """Finish what is under way, and make the parameters current on all ranks."""
         self.pipe.drain()
         self.replication.settle()
 
@@ -190,10 +216,9 @@ class Trainer:
             self._recorder.end(span)
 
     def logits(self, inputs: np.ndarray) -> np.ndarray | None:
-        """What the model says of these rows: (rows, [tokens,] classes), in this backend's memory; None but on the last stage.
+        """The logits of these rows: (rows, [T,] classes), on the device; None except on the last stage.
 
-        Collective where parameters do not lie whole on every rank: all ranks but servers, which have no model, call it, each
-        with rows of its own, ranks of a replica with the same.
+        All ranks except servers call it. Each replica has rows of its own, the ranks of a replica the same.
         """
         logits = self._asked(inputs)
         return None if logits is None else self._layers.whole(logits, self.arena)
@@ -210,15 +235,12 @@ class Trainer:
         return None if logits is None else logits[tuple(map(slice, inputs.shape[:logits.ndim - 1]))]
 
     def placed(self, rows: np.ndarray) -> Any:
-        """Rows in this backend's memory; those of features are rounded where activations are stored rounded."""
+        """Rows, copied to the device; features are rounded where activations are stored rounded."""
         half = self.resolved.device.half
         return self.backend.from_host(rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena)
 
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
-        """What the model says of one token of the first row: (classes,) float64 in host memory; good on the first stage.
-
-        Collective as `logits`.
-        """
+        """The logits of one token of the first row: (classes,) float64 in host memory; valid on the first stage."""
         logits = self._asked(inputs)
         found = np.empty(self._layers.columns(self.pipe.output_shape(inputs.shape)[-1]))
         if logits is not None:
@@ -226,21 +248,30 @@ class Trainer:
         self.pipe.tell_first(found)
         return found
 
-    def evaluate(self, source: Source, stop_requested: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:
-        """Mean loss (nats per prediction) and share of right predictions over held-out rows; collective.
+    def evaluate(self, source: Source, stop_requested: Callable[[], bool] | None = None) -> tuple[float, float] | None:
+        """Evaluate the model on held-out rows: run.eval_rows of them, spread evenly.
 
-        The rows are `evaluated_rows` of them, spread evenly; a batch has no more on a rank than a micro-batch of training. All
-        ranks compute equally many batches: one that has no row left computes one that does not count.
+        Parameters
+        ----------
+        source : Source
+            Where the rows come from.
+        stop_requested : callable, optional
+            Called before every batch; a True on any rank ends the evaluation on all.
 
-        stop_requested  asked before every batch; a True on any rank ends the evaluation on all, which then return None
+        Returns
+        -------
+        (float, float) or None
+            Mean loss in nats per prediction, and the share of right predictions; None if it was ended.
         """
+        # A batch has at most the rows of a micro-batch of training on each rank. All ranks compute equally many batches: a rank
+        # without rows computes one that does not count.
         self.settle()
         rows, replicas = evaluated_rows(self.config, source), self.grid.axes.dp
         together = replicas * max(1, self.config.batch.size // (replicas * self.config.batch.micro_batches))
         totals = np.zeros(3)
         for start in range(0, rows, together):
             mine = share(min(together, rows - start), self.grid.place.dp, replicas)
-            is_asked = stop_requested()
+            is_asked = stop_requested is not None and stop_requested()
             numbers = [(start + i) * source.held_out // rows for i in mine] or [0]
             found = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
             does_count = bool(mine) and self.grid.speaks
@@ -274,7 +305,7 @@ def evaluated_rows(config: Config, source: Source) -> int:
 
 
 def replicas_equal(trainer: Trainer) -> bool:
-    """Whether every tensor that several ranks hold has the same bits on all of them; collective. True if none is."""
+    """Whether every tensor that several ranks hold has the same bits on all of them; collective."""
     trainer.settle()
     grid = trainer.grid
     parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")

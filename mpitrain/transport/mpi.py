@@ -4,6 +4,8 @@ Importing mpi4py.MPI starts MPI, so nothing here does it before `connect` is cal
 BLAS threads comes first.
 """
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 import json
 import sys
 from collections.abc import Callable
@@ -37,8 +39,8 @@ LEAST_TAG_BOUND = 32767
 """Tags up to it are allowed by every MPI library."""
 
 
-def connect() -> "MpiTransport":
-    """Start MPI if nobody has, and return a transport over all its ranks. Collective."""
+def connect() -> MpiTransport:
+    """Start MPI if need be, and return a transport over all its ranks; collective."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -48,8 +50,11 @@ def connect() -> "MpiTransport":
     return from_communicator(MPI.COMM_WORLD)
 
 
-def from_communicator(comm: Any) -> "MpiTransport":
-    """A transport over the ranks of an mpi4py intracommunicator, in a copy of it with tags of its own. Collective."""
+def from_communicator(comm: Any) -> MpiTransport:
+    """Return a transport over the ranks of an mpi4py intracommunicator; collective.
+
+    The transport duplicates the communicator, and frees the duplicate in its `close()`.
+    """
     return MpiTransport(comm.Dup(), comm.rank)
 
 
@@ -63,7 +68,7 @@ class MpiTransport(Transport):
     native_dtypes = frozenset(
         ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
 
-    def __init__(self, comm: Any, place: int, root: "MpiTransport | None" = None):
+    def __init__(self, comm: Any, place: int, root: MpiTransport | None = None):
         from mpi4py import MPI
 
         self.MPI, self.comm, self._root = MPI, comm, root or self
@@ -160,7 +165,7 @@ class MpiTransport(Transport):
             request = getattr(self.comm, name)(*arguments)
         Send(self, request, name).wait()
 
-    def split(self, color: int | None, key: int = 0) -> "MpiTransport | None":
+    def split(self, color: int | None, key: int = 0) -> MpiTransport | None:
         with self.turns.lock:
             part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
         if color is None:
@@ -199,7 +204,7 @@ class MpiTransport(Transport):
         host.barrier()
         return mine[:count * np.dtype(dtype).itemsize].view(dtype)
 
-    def _ranks_of_this_host(self) -> "MpiTransport":
+    def _ranks_of_this_host(self) -> MpiTransport:
         """The part of this transport whose ranks can share memory. Collective at the first call."""
         if self._host is None:
             with self.turns.lock:

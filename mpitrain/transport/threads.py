@@ -6,6 +6,8 @@ reuses or reads a buffer too early computes garbage here every time, not once a 
 waits and nothing can complete, all of them raise at once and name each wait.
 """
 
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -86,7 +88,7 @@ class ThreadTransport(Transport):
     def gather_text(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self._meet("gather_text", json.dumps(value))]
 
-    def split(self, color: int | None, key: int = 0) -> "ThreadTransport | None":
+    def split(self, color: int | None, key: int = 0) -> ThreadTransport | None:
         context = (*self.context, self.next_meeting, color)
         everyone = self._meet("split", (color, key))
         if color is None:
@@ -136,12 +138,35 @@ class ThreadTransport(Transport):
 
 
 def run_ranks(n: int, function: Callable, *args: Any, hosts: Sequence[str] | None = None) -> list[Any]:
-    """Call function(transport, *args) on n threads, one rank each, and return the results by rank.
+    """Call function(transport, *args) on n threads of this process, one rank each; needs no MPI.
 
-    hosts   host names to pretend, by rank; all on one host by default
-    raises  the first exception of any rank (those it caused elsewhere are dropped); one that all ranks are said to agree on only
-            if none has another, and CommError if some return; CommError for a send never received
+    Parameters
+    ----------
+    n : int
+        Ranks.
+    function : callable
+        What each rank runs.
+    hosts : sequence of str, optional
+        Pretended host name of each rank; None: one host.
+
+    Returns
+    -------
+    list
+        What each rank has returned, by rank.
+
+    Raises
+    ------
+    Exception
+        The first that a rank raises; errors in other ranks that it caused are dropped.
+    CommError
+        If all ranks wait for each other, with the wait of each; if a send is never received.
+
+    Notes
+    -----
+    Stricter than any MPI: a send ends only once its receive is posted, and a receive buffer that is read too
+    early holds NaN.
     """
+    # An error that all ranks are said to agree on is raised only if no rank has another; if some return, it is a CommError.
     world = World(n)
     hosts = ("localhost",) * n if hosts is None else hosts
     results: list[Any] = [None] * n

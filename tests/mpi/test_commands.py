@@ -95,7 +95,7 @@ def test_a_tuning_file_is_used_and_kept_with_the_run(tmp_path):
 
 def test_classifier_runs_on_digits(tmp_path):
     pytest.importorskip("sklearn")
-    done = launch(2, "train", "--out", "run", "--set", "data.source=digits", "--set", "model.kind=mlp", "--set", "model.layers=1",
+    done = launch(2, "train", "--out", "run", "--set", "data.source=digits", "--set", "model.layers=1",
                   "--set", "model.width=64", "--set", "run.steps=200", "--set", "optimizer.lr=4e-3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert next(r for r in records(tmp_path / "run") if "val_loss" in r)["val_accuracy"] > 0.9
@@ -171,7 +171,7 @@ MORE_MISTAKES = [
     (["--set", "model.heads=3"], "model.heads must divide model.width, but 3 does not divide 128."),
     (["broken.toml"], "broken.toml is not TOML"),
     (["nowhere.toml"], "The configuration file nowhere.toml cannot be read"),
-    (["--set", "data.source=digits"], "The model.kind for digits is mlp, but the configuration says gpt."),
+    (["--set", "data.source=digits", "--set", "model.kind=gpt"], "The model.kind for digits is mlp, but the"),
     (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
     (["--set", "replication.wire=topk:2"], "it is 'topk:2'"),
     (["--set", "model.width=4000000"], "need"),

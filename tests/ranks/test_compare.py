@@ -1,9 +1,16 @@
 """What `mpitrain compare` measures of modes, on threads."""
 
+import gc
+import tracemalloc
+
+import numpy as np
 import pytest
 
 from mpitrain.bench.compare import compare, jobs
 from mpitrain.bench.formulas import FORMULAS
+from mpitrain.config import parse, with_settings
+from mpitrain.machine import arena
+from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.training import TINY
 
@@ -37,3 +44,53 @@ def test_so_it_does_where_workers_are_apart_or_late_pauses_and_several_servers_i
         else:
             assert max(each.sent_bytes) == each.formula_bytes, each.mode
         assert each.lead <= 1 or each.mode == "server-async"
+
+
+def allocated(ranks, *settings):
+    """What NumPy has allocated when a job is built on all ranks, as tracemalloc sees it, and what each rank says it holds.
+
+    Before the first step there are no activations, but the arena may have taken its first memory; blocks below a kilobyte are no
+    parts of a model.
+    """
+    def built(transport):
+        job = build(transport, parse(with_settings({}, [*MODEL, *settings])))
+        gc.collect()
+        transport.barrier()
+        if transport.rank == 0:
+            traces = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain), tracemalloc.Filter(False, arena.__file__)]).traces
+            found.append(sum(trace.size for trace in traces if trace.size >= 1024))
+        transport.barrier()
+        told = job.trainer.replication.held()
+        job.close()
+        return told
+
+    found = []
+    tracemalloc.start()
+    try:
+        return run_ranks(ranks, built), *found
+    finally:
+        tracemalloc.stop()
+
+
+MODEL = ["model.layers=1", "model.width=48", "model.context=32", "batch.size=8", "run.steps=4", "device.kind=cpu"]
+
+
+@pytest.mark.parametrize("settings", [
+    *([f"replication.algorithm={name}"] for name in ("ring", "star", "tree", "halving-doubling", "recursive-doubling", "shared")),
+    ["replication.algorithm=ring", "replication.wire=int8"], ["replication.wire=topk:0.1"], ["replication.wire=powersgd:2"],
+    *([f"replication.zero={stage}", "replication.algorithm=ring"] for stage in (1, 2, 3)),
+    ["replication.zero=3", "replication.gather=int8", "replication.algorithm=ring"],
+    *([f"replication.mode={mode}", "replication.algorithm=ring"] for mode in ("master", "local", "gossip")),
+    *(["replication.mode=server", f"replication.update={update}"] for update in ("sync", "async")),
+    ["precision.compute=bfloat16"], ["layout.pp=3", "pipeline.schedule=async", "batch.micro_batches=3"],
+], ids=" ".join)
+def test_a_rank_holds_what_it_has_allocated(settings):
+    told, found = allocated(3, *settings)
+    assert abs(sum(told) - found) < 0.01 * found, (told, sum(told), found)
+
+
+def test_half_precision_on_the_cpu_costs_a_quarter_of_what_is_held():
+    (whole, _), _ = allocated(2, "replication.algorithm=native")
+    (half, _), _ = allocated(2, "replication.algorithm=native", "precision.compute=bfloat16")
+    assert half / whole == pytest.approx(1.25, rel=1e-3)

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import defaultdict
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -141,7 +142,7 @@ def test_frozen_tensors_get_their_mirror_once_and_others_with_each_update(zero, 
     """Marks in the mirror of frozen units stay, which lies whole on every rank; their masters are what they were."""
     right = jobs.model
     monkeypatch.setattr(jobs, "model", lambda *of: [
-        unit._replace(layer=Frozen(unit.layer)) if unit.name.startswith("blocks.0.") else unit for unit in right(*of)])
+        replace(unit, layer=Frozen(unit.layer)) if unit.name.startswith("blocks.0.") else unit for unit in right(*of)])
 
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY, "precision.compute=bfloat16", f"replication.zero={zero}"))

@@ -2,11 +2,12 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from mpitrain.bench.compare import COLUMNS, USUAL, WORDS, Row, footer, heading, jobs, line, plot
-from mpitrain.bench.formulas import FORMULAS
+from mpitrain.bench.formulas import FORMULAS, LETTERS
 from mpitrain.bench.table import write_json
 from mpitrain.collectives.algorithms import choices
 from mpitrain.errors import ConfigError
@@ -53,7 +54,17 @@ def test_lines_have_a_cell_for_each_column_and_a_dash_for_what_a_mode_has_not():
     assert len(cells) == len(COLUMNS) and len(line(row("star"))) == len(heading())
     assert cells == ["star", "2", "250.0", "16.0", "50.0", "3,000", "3,000", "4.0", "-", "1.5000"]
     assert line(row("auto", formula_bytes=None, staleness=3)).split()[6:9] == ["-", "4.0", "3"]
-    assert footer([row("star"), row("auto", formula_bytes=None)]) == ["star               sends (n-1) S, the root"]
+    assert footer([row("auto", formula_bytes=None)]) == []
+
+
+def test_the_formulas_below_the_table_come_with_what_their_letters_stand_for():
+    assert footer([row("star"), row("auto", formula_bytes=None)]) == [
+        "star               sends (n-1) S, the root",
+        "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers"]
+    for word, formula in FORMULAS.items():
+        said = footer([row(word)])[-1]
+        letters = set(re.findall(r"n'|\b(?:lg|[a-zA-Z])\b(?!')", re.sub(r"\b[aA] |'s\b", "", formula.words)))
+        assert all(f"{letter} {LETTERS[letter]}" in said for letter in letters), (word, letters)
 
 
 @pytest.mark.slow

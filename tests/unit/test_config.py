@@ -38,6 +38,7 @@ def test_an_unknown_key_names_the_nearest_one():
     ("run.steps=1.5", "run.steps must be a valid integer, but is 1.5."),
     ("run.steps=many", "run.steps must be a valid integer, but is 'many'."),
     ("model.tied=1", "model.tied must be a valid boolean, but is 1."),
+    ("data.validation=val.bin", "data.validation must be tokens:FILE or tenth, or empty, but is 'val.bin'."),
     ("model.kind=rnn", "model.kind must be 'gpt' or 'mlp', but is 'rnn'."),
     ("model.heads=3", "model.heads must divide model.width, but 3 does not divide 128."),
     ("model.heads=256", "model.heads must divide model.width, but 256 does not divide 128."),

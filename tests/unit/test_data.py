@@ -7,7 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from mpitrain.data import largest_token, open_source
+from mpitrain.config import parse
+from mpitrain.data import TENTH, beside, largest_token, open_source
 from mpitrain.errors import ConfigError, DataError
 
 
@@ -182,3 +183,48 @@ def test_the_parts_of_a_scan_cover_the_tokens(count, tmp_path):
         for parts in (1, 2, 3, 7):
             found = [largest_token(f"tokens:{tmp_path}/t", part, parts) for part in range(parts)]
             assert found.count(9) == 1 and max(found) == 9
+
+
+def write_tokens(folder, **lengths):
+    for name, length in lengths.items():
+        (np.arange(length) % 60 + (name == "val")).astype("<u2").tofile(folder / f"{name}.bin")
+
+
+def test_a_val_bin_beside_a_train_bin_is_what_is_held_out(tmp_path):
+    write_tokens(tmp_path, train=1000, val=100, other=100)
+    name = f"tokens:{tmp_path}/train.bin"
+    assert beside(name) == f"tokens:{tmp_path}/val.bin" and beside(f"tokens:{tmp_path}/other.bin") == TENTH
+    source = open_source(name, 16, "float32", validation=beside(name))
+    assert (source.tokens, source.held_out_tokens, source.held_out, source.inputs) == (1000, 100, 6, 61)
+    inputs, targets = source.held_out_rows(range(6))
+    np.testing.assert_array_equal(inputs.ravel(), np.arange(96) % 60 + 1)
+    np.testing.assert_array_equal(targets.ravel(), np.arange(1, 97) % 60 + 1)
+    starts = {int(row[0]) for row in source.batch(0, 0, 4000, range(4000))[0]}
+    assert starts == set(range(60)), "all of train.bin is trained on, and nothing else"
+    (tmp_path / "val.bin").unlink()
+    assert beside(name) == TENTH
+    tenth = open_source(name, 16, "float32", validation=TENTH)
+    assert (tenth.tokens, tenth.held_out_tokens, tenth.inputs) == (900, 100, 60)
+
+
+@pytest.mark.parametrize("source, validation, vocabulary, law", [
+    ("pydocs", TENTH, 0, "data.validation is of data.source tokens:FILE, but that is pydocs."),
+    ("tokens:train.bin", "tokens:nowhere", 0, "The data file nowhere cannot be read"),
+    ("tokens:train.bin", "tokens:short.bin", 0, "A row is 17 tokens, but train.bin has 1000 tokens and short.bin 16."),
+    ("tokens:train.bin", "tokens:val.bin", 60, "val.bin holds token 60, so data.vocabulary must be at least 61, but is 60."),
+])
+def test_a_validation_that_cannot_be_held_out_is_refused(source, validation, vocabulary, law, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path, train=1000, val=100, short=16)
+    with pytest.raises((ConfigError, DataError)) as refused:
+        open_source(source, 16, "float32", vocabulary, validation=validation)
+    assert law in refused.value.law
+
+
+def test_the_kind_of_the_model_follows_the_source_where_nobody_sets_it(source, request):
+    name = request.node.callspec.params["source"]
+    name = f"{name}:some" if name in ("text", "tokens", "idx") else name
+    assert parse({"data": {"source": name}}).model.kind == source.model
+    assert parse({"data": {"source": name}, "model": {"layers": 2}}).model.kind == source.model
+    for kind in ("gpt", "mlp"):
+        assert parse({"data": {"source": name}, "model": {"kind": kind}}).model.kind == kind, "as it was typed"

@@ -7,6 +7,7 @@ import pytest
 from mpitrain.cli import doctor
 from mpitrain.cli.doctor import Rank, share_of_cores, verdict
 from mpitrain.machine.process import Launched
+from mpitrain.ops.host import product
 
 FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"])
 
@@ -52,6 +53,13 @@ def test_a_start_in_which_everybody_is_alone_does_not_work():
 ])
 def test_shared_cores_are_not_counted_twice(sets, words):
     assert share_of_cores(sets) == words
+
+
+@pytest.mark.parametrize("is_there", (True, False))
+def test_mkl_is_here_where_products_are_by_mkl_whatever_modules_there_are(is_there, monkeypatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None if is_there else object())
+    monkeypatch.setattr(product, "mkl", lambda: {"float32": print} if is_there else {})
+    assert ("mkl" in doctor.extras()) == is_there
 
 
 def test_without_a_gpu_nothing_sounds_like_a_failure(monkeypatch):

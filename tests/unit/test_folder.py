@@ -4,8 +4,10 @@ import errno
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpitrain.cli.progress import Silent
@@ -64,6 +66,33 @@ def test_a_resumed_run_with_another_batch_size_goes_on_where_its_samples_end(tmp
     trained(tmp_path / "run", "batch.size=7", "run.steps=5", resume="yes")
     trained(tmp_path / "run", "batch.size=20", "run.steps=7", resume="yes")
     assert drawn == [(0, 10, 0), (1, 10, 10), (2, 10, 20), (3, 7, 30), (4, 7, 37), (5, 20, 44), (6, 20, 64)]
+
+
+def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
+    """Whatever lies beside its tokens by then: a val.bin that came later, or none; a run of an older version the last tenth."""
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "train.bin")
+    tokens = [*TINY, f"data.source=tokens:{tmp_path}/train.bin", "data.vocabulary=2000"]
+
+    def held_out(name):
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [r["held_out_tokens"] for r in lines if r.get("event") in ("start", "resume")]
+
+    trained(tmp_path / "before", base=tokens)
+    trained(tmp_path / "older", base=tokens)
+    was = [line for line in (tmp_path / "older/config.toml").read_text().splitlines(True) if "validation" not in line]
+    was[0] = re.sub(r"\d+", lambda keys: str(int(keys[0]) - 1), was[0])
+    (tmp_path / "older/config.toml").write_text("".join(was))
+    np.arange(50, dtype="<u2").tofile(tmp_path / "val.bin")
+    trained(tmp_path / "after", base=tokens)
+    assert configuration(tmp_path / "after").data.validation == f"tokens:{tmp_path}/val.bin"
+    for name in ("before", "older", "after"):
+        trained(tmp_path / name, "run.steps=5", resume="yes")
+        typed = parse(with_settings({}, [*tokens, "run.steps=6", f'run.out="{tmp_path / name}"']))    # as a file says it
+        run_ranks(1, train, typed, "yes", lambda: False, Silent())
+        opened = run_ranks(1, lambda transport, name: open_run(transport, tmp_path / name, []).data.held_out_tokens, name)
+        assert [*held_out(name), *opened] == [50 if name == "after" else 200] * 4, name
+    trained(tmp_path / "before", "run.steps=7", f"data.validation=tokens:{tmp_path}/val.bin", resume="yes")
+    assert held_out("before")[-1] == 50, "what is typed counts"
 
 
 def killed_at(step):

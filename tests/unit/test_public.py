@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pydoc
 import sys
 from pathlib import Path
 
@@ -18,6 +19,35 @@ def test_every_public_name_is_there_and_documented(name):
     assert inspect.getdoc(thing), "says what it is for"
     assert name in mpitrain.__doc__.replace(",", " ").replace(":", " ").split(), "and help(mpitrain) does"
     assert name in dir(mpitrain)
+
+
+def test_help_fits_on_some_pages_and_names_nothing_but_what_is_offered():
+    text = pydoc.plain(pydoc.render_doc(mpitrain))
+    assert len(text) < 27_000, "82,212 once: a tuning table stood in it as a default, and the sixty names of pydantic"
+    assert " at 0x" not in text and "model_dump" not in text
+    assert {name for name in dir(mpitrain) if not name.startswith("__")} == set(mpitrain.__all__)
+
+
+def functions_of(thing):
+    """A public function, or a class's constructor, methods and properties, inherited ones of ours included."""
+    if not inspect.isclass(thing):
+        return {thing.__name__: thing}
+    ours = [kind for kind in thing.__mro__ if kind.__module__.startswith("mpitrain")]
+    found = {name: member.fget if isinstance(member, property) else member
+             for kind in reversed(ours) for name, member in vars(kind).items() if not name.startswith("_") or name == "__init__"}
+    return {name: member for name, member in found.items() if inspect.isfunction(member)}
+
+
+@pytest.mark.parametrize("name", mpitrain.__all__)
+def test_every_public_function_and_method_has_types_and_a_sentence(name):
+    thing = getattr(mpitrain, name)
+    for method, function in functions_of(thing).items():
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        bare = [p.name for p in parameters if p.annotation is p.empty]
+        assert not bare, f"{method} says of what type they are"
+        if method != "__init__":
+            assert inspect.signature(function).return_annotation is not inspect.Signature.empty, method
+            assert inspect.getdoc(getattr(thing, method, function)), method
 
 
 def test_type_checkers_see_the_public_names_where_programs_find_them():
