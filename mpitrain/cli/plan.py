@@ -1,30 +1,22 @@
 """`mpitrain plan`: what would happen, without doing it."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from mpitrain.cli import Group
-from mpitrain.cli.bench import Bytes
 from mpitrain.cli.files import check_files
 from mpitrain.cli.micro_batches import command as micro_batches
+from mpitrain.cli.plan_collectives import all_gather, allreduce, reduce_scatter
+from mpitrain.cli.terminal import columns
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
-
-NARROWEST, WIDEST, PIPED = 80, 130, 100
-"""Columns of a chart: those of the terminal within bounds, and where there is none."""
-
 
 LEAST, MOST = 1e-12, 1e12
 """Milliseconds and megabytes, but for 0: sums and ratios of such amounts are numbers."""
 
 HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
-
-
-def columns() -> int:
-    return min(max(shutil.get_terminal_size((PIPED, 24)).columns, NARROWEST), WIDEST)
 
 
 @click.group(cls=Group)
@@ -35,7 +27,8 @@ def command() -> None:
     """
 
 
-command.add_command(micro_batches)
+for each in (micro_batches, allreduce, reduce_scatter, all_gather):
+    command.add_command(each)
 
 
 def amount(name: str, default: float, text: str) -> Callable:
@@ -108,26 +101,3 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
 
         draw(plan, simulation, f"{title}, bubble {100 * simulation.bubble:.1f}%", plot_file)
         click.echo(f"drawn in {plot_file}")
-
-
-@command.command("allreduce")
-@click.option("--algorithm", default="ring", show_default=True, help="Any that is made of messages.")
-@click.option("--ranks", type=click.IntRange(1, 256), default=4, show_default=True, help="Ranks that reduce.")
-@click.option("--hosts", type=click.IntRange(1, 256), default=1, show_default=True, help="Hosts that they are on, in blocks.")
-@click.option("--bytes", "nbytes", type=Bytes(), help="Also say what each rank sends of an array of so many bytes, float32.")
-def allreduce(algorithm: str, ranks: int, hosts: int, nbytes: int | None) -> None:
-    """Print an all-reduce step by step.
-
-    0>1 +2 is: rank 0 sends chunk 2 to rank 1, which adds it to its own; 0>1 =2: which puts it in the place of its own.
-    """
-    if process.launched().rank > 0:
-        return
-    from mpitrain.errors import ConfigError
-    from mpitrain.plan.collective import amounts, printed
-
-    if hosts > ranks:
-        raise ConfigError(f"Every host has a rank, but there are {ranks} ranks on {hosts} hosts.", f"Take at most {ranks} hosts.")
-    names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
-    click.echo("\n".join(printed(algorithm, names, columns())))
-    if nbytes is not None:
-        click.echo("\n" + "\n".join(amounts(algorithm, names, nbytes)))

@@ -1,6 +1,7 @@
 """A simulated pipeline as a picture; needs matplotlib (the `report` extra)."""
 
 from pathlib import Path
+from typing import Any
 
 from mpitrain.pipeline.files import LETTERS
 from mpitrain.pipeline.instructions import Plan
@@ -13,12 +14,19 @@ CELL = 0.28
 """Inches of the shortest instruction, where that fits."""
 
 
-def draw(plan: Plan, simulation: Simulation, title: str, path: Path) -> None:
-    """A row of boxes per stage over time in ms, with the micro-batch in each; paler for a stage's later parts."""
+def painter() -> Any:
+    """matplotlib's pyplot, which needs no screen here."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw(plan: Plan, simulation: Simulation, title: str, path: Path) -> None:
+    """A row of boxes per stage over time in ms, with the micro-batch in each; paler for a stage's later parts."""
+    pyplot = painter()
     from matplotlib.patches import Patch
 
     events = [event for mine in simulation.timeline for event in mine]
