@@ -72,7 +72,7 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     from mpitrain.pipeline.files import find_plan, write_plan
     from mpitrain.pipeline.instructions import with_messages
     from mpitrain.pipeline.simulate import Cost, simulate
-    from mpitrain.plan.chart import chart, streaming, summary
+    from mpitrain.plan.chart import chart, summary
 
     takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
     if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
@@ -82,6 +82,9 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     if json_file and name in STREAMS:
         raise ConfigError(f"A file has the order of one step, but {name} goes on over the ends of steps.",
                           "Leave out --json, or write that of 1f1b.")
+    if name in STREAMS:
+        _stream(name, stages, micro_batches, chunks, plot_file, amounts)
+        return
     plan = find_plan(name, stages, micro_batches, chunks)
     check_files(0, [json_file], plot_file)
     share = len(plan.lists) / len(plan.place)
@@ -89,10 +92,7 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     costs = [cost] * len(plan.place)
     simulation = simulate(with_messages(plan), costs, amounts["transfer_ms"], amounts["receive_ms"])
     title = f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"
-    lines = [title, "", *chart(plan, simulation, columns()), "", *summary(plan, simulation, costs)]
-    if name in STREAMS:
-        lines += streaming(plan, simulation, STREAMS[name](len(plan.lists)))
-    click.echo("\n".join(lines))
+    click.echo("\n".join([title, "", *chart(plan, simulation, columns()), "", *summary(plan, simulation, costs)]))
     if json_file:
         write_plan(json_file, plan)
         click.echo(f"written to {json_file}")
@@ -100,4 +100,24 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
         from mpitrain.plan.picture import draw
 
         draw(plan, simulation, f"{title}, bubble {100 * simulation.bubble:.1f}%", plot_file)
+        click.echo(f"drawn in {plot_file}")
+
+
+def _stream(name: str, stages: int | None, micro_batches: int | None, chunks: int | None, plot_file: Path | None,
+            amounts: dict[str, float]) -> None:
+    """Print and draw a schedule that goes on over the ends of steps."""
+    from mpitrain.pipeline.simulate import Cost
+    from mpitrain.plan import stream
+    from mpitrain.plan.chart import chart
+
+    cost = Cost(*(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT))
+    found = stream.stream(name, stages, micro_batches, chunks, cost, amounts["transfer_ms"], amounts["receive_ms"])
+    check_files(0, [], plot_file)
+    rows = chart(found.plan, found.drawn, columns(), found.notes(), "version")
+    click.echo("\n".join([stream.title(found), "", *rows, "", *stream.summary(found, cost)]))
+    if plot_file:
+        from mpitrain.plan.picture import draw
+
+        idle = f"idle in the steady state {100 * found.idle(cost):.1f}%"
+        draw(found.plan, found.drawn, f"{stream.title(found)}, {idle}", plot_file, found.notes())
         click.echo(f"drawn in {plot_file}")

@@ -8,8 +8,8 @@ def spoken(operation: str) -> str:
     return "all-reduce" if operation == "allreduce" else operation
 
 
-def several(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def several(number: int, noun: str, nouns: str = "") -> str:
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def listed(ranks: Iterable[int], between: str) -> str:
