@@ -62,7 +62,7 @@ def test_pipedream_holds_a_version_for_each_stage_to_come():
 
 
 def test_versions_and_staleness_are_those_of_pipedream_and_2bw():
-    for p, m in product(range(1, 6), range(5, 12)):
+    for p, m in product((1, 2, 5), (5, 8)):
         lists = plan_of("async", p, 4 * m).lists
         assert [staleness(mine) for mine in lists] == [p - 1 - s for s in range(p)], (p, m)
         assert {staleness(mine, m) for mine in lists} == {1}, (p, m)
@@ -72,7 +72,7 @@ def test_versions_and_staleness_are_those_of_pipedream_and_2bw():
 
 @pytest.mark.parametrize("name", ["async", "async-2bw"])
 def test_no_stage_stands_still_in_the_steady_state_nor_runs_empty_in_the_chart(name):
-    for p, m in product(range(1, 9), range(8, 14)):
+    for p, m in product((1, 2, 4, 7), (8, 11)):
         cost = Cost(1, 1.5, 0.5)
         found = stream(name, p, m, None, cost, 0, 0)
         assert found.step_ms == pytest.approx(3 * m) and found.idle(cost) == pytest.approx(0)
