@@ -48,12 +48,15 @@ def amount(name: str, default: float, text: str) -> Callable:
 @amount("--weight-ms", 1, "Likewise the half that makes the weights' gradients.")
 @amount("--transfer-ms", 0, "A message's way, beside what stages compute meanwhile.")
 @amount("--receive-ms", 0, "What a message takes of the stage that waits for it.")
+@click.option("--eager", "is_eager", is_flag=True,
+              help="Messages travel before their receives are posted, as MPI's short ones do.")
+@amount("--overhead-ms", 0, "What a stage's host takes before each instruction.")
 @amount("--saved-mb", 0, "What a stage's forward keeps of a micro-batch for its input half.")
 @amount("--pending-mb", 0, "What the input half keeps for the weight half.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the order there, as --schedule reads it.")
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw the chart there. Needs mpitrain[report].")
 def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: int | None, json_file: Path | None,
-             plot_file: Path | None, **amounts: float) -> None:
+             plot_file: Path | None, is_eager: bool, **amounts: float) -> None:
     """Simulate a pipeline, and print what each stage computes when, its bubble and what it holds.
 
     F is a forward, B the input half of a backward, W the weight half, BW both in one; then the number of the micro-batch, and
@@ -82,15 +85,16 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     if json_file and name in STREAMS:
         raise ConfigError(f"A file has the order of one step, but {name} goes on over the ends of steps.",
                           "Leave out --json, or write that of 1f1b.")
+    messages = amounts["transfer_ms"], amounts["receive_ms"], is_eager, amounts["overhead_ms"]
     if name in STREAMS:
-        _stream(name, stages, micro_batches, chunks, plot_file, amounts)
+        _stream(name, stages, micro_batches, chunks, plot_file, amounts, messages)
         return
     plan = find_plan(name, stages, micro_batches, chunks)
     check_files(0, [json_file], plot_file)
     share = len(plan.lists) / len(plan.place)
     cost = Cost(*(share * amounts[f"{half}_ms"] for half in HALVES), *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT))
     costs = [cost] * len(plan.place)
-    simulation = simulate(with_messages(plan), costs, amounts["transfer_ms"], amounts["receive_ms"])
+    simulation = simulate(with_messages(plan), costs, *messages)
     title = f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"
     click.echo("\n".join([title, "", *chart(plan, simulation, columns()), "", *summary(plan, simulation, costs)]))
     if json_file:
@@ -104,14 +108,14 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
 
 
 def _stream(name: str, stages: int | None, micro_batches: int | None, chunks: int | None, plot_file: Path | None,
-            amounts: dict[str, float]) -> None:
+            amounts: dict[str, float], messages: tuple[float, float, bool, float]) -> None:
     """Print and draw a schedule that goes on over the ends of steps."""
     from mpitrain.pipeline.simulate import Cost
     from mpitrain.plan import stream
     from mpitrain.plan.chart import chart
 
     cost = Cost(*(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT))
-    found = stream.stream(name, stages, micro_batches, chunks, cost, amounts["transfer_ms"], amounts["receive_ms"])
+    found = stream.stream(name, stages, micro_batches, chunks, cost, *messages)
     check_files(0, [], plot_file)
     rows = chart(found.plan, found.drawn, columns(), found.notes(), "version")
     click.echo("\n".join([stream.title(found), "", *rows, "", *stream.summary(found, cost)]))

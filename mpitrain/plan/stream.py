@@ -68,10 +68,12 @@ def stream(
     micro_batches: int | None,
     chunks: int | None,
     cost: Cost,
-    transfer: float,
-    receive: float,
+    transfer: float = 0,
+    receive: float = 0,
+    is_eager: bool = False,
+    overhead: float = 0,
 ) -> Stream:
-    """Simulate a schedule of STREAMS. cost, transfer, receive: in ms, as of `simulate`.
+    """Simulate a schedule of STREAMS; times in ms, and the last four arguments as of `simulate`.
 
     raises  ConfigError for fewer micro-batches in a step than stages
     """
@@ -85,7 +87,7 @@ def stream(
         )
     steps = DRAWN + 2 + -(-2 * p // m)
     plan = find_plan(name, p, steps * m, chunks)
-    simulation = simulate(with_messages(plan), [cost] * p, transfer, receive)
+    simulation = simulate(with_messages(plan), [cost] * p, transfer, receive, is_eager, overhead)
     starts = {
         event.instruction.micro: event.start
         for event in simulation.timeline[0]
