@@ -64,11 +64,13 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
     ending = end_s(trainer, inputs[:measured[0].rows], targets[:measured[0].rows])
     predicted = predict(config, stages, rows, choices, measured, ending)
     is_root, way, outputs = transport.rank == 0, measured[-1].way, Outputs()
+    protocol = "eagerly" if way.is_eager else "by rendezvous"
     if is_root:
         click.echo(f"{stages} stages by {config.pipeline.schedule}, {rows} rows in each of {found.axes.dp} replica(s), "
                    f"{trainer.parameter_count:,} parameters, {trainer.config.device.kind}\n"
                    f"measured with {', '.join(str(each.rows) for each in measured)} row(s) in a micro-batch; of "
-                   f"{measured[-1].rows} a message takes {1e3 * way.transfer:.2f} ms\nbeside compute and {1e3 * way.receive:.2f} "
+                   f"{measured[-1].rows} a message, sent {protocol}, takes\n"
+                   f"{1e3 * way.transfer:.2f} ms beside compute and {1e3 * way.receive:.2f} "
                    f"ms of its receiver's; the end of a step {1e3 * ending:.2f} ms\n")
         click.echo("\n".join(table(predicted)))
         click.echo("".join(f"\n{line}" for line in explanation(config, stages, rows, measured)))

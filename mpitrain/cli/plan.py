@@ -1,30 +1,22 @@
 """`mpitrain plan`: what would happen, without doing it."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from mpitrain.cli import Group
-from mpitrain.cli.bench import Bytes
 from mpitrain.cli.files import Outputs, check_files
 from mpitrain.cli.micro_batches import command as micro_batches
+from mpitrain.cli.plan_collectives import all_gather, allreduce, reduce_scatter
+from mpitrain.cli.terminal import columns
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
-
-NARROWEST, WIDEST, PIPED = 80, 130, 100
-"""Columns of a chart: those of the terminal within bounds, and where there is none."""
-
 
 LEAST, MOST = 1e-12, 1e12
 """Milliseconds and megabytes, but for 0: sums and ratios of such amounts are numbers."""
 
 HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
-
-
-def columns() -> int:
-    return min(max(shutil.get_terminal_size((PIPED, 24)).columns, NARROWEST), WIDEST)
 
 
 @click.group(cls=Group)
@@ -35,7 +27,8 @@ def command() -> None:
     """
 
 
-command.add_command(micro_batches)
+for each in (micro_batches, allreduce, reduce_scatter, all_gather):
+    command.add_command(each)
 
 
 def amount(name: str, default: float, text: str) -> Callable:
@@ -55,12 +48,15 @@ def amount(name: str, default: float, text: str) -> Callable:
 @amount("--weight-ms", 1, "Likewise the half that makes the weights' gradients.")
 @amount("--transfer-ms", 0, "A message's way, beside what stages compute meanwhile.")
 @amount("--receive-ms", 0, "What a message takes of the stage that waits for it.")
+@click.option("--eager", "is_eager", is_flag=True,
+              help="Messages travel before their receives are posted, as MPI's short ones do.")
+@amount("--overhead-ms", 0, "What a stage's host takes before each instruction.")
 @amount("--saved-mb", 0, "What a stage's forward keeps of a micro-batch for its input half.")
 @amount("--pending-mb", 0, "What the input half keeps for the weight half.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the order there, as --schedule reads it.")
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw the chart there. Needs mpitrain[report].")
 def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: int | None, json_file: Path | None,
-             plot_file: Path | None, **amounts: float) -> None:
+             plot_file: Path | None, is_eager: bool, **amounts: float) -> None:
     """Simulate a pipeline, and print what each stage computes when, its bubble and what it holds.
 
     F is a forward, B the input half of a backward, W the weight half, BW both in one; then the number of the micro-batch, and
@@ -79,7 +75,7 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     from mpitrain.pipeline.files import find_plan, write_plan
     from mpitrain.pipeline.instructions import with_messages
     from mpitrain.pipeline.simulate import Cost, simulate
-    from mpitrain.plan.chart import chart, streaming, summary
+    from mpitrain.plan.chart import chart, summary
 
     takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
     if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
@@ -89,17 +85,18 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     if json_file and name in STREAMS:
         raise ConfigError(f"A file has the order of one step, but {name} goes on over the ends of steps.",
                           "Leave out --json, or write that of 1f1b.")
+    messages = amounts["transfer_ms"], amounts["receive_ms"], is_eager, amounts["overhead_ms"]
+    if name in STREAMS:
+        _stream(name, stages, micro_batches, chunks, plot_file, amounts, messages)
+        return
     plan = find_plan(name, stages, micro_batches, chunks)
     check_files(0, [json_file], plot_file)
     share = len(plan.lists) / len(plan.place)
     cost = Cost(*(share * amounts[f"{half}_ms"] for half in HALVES), *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT))
     costs = [cost] * len(plan.place)
-    simulation = simulate(with_messages(plan), costs, amounts["transfer_ms"], amounts["receive_ms"])
+    simulation = simulate(with_messages(plan), costs, *messages)
     title = f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"
-    lines = [title, "", *chart(plan, simulation, columns()), "", *summary(plan, simulation, costs)]
-    if name in STREAMS:
-        lines += streaming(plan, simulation, STREAMS[name](len(plan.lists)))
-    click.echo("\n".join(lines))
+    click.echo("\n".join([title, "", *chart(plan, simulation, columns()), "", *summary(plan, simulation, costs)]))
     outputs = Outputs()
     if json_file:
         with outputs.to(json_file):
@@ -114,24 +111,23 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     outputs.settle()
 
 
-@command.command("allreduce")
-@click.option("--algorithm", default="ring", show_default=True, help="Any that is made of messages.")
-@click.option("--ranks", type=click.IntRange(1, 256), default=4, show_default=True, help="Ranks that reduce.")
-@click.option("--hosts", type=click.IntRange(1, 256), default=1, show_default=True, help="Hosts that they are on, in blocks.")
-@click.option("--bytes", "nbytes", type=Bytes(), help="Also say what each rank sends of an array of so many bytes, float32.")
-def allreduce(algorithm: str, ranks: int, hosts: int, nbytes: int | None) -> None:
-    """Print an all-reduce step by step.
+def _stream(name: str, stages: int | None, micro_batches: int | None, chunks: int | None, plot_file: Path | None,
+            amounts: dict[str, float], messages: tuple[float, float, bool, float]) -> None:
+    """Print and draw a schedule that goes on over the ends of steps."""
+    from mpitrain.pipeline.simulate import Cost
+    from mpitrain.plan import stream
+    from mpitrain.plan.chart import chart
 
-    0>1 +2 is: rank 0 sends chunk 2 to rank 1, which adds it to its own; 0>1 =2: which puts it in the place of its own.
-    """
-    if process.launched().rank > 0:
-        return
-    from mpitrain.errors import ConfigError
-    from mpitrain.plan.collective import amounts, printed
+    cost = Cost(*(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT))
+    found = stream.stream(name, stages, micro_batches, chunks, cost, *messages)
+    check_files(0, [], plot_file)
+    rows = chart(found.plan, found.drawn, columns(), found.notes(), "version")
+    click.echo("\n".join([stream.title(found), "", *rows, "", *stream.summary(found, cost)]))
+    if plot_file:
+        from mpitrain.plan.picture import draw
 
-    if hosts > ranks:
-        raise ConfigError(f"Every host has a rank, but there are {ranks} ranks on {hosts} hosts.", f"Take at most {ranks} hosts.")
-    names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
-    click.echo("\n".join(printed(algorithm, names, columns())))
-    if nbytes is not None:
-        click.echo("\n" + "\n".join(amounts(algorithm, names, nbytes)))
+        idle, outputs = f"idle in the steady state {100 * found.idle(cost):.1f}%", Outputs()
+        with outputs.to(plot_file):
+            draw(found.plan, found.drawn, f"{stream.title(found)}, {idle}", plot_file, found.notes())
+            click.echo(f"drawn in {plot_file}")
+        outputs.settle()

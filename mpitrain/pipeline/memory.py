@@ -48,23 +48,51 @@ def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
     return most
 
 
-def versions(mine: Sequence[Compute], every: int = 0) -> int:
-    """The most versions of its parameters that a stage of one part uses at a time, the newest included, if it updates by itself.
+class Weights(NamedTuple):
+    """The versions of its weights that a stage which updates by itself has during one instruction.
 
-    every   micro-batches that one update uses, which all use the newest version but one (PipeDream-2BW); 0: one, which uses the
-            newest that there is when it goes forward (PipeDream)
+    used        the version that the instruction computes with
+    newest      the version that the stage made last
+    held        versions that the stage holds after the instruction, the newest included
+    is_updated  whether an update follows, which makes version newest + 1
+    """
+
+    used: int
+    newest: int
+    held: int
+    is_updated: bool
+
+
+def weights(mine: Sequence[Compute], every: int = 0) -> list[Weights]:
+    """The versions of a stage of one part, by instruction, if it updates by itself.
+
+    every   micro-batches that one update uses, which all use the newest version but one
+            (PipeDream-2BW); 0: one, which uses the newest that there is when it goes forward (PipeDream)
     """
     used: dict[int, int] = {}
-    made = most = 0
+    newest, found = 0, []
     for instruction in mine:
-        match instruction:
-            case Forward(_, micro):
-                used[micro] = max(0, micro // every - 1) if every else made
-            case BackwardWeight(_, micro) | Backward(_, micro):
-                del used[micro]
-                made += (micro + 1) % max(1, every) == 0
-        most = max(most, len({made, *used.values()}))
-    return most
+        micro, is_last = instruction.micro, isinstance(instruction, BackwardWeight | Backward)
+        if isinstance(instruction, Forward):
+            used[micro] = max(0, micro // every - 1) if every else newest
+        version = used.pop(micro) if is_last else used[micro]
+        is_updated = is_last and (micro + 1) % max(1, every) == 0
+        held = len({newest + is_updated, *used.values()})
+        found.append(Weights(version, newest, held, is_updated))
+        newest += is_updated
+    return found
+
+
+def versions(mine: Sequence[Compute], every: int = 0) -> int:
+    """The most versions of its weights that a stage of one part holds. every: as of `weights`."""
+    return max((each.held for each in weights(mine, every)), default=0)
+
+
+def staleness(mine: Sequence[Compute], every: int = 0) -> int:
+    """The most updates between the version of a gradient and the version it is applied to. every: as of `weights`."""
+    lasts = (each for each, instruction in zip(weights(mine, every), mine, strict=True)
+             if isinstance(instruction, BackwardWeight | Backward))
+    return max((each.newest - each.used for each in lasts), default=0)
 
 
 def goes_in_passes(mine: Sequence[Compute]) -> bool:

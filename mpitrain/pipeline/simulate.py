@@ -86,14 +86,21 @@ class Simulation(NamedTuple):
         return 1 - self.busy / (len(self.timeline) * self.makespan) if self.makespan else 0.0
 
 
-def simulate(program: Program, costs: Sequence[Cost], transfer: float = 0, receive: float = 0) -> Simulation:
-    """Run a program under rendezvous semantics: a message travels when its send and its receive have both begun.
+def simulate(program: Program, costs: Sequence[Cost], transfer: float = 0, receive: float = 0,
+             is_eager: bool = False, overhead: float = 0) -> Simulation:
+    """Run a program, by default under rendezvous semantics: whether it ends is proven for these alone.
+
+    A message sent by rendezvous travels when its send and its receive have both begun. An eager
+    message travels when its send has begun, and its sender waits for nobody: MPI does so with
+    messages up to a few KiB.
 
     costs     of each part
     transfer  time that a message travels, beside whatever both stages compute meanwhile
     receive   time that it takes of the receiver, once the receiver waits for it
+    is_eager  messages are eager
+    overhead  time that the host of a stage takes before each instruction that computes
     """
-    running = _Running(program, costs, transfer, receive)
+    running = _Running(program, costs, transfer, receive, is_eager, overhead)
     while sum(running.advance(stage) for stage in range(len(program))):
         pass
     return Simulation(tuple(map(tuple, running.timeline)), running.waits())
@@ -102,9 +109,11 @@ def simulate(program: Program, costs: Sequence[Cost], transfer: float = 0, recei
 class _Running:
     """All stages at one moment: how far each has come, and which ends of messages have begun, and when."""
 
-    def __init__(self, program: Program, costs: Sequence[Cost], transfer: float, receive: float):
+    def __init__(self, program: Program, costs: Sequence[Cost], transfer: float, receive: float, is_eager: bool,
+                 overhead: float):
         self.timeline: list[list[Event]] = [[] for _ in program]
         self._program, self._costs, self._transfer, self._receive = program, costs, transfer, receive
+        self._is_eager, self._overhead = is_eager, overhead
         self._next = [0] * len(program)
         self._clocks: list[float] = [0] * len(program)
         self._sent: dict[Message, float] = {}
@@ -129,10 +138,10 @@ class _Running:
             case Handoff():
                 self._handed.add(instruction)
             case Complete(what, part, micro):
-                arrival = self._arrival((what, part, micro))
-                if arrival is None:
+                freed = self._sent.get((what, part, micro)) if self._is_eager else self._arrival((what, part, micro))
+                if freed is None:
                     return False
-                self._clocks[stage] = max(clock, arrival)
+                self._clocks[stage] = max(clock, freed)
             case _:
                 start = self._start(clock, instruction)
                 if start is None:
@@ -145,14 +154,16 @@ class _Running:
         """When an instruction starts that its stage has come to; None as long as nobody can tell."""
         message = needed(instruction, len(self._costs))
         if message is None or message in self._handed:
-            return clock
+            return clock + self._overhead
         arrival = self._arrival(message)
-        return None if arrival is None else max(clock, arrival) + self._receive
+        return None if arrival is None else max(clock, arrival) + self._receive + self._overhead
 
     def _arrival(self, message: Message) -> float | None:
         """When a message arrives; None as long as one of its ends has not begun."""
         sent, posted = self._sent.get(message), self._posted.get(message)
-        return None if sent is None or posted is None else max(sent, posted) + self._transfer
+        if sent is None or posted is None:
+            return None
+        return max(sent + self._transfer, posted) if self._is_eager else max(sent, posted) + self._transfer
 
     def waits(self) -> tuple[str, ...]:
         """Where each stage stands, unless all have finished."""

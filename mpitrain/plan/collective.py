@@ -1,21 +1,24 @@
-"""An all-reduce as text: who sends which chunk to whom, step by step, and how much that is."""
+"""A collective step by step: who sends which chunk to whom, and whose data each rank then holds."""
 
-import textwrap
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from mpitrain.collectives.algorithms import ALL_REDUCE
+from mpitrain.collectives.algorithms import TABLES
 from mpitrain.collectives.check import check_name
 from mpitrain.collectives.plans import Plan, Step
 from mpitrain.errors import ConfigError
 
-ITEM = 4
-"""Bytes of an element."""
+Held = list[list[int]]
+"""held[rank][chunk]: bit q is set if the data of rank q are in that chunk of that rank."""
 
 
 class Move(NamedTuple):
-    """Elements start to stop that travel between two ranks; `combine`: the target reduces them into its own."""
+    """Elements start to stop that travel between two ranks.
+
+    combine  the target reduces them into its own
+    """
 
     source: int
     target: int
@@ -24,13 +27,22 @@ class Move(NamedTuple):
     combine: bool
 
 
-def all_reduce_plans(algorithm: str, hosts: Sequence[str], count: int) -> list[tuple[Plan, ...]]:
-    """What each rank runs, one plan after the other; ConfigError for an algorithm that is not there, or that is no plan."""
-    known = [name for name, line in ALL_REDUCE.items() if line.plans]
-    check_name("allreduce algorithm", algorithm, tuple(ALL_REDUCE))
-    plans = ALL_REDUCE[algorithm].plans
+def plans_of(
+    operation: str, algorithm: str, hosts: Sequence[str], count: int
+) -> list[tuple[Plan, ...]]:
+    """What each rank runs, one plan after the other.
+
+    raises  ConfigError for an algorithm that is not there, or that is no plan
+    """
+    table = TABLES[operation]
+    known = [name for name, line in table.items() if line.plans]
+    check_name(f"{operation} algorithm", algorithm, tuple(table))
+    plans = table[algorithm].plans
     if plans is None:
-        raise ConfigError(f"Algorithm {algorithm} is no plan of messages that could be printed.", f"Take {', '.join(known)}.")
+        raise ConfigError(
+            f"Algorithm {algorithm} is no plan of messages that could be printed.",
+            f"Take {', '.join(known)}.",
+        )
     return [plans(rank, hosts, count) for rank in range(len(hosts))]
 
 
@@ -39,53 +51,146 @@ def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
 
     plans  of each rank, which run one after the other, a step at a time
     """
-    waiting = [deque(step for plan in mine for step in plan.steps if step.sends or step.receives) for mine in plans]
+    waiting = [
+        deque(step for plan in mine for step in plan.steps if step.sends or step.receives)
+        for mine in plans
+    ]
     listed = []
     while any(waiting):
-        moves = [Move(rank, t.peer, t.start, t.stop, theirs[0].combine) for rank, mine in enumerate(waiting) if mine
-                 for t in mine[0].sends if (theirs := waiting[t.peer]) and any(r.peer == rank for r in theirs[0].receives)]
+        moves = [
+            Move(rank, t.peer, t.start, t.stop, theirs[0].combine)
+            for rank, mine in enumerate(waiting)
+            if mine
+            for t in mine[0].sends
+            if (theirs := waiting[t.peer]) and any(r.peer == rank for r in theirs[0].receives)
+        ]
         assert moves  # plans do not deadlock
         listed.append(moves)
-        for rank, mine in enumerate(waiting):
-            if mine:
-                targets, sources = ({getattr(m, far) for m in moves if getattr(m, near) == rank}
-                                    for near, far in (("source", "target"), ("target", "source")))
-                left = Step(tuple(t for t in mine[0].sends if t.peer not in targets),
-                            tuple(t for t in mine[0].receives if t.peer not in sources), mine[0].combine)
-                mine.popleft()
-                if left.sends or left.receives:
-                    mine.appendleft(left)
+        targets: dict[int, set[int]] = {}
+        sources: dict[int, set[int]] = {}
+        for move in moves:
+            targets.setdefault(move.source, set()).add(move.target)
+            sources.setdefault(move.target, set()).add(move.source)
+        for rank in {*targets, *sources}:
+            mine, to, of = waiting[rank], targets.get(rank, set()), sources.get(rank, set())
+            left = Step(
+                tuple(t for t in mine[0].sends if t.peer not in to),
+                tuple(t for t in mine[0].receives if t.peer not in of),
+                mine[0].combine,
+            )
+            mine.popleft()
+            if left.sends or left.receives:
+                mine.appendleft(left)
     return listed
 
 
-def printed(algorithm: str, hosts: Sequence[str], width: int) -> list[str]:
-    """Every step of an all-reduce in lines of at most `width` columns, chunks numbered as the algorithm cuts the array."""
-    n = len(hosts)
-    count = n << n.bit_length()  # enough for chunks of one size, and too short for segments
-    steps = rounds(all_reduce_plans(algorithm, hosts, count))
-    bounds = sorted({0, count} | {bound for moves in steps for move in moves for bound in (move.start, move.stop)})
-    chunks = {bound: chunk for chunk, bound in enumerate(bounds)}
+class Message(NamedTuple):
+    """Chunks first to last - 1 that travel between two ranks.
 
-    def named(move: Move) -> str:
-        first, last = chunks[move.start], chunks[move.stop] - 1
-        if (move.start, move.stop) == (0, count):
-            return "all"
-        return f"{first}-{last}" if last > first else f"{first}"
+    combine  the target adds them to its own; otherwise they replace its own
+    """
 
-    lines = [f"{algorithm} all-reduce on {n} rank(s), the array in {len(bounds) - 1} chunk(s): {len(steps)} step(s)", ""]
-    for number, moves in enumerate(steps):
-        text = "   ".join(f"{m.source}>{m.target}\N{NO-BREAK SPACE}{'+' if m.combine else '='}{named(m)}" for m in moves)
-        lines += textwrap.wrap(text, width, initial_indent=f"step {number + 1:<3} ", subsequent_indent=" " * 9)
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+    source: int
+    target: int
+    first: int
+    last: int
+    combine: bool
 
 
-def amounts(algorithm: str, hosts: Sequence[str], nbytes: int) -> list[str]:
-    """What each rank sends of a float32 array of so many bytes, in words; segments of long arrays are messages of their own."""
-    plans = all_reduce_plans(algorithm, hosts, nbytes // ITEM)
-    sent = [[ITEM * (t.stop - t.start) for plan in mine for step in plan.steps for t in step.sends] for mine in plans]
-    same: dict[tuple[int, int], list[int]] = {}
-    for rank, messages in enumerate(sent):
-        same.setdefault((sum(messages), len(messages)), []).append(rank)
-    lines = [f"{'each of ranks' if ranks[1:] else 'rank'} {', '.join(map(str, ranks))}: {total} bytes in {messages} message(s)"
-             for (total, messages), ranks in same.items()]
-    return [*lines, f"all together: {sum(map(sum, sent))} bytes"]
+class Collective(NamedTuple):
+    """All messages of a collective, and the chunks that the algorithm cuts the array into.
+
+    bounds  (start, stop) of each chunk, of an array of so many `elements`
+    steps   the messages of each step, which travel together
+    """
+
+    operation: str
+    algorithm: str
+    hosts: tuple[str, ...]
+    elements: int
+    bounds: tuple[tuple[int, int], ...]
+    steps: tuple[tuple[Message, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.hosts)
+
+
+def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collective:
+    """The messages of an operation of TABLES on an array too short for segments."""
+    # Enough elements for chunks of one size, too few for segments.
+    count = len(hosts) << len(hosts).bit_length()
+    steps = rounds(plans_of(operation, algorithm, hosts, count))
+    cuts = sorted(
+        {0, count} | {cut for moves in steps for move in moves for cut in (move.start, move.stop)}
+    )
+    chunk = {cut: number for number, cut in enumerate(cuts)}
+    return Collective(
+        operation,
+        algorithm,
+        tuple(hosts),
+        count,
+        tuple(pairwise(cuts)),
+        tuple(
+            tuple(
+                Message(m.source, m.target, chunk[m.start], chunk[m.stop], m.combine) for m in moves
+            )
+            for moves in steps
+        ),
+    )
+
+
+def contents(found: Collective) -> Iterator[Held]:
+    """Whose data each rank holds at the start and after each step.
+
+    It is one list, which changes from step to step.
+    """
+    held = [
+        [
+            1 << rank if found.operation != "all-gather" or rank == chunk else 0
+            for chunk in range(len(found.bounds))
+        ]
+        for rank in range(found.ranks)
+    ]
+    yield held
+    for messages in found.steps:
+        sent = [held[m.source][m.first : m.last] for m in messages]  # all leave before any arrives
+        for m, arriving in zip(messages, sent, strict=True):
+            for chunk, data in enumerate(arriving, m.first):
+                held[m.target][chunk] = data | (held[m.target][chunk] if m.combine else 0)
+        yield held
+
+
+def complete(found: Collective) -> list[int]:
+    """What each chunk holds in the end: all ranks' data; of an all-gather, its own rank's."""
+    return [
+        1 << chunk if found.operation == "all-gather" else (1 << found.ranks) - 1
+        for chunk in range(len(found.bounds))
+    ]
+
+
+class Meeting(NamedTuple):
+    """The step after which an all-reduce adds nothing any more, and the names of its halves."""
+
+    step: int
+    first: str
+    second: str
+
+
+def meeting(found: Collective) -> Meeting | None:
+    """Where an all-reduce stops adding and begins to copy; None if there is no such step."""
+    adding = [
+        number for number, messages in enumerate(found.steps, 1) if any(m.combine for m in messages)
+    ]
+    if found.operation != "allreduce" or not adding or adding[-1] == len(found.steps):
+        return None
+    whole = complete(found)
+    held = next(each for number, each in enumerate(contents(found)) if number == adding[-1])
+    owners = [rank for rank, mine in enumerate(held) if mine == whole]
+    if not owners:
+        return Meeting(adding[-1], "reduce-scatter", "all-gather")
+    if len(owners) == 1:
+        return Meeting(
+            adding[-1], f"reduce to rank {owners[0]}", f"broadcast from rank {owners[0]}"
+        )
+    return Meeting(adding[-1], "sum on the active ranks", "copy to the others")

@@ -86,7 +86,9 @@ def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]
     def mixed(one: Sequence[float], other: Sequence[float]) -> list[float]:
         return [max(0.0, a + part * (b - a)) for a, b in zip(one, other, strict=True)]
 
-    return [Cost(*mixed(a, b)) for a, b in zip(low.costs, high.costs, strict=True)], Way(*mixed(low.way, high.way))
+    transfer, receive = mixed(low.way[:2], high.way[:2])
+    way = Way(transfer, receive, low.way.is_eager and high.way.is_eager)
+    return [Cost(*mixed(a, b)) for a, b in zip(low.costs, high.costs, strict=True)], way
 
 
 def predict(config: Config, stages: int, rows: int, counts: Sequence[int], measured: Sequence[Measured],

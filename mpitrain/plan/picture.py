@@ -1,6 +1,9 @@
 """A simulated pipeline as a picture; needs matplotlib (the `report` extra)."""
 
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpitrain.files import whole
 from mpitrain.pipeline.files import LETTERS
@@ -9,17 +12,31 @@ from mpitrain.pipeline.simulate import Simulation
 from mpitrain.plan.chart import NAMES
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#cc79a7"}
-FEWEST_INCHES, MOST_INCHES = 6, 40
+FEWEST_INCHES, MOST_INCHES = 8, 40
+CHARACTERS, ENTRY = 11, 2.6
+"""Characters of a title in an inch, and inches of an entry of the legend."""
 CELL = 0.28
 """Inches of the shortest instruction, where that fits."""
 
 
-def draw(plan: Plan, simulation: Simulation, title: str, path: Path) -> None:
-    """A row of boxes per stage over time in ms, with the micro-batch in each; paler for a stage's later parts."""
+def painter() -> Any:
+    """matplotlib's pyplot, which needs no screen here."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw(plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequence[Sequence[str]] = ()) -> None:
+    """A row of boxes per stage over time in ms, with the micro-batch in each; paler for a stage's later parts.
+
+    notes  of a stage that updates by itself, for each event: the version of its weights, and * where
+           an update follows
+    """
+    pyplot = painter()
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     events = [event for mine in simulation.timeline for event in mine]
@@ -28,18 +45,27 @@ def draw(plan: Plan, simulation: Simulation, title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(inches + 1, 1.6 + 0.4 * len(plan.lists)), layout="constrained")
     for stage, mine in enumerate(simulation.timeline):
         parts = [part for part, place in enumerate(plan.place) if place == stage]
-        for start, end, instruction in mine:
+        for event, (start, end, instruction) in enumerate(mine):
             axes.barh(stage, end - start, 0.9, start, color=COLOURS[LETTERS[type(instruction)]], edgecolor="white", linewidth=0.5,
                       alpha=1 - 0.6 * parts.index(instruction.part) / len(parts))
             if (end - start) / simulation.makespan * inches > CELL / 2:
-                axes.text((start + end) / 2, stage, str(instruction.micro), ha="center", va="center", fontsize="x-small")
-    axes.set(xlabel="ms", yticks=range(len(plan.lists)), yticklabels=[f"stage {stage}" for stage in range(len(plan.lists))],
-             xlim=(0, None))
-    axes.set_title(title, fontsize="medium")
+                version = f"\nv{notes[stage][event].rstrip('*')}" if notes else ""
+                axes.text((start + end) / 2, stage, f"{instruction.micro}{version}", ha="center", va="center", fontsize="x-small")
+            if notes and notes[stage][event].endswith("*"):
+                axes.plot(end, stage + 0.45, "^", color="black", markersize=4, clip_on=False, zorder=3)
+    has_micros = any(text.get_text() for text in axes.texts)
+    axes.set(xlabel="time, ms" + "; in each box its micro-batch" * has_micros, xlim=(0, simulation.makespan),
+             yticks=range(len(plan.lists)), yticklabels=[f"stage {stage}" for stage in range(len(plan.lists))])
+    axes.set_title(textwrap.fill(title, int(inches * CHARACTERS)), fontsize="medium")
     axes.invert_yaxis()
     kinds = dict.fromkeys(LETTERS[type(event.instruction)] for event in events)
-    figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds], loc="outside lower right",
-                  ncols=len(kinds), fontsize="small")
+    handles: list[Any] = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    if notes:
+        handles.append(Line2D([], [], color="black", marker="^", linestyle="", markersize=4,
+                              label="update: makes the next version of the stage's weights (v)"))
+    if len(plan.place) > len(plan.lists):
+        handles.append(Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later part of the stage"))
+    figure.legend(handles=handles, loc="outside lower right", ncols=max(1, int(inches / ENTRY)), fontsize="small")
     with whole(path) as file:
         figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=110)
     pyplot.close(figure)

@@ -1,7 +1,7 @@
 """What the stages of a model take: seconds and bytes of their parts and of messages between them, measured by all ranks."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,10 +21,25 @@ LEAST_S = 2e-3
 
 
 class Way(NamedTuple):
-    """Seconds of a message between two stages: beside whatever both compute, and of the receiver's own time."""
+    """How a message goes between two stages: the arguments of `simulate`.
+
+    transfer  seconds beside whatever both compute
+    receive   seconds of the receiver's own time
+    is_eager  MPI sends it before its receive is posted
+    """
 
     transfer: float
     receive: float
+    is_eager: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.transfer + self.receive
+
+
+def slowest(ways: Iterable[tuple[float, float, bool]]) -> Way:
+    """The slowest of these ways; `gather_text` makes lists of them."""
+    return max((Way(*each) for each in ways), key=lambda each: each.seconds)
 
 
 class Measured(NamedTuple):
@@ -55,7 +70,7 @@ def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Se
         told = trainer.transport.gather_text((mine, way))
         costs = [Cost(*map(max, zip(*(each[str(part)] for each, _ in told if str(part) in each), strict=True)))
                  for part in range(len(trainer.resolved.plan.place))]
-        found.append(Measured(rows, tuple(costs), Way(*max((way for _, way in told), key=sum))))
+        found.append(Measured(rows, tuple(costs), slowest(way for _, way in told)))
     return found
 
 
@@ -175,7 +190,7 @@ def _way(trainer: Trainer, shape: tuple[int, ...]) -> Way:
             array = _drawn(trainer, trainer.pipe.input_shape(part, shape))
             trainer.backend.synchronize()
             slices = max(1, len(trainer.units))
-            found = max(found, way(transport, array, here, there, slices), key=sum)
+            found = slowest((found, way(transport, array, here, there, slices)))
     return found
 
 
@@ -187,6 +202,7 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
     """
     hops, own = [], []
     peer = there if transport.rank == here else here
+    is_eager = _is_eager(transport, array, here, peer)
     for _ in range(1 + TRIPS):
         start = time.perf_counter()
         if transport.rank == here:
@@ -209,7 +225,32 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
     if not own:
         return Way(0.0, 0.0)
     receive = max(0.0, median(own[1:]))
-    return Way(max(0.0, min(hops) - receive), receive)
+    return Way(max(0.0, min(hops) - receive), receive, is_eager)
+
+
+def _is_eager(transport: Transport, array: Any, here: int, peer: int) -> bool:
+    """Whether the send of an array ends before its receive is posted; told to both ends.
+
+    A short message may go by, and be answered, before: the receiver has then moved on all that came.
+    here  the rank that sends
+    """
+    told = np.zeros(1)
+    if transport.rank != here:
+        transport.recv(told, peer, 1)
+        transport.send(told, peer, 1)
+        transport.recv(told, peer, 1)    # and only then is the receive of the array posted
+        transport.recv(array, peer)
+        return bool(told[0])
+    request = transport.start_send(array, peer)
+    transport.send(told, peer, 1)
+    transport.recv(told, peer, 1)
+    until = time.perf_counter() + LEAST_S
+    while not (is_done := request.test()) and time.perf_counter() < until:
+        pass
+    told[0] = is_done
+    transport.send(told, peer, 1)
+    request.wait()
+    return is_done
 
 
 def _slept(request: Request, pause: float, slices: int) -> float:

@@ -1,11 +1,12 @@
 """The README's Python runs as it stands, and programs of users end together."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import mpitrain
+from tests.processes import mpitrain, run
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

@@ -5,12 +5,14 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.cli.micro_batches import _plan as plan
 from mpitrain.errors import ConfigError
+from mpitrain.plan.stages import Way, way
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=2", "model.width=8", "model.heads=2", "model.context=8", "batch.size=8", "layout.pp=2", "device.kind=cpu"]
@@ -32,6 +34,13 @@ def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, cap
     assert len(predicted.splitlines()) == 4 and len(stages.splitlines()) == 3
     verified = [int(line.split()[0]) for line in measured.splitlines()[1:-1]]
     assert named in verified and verified == [count for count in (2, 3, 4) if abs(count - named) <= 1]
+
+
+def test_a_message_that_waits_for_its_receive_is_found_to_go_by_rendezvous_on_the_receivers_side():
+    """Ranks as threads send nothing eagerly, of any length."""
+    for length in (1, 70_000):
+        found = run_ranks(2, lambda transport, length=length: way(transport, np.ones(length), 0, 1, 1))
+        assert found[0] == Way(0.0, 0.0) and not found[1].is_eager and found[1].seconds >= 0
 
 
 @pytest.mark.parametrize("ranks, settings, law", [

@@ -45,7 +45,13 @@ def test_measured_are_the_smallest_and_the_largest_micro_batch_and_powers_of_two
 @pytest.mark.parametrize("rows, halves, saved, way", [(2, 4, 20, 1), (3, 5, 30, 1.5), (8, 10, 80, 4), (1, 3, 10, 0.5)])
 def test_between_measured_sizes_costs_lie_on_straight_lines(rows, halves, saved, way):
     costs, found = between([measured(r, way=(r / 2, r)) for r in (2, 4, 8)], rows)
-    assert costs == [Cost(halves, halves, halves, saved=saved)] * 4 and found == (way, 2 * way)
+    assert costs == [Cost(halves, halves, halves, saved=saved)] * 4 and found == (way, 2 * way, False)
+
+
+def test_messages_between_two_sizes_are_eager_if_those_of_both_are():
+    small, middle, large = (measured(rows, way=(1, 1, rows < 8)) for rows in (2, 4, 8))
+    found = [between([small, middle, large], rows)[1].is_eager for rows in (3, 6)]
+    assert found == [True, False]
 
 
 def test_one_measured_size_serves_all():

@@ -1,4 +1,4 @@
-"""`mpitrain plan`: charts, schedules in files, steps of all-reduces."""
+"""`mpitrain plan schedule`: charts and schedules in files."""
 
 import json
 import re
@@ -9,11 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.collectives.algorithms import ALL_REDUCE
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.files import find_plan, read_plan, write_plan
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
-from mpitrain.plan.collective import all_reduce_plans, amounts, rounds
 from tests.processes import run
 
 README = Path(__file__).parents[2] / "README.md"
@@ -195,66 +193,3 @@ def test_a_chart_is_drawn(tmp_path):
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     done = CliRunner().invoke(commands, ["plan", "schedule", "--plot", str(tmp_path / "chart.bogus")])
     assert isinstance(done.exception, ConfigError) and "--plot draws files that end in" in str(done.exception)
-
-
-def test_an_all_reduce_is_printed_step_by_step():
-    assert shown("allreduce", "--ranks", 3, "--bytes", 12) == """\
-ring all-reduce on 3 rank(s), the array in 3 chunk(s): 4 step(s)
-
-step 1   0>1 +2   1>2 +0   2>0 +1
-step 2   0>1 +1   1>2 +2   2>0 +0
-step 3   0>1 =0   1>2 =1   2>0 =2
-step 4   0>1 =2   1>2 =0   2>0 =1
-
-each of ranks 0, 1, 2: 16 bytes in 4 message(s)
-all together: 48 bytes
-"""
-    assert shown("allreduce", "--algorithm", "halving-doubling", "--ranks", 5) == """\
-halving-doubling all-reduce on 5 rank(s), the array in 4 chunk(s): 6 step(s)
-
-step 1   0>1 +all   2>4 +2-3   4>2 +0-1
-step 2   1>3 +2-3   3>1 +0-1
-step 3   1>2 +1   2>1 +0   3>4 +3   4>3 +2
-step 4   1>2 =0   2>1 =1   3>4 =2   4>3 =3
-step 5   1>3 =0-1   2>4 =0-1   3>1 =2-3   4>2 =2-3
-step 6   1>0 =all
-"""
-
-
-PRINTABLE = [name for name, algorithm in ALL_REDUCE.items() if algorithm.plans]
-
-
-@pytest.mark.parametrize("hosts", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("algorithm", PRINTABLE)
-def test_the_printed_steps_reduce_everything_to_every_rank(algorithm, ranks, hosts):
-    count, names = 4 * ranks, [str(rank * hosts // ranks) for rank in range(ranks)]
-    held = [[{rank} for _ in range(count)] for rank in range(ranks)]  # whose numbers are in each element
-    for moves in rounds(all_reduce_plans(algorithm, names, count)):
-        before = [list(mine) for mine in held]
-        for source, target, start, stop, combine in moves:
-            for i in range(start, stop):
-                assert not (combine and held[target][i] & before[source][i]), "nothing is added twice"
-                held[target][i] = before[source][i] | (held[target][i] if combine else set())
-    assert held == [[set(range(ranks))] * count] * ranks
-
-
-@pytest.mark.parametrize("algorithm", PRINTABLE)
-def test_no_line_is_wider_than_the_terminal(algorithm):
-    assert max(map(len, shown("allreduce", "--ranks", 13, "--algorithm", algorithm, "--hosts", 3, columns=80).splitlines())) <= 80
-
-
-def test_all_ranks_together_send_twice_the_array_for_each_rank_but_one():
-    for nbytes in (0, 4, 4000, 1 << 22):
-        for algorithm in ("ring", "halving-doubling", "tree", "star"):
-            assert amounts(algorithm, ["here"] * 6, nbytes)[-1] == f"all together: {2 * 5 * nbytes} bytes"
-
-
-@pytest.mark.parametrize("words, said", [
-    (["--algorithm", "shared"], "Algorithm shared is no plan of messages that could be printed.\n"),
-    (["--algorithm", "rnig"], "allreduce algorithm must be one of ring, "),
-    (["--hosts", "5"], "Every host has a rank, but there are 4 ranks on 5 hosts.\n"),
-])
-def test_what_is_no_plan_is_refused(words, said):
-    done = CliRunner().invoke(commands, ["plan", "allreduce", *words])
-    assert isinstance(done.exception, ConfigError) and said in str(done.exception)

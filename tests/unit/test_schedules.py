@@ -348,6 +348,39 @@ def test_a_message_travels_from_when_both_ends_have_begun_and_may_take_of_the_re
                     Event(76, 126, Backward(1, 1)))
 
 
+def test_an_eager_message_travels_before_its_receive_is_posted():
+    """Stage 1 posts the receive of the third activation when the first forward there has ended, at 12."""
+    program, costs = with_messages(plan_of("gpipe", 2, 4)), [Cost()] * 2
+    starts = {is_eager: [event.start for event in simulate(program, costs, 10, is_eager=is_eager).timeline[1][:4]]
+              for is_eager in (False, True)}
+    assert starts == {False: [11, 12, 22, 23], True: [11, 12, 13, 14]}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_eager_messages_are_never_later_and_free_ones_are_as_fast(name):
+    for point in points(name):
+        plan = planned(name, *point)
+        program, costs = with_messages(plan), [Cost()] * len(plan.place)
+        for transfer in (0, 0.5, 5):
+            eager, other = (simulate(program, costs, transfer, 0.25, is_eager).makespan for is_eager in (True, False))
+            assert eager == other if transfer == 0 else eager <= other, (point, transfer)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_eager_sends_hide_the_deadlocks_of_sends_that_block(name):
+    """Why a schedule is proven free of deadlock by rendezvous."""
+    for point in points(name):
+        plan = planned(name, *point)
+        assert not simulate(blocking(plan), [Cost()] * len(plan.place), is_eager=True).waits, point
+
+
+def test_the_hosts_overhead_comes_before_each_instruction_and_is_no_compute():
+    for m in (1, 4):
+        program = with_messages(plan_of("1f1b", 1, m))
+        plain, slow = (simulate(program, [Cost()], overhead=overhead) for overhead in (0, 0.25))
+        assert (slow.makespan, slow.busy) == (plain.makespan + 0.25 * (3 * m - 1), plain.busy)
+
+
 def test_a_receive_that_begins_late_is_a_message_that_travels_late():
     plan = plan_of("gpipe", 2, 2)
     costs = [Cost(1, 1, 1), Cost(5, 1, 1)]

@@ -1,0 +1,30 @@
+"""Numbers and ranks in words, for what `plan` prints."""
+
+from collections.abc import Iterable
+
+
+def spoken(operation: str) -> str:
+    """An operation as it is written in a sentence."""
+    return "all-reduce" if operation == "allreduce" else operation
+
+
+def several(number: int, noun: str, nouns: str = "") -> str:
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def listed(ranks: Iterable[int], between: str) -> str:
+    """Ascending numbers as text; three neighbours and more as first-last."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return between.join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else between.join(map(str, run)) for run in runs
+    )
+
+
+def data_of(data: int) -> str:
+    """Ranks whose data a chunk holds: 0+2, 0-3, or - for none."""
+    return listed((rank for rank in range(data.bit_length()) if data >> rank & 1), "+") or "-"
