@@ -13,6 +13,7 @@ from mpitrain.collectives.choose import choose
 from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.execute import Execution, Reduction
+from mpitrain.collectives.shared import no_window
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device, overlap
@@ -51,7 +52,7 @@ def bind_all_gather(transport: Transport, array: np.ndarray, algorithm: str = "r
 def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algorithm: str, tuning: Tuning,
           arithmetic: Arithmetic) -> Reduction:
     """Bind what has a table of algorithms."""
-    table, name = TABLES[operation], operation.replace("allreduce", "all-reduce")
+    asked, table, name = algorithm, TABLES[operation], operation.replace("allreduce", "all-reduce")
     tag = agree(transport, name, array, choices(operation), algorithm, op=op)
     if algorithm == "auto":
         algorithm = chosen_by_model(transport, array, tuning, operation)
@@ -60,6 +61,8 @@ def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algo
         raise on_every_rank(refusal)
     reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
     if reduction is None:
+        if asked == "shared" and not on_device(array):
+            raise on_every_rank(no_window(transport, array))
         algorithm = "ring"
         reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
     assert reduction is not None  # a ring lacks nothing
