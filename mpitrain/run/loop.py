@@ -12,6 +12,7 @@ import numpy as np
 from mpitrain import __version__
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
+from mpitrain.files import mend
 from mpitrain.parallel.replicate import Outcome
 from mpitrain.run import checkpoint
 from mpitrain.run.build import Job, build
@@ -289,7 +290,7 @@ class _Run:
         except OSError as error:
             way_on = "go on with --resume" if self._saved_at is not None else "start again with --resume=auto"
             raise TrainingError(f"{self._folder / METRICS} cannot be written: {error.strerror or error}.",
-                                f"Make room, then {way_on}.") from None
+                                f"{mend(error)}, then {way_on}.") from None
         self._watcher.recorded(record)
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
