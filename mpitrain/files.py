@@ -1,8 +1,9 @@
-"""Files: read where they are regular, written whole or not at all, and in a directory that was handed over never through a link.
+"""Files: read where they are regular, written whole or not at all, never through a link in a run directory.
 
-Whoever packs a run directory chooses what lies in it: a link named `config.toml.partial` may lead to any file of the reader.
-Only the name that the user types may be a link. The names beneath it are used relative to an open directory (openat, with
-O_NOFOLLOW), so that nothing can be exchanged between a check and a use.
+Another person may have packed a run directory: a link in it named `config.toml.partial` may lead to
+any file of the reader. Only the path that the user types may contain links. The names beneath it
+are used relative to an open directory (openat with O_NOFOLLOW): no file can be exchanged between a
+check and its use.
 """
 
 import errno
@@ -17,15 +18,19 @@ from typing import BinaryIO
 from mpitrain.errors import ConfigError
 
 IS_LINK = "it is a symbolic link, and links are not followed here"
+OTHER = "Name a file in a folder that exists and that you may write to."
 NOT_REGULAR = "it is not a regular file"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-IN_THE_WAY = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+IN_THE_WAY = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP, errno.EINVAL,
+              errno.ENXIO)
+BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC    # of every name in an open directory
 
 
 class Directory:
-    """An open directory. Its names are one component each, and no link among them is followed; OSErrors have the whole path.
+    """An open directory, in which no link is followed. Its OSErrors name the whole path.
 
     path  the directory's name in messages
+    name  in all methods: one component of a path
     """
 
     def __init__(self, path: Path, descriptor: int):
@@ -57,7 +62,7 @@ class Directory:
     def subdirectory(self, name: str) -> "Directory":
         """Open a directory in this one."""
         with self._named(name):
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_RDONLY | os.O_DIRECTORY | BENEATH
             return Directory(self.path / name, os.open(name, flags, dir_fd=self.descriptor))
 
     def make(self, name: str, mode: int = 0o777) -> "Directory":
@@ -69,19 +74,20 @@ class Directory:
     def open(self, name: str) -> BinaryIO:
         """Open a regular file to read it; a pipe is refused without being waited for."""
         with self._named(name):
-            return _regular(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.descriptor))
+            flags = os.O_RDONLY | os.O_NONBLOCK | BENEATH
+            return _regular(os.open(name, flags, dir_fd=self.descriptor))
 
     def append(self, name: str) -> int:
-        """Open a regular file, made if there is none, to read it and to write at its end; returns the descriptor."""
+        """Open a regular file to read it and to append to it, made if there is none: its descriptor."""
         with self._named(name):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | BENEATH
             return _checked(os.open(name, flags, 0o644, dir_fd=self.descriptor))
 
     def create(self, name: str) -> int:
-        """Make a file that is new, in the place of a leftover of that name, to read and write it; returns the descriptor."""
+        """Make a new file in the place of a leftover, to read and write it: its descriptor."""
         self.remove(name)
         with self._named(name):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | BENEATH
             return os.open(name, flags, 0o644, dir_fd=self.descriptor)
 
     @contextmanager
@@ -140,7 +146,7 @@ class Directory:
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Give an OSError the whole path, and say of a link and of a directory in the way what they are."""
+        """Give an OSError the whole path, and name a link or a directory that is in the way."""
         try:
             if "/" in name or name in ("", ".", ".."):
                 raise OSError(errno.EINVAL, "it is not the name of one file")
@@ -155,7 +161,10 @@ class Directory:
 
 
 def opened(path: Path, inner: int = 0) -> Directory:
-    """Open a directory. Links in its path are followed, but for the last `inner` names: those beneath a run directory."""
+    """Open a directory. Links in its path are followed, except among its last `inner` names.
+
+    inner  how many of the names lie beneath the directory that the user typed
+    """
     if not inner:
         return Directory(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     with opened(path.parent, inner - 1) as parent:
@@ -163,7 +172,10 @@ def opened(path: Path, inner: int = 0) -> Directory:
 
 
 def reading(path: Path, inner: int = 0) -> BinaryIO:
-    """Open a regular file to read it; OSError for anything else. inner: as of `opened`, the file's own name included."""
+    """Open a regular file to read it; OSError for anything else.
+
+    inner  as in `opened`; the file's own name counts
+    """
     if inner:
         with opened(path.parent, inner - 1) as folder:
             return folder.open(path.name)
@@ -174,26 +186,29 @@ def reading(path: Path, inner: int = 0) -> BinaryIO:
 
 
 def contents(path: Path, inner: int = 0) -> bytes:
-    """The bytes of a regular file; OSError for anything else. inner: as of `reading`."""
+    """The bytes of a regular file; OSError for anything else. inner: as in `reading`."""
     with reading(path, inner) as file:
         return file.read()
 
 
 def write_whole(path: Path, text: str, inner: int = 0) -> None:
-    """Write a text, in UTF-8, as `Directory.whole` does. inner: as of `reading`; what has the file's own name is replaced."""
+    """Write a text, in UTF-8, as `Directory.whole` does. inner: as in `reading`.
+
+    A link at the file's own name is replaced in any case.
+    """
     with opened(path.parent, max(0, inner - 1)) as folder:
         folder.write_whole(path.name, text)
 
 
 @contextmanager
 def whole(path: Path, inner: int = 0) -> Iterator[BinaryIO]:
-    """A file to write to, as `Directory.whole` has it. inner: as of `write_whole`."""
+    """A file to write to, as `Directory.whole` has it. inner: as in `write_whole`."""
     with opened(path.parent, max(0, inner - 1)) as folder, folder.whole(path.name) as file:
         yield file
 
 
 def check_room(path: Path) -> None:
-    """OSError if no file can be made there, or the disk is full: a page is written beside it, and removed."""
+    """OSError if no file can be made there, or the disk is full: writes a page, and removes it."""
     with opened(path.parent) as folder:
         partial = path.name + ".partial"
         try:
@@ -211,14 +226,21 @@ def check_regular(path: Path) -> None:
     reading(path).close()
 
 
-def cannot_write(path: Path, error: OSError, other: str = "Name a file in a folder that exists and that you may write to.",
-                 ) -> ConfigError:
-    """The refusal of what the system would not write. other: the way out where neither room nor something in the way is named."""
-    at = f" {error.filename}" if error.filename and error.filename != str(path) else ""
-    way_out = ("Make room, or choose another place." if error.errno in NO_ROOM else
-               "Choose a shorter name." if error.errno == errno.ENAMETOOLONG else
-               f"Remove{at or f' {path}'}, or choose another place." if error.errno in IN_THE_WAY else other)
-    return ConfigError(f"{path} cannot be written:{f'{at}:' if at else ''} {error.strerror or error}.", way_out)
+def mend(error: OSError) -> str:
+    """What to do before a file can be written, as a clause."""
+    if error.errno in NO_ROOM:
+        return "Make room"
+    is_named = error.errno in IN_THE_WAY and error.filename
+    return f"Remove {error.filename}" if is_named else "Look at what is there"
+
+
+def cannot_write(path: Path, error: OSError, other: str = OTHER) -> ConfigError:
+    """The refusal of a path that the system did not write. other: the way out of any other reason."""
+    at = f" {error.filename}:" if error.filename and error.filename != str(path) else ""
+    way_out = ("Choose a shorter name." if error.errno == errno.ENAMETOOLONG else
+               f"{mend(error)}, or choose another place."
+               if error.errno in NO_ROOM + IN_THE_WAY else other)
+    return ConfigError(f"{path} cannot be written:{at} {error.strerror or error}.", way_out)
 
 
 def _regular(descriptor: int) -> BinaryIO:
@@ -226,7 +248,7 @@ def _regular(descriptor: int) -> BinaryIO:
 
 
 def _checked(descriptor: int) -> int:
-    """The descriptor of a regular file; it is closed, and OSError raised, if it is of anything else."""
+    """The descriptor, if it is of a regular file; else it is closed, and OSError raised."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, NOT_REGULAR)

@@ -22,7 +22,7 @@ ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import M
 
 
 ALLOCATIONS = {"PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE"}  # in which mpirun starts ranks on other hosts by itself
-SM_NEEDS = 18 << 20  # bytes: a file of 16 MiB, and a twentieth that Open MPI leaves free
+SM_NEEDS = process.room_for(16 << 20, 1)  # bytes: Open MPI makes a file of 16 MiB for each rank
 
 
 class Mpi(NamedTuple):

@@ -15,6 +15,7 @@ from mpitrain.collectives.choose import choose
 from mpitrain.collectives.cost import Tuning
 from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.execute import Execution, Reduction
+from mpitrain.collectives.shared import no_window
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device, overlap
@@ -75,7 +76,7 @@ def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algo
           tuning: Tuning | None, arithmetic: Arithmetic | None) -> Reduction:
     """Bind what has a table of algorithms, by default with the built-in constants and NumPy."""
     tuning, arithmetic = tuning or DEFAULT, arithmetic or HOST
-    table, name = TABLES[operation], operation.replace("allreduce", "all-reduce")
+    asked, table, name = algorithm, TABLES[operation], operation.replace("allreduce", "all-reduce")
     tag = agree(transport, name, array, choices(operation), algorithm, op=op)
     if algorithm == "auto":
         algorithm = chosen_by_model(transport, array, tuning, operation)
@@ -84,6 +85,8 @@ def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algo
         raise on_every_rank(refusal)
     reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
     if reduction is None:
+        if asked == "shared" and transport.size > 1 and not on_device(array):
+            raise on_every_rank(no_window(transport, array))
         algorithm = "ring"
         reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
     assert reduction is not None  # a ring lacks nothing

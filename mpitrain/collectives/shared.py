@@ -18,6 +18,7 @@ from mpitrain.collectives.plans import chunk_bounds
 from mpitrain.collectives.shared_gpu import bind_shared_gpu
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.backend import on_device
+from mpitrain.machine.process import SHARED_MEMORY
 from mpitrain.transport.base import Transport
 from mpitrain.transport.windows import Location
 
@@ -189,6 +190,14 @@ def bind_in_window(transport: Transport, array: np.ndarray,
     reduction.scratch_bytes = nbytes
     transport.windows.use(window, reduction)
     return reduction
+
+
+def no_window(transport: Transport, array: np.ndarray) -> ConfigError:
+    """The refusal where this algorithm was asked for by name, and its host has no room for a window."""
+    return ConfigError(
+        f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
+        f"{transport.hosts[0]} has no room for them.",
+        "Make it larger (docker run --shm-size=4g), or use algorithm auto; of a benchmark, lower --max-bytes.")
 
 
 def refusal(situation: Situation) -> ConfigError | None:

@@ -101,6 +101,15 @@ def shared_memory() -> int:
     return found.f_bavail * found.f_frsize
 
 
+def room_for(nbytes: int, ranks: int) -> int:
+    """Bytes that must be free in SHARED_MEMORY before ranks of one host share a file of so many bytes.
+
+    Open MPI makes no file that leaves less than a twentieth of its size free, and ends the job
+    instead. Its own files have pages that it takes later: less than a megabyte for each rank.
+    """
+    return nbytes + nbytes // 20 + (ranks << 20)
+
+
 def free_memory(kind: str) -> int:
     """Bytes that are free before this rank and its neighbours take theirs: of its GPU if `kind` is cuda, else of the host.
 

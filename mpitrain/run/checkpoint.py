@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import CheckpointError, TrainingError
+from mpitrain.files import mend
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.kept import Kept
@@ -74,7 +75,7 @@ def _attempt(part: Callable[[], Any], step: int, folder: Path) -> Any:
         return part()
     except OSError as error:
         raise TrainingError(f"The checkpoint of step {step} cannot be written to {folder}: {error.strerror or error}.",
-                            "Make room, then go on with --resume; the checkpoints before it are still good.") from None
+                            f"{mend(error)}, then go on with --resume; the checkpoints before it are still good.") from None
 
 
 def _write(folder: Path, shares: Shares, kept: Sequence[Kept], transport: Transport, backend: Backend,

@@ -13,6 +13,7 @@ from mpitrain import __version__
 from mpitrain.config import Config
 from mpitrain.data import amounts
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
+from mpitrain.files import mend
 from mpitrain.parallel.records import Outcome
 from mpitrain.run import checkpoint
 from mpitrain.run.build import Job, build
@@ -292,7 +293,7 @@ class _Run:
         except OSError as error:
             way_on = "go on with --resume" if self._saved_at is not None else "start again with --resume=auto"
             raise TrainingError(f"{self._folder / METRICS} cannot be written: {error.strerror or error}.",
-                                f"Make room, then {way_on}.") from None
+                                f"{mend(error)}, then {way_on}.") from None
         self._watcher.recorded(record)
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:

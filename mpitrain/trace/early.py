@@ -1,7 +1,8 @@
 """The traces of ranks that have no run directory yet: files on the host of each, for starts that fail.
 
-They lie in TMPDIR/mpitrain-<uid>/<parent process>/rank-00000, a path that every user of the host can foresee. So nothing there
-is trusted by its name: the folder must be a real one, of this user, closed to all others, and no link in it is followed.
+A trace lies in TMPDIR/mpitrain-<uid>/<parent process>/rank-00000. Every user of the host can foresee
+this path. The folder is used only if it is a real one, of this user and closed to all others (mode
+0700); no link in it is followed.
 """
 
 import atexit

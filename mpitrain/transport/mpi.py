@@ -188,7 +188,9 @@ class MpiTransport(Transport):
         nbytes = -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096  # whole pages keep every block aligned
         facts = nbytes, process.shared_memory(), self.windows.next_number
         blocks_of, rooms, numbers = zip(*host.gather_text(facts), strict=True)
-        needed, left = sum(blocks_of), min(rooms)
+        # Groups of one host, such as the replicas of each stage, allocate at the same time.
+        at_once = self._root.hosts.count(self.hosts[self.rank]) // host.size
+        needed, left = process.room_for(max(1, at_once) * sum(blocks_of), host.size), min(rooms)
         if host.size == 1 or needed > left:
             if host.size > 1 and host.rank == 0:
                 print(no_room(self.hosts[self.rank], needed, left), file=sys.stderr, flush=True)

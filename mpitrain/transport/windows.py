@@ -127,4 +127,5 @@ class Windows:
 def no_room(host: str, needed: int, left: int) -> str:
     """The one line said when a window does not fit and plain memory is used instead."""
     return (f"mpitrain: {SHARED_MEMORY} on {host} has {left / 2**20:.0f} MiB left, a shared window needs "
-            f"{needed / 2**20:.0f} MiB: using plain memory, which is slower. Make it larger (docker run --shm-size=4g).")
+            f"{needed / 2**20:.0f} MiB free: using plain memory, which is slower. "
+            "Make it larger (docker run --shm-size=4g).")

@@ -87,7 +87,10 @@ def test_what_was_bound_says_what_it_became(monkeypatch):
     assert run_ranks(3, became, "hierarchical", hosts="aab") == ["hierarchical"] * 3
     assert run_ranks(2, became, "auto") == [choose(DEFAULT, Situation(("a", "a")), 1000, 4, "plain")] * 2
     monkeypatch.setitem(algorithms.ALL_REDUCE, "shared", Algorithm(lambda *bound: None))
-    assert run_ranks(2, became, "shared") == ["ring"] * 2, "where it cannot be had"
+    with pytest.raises(ConfigError, match="algorithm shared needs 2 x 4,000 bytes in /dev/shm"):
+        run_ranks(2, became, "shared")
+    monkeypatch.setattr("mpitrain.collectives.bind.chosen_by_model", lambda *facts: "shared")
+    assert run_ranks(2, became, "auto") == ["ring"] * 2, "where it cannot be had"
 
 
 def test_a_name_that_is_in_no_table_is_refused_on_every_rank_with_the_nearest_one():
