@@ -32,6 +32,7 @@ KILLED = (
 ABORTED = re.compile(rb"^srun: Job step aborted|^slurmstepd-\S+: error: \*\*\* STEP ", re.MULTILINE)
 LOST = re.compile(rb"^slurmstepd-\S+: error:.* _errhandler: .* source = \[\S+:(\d+)\]", re.MULTILINE)
 LEFT = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE)  # after which srun itself kills the others
+PMIX = re.compile(rb"\[\S+:\d+\] PMIX ERROR")
 ENDINGS = re.compile(rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank")
 
 
@@ -159,8 +160,7 @@ class Errors:
                 self.held, data = data, b""
             else:
                 line, newline, data = data.partition(b"\n")
-                is_ours = self._at_line_start and line.startswith(self._server) and b"PMIX ERROR" in line
-                shown += self._show(line + newline, is_ours and self._words.spoken)
+                shown += self._show(line + newline, self._at_line_start and self._is_late(line))
                 self._at_line_start = bool(newline)
         return shown
 
@@ -176,7 +176,16 @@ class Errors:
 
     def _repeats(self, box: bytes) -> bool:
         """Whether our own message says what this box says."""
-        return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and (self._words.spoken or bool(self._words.closing)))
+        return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and self._is_told())
+
+    def _is_late(self, line: bytes) -> bool:
+        """Whether this is an error of PMIX that follows what was said: of the launcher's server, or at a clean end of any rank."""
+        is_servers = line.startswith(self._server) and b"PMIX ERROR" in line
+        return (is_servers and self._is_told()) or bool(self._words.closing and PMIX.match(line))
+
+    def _is_told(self) -> bool:
+        """Whether somebody has said already how the run ended, or why it did not go on."""
+        return self._words.spoken or bool(self._words.closing)
 
     def _show(self, text: bytes, is_dropped: bool) -> bytes:
         if is_dropped:

@@ -210,7 +210,9 @@ def test_a_box_that_alone_tells_what_happened_stays():
         assert sifted(text)[0] == text
     words = Words()
     Output(words).pass_on(f"{STOPPED_AT}3; --resume\n".encode())
-    assert Errors(words, SERVER).pass_on(EXITED + PMIX) == PMIX, "after a stop the box says nothing new"
+    of_a_rank = PMIX.replace(SERVER, b"[node2.local:77]")
+    assert Errors(words, SERVER).pass_on(EXITED + PMIX + of_a_rank) == b"", "after a stop neither box nor line says anything new"
+    assert Errors(Words(), SERVER).pass_on(of_a_rank) == of_a_rank
 
 
 @pytest.mark.parametrize("text, said", [
