@@ -1,7 +1,7 @@
 """What a started job says on its output, and what of it `launch` understands: how the run stands, and which rank was killed.
 
 Bytes pass as they are, at once. Two things are kept back: Open MPI's boxes about a rank that ended, where our own message
-has said it already (or will say it better), and a line of its server that follows them.
+has said it already (or will say it better), and errors of PMIX that follow them or the end of the run.
 """
 
 import os
@@ -179,7 +179,7 @@ class Errors:
         return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and self._is_told())
 
     def _is_late(self, line: bytes) -> bool:
-        """Whether this is an error of PMIX that follows what was said: of the launcher's server, or at a clean end of any rank."""
+        """Whether this is an error of PMIX after what was said: of the launcher's server, or of any rank after the run's end."""
         is_servers = line.startswith(self._server) and b"PMIX ERROR" in line
         return (is_servers and self._is_told()) or bool(self._words.closing and PMIX.match(line))
 
