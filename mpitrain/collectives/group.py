@@ -33,12 +33,13 @@ class Group:
 
     The `bind` methods agree once and can be run any number of times. Those without agree every time they are called,
     which costs a round of messages: they are for start-up, tests and interactive use.
-    algorithm  of all-reduces; what has no reduce-scatter or all-gather of its name leaves these to `auto`
+    algorithm  of all-reduces; "auto", the default as in `replication.algorithm`, takes for each array what `tuning` predicts to
+               be fastest; what has no reduce-scatter or all-gather of its name leaves these to `auto`
     arena      counts the activations that `exchange` leases; of the memory that the transport allocates, and the host's if None
     progress_thread  as replication.progress_thread, for these
     """
 
-    def __init__(self, transport: Transport, algorithm: str = "ring", tuning: Tuning = DEFAULT,
+    def __init__(self, transport: Transport, algorithm: str = "auto", tuning: Tuning = DEFAULT,
                  arithmetic: Arithmetic = HOST, arena: Arena | None = None, progress_thread: str = "auto"):
         self.progress_thread = progress_thread
         self.transport, self.algorithm, self.tuning, self.arithmetic = transport, algorithm, tuning, arithmetic

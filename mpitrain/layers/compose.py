@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter, backward
 from mpitrain.ops import Writes
 from mpitrain.ops.reference import add
@@ -11,9 +12,22 @@ NOTHING: dict = {}
 
 
 class Sequential:
-    """The named children, at least one, one after another; a child's parameters are found under its name."""
+    """Layers one after another, as torch.nn.Sequential: `Sequential(a, b)`, or with names of yours `Sequential(up=a, down=b)`.
 
-    def __init__(self, **children: Any):
+    A child's parameters are found under its name; children without names are called "0", "1" and so on.
+    raises  ConfigError if there is no layer, if only some have names, or if a child is no layer
+    """
+
+    def __init__(self, *layers: Any, **children: Any):
+        if bool(layers) == bool(children):
+            raise ConfigError("Sequential takes layers, all of them with names or none, but got "
+                              f"{len(layers)} without and {len(children)} with names.",
+                              "Write Sequential(a, b) or Sequential(up=a, down=b).")
+        children = children or {str(number): layer for number, layer in enumerate(layers)}
+        for name, child in children.items():
+            if not hasattr(child, "forward"):
+                raise ConfigError(f"Sequential takes layers, but {name!r} is of type {type(child).__name__}.",
+                                  "Write Sequential(a, b); with a list of layers Sequential(*layers).")
         first, *_, last = (*children, *children)
         self.children, self._first, self._last = children, first, last
         self.output_is_free = children[last].output_is_free
