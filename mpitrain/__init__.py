@@ -55,7 +55,8 @@ _HOMES = {
 }
 """Where each public name lives: for programs, as the imports above are for type checkers."""
 
-__all__ = list(_HOMES)
+__all__ = [name for name in _HOMES if name != "Config"]
+"""Config is for annotations: help() would list the sixty methods that pydantic gives it."""
 
 
 def __dir__() -> list[str]:

@@ -4,8 +4,6 @@ import re
 import unicodedata
 from typing import TypeVar
 
-from mpitrain.listing import Listed
-
 
 def brief(message: str) -> str:
     """The message without the middle of overlong words: what was typed, or read, by mistake may be a whole file."""
@@ -24,7 +22,7 @@ def multiples_near(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-class MpitrainError(Exception, metaclass=Listed):
+class MpitrainError(Exception):
     """Base of every error that mpitrain raises on purpose.
 
     Parameters

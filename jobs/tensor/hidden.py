@@ -37,7 +37,7 @@ def main(rows):
                 time.sleep(WEIGHT_S)
 
         n = transport.size
-        group = Group(transport)
+        group = Group(transport, "ring")
         layer = Sleeping(layers_for(ops_for("cpu"), group, Layout(tp=n)), WIDTH, n, normal(1), bias=False)
         w, x, dy = {"weight": np.ones((1, WIDTH), "f4")}, np.ones((rows, WIDTH), "f4"), np.ones((rows, 1), "f4")
 

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -73,7 +74,9 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
     for passage in passages:
         passage.finish(2)
     if words.killed and told < 2 and (words.began or not told):
-        say(screen, f"{words.killed}" + (". With --resume the run goes on from its last checkpoint" if words.began else ""))
+        which = f". `mpitrain report {shlex.quote(words.run)}` says which one fell silent first"
+        say(screen, f"{words.killed}" + (which if words.began and not words.killed.is_one else "")
+            + (". With --resume the run goes on from its last checkpoint" if words.began else ""))
     if is_training:
         return training_code(screen, words, code, told)
     if passages[0].lost is None:

@@ -1,7 +1,7 @@
 """What a started job says on its output, and what of it `launch` understands: how the run stands, and which rank was killed.
 
 Bytes pass as they are, at once. Two things are kept back: Open MPI's boxes about a rank that ended, where our own message
-has said it already (or will say it better), and a line of its server that follows them.
+has said it already (or will say it better), and errors of PMIX that follow them or the end of the run.
 """
 
 import os
@@ -29,19 +29,38 @@ KILLED = (
     re.compile(rb"PID (?P<process>\d+) RUNNING AT (?P<host>\S+)\n.*TERMINATED WITH THE EXIT STRING: .*\((?P<how>signal \d+)\)",
                re.DOTALL),
 )
+# What srun and its daemons say when they kill all that are left, and which rank PMIx lost first.
+ABORTED = re.compile(rb"^srun: Job step aborted|^slurmstepd-\S+: error: \*\*\* STEP ", re.MULTILINE)
+LOST = re.compile(rb"^slurmstepd-\S+: error:.* _errhandler: .* source = \[\S+:(\d+)\]", re.MULTILINE)
 LEFT = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE)  # after which srun itself kills the others
+PMIX = re.compile(rb"\[\S+:\d+\] PMIX ERROR")
 ENDINGS = re.compile(rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank")
 
 
 class Killed(NamedTuple):
-    """What a signal ended, as Open MPI, Slurm (which may list several ranks) or MPICH (which knows no ranks) tells."""
+    """What a signal ended, as Open MPI, Slurm or MPICH (which knows no ranks) tells.
+
+    rank  its number; of Slurm "2-3" or "0,2" where it lists several, some of which it may have killed itself
+    """
 
     how: str
     host: str
     rank: str = ""
     process: str = ""
 
+    @property
+    def is_one(self) -> bool:
+        """Whether a single rank or process is named."""
+        return self.rank.isdigit() or not self.rank
+
+    def has(self, rank: int) -> bool:
+        """Whether this rank is among those that are listed."""
+        ends = [[int(end) for end in listed.split("-")] for listed in self.rank.split(",") if listed]
+        return any(first <= rank <= last for first, *_, last in ([*pair, *pair] for pair in ends))
+
     def __str__(self) -> str:
+        if not self.is_one:
+            return f"at least one of the ranks {self.rank} on {self.host} was killed: {self.how} (Slurm then ends the others)"
         if self.rank:
             return f"rank {self.rank} on {self.host} was killed: {self.how}"
         return (f"process {self.process} on {self.host} was killed: {self.how}. MPICH does not tell its rank, and ends the "
@@ -53,28 +72,49 @@ class Words:
 
     began    rank 0 has said that the run has its directory
     closing  the sentence with which rank 0 closed the run: ENDED, STOPPED_AT or NOT_BEGUN; None until then
-    killed   what a signal ended first, as the launcher tells
+    run      the directory of the run, as rank 0 named it; empty until then
     spoken   whether anything has come on standard error
     """
 
     def __init__(self) -> None:
         self.began = self.spoken = False
         self.closing: str | None = None
-        self.killed: Killed | None = None
-        self._has_left = False
+        self.run = ""
+        self._killed: list[Killed] = []
+        self._lost: int | None = None
+        self._has_left = self._is_aborted = False
+
+    @property
+    def killed(self) -> Killed | None:
+        """What a signal ended first, as far as the launcher tells: srun kills, and then lists, others too."""
+        if self._lost is not None:
+            for killed in self._killed:
+                if killed.has(self._lost):
+                    return killed._replace(rank=str(self._lost))
+        if self._is_aborted and len(self._killed) > 1:    # srun ended all before it said so of any: nothing tells them apart
+            return self._killed[0]._replace(rank=",".join(killed.rank for killed in self._killed),
+                                            host=", ".join(killed.host for killed in self._killed))
+        return self._killed[0] if self._killed else None
 
     def hear(self, text: bytes) -> None:
         """Understand whole lines of either stream."""
-        self.began = self.began or BEGAN.encode() in text
+        if not self.began and (found := re.search(re.escape(BEGAN.encode()) + rb"(.*)", text)):
+            self.began, self.run = True, found[1].decode(errors="replace").strip()
         for sentence in (ENDED, STOPPED_AT, NOT_BEGUN):
             if self.closing is None and re.search(TAG + re.escape(sentence.encode()), text, re.MULTILINE):
                 self.closing = sentence
+        lost = LOST.search(text)
+        if lost and self._lost is None:
+            self._lost = int(lost[1])
         left = LEFT.search(text)
-        for pattern in KILLED:
-            found = pattern.search(text, 0, left.start() if left else len(text))
-            if found and self.killed is None and not self._has_left:
-                self.killed = Killed(**{name: " ".join(value.decode(errors="replace").split())
-                                        for name, value in found.groupdict().items()})
+        for pattern in KILLED if not self._has_left else ():
+            for found in pattern.finditer(text, 0, left.start() if left else len(text)):
+                killed = Killed(**{name: " ".join(value.decode(errors="replace").split())
+                                   for name, value in found.groupdict().items()})
+                if not self._killed:
+                    self._is_aborted = bool(ABORTED.search(text, 0, found.start()))
+                if killed not in self._killed:
+                    self._killed.append(killed)
         self._has_left = self._has_left or bool(left)
 
 
@@ -125,8 +165,7 @@ class Errors:
                 self.held, data = data, b""
             else:
                 line, newline, data = data.partition(b"\n")
-                is_ours = self._at_line_start and line.startswith(self._server) and b"PMIX ERROR" in line
-                shown += self._show(line + newline, is_ours and self._words.spoken)
+                shown += self._show(line + newline, self._at_line_start and self._is_late(line))
                 self._at_line_start = bool(newline)
         return shown
 
@@ -142,7 +181,16 @@ class Errors:
 
     def _repeats(self, box: bytes) -> bool:
         """Whether our own message says what this box says."""
-        return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and (self._words.spoken or bool(self._words.closing)))
+        return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and self._is_told())
+
+    def _is_late(self, line: bytes) -> bool:
+        """Whether this is an error of PMIX after what was said: of the launcher's server, or of any rank after the run's end."""
+        is_servers = line.startswith(self._server) and b"PMIX ERROR" in line
+        return (is_servers and self._is_told()) or bool(self._words.closing and PMIX.match(line))
+
+    def _is_told(self) -> bool:
+        """Whether somebody has said already how the run ended, or why it did not go on."""
+        return self._words.spoken or bool(self._words.closing)
 
     def _show(self, text: bytes, is_dropped: bool) -> bytes:
         if is_dropped:

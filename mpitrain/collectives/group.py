@@ -26,12 +26,11 @@ from mpitrain.collectives.matrices import Matrix
 from mpitrain.collectives.noted import bind_noted
 from mpitrain.collectives.tuning import DEFAULT
 from mpitrain.collectives.wire import Wire
-from mpitrain.listing import Listed
 from mpitrain.machine.arena import Arena
 from mpitrain.transport.base import Transport
 
 
-class Group(metaclass=Listed):
+class Group:
     """Ranks, and the algorithm they reduce with (as a process group of torch.distributed).
 
     All methods are collective and work in place on contiguous arrays of any shape; chunk r is the r-th of as
@@ -43,8 +42,8 @@ class Group(metaclass=Listed):
     transport : Transport
         The ranks: see `from_communicator`, `connect` and `run_ranks`.
     algorithm : str
-        Of all-reduces, as `replication.algorithm`. Where it has no reduce-scatter or all-gather, `auto`
-        chooses for these.
+        Of all-reduces; "auto", the default as of `replication.algorithm`, takes for each array what
+        `tuning` predicts to be fastest. Where it has no reduce-scatter or all-gather, `auto` chooses for these.
     tuning, arithmetic : optional
         As in `bind`.
     arena : Arena, optional
@@ -65,7 +64,7 @@ class Group(metaclass=Listed):
         By every method, on every rank, for an algorithm that is unknown or cannot run here.
     """
 
-    def __init__(self, transport: Transport, algorithm: str = "ring", tuning: Tuning | None = None,
+    def __init__(self, transport: Transport, algorithm: str = "auto", tuning: Tuning | None = None,
                  arithmetic: Arithmetic | None = None, arena: Arena | None = None, progress_thread: str = "auto"):
         self.progress_thread = progress_thread
         self.transport, self.algorithm = transport, algorithm

@@ -4,11 +4,9 @@ import os
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from pydantic._internal._model_construction import ModelMetaclass
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.delays import PATTERN as DELAY
-from mpitrain.listing import Listed
 from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
@@ -22,14 +20,7 @@ WHOLE = 2**63 - 1  # the largest whole number: of 64 bits
 SMALL, LARGE = 1e-30, 1e30  # sizes of the other numbers but 0: float32 has all of these
 
 
-class OwnNames(Listed, ModelMetaclass):
-    """The metaclass of sections: pydantic's names are not listed either."""
-
-    def __dir__(cls) -> list[str]:
-        return [name for name in super().__dir__() if not name.startswith("model_")]
-
-
-class Section(BaseModel, metaclass=OwnNames):
+class Section(BaseModel):
     """A table of the configuration file: no unknown keys, no silent conversions, no NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

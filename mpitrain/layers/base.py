@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from mpitrain.listing import Listed
 from mpitrain.machine.arena import Arena
 
 Rectangle = tuple[slice, ...]
@@ -159,7 +158,7 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Unit(metaclass=Listed):
+class Unit:
     """One entry of a model's list: what ZeRO gathers and pipelines place as a whole (as FSDP's wrapped module).
 
     Parameters

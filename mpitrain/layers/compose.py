@@ -5,24 +5,40 @@ from __future__ import annotations  # so that help() prints signatures as they a
 from itertools import pairwise
 from typing import Any
 
+from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Parameter, Weights, backward
-from mpitrain.listing import ListedLayer
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Writes, reference
 
 NOTHING: dict = {}
 
 
-class Sequential(metaclass=ListedLayer):
-    """Layers one after another (as torch.nn.Sequential).
+class Sequential:
+    """Layers one after another (as torch.nn.Sequential): `Sequential(a, b)`, or with names `Sequential(up=a, down=b)`.
 
     Parameters
     ----------
+    *layers : Layer
+        At least one, unless `children` are given. Their names are "0", "1" and so on.
     **children : Layer
-        At least one. A child's parameters have its name as prefix: "up.weight".
+        Layers with names. The parameters of a child have its name as prefix: "up.weight".
+
+    Raises
+    ------
+    ConfigError
+        If there is no layer, if only some have names, or if a child is no layer.
     """
 
-    def __init__(self, **children: Any):
+    def __init__(self, *layers: Any, **children: Any):
+        if bool(layers) == bool(children):
+            raise ConfigError("Sequential takes layers, all of them with names or none, but got "
+                              f"{len(layers)} without and {len(children)} with names.",
+                              "Write Sequential(a, b) or Sequential(up=a, down=b).")
+        children = children or {str(number): layer for number, layer in enumerate(layers)}
+        for name, child in children.items():
+            if not hasattr(child, "forward"):
+                raise ConfigError(f"Sequential takes layers, but {name!r} is of type {type(child).__name__}.",
+                                  "Write Sequential(a, b); with a list of layers Sequential(*layers).")
         first, *_, last = (*children, *children)
         self.children, self._first, self._last = children, first, last
         self.output_is_free = children[last].output_is_free
@@ -98,7 +114,7 @@ class Sequential(metaclass=ListedLayer):
         return own[0] if name in self._gelus else own
 
 
-class Residual(metaclass=ListedLayer):
+class Residual:
     """x + inner(x); the names of the parameters are those of the inner layer.
 
     Parameters

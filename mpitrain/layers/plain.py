@@ -13,12 +13,11 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.initial import Draw, normal, ones, zeros
-from mpitrain.listing import Listed, ListedLayer
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 
 
-class Linear(metaclass=ListedLayer):
+class Linear:
     """activation(x weight^T + bias) over the last dim.
 
     weight: (outputs, inputs); bias: (outputs,), absent if `bias` is False
@@ -200,7 +199,7 @@ class CrossEntropy:
         self.gradient, self.value, self.correct = ops.cross_entropy, ops.cross_entropy_loss, ops.count_correct
 
 
-class Plain(metaclass=Listed):
+class Plain:
     """Constructors of layers (as torch.nn); no layer shares anything with another rank.
 
     A `Trainer` with layout.tp above 1 passes a set with the same constructors, whose layers are split.

@@ -9,9 +9,7 @@ source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Dist
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,29 +26,11 @@ DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
 
 NO_TICKET = -1
 
-LOGGED = 1 << 16
-"""Updates that a server's log goes back."""
-
 
 def _filled(*numbers: float) -> np.ndarray:
     filled = header()
     filled[:len(numbers)] = numbers
     return filled
-
-
-class Applied(NamedTuple):
-    """A line of a server's log: the update that a worker's gradient became.
-
-    server   counted among the servers
-    version  updates that the parameters had when the worker pulled them
-    update   updates before this one
-    """
-
-    server: int
-    worker: int
-    version: int
-    update: int
-    ticket: int
 
 
 def _numbers(step: int, outcome: Outcome) -> tuple[float, ...]:
@@ -153,17 +133,13 @@ class LateWorker(Client):
 
 
 class LateServer(Holder):
-    """A server that applies each gradient as it comes; the first of them has the tickets.
-
-    log  this server's newest updates, in order
-    """
+    """A server that applies each gradient as it comes; the first of them has the tickets."""
 
     def __init__(self, replica: Replica):
         super().__init__(replica)
         settings, servers = replica.config.replication, replica.grid.servers
         assert servers is not None
         self._number, self._bound = servers.rank, settings.staleness if settings.update == "bounded" else None
-        self.log: deque[Applied] = deque(maxlen=LOGGED)
         self._updates = 0    # of this process
         self._applied_before = -1    # updates before those; not known before the first step
         self._tickets: Tickets | None = None    # of the first server
@@ -215,7 +191,7 @@ class LateServer(Holder):
 
     def _apply(self, worker: int, numbers: Sequence[float]) -> int:
         """Update from the gradient that a worker pushes; returns its staleness."""
-        ticket, scale, lr, version = numbers[:4]
+        _, scale, lr, version = numbers[:4]    # first the ticket
         for request in self._line.start_recv_pieces(self._gradients_held, worker):
             request.wait()
         for request in self._pulls:
@@ -223,7 +199,6 @@ class LateServer(Holder):
         self._pulls = []
         staleness = self._updates - int(version)
         self._update(scale, lr * self._factor(staleness), self._applied_before + self._updates)    # of those made, to AdamW
-        self.log.append(Applied(self._number, worker, int(version), self._updates, int(ticket)))
         self._updates += 1
         return staleness
 

@@ -60,18 +60,21 @@ def axes(config: Config, ranks: int) -> Axes:
     found = Axes(layout.tp, dp, layout.pp, servers)
     if found.ranks != ranks:
         beside = f" + servers {servers}" if servers else ""
-        too = "".join(f" or --{axis}" for axis in ("tp", "pp") if getattr(layout, axis) > 1)
+        ways = ["--dp (0 takes all ranks)"] if layout.dp else []
+        ways += [f"--{axis}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
+        if servers:
+            ways.append("replication.servers" if servers > 1 else "replication.mode")
         raise ConfigError(
             f"dp {dp} x tp {layout.tp} x pp {layout.pp}{beside} needs {found.ranks} ranks, but {ranks} were started.",
-            f"Start with `mpitrain launch -n {found.ranks} -- train`, or change --dp (0 takes all ranks){too}.",
+            f"Start with `mpitrain launch -n {found.ranks} -- train`, or change {' or '.join(ways)}.",
         )
     micro_batches, size = config.batch.micro_batches or 1, config.batch.size
     shares = dp * micro_batches
     if shares > size:
+        ways = [way for way, helps in (("lower batch.micro_batches", micro_batches > 1), ("start fewer ranks", dp > 1)) if helps]
         raise ConfigError(
-            f"Each of dp {dp} x micro-batches {micro_batches} = {shares} shares needs a sequence, "
-            f"but batch.size is {size}.",
-            f"Set batch.size to at least {shares}, or start fewer ranks.",
+            f"Each of dp {dp} x micro-batches {micro_batches} = {shares} shares needs a sequence, but batch.size is {size}.",
+            f"Set batch.size to at least {shares}, or {' or '.join(ways)}.",
         )
     computing = found.ranks - servers
     if absent := [delay.rank for delay in delays(config.run.delay) if delay.rank is not None and delay.rank >= computing]:

@@ -27,11 +27,13 @@ class Shares(NamedTuple):
     steps      their numbers, from 0
     seconds    (ranks, shares), which sum to the time that each rank was at these steps
     waited     (ranks, ranks): how long each rank stood still because of each
+    workers    the ranks that compute rows: all but parameter servers, whose idle time holds up nobody
     """
 
     steps: range
     seconds: np.ndarray
     waited: np.ndarray
+    workers: Sequence[int]
 
     @property
     def of_all(self) -> np.ndarray:
@@ -39,10 +41,14 @@ class Shares(NamedTuple):
         return self.seconds.sum(0) / self.seconds.sum()
 
     @property
+    def waits(self) -> np.ndarray:
+        """(ranks,): how long workers stood still because of each rank, servers among them."""
+        return self.waited[self.workers].sum(0)
+
+    @property
     def slowest(self) -> int | None:
-        """The rank that the others waited for longest; None if they waited for none."""
-        sums = self.waited.sum(0)
-        return int(sums.argmax()) if sums.any() else None
+        """The rank that workers waited for longest; None if they waited for none."""
+        return int(self.waits.argmax()) if self.waits.any() else None
 
 
 def shares(timeline: Timeline) -> Shares | None:
@@ -73,7 +79,7 @@ def shares(timeline: Timeline) -> Shares | None:
                 mine[BUBBLE if trace.names[record["what"]][0] in (ACTIVATION, GRADIENT) else WAITING] += still
                 mine[COMMUNICATION] += idle[0] - still
         mine[BETWEEN] = stop - start - mine.sum()
-    return Shares(steps, seconds, _waited(stood))
+    return Shares(steps, seconds, _waited(stood), timeline.workers())
 
 
 class Still(NamedTuple):

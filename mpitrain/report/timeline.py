@@ -40,6 +40,11 @@ class Timeline(NamedTuple):
             first -= 1
         return range(min(first + 1, last), last + 1)
 
+    def workers(self) -> list[int]:
+        """The ranks that compute rows: all, or those with a place on the axes where others are servers, which have none."""
+        placed = [rank for rank, trace in enumerate(self.traces) if trace.facts.get("place")]
+        return placed or list(range(len(self.traces)))
+
     def window(self, rank: int, steps: range) -> tuple[float, float]:
         """From when to when a rank was at these steps, and at what lay between them."""
         records = self.traces[rank].records

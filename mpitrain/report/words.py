@@ -25,29 +25,38 @@ TRIED = 10_000
 
 def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
     """Lines: the shares of all ranks and of each, who was waited for, and whose computing takes longest."""
-    steps, ranks = found.steps, len(found.seconds)
-    step_s = found.seconds.sum() / ranks / len(steps)
+    steps, ranks, workers = found.steps, len(found.seconds), found.workers
+    has_servers = len(workers) < ranks
+    step_s = found.seconds[workers].sum() / len(workers) / len(steps)
     hosts = len({trace.facts["host"] for trace in timeline.traces})
     yield (f"Where the time went in {told_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
            f"{hosts} host(s), in %:")
     shown = range(min(ranks, SHOWN))
-    yield f"  {'':26}{'all':>7}" + "".join(f"{f'rank {rank}':>9}" for rank in shown) + (" ..." if ranks > SHOWN else "")
-    columns = [_per_mille(found.seconds.sum(0)), *(_per_mille(found.seconds[rank]) for rank in shown)]
+    together, more = "workers" if has_servers else "all", " ..." if ranks > SHOWN else ""
+    yield f"  {'':26}{together:>7}" + "".join(f"{f'rank {rank}':>9}" for rank in shown) + more
+    if has_servers:
+        yield f"  {'':33}" + "".join(f"{'worker' if rank in workers else 'server':>9}" for rank in shown) + more
+    columns = [_per_mille(found.seconds[workers].sum(0)), *(_per_mille(found.seconds[rank]) for rank in shown)]
     for name, (every, *each) in zip((*SHARES, "sum"), zip(*columns, strict=True), strict=True):
         yield f"  {name:26}{every / 10:7.1f}" + "".join(f"{one / 10:9.1f}" for one in each)
     yield from _memory(timeline)
     slowest = found.slowest
     if slowest is None:
-        yield "No rank waited for another."
+        yield f"No {'worker' if has_servers else 'rank'} waited for another."
         return
-    waits, total = found.waited.sum(0), found.seconds.sum()
-    yield (f"The others waited longest for rank {slowest} on {timeline.traces[slowest].facts['host']}: "
-           f"{100 * waits[slowest] / total:.1f}% of all time, of {100 * waits.sum() / total:.1f}% that ranks waited for another.")
-    computing = found.seconds[:, COMPUTING] / len(steps)
-    longest = int(computing.argmax())
-    others = [seconds for rank, seconds in enumerate(computing) if rank != longest]
-    yield (f"Rank {longest} computes longest: {1e3 * computing[longest]:.1f} ms a step, "
-           f"{computing[longest] / median(others):.2f} times the median of the others.")
+    who, of_them = ("The workers", "all their time") if has_servers else ("The others", "all time")
+    role = "" if slowest in workers else ", a server,"
+    waits, total = found.waits, found.seconds[workers].sum()
+    yield (f"{who} waited longest for rank {slowest}{role} on {timeline.traces[slowest].facts['host']}: "
+           f"{100 * waits[slowest] / total:.1f}% of {of_them}, of {100 * waits.sum() / total:.1f}% that "
+           f"{'workers' if has_servers else 'ranks'} waited for another.")
+    computing = {rank: found.seconds[rank, COMPUTING] / len(steps) for rank in workers}
+    longest = max(computing, key=lambda rank: computing[rank])
+    others = [seconds for rank, seconds in computing.items() if rank != longest]
+    if others:
+        middle, whose = median(others), "the other workers" if has_servers else "the others"
+        ratio = f", {computing[longest] / middle:.2f} times the median of {whose}" if middle > 0 else ""
+        yield f"Rank {longest} computes longest: {1e3 * computing[longest]:.1f} ms a step{ratio}."
 
 
 def _per_mille(seconds: np.ndarray) -> list[int]:

@@ -117,7 +117,7 @@ def _check_memory(transport: Transport, resolved: Resolved, source: Source | Uno
         raise ConfigError(
             f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.1f} GB {where}, "
             f"but {free / 1e9:,.1f} GB are free.",
-            "Lower model.width or model.layers, or start fewer ranks per host.",
+            "Lower model.width or model.layers" + (", or start fewer ranks per host." if ranks > 1 else "."),
         )
 
 

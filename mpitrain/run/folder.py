@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -34,6 +35,7 @@ from mpitrain.transport.base import Transport
 
 METRICS, CONFIG, TUNING, TILES, TOKENS = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json", "tokens.json"
 CHECKPOINTS, LOCK, TRACE = "checkpoints", "lock", "trace"
+RUNS = Path("runs")  # where runs are that name no directory
 WHOLE = "# All {} keys of a run of mpitrain."  # the first line of its configuration
 FIXED = ("model.", "optimizer.name", "data.vocabulary")  # a checkpoint of other values of these is of another model
 
@@ -63,17 +65,17 @@ def find(transport: Transport, config: Config, resume: str) -> Place:
     def look() -> list[Any] | None:
         if transport.rank != 0:
             return None
-        place = _look(config, resume)
+        place = _look(config, resume, transport.size)
         return [str(place.folder or ""), str(place.saved or ""), *place[2:]]
 
     folder, saved, *rest = transport.gather_text(agreed(transport, look))[0]
     return Place(Path(folder) if folder else None, Path(saved) if saved else None, *rest)
 
 
-def _look(config: Config, resume: str) -> Place:
+def _look(config: Config, resume: str, ranks: int) -> Place:
     if not config.run.out:
         if resume != "no":
-            raise ConfigError("--resume needs the directory of the run.", "Add --out DIR, for example --out runs/mine.")
+            raise ConfigError("--resume needs the directory of the run.", _how_to_resume(ranks))
         return Place()
     folder = Path(config.run.out)
     saved = steps(folder / CHECKPOINTS)
@@ -103,6 +105,18 @@ def is_run(folder: Path) -> bool:
     with contextlib.suppress(OSError), opened(folder) as run:
         return run.facts(CONFIG) is not None
     return False
+
+
+def _how_to_resume(ranks: int) -> str:
+    """The line that goes on with the newest run under runs/ that has a checkpoint."""
+    try:
+        saved = [(found[-1].stat().st_mtime, folder) for folder in RUNS.iterdir() if (found := steps(folder / CHECKPOINTS))]
+    except OSError:    # there are none, or one has just gone
+        saved = []
+    if not saved:
+        return f"Add --out DIR; no run under {RUNS} has a checkpoint."
+    start = f"mpitrain launch -n {ranks} -- train" if ranks > 1 else "mpitrain train"
+    return f"To go on with the newest run under {RUNS}, type: {start} --resume --out {shlex.quote(str(max(saved)[1]))}"
 
 
 def configuration(folder: Path) -> Config:
@@ -217,7 +231,7 @@ def _fresh() -> Path:
     n = 1
     while True:
         try:
-            (folder := Path("runs") / f"{date}-{n}").mkdir(parents=True)
+            (folder := RUNS / f"{date}-{n}").mkdir(parents=True)
             return folder
         except FileExistsError:
             n += 1

@@ -95,6 +95,8 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
         folder, before = transport.gather_text((str(claimed[0]), past(claimed[0], job.step)) if claimed else None)[0]
         run = _Run(job, place, Path(folder), Past(*before), stop_requested, watchdog, watcher,
                    Traced(transport, job, Path(folder)))
+        if transport.recorder.is_on:
+            watchdog.traces(Path(folder))
         with closing(run):
             return Finished(run.loop(), job)
     finally:

@@ -18,7 +18,6 @@ from mpitrain.data import Source
 from mpitrain.errors import MpitrainError
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Piece, Storage
-from mpitrain.listing import Listed
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
@@ -35,7 +34,7 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.cuda_aware import over_device
 
 
-class Trainer(metaclass=Listed):
+class Trainer:
     """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
 
     Making one is collective, and so are its methods but `share` and `placed`.

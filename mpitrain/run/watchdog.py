@@ -2,9 +2,12 @@
 
 import faulthandler
 import os
+import shlex
+import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from mpitrain.transport.base import Traffic
 
@@ -18,7 +21,7 @@ class Watchdog:
     def __init__(self, rank: int, seconds: float, traffic: Traffic | None = None):
         """traffic: of this rank's transport, which knows what message it waits for."""
         self._rank, self._seconds, self._traffic = rank, seconds, traffic or Traffic()
-        self._doing, self._since = "starting", time.monotonic()
+        self._doing, self._since, self._pointer = "starting", time.monotonic(), ""
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -30,6 +33,10 @@ class Watchdog:
         """Wait this long from now on."""
         self._since, self._seconds = time.monotonic(), seconds
 
+    def traces(self, folder: Path) -> None:
+        """All ranks keep their traces in this run directory from now on."""
+        self._pointer = f" `mpitrain report {shlex.quote(str(folder))}` names the rank that the others waited for."
+
     def close(self) -> None:
         self._closed.set()
 
@@ -39,7 +46,8 @@ class Watchdog:
             if silent > self._seconds:
                 waits_for, content = self._traffic.waits_for, self._traffic.content
                 waiting = f", waiting for {f'{content}: ' if content else ''}{waits_for}" if waits_for else ""
-                print(f"rank {self._rank}: no progress for {silent:.0f} s in {self._doing}{waiting}; ending the job "
-                      f"(run.stall_seconds is {self._seconds:g}). Where it stands:", file=sys.stderr, flush=True)
+                print(f"rank {self._rank} on {socket.gethostname()}: no progress for {silent:.0f} s in {self._doing}{waiting}; "
+                      f"ending the job (run.stall_seconds is {self._seconds:g}).{self._pointer} Where it stands:",
+                      file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.stderr)
                 os._exit(1)

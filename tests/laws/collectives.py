@@ -161,6 +161,12 @@ class CollectiveLaws:
                 chosen = {"auto": chosen_by_model(transport, array, group.tuning, operation)}.get(wanted, wanted)
                 assert reduction.algorithm == chosen or transport.size == 1, (algorithm, operation)
 
+    def law_a_group_reduces_by_what_auto_chooses_where_no_algorithm_is_named(self, transport):
+        group = Group(transport)
+        for count in (3, 1001, LONG):
+            array = transport.allocate(count, "float64")
+            assert group.bind(array).algorithm == chosen_by_model(transport, array, group.tuning) or transport.size == 1, count
+
     def law_broadcast_reaches_all_from_any_root(self, transport):
         for algorithm in choices("broadcast"):
             for root in range(transport.size):

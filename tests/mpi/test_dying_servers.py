@@ -29,7 +29,8 @@ def rank_of(pid):
 
 @pytest.mark.parametrize("ending, said", [
     (signal.SIGKILL, rf"mpitrain launch: rank {SERVER} on \S+ was killed: signal 9"),
-    (signal.SIGSTOP, rf"rank [01]: no progress for \d+ s in step \d+, waiting for recv from rank {SERVER}, tag \d+; ending"),
+    (signal.SIGSTOP,
+     rf"rank [01] on \S+: no progress for \d+ s in step \d+, waiting for recv from rank {SERVER}, tag \d+; ending"),
 ], ids=["killed", "stands-still"])
 def test_an_idle_server_sleeps_and_one_that_dies_or_stands_still_ends_the_job_by_name(ending, said, tmp_path):
     run = subprocess.Popen([*PROGRAM, "launch", "-n", str(SERVER + 1), "--", "train", "--out", "run", *TINY, "--set",

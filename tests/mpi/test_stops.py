@@ -44,7 +44,7 @@ def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(
      "def stopped(*rest):\n"
      "    if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
      "    return find(*rest)\n"
-     "loop.find = stopped\n", r"rank 0: no progress for \d+ s in looking for the run directory"),
+     "loop.find = stopped\n", r"rank 0 on \S+: no progress for \d+ s in looking for the run directory"),
 ], ids=["before-it-is-connected", "at-a-first-message"])
 def test_a_rank_that_stands_still_before_the_run_began_ends_the_job(place, reported, tmp_path):
     done = python_ranks(2, place + MAIN, tmp_path)

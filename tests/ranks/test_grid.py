@@ -13,7 +13,7 @@ from mpitrain.layers.initial import zeros
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import device_for
-from mpitrain.parallel.grid import Axes, Grid
+from mpitrain.parallel.grid import Axes, Grid, axes
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.records import Contribution
 from mpitrain.parallel.replicate import Replica
@@ -223,3 +223,22 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_grad
         for name, (parameter, gradient) in gradients.items():
             if not settings.get("zero"):
                 assert np.array_equal(gradient, parameter.part_of(wholes[name])), name
+
+
+SERVERS = "replication.mode=server"
+
+
+@pytest.mark.parametrize("ranks, settings, way_out", [
+    (2, [SERVERS, "replication.servers=2"], "Start with `mpitrain launch -n 3 -- train`, or change replication.servers."),
+    (1, [SERVERS], "Start with `mpitrain launch -n 2 -- train`, or change replication.mode."),
+    (4, ["layout.dp=2"], "Start with `mpitrain launch -n 2 -- train`, or change --dp (0 takes all ranks)."),
+    (3, ["layout.tp=2"], "Start with `mpitrain launch -n 2 -- train`, or change --tp."),
+    (1, ["layout.dp=2", "layout.pp=2"], "or change --dp (0 takes all ranks) or --pp."),
+    (1, ["batch.size=2", "batch.micro_batches=4"], "Set batch.size to at least 4, or lower batch.micro_batches."),
+    (3, ["batch.size=2"], "Set batch.size to at least 3, or start fewer ranks."),
+    (2, ["batch.size=3", "batch.micro_batches=2"], "or lower batch.micro_batches or start fewer ranks."),
+])
+def test_a_refusal_of_a_layout_names_only_what_can_help(ranks, settings, way_out):
+    with pytest.raises(ConfigError) as raised:
+        axes(parse(with_settings({}, settings)), ranks)
+    assert str(raised.value).endswith(way_out)

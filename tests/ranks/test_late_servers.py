@@ -2,6 +2,7 @@
 
 import random
 import time
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,11 +20,39 @@ STEPS = 8
 SERVER = [*TINY, "replication.mode=server", f"run.steps={STEPS}", "checkpoint.every=3"]
 
 
+class Applied(NamedTuple):
+    """A line of the log that this file keeps of a server: the update that a worker's gradient became.
+
+    server   counted among the servers
+    version  updates that the parameters had when the worker pulled them
+    update   updates before this one
+    """
+
+    server: int
+    worker: int
+    version: int
+    update: int
+    ticket: int
+
+
+def logged(server):
+    """The log of a server, to which every update will be added."""
+    log, apply = [], server._apply
+
+    def noting(worker, numbers):
+        ticket, _, _, version = numbers[:4]
+        log.append(Applied(server._number, worker, int(version), server._updates, int(ticket)))
+        return apply(worker, numbers)
+
+    server._apply = noting
+    return log
+
+
 def late(transport, config, delay=0.0, step=None):
     """Every step's outcome, the settled parameters by name, and a server's log. step: in the place of the trainer's."""
     trainer, source, _ = build(transport, config)
     replication, chance = trainer.replication, random.Random(transport.rank)
-    outcomes = []
+    outcomes, log = [], logged(replication) if trainer.grid.is_server else None
     for index in range(config.run.steps):
         own = None
         for number in replication.steps(index, lambda: False):
@@ -36,7 +65,7 @@ def late(transport, config, delay=0.0, step=None):
     if trainer.grid.is_server:
         held = {kept.name: len(kept.array) for kept in replication.kept()}
         assert set(held) == {"parameters", "first_moment", "second_moment"} and len(set(held.values())) == 1
-        return outcomes, None, replication.log
+        return outcomes, None, log
     return outcomes, {e.name: e.view(trainer.parameters).copy() for e in trainer.storage.entries}, None
 
 

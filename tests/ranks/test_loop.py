@@ -2,11 +2,13 @@
 
 import json
 import os
+import socket
 import threading
 import time
 import warnings
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -337,11 +339,14 @@ def test_a_watchdog_says_which_message_a_rank_waits_for(monkeypatch, capfd):
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
     one = watchdog.Watchdog(4, SECONDS, Traffic(waits_for="recv from rank 2, tag 7", content="the gradient of micro-batch 3"))
     one.alive("step 5")
+    one.traces(Path("runs/my run"))
     one.patience(0.01)    # not before: on a busy machine it would end the job in what comes before step 5
     assert ended.wait(SECONDS)
     one.close()
     said = capfd.readouterr().err
+    assert said.startswith(f"rank 4 on {socket.gethostname()}: no progress for ")
     assert "in step 5, waiting for the gradient of micro-batch 3: recv from rank 2, tag 7; ending the job" in said
+    assert " `mpitrain report 'runs/my run'` names the rank that the others waited for. Where it stands:\n" in said
 
 
 @pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b""))

@@ -22,7 +22,7 @@ def test_everyone_has_what_each_chunk_is_decoded_to_and_sends_coded_blocks(name)
         n, rank = transport.size, transport.rank
         array, chunk = np.full((n, length), np.nan, "f4"), np.random.default_rng(rank).normal(size=length)
         array[rank] = chunk
-        gather = Group(transport).bind_coded_all_gather(array.reshape(-1), parse_wire(name))
+        gather = Group(transport, "ring").bind_coded_all_gather(array.reshape(-1), parse_wire(name))
         sent = measured(transport, gather.run)[1]
         again = array.copy()
         array[rank] = chunk

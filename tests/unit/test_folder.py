@@ -272,3 +272,21 @@ def test_keys_that_a_later_version_has_added_are_no_damage(folder):
 def test_a_run_that_goes_on_in_more_stages_has_micro_batches_for_them(folder, settings, found):
     assert configuration(folder).batch.micro_batches == 1
     assert _configured(None, [f'run.out="{folder}"', *settings], "yes").batch.micro_batches == found
+
+
+def test_resume_without_a_directory_prints_the_line_that_goes_on_with_the_newest_run(tmp_path, monkeypatch):
+    def refusal(ranks):
+        with pytest.raises(ConfigError) as raised:
+            run_ranks(ranks, find, parse({}), "yes")
+        return str(raised.value)
+
+    monkeypatch.chdir(tmp_path)
+    assert "Add --out DIR; no run under runs has a checkpoint." in refusal(1)
+    for age, name in ((50, "old"), (10, "new est"), (0, "none yet")):
+        folder = tmp_path / "runs" / name / "checkpoints"
+        folder.mkdir(parents=True)
+        if age:
+            (folder / "step-00000004").mkdir()
+            os.utime(folder / "step-00000004", (1e9 - age, 1e9 - age))
+    assert refusal(1).endswith("type: mpitrain train --resume --out 'runs/new est'")
+    assert refusal(3).endswith("type: mpitrain launch -n 3 -- train --resume --out 'runs/new est'")

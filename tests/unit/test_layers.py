@@ -6,6 +6,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.compose import Residual, Sequential
+from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
@@ -113,6 +114,29 @@ def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before(
     y, saved = chain.forward({}, np.zeros(1), arena)
     backward(chain, y, saved, arena)
     assert notes == [192, 128, 64]
+
+
+def test_layers_without_names_are_numbered_and_compute_what_units_of_their_own_do():
+    plain, x = Plain(host), np.random.default_rng(0).standard_normal((3, 6))
+    layers = plain.linear(6, 5, normal(1.0), "relu"), plain.linear(5, 4, normal(1.0))
+    assert [parameter.name for parameter in Sequential(*layers).parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    found = []
+    for units in ([Unit("net", Sequential(*layers))], [Unit(f"net.{name}", layer) for name, layer in enumerate(layers)]):
+        weights, gradients, _, slots = place(units, 1, np.float64)
+        loss = run(units, weights, gradients, x, lambda y: (float((y * y).sum()), 2 * y), Arena())
+        found.append((loss, {name: slot.array.tolist() for name, slot in slots.items()}))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make, law", [
+    (lambda a: Sequential(), "got 0 without and 0 with names"),
+    (lambda a: Sequential(a, down=a), "got 1 without and 1 with names"),
+    (lambda a: Sequential([a, a]), "Sequential takes layers, but '0' is of type list"),
+    (lambda a: Sequential(a, None), "Sequential takes layers, but '1' is of type NoneType"),
+])
+def test_what_is_no_chain_of_layers_is_refused_in_words(make, law):
+    with pytest.raises(ConfigError, match=law):
+        make(Plain(host).norm(6))
 
 
 @pytest.mark.parametrize("ops", [reference, host])

@@ -140,9 +140,52 @@ def test_shares_are_the_seconds_that_were_spent_so_and_name_who_was_waited_for(t
     expected[:, BETWEEN] = span - expected.sum(1)
     np.testing.assert_allclose(found.seconds, expected, atol=1e-9)
     assert found.steps == range(1, 3) and found.slowest == 2 and abs(found.of_all.sum() - 1) < 1e-12
+    assert found.workers == [0, 1, 2]
     said = "\n".join(where_the_time_went(found, timeline))
     assert "longest for rank 2 on host2: 9.4% of all time, of 9.4%" in said
     assert "Rank 2 computes longest: 5200.0 ms a step, 1.30 times the median of the others." in said
+
+
+def test_a_server_has_its_role_in_the_table_and_is_no_idle_worker(tmp_path):
+    """Worker 1 computes 30% longer than worker 0, and both wait; rank 2 serves, and mostly waits for them."""
+    def script(rank, one, step):
+        one.recorder.facts(place=None if rank == 2 else {"dp": rank, "tp": 0, "pp": 0})
+        one.computes((4.0, 5.2, 0.1)[rank])
+        one.waits(105.7 + 10 * step)
+
+    timeline = scripted(tmp_path, script)
+    found = shares(timeline)
+    assert found.workers == [0, 1] and found.slowest == 1
+    _, ranks, roles, computing, *more = where_the_time_went(found, timeline)
+    assert ranks.split() == ["workers", "rank", "0", "rank", "1", "rank", "2"]
+    assert roles.split() == ["worker", "worker", "server"]
+    seconds = found.seconds[:2]
+    assert computing.split()[:2] == ["computing", f"{100 * seconds[:, COMPUTING].sum() / seconds.sum():.1f}"]
+    assert more[-2].startswith("The workers waited longest for rank 1 on host1: ")
+    assert more[-1] == "Rank 1 computes longest: 5200.0 ms a step, 1.30 times the median of the other workers."
+
+
+def test_workers_that_wait_for_a_server_are_said_to(tmp_path):
+    def script(rank, one, step):
+        one.recorder.facts(place=None if rank == 2 else {"dp": rank, "tp": 0, "pp": 0})
+        one.computes((1.0, 1.0, 5.0)[rank])
+        one.waits(105.7 + 10 * step)
+
+    timeline = scripted(tmp_path, script)
+    assert "The workers waited longest for rank 2, a server, on host2: " in "\n".join(
+        where_the_time_went(shares(timeline), timeline))
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_one_rank_alone_computes_no_ratio_is_printed(tmp_path):
+    def script(rank, one, step):
+        if rank == 2:
+            one.computes(5.0)
+        one.waits(105.7 + 10 * step)
+
+    timeline = scripted(tmp_path, script)
+    *_, said = where_the_time_went(shares(timeline), timeline)
+    assert said == "Rank 2 computes longest: 5000.0 ms a step."
 
 
 def test_who_waits_is_not_to_blame_but_whom_it_waits_for(tmp_path):
