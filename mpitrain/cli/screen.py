@@ -9,7 +9,7 @@ TERMINAL = "MPITRAIN_TERMINAL"  # the columns of the one behind standard error
 ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"  # set where standard output ends there, too
 
 USUAL = 80  # columns of a terminal that does not say how many it has
-DRAWN = re.compile(rb"\r([^\r\n\x1b]*)\x1b\[K")  # a bar: over what the line held, and the rest of the line erased
+DRAWN = re.compile(rb"(\r[^\r\n\x1b]*\x1b\[K)")  # a bar: over what the line held, and the rest of the line erased
 LONGEST = 4096  # bytes of a line that are remembered
 
 
@@ -61,7 +61,14 @@ class Screen:
         return b"\n" if runs_into else b""
 
     def place(self, data: bytes) -> bytes:
-        """`data` as `launch` writes it on its terminal: behind its lead, and no bar wider than the window is now."""
-        most = columns() - 1  # a line that ends in the last column has its end erased
-        fits = DRAWN.sub(lambda drawn: b"\r%b\x1b[K" % drawn[1].decode(errors="replace")[:most].encode(), data)
-        return self.lead(data) + fits
+        """`data` as `launch` writes it on its terminal: each bar and each text behind its lead, and no bar wider than the window.
+
+        A launcher may pass on in one piece what several ranks have written.
+        """
+        most = len("\r") + columns() - 1  # a line that ends in the last column has its end erased
+        placed = b""
+        for piece in filter(None, DRAWN.split(data)):
+            is_bar = DRAWN.fullmatch(piece)
+            fits = piece[:-3].decode(errors="replace")[:most].encode() + piece[-3:] if is_bar else piece
+            placed += self.lead(piece) + fits
+        return placed
