@@ -21,7 +21,7 @@ NOT_BEGUN = "stopped before the run began: there is nothing to save"
 
 COMMANDS = {
     "train": "Train a network, on all the ranks this was started with.",
-    "launch": "Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train, ... -- python own.py",
+    "launch": "Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train",
     "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
     "generate": "Write text with the newest checkpoint of RUN_DIR.",
     "doctor": "Say what is here: Python, MPI, GPUs, BLAS, ranks and hosts; what works, what will go wrong, and the way out.",

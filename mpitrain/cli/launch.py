@@ -50,13 +50,13 @@ class LaunchCommand(click.Command):
 @click.option("--dry-run", is_flag=True, help="Print the line and start nothing.")
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[str, ...]) -> None:
-    """Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train, ... -- python own.py
+    """Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train
 
-    A file may be followed by arguments of its own, and python by -m MODULE or -c CODE; it is this environment's Python. All ranks
-    end when one raises or leaves with another exit code than 0, which is then the exit code of the whole.
+    A file: mpitrain launch -n 4 -- python own.py, with arguments of its own; or python -m MODULE, python -c CODE. `python`
+    is that of this environment. All ranks end when one raises or exits with another code than 0, which is returned.
 
-    Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85); a second one ends it at once. Anything else
-    they end.
+    Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85); a second one ends it at once. Any other
+    program they end.
     """
     requests = Requests()
     try:

@@ -1,4 +1,4 @@
-"""What `mpitrain launch` starts on every rank: an mpitrain command, or a Python program of the user's."""
+"""What `mpitrain launch` starts on every rank: an mpitrain command, or a user's Python program."""
 
 import os
 import re
@@ -15,7 +15,7 @@ PYTHON = ("python", "python3", f"python3.{sys.version_info.minor}")
 
 
 class Program(NamedTuple):
-    """The words that start a rank; `command` is the mpitrain command among them, or "" for a program of the user's."""
+    """The words that start a rank, and the mpitrain command among them: "" for a user's program."""
 
     words: list[str]
     command: str
@@ -53,12 +53,17 @@ def _python(words: list[str]) -> Program:
     if rest[:2] == ["-m", "mpitrain"] and len(rest) > 2:
         return program(rest[1:])
     if not words:
-        raise ConfigError("python needs a program on every rank, but none is named.", "For example: -- python own.py")
+        raise ConfigError(
+            "python needs a program on every rank, but none is named.",
+            "For example: -- python own.py",
+        )
     if not rest:
         return Program([sys.executable, *options], "")
     if not rest[0].startswith("-") and not os.path.exists(rest[0]):
-        raise ConfigError(f"Every rank runs the file {rest[0]}, but there is none here.",
-                          f"Name one that exists; the current directory is {os.getcwd()}.")
+        raise ConfigError(
+            f"Every rank runs the file {rest[0]}, but there is none here.",
+            f"Name one that exists; the current directory is {os.getcwd()}.",
+        )
     return Program([sys.executable, *options, "-m", "mpitrain.transport.program", *rest], "")
 
 
@@ -70,7 +75,11 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
         word = rest.pop(0)
         flags, letter, value = re.fullmatch(r"-([^cmWX]*)([cmWX]?)(.*)", word, re.DOTALL).groups()  # type: ignore[union-attr]
         if letter in ("c", "m") and not word.startswith("--"):
-            return [*options, *([f"-{flags}"] if flags else [])], [f"-{letter}", *([value] if value else []), *rest]
+            return [*options, *([f"-{flags}"] if flags else [])], [
+                f"-{letter}",
+                *([value] if value else []),
+                *rest,
+            ]
         options.append(word)
         if letter in ("W", "X") and not value and rest and not word.startswith("--"):
             options.append(rest.pop(0))
@@ -79,6 +88,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _unknown(name: str) -> Program:
     close = similar(name)
-    raise click.UsageError(f"{name!r} is neither an mpitrain command nor a Python file" +
-                           (f"; did you mean {close!r}?" if close else ".") +
-                           f" Commands are {', '.join(COMMANDS)}; a Python file is named as own.py or python own.py.")
+    raise click.UsageError(
+        f"{name!r} is neither an mpitrain command nor a Python file"
+        + (f"; did you mean {close!r}?" if close else ".")
+        + f" Commands are {', '.join(COMMANDS)}; a Python file is named as own.py or python own.py."
+    )

@@ -1,4 +1,4 @@
-"""The terminal behind standard error: its width, what else ends there, and the bar that other text must not run into."""
+"""The terminal behind standard error: its width, and the bar on it that other text must not run into."""
 
 import os
 import re
@@ -9,12 +9,12 @@ TERMINAL = "MPITRAIN_TERMINAL"  # the columns of the one behind standard error
 ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"  # set where standard output ends there, too
 
 USUAL = 80  # columns of a terminal that does not say how many it has
-DRAWN = re.compile(rb"\r([^\r\n\x1b]*)\x1b\[K")  # a bar: over what the line held, and the rest of the line erased
+DRAWN = re.compile(rb"(\r[^\r\n\x1b]*\x1b\[K)")  # a bar: over the line's text, whose rest is erased
 LONGEST = 4096  # bytes of a line that are remembered
 
 
 def columns() -> int:
-    """Columns of the terminal behind standard error; COLUMNS says so where the terminal does not."""
+    """Columns of the terminal behind standard error; COLUMNS where the terminal does not know."""
     try:
         known = os.get_terminal_size(2).columns
     except OSError:
@@ -24,7 +24,7 @@ def columns() -> int:
 
 
 def width() -> int | None:
-    """Columns of the terminal behind standard error, also behind the pipe that `launch` gives to its ranks; None without one."""
+    """Columns of the terminal behind standard error, also through the pipes of `launch`; or None."""
     if os.isatty(2):
         return columns()
     told = os.environ.get(TERMINAL, "")
@@ -37,7 +37,7 @@ def is_one_terminal() -> bool:
 
 
 def shows_output() -> bool:
-    """Whether standard output ends on the terminal of standard error, also behind the pipes of `launch`."""
+    """Whether both streams end on one terminal, also through the pipes of `launch`."""
     return ONE_TERMINAL in os.environ or is_one_terminal()
 
 
@@ -49,19 +49,28 @@ class Screen:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._line = b""  # what has come since the last line break, or since the last return to the line's start
+        self._line = b""  # what has come since the last line break or carriage return
 
     def lead(self, data: bytes) -> bytes:
-        """A line break, if `data` would else go on in the line of a bar, or a bar over unfinished text; then `data` is next."""
-        is_bar = self._line[:1] == b"\r" and len(self._line) > len(b"\r\x1b[K") and self._line.endswith(b"\x1b[K")
+        """A line break, if `data` comes next and would run into a bar, or draw one over unfinished text."""
+        is_bar = self._line != b"\r\x1b[K" and bool(DRAWN.fullmatch(self._line))
         is_text = self._line[:1] not in (b"", b"\r")
-        runs_into = (is_bar and data[:1] not in (b"\r", b"\n", b"")) or (is_text and DRAWN.match(data))
+        follows_bar = is_bar and data[:1] not in (b"\r", b"\n", b"")
+        runs_into = follows_bar or (is_text and DRAWN.match(data))
         line = ((b"" if runs_into else self._line) + data).rpartition(b"\n")[2]
-        self._line = line[max(0, line.rfind(b"\r")):][-LONGEST:]
+        self._line = line[max(0, line.rfind(b"\r")) :][-LONGEST:]
         return b"\n" if runs_into else b""
 
     def place(self, data: bytes) -> bytes:
-        """`data` as `launch` writes it on its terminal: behind its lead, and no bar wider than the window is now."""
-        most = columns() - 1  # a line that ends in the last column has its end erased
-        fits = DRAWN.sub(lambda drawn: b"\r%b\x1b[K" % drawn[1].decode(errors="replace")[:most].encode(), data)
-        return self.lead(data) + fits
+        """`data` as `launch` writes it on its terminal: each piece behind its lead, no bar wider than that.
+
+        A launcher may pass on in one piece what several ranks have written.
+        """
+        most = len("\r") + columns() - 1  # a line that ends in the last column has its end erased
+        placed = b""
+        for piece in filter(None, DRAWN.split(data)):
+            placed += self.lead(piece)
+            if DRAWN.fullmatch(piece):
+                piece = piece[:-3].decode(errors="replace")[:most].encode() + piece[-3:]
+            placed += piece
+        return placed

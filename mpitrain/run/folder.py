@@ -126,6 +126,8 @@ def configuration(folder: Path) -> Config:
     that change nothing.
     """
     tables = read_toml(folder / CONFIG, inner=1)
+    if isinstance(tables.get("run"), dict) and "out" in tables["run"]:
+        tables["run"]["out"] = "."  # the folder may have got a name since that no configuration can hold
     then = parse(tables)
     missing = [key.name for key in keys() if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})]
     told = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG, inner=1).decode())

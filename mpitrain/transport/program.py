@@ -1,4 +1,4 @@
-"""One rank of a Python program that `mpitrain launch` starts: python -m mpitrain.transport.program FILE [ARGUMENT ...]"""
+"""One rank of a user's program, started by `mpitrain launch`: python -m mpitrain.transport.program FILE ..."""
 
 import socket
 import sys
@@ -9,9 +9,9 @@ from mpitrain.machine import process
 
 
 def main(words: list[str]) -> None:
-    """Run `FILE ...`, `-m MODULE ...` or `-c CODE ...` as Python does, with this rank's share of the cores.
+    """Run `FILE ...`, `-m MODULE ...` or `-c CODE ...` as Python does, on this rank's share of the cores.
 
-    A rank that raises, or leaves with a code other than 0, takes the others along: they may wait for its messages.
+    A rank that raises or exits with another code than 0 ends all: others may wait for its messages.
     """
     process.limit_blas_threads()
     from mpi4py.run import run_command_line, set_abort_status
@@ -22,7 +22,10 @@ def main(words: list[str]) -> None:
         set_abort_status(end)
         raise
     except BaseException as error:
-        print(f"rank {process.launched().rank}: ended by an exception on {socket.gethostname()}", file=sys.stderr)
+        print(
+            f"rank {process.launched().rank}: ended by an exception on {socket.gethostname()}",
+            file=sys.stderr,
+        )
         traceback.print_exception(error.with_traceback(_below_here(error.__traceback__)))
         set_abort_status(error)
         sys.exit(1)
@@ -30,8 +33,10 @@ def main(words: list[str]) -> None:
 
 def _below_here(frames: TracebackType | None) -> TracebackType | None:
     """The frames of the program itself, without those that started it."""
-    while frames and (frames.tb_frame.f_globals is globals() or
-                      frames.tb_frame.f_globals.get("__name__") in ("mpi4py.run", "runpy")):
+    while frames and (
+        frames.tb_frame.f_globals is globals()
+        or frames.tb_frame.f_globals.get("__name__") in ("mpi4py.run", "runpy")
+    ):
         frames = frames.tb_next
     return frames
 

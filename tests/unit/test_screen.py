@@ -30,6 +30,8 @@ def test_text_beside_a_bar_begins_a_line_of_its_own(pieces, shown):
     line = screen.Screen()
     placed = b"".join(line.lead(piece) + piece for piece in pieces)
     assert rendered(placed.replace(b"\n", b"\r\n"), 80) == shown
+    whole = screen.Screen().place(b"".join(pieces))
+    assert rendered(whole.replace(b"\n", b"\r\n"), 80) == shown, "in one piece"
 
 
 def test_a_bar_fits_a_window_that_has_become_narrower(monkeypatch, capsys):
