@@ -70,7 +70,8 @@ def reported(run: Path) -> "Section":
     else:
         lines.append("It has no trace: run.trace, which is the default, keeps one.")
     click.echo("\n".join(lines))
-    return Section("\n".join(lines), picture)
+    perfetto = run / FOLDER / PERFETTO
+    return Section("\n".join(lines), picture, perfetto if perfetto.exists() else None)
 
 
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> tuple[list[str], Path | None]:
@@ -98,7 +99,7 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> tuple[list[str
             from mpitrain.report.picture import draw_timeline
 
             picture = run / FOLDER / TIMELINE
-            draw_timeline(timeline, found.steps, picture)
+            draw_timeline(str(run), timeline, found.steps, picture)
     elif timeline.missing:
         lines.append("Where the time went cannot be said without the traces of all ranks, for they wait for each other.")
     else:
