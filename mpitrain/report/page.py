@@ -33,7 +33,7 @@ def write_page(path: Path, runs: Mapping[str, Section], metrics: Path) -> None:
             parts.append(_image(section.timeline, f"timeline of {name}"))
         if section.perfetto:
             link = quote(os.path.relpath(section.perfetto, path.parent), errors="surrogateescape")
-            parts.append(f'<p><a href="{link}">{section.perfetto.name}</a>: all that the ranks have noted, for ui.perfetto.dev</p>')
+            parts.append(f'<p><a href="{link}">{section.perfetto.name}</a>: what the ranks have noted, for ui.perfetto.dev</p>')
     parts += [f"<h2>Metrics</h2>\n{_image(metrics, 'loss, learning rate, throughput and memory')}", "</body></html>\n"]
     write_whole(path, "\n".join(parts))
 
