@@ -199,9 +199,9 @@ def footer(rows: Sequence[Row]) -> list[str]:
             *([f"with {', '.join(letters)}; besides, control messages and headers"] if letters else [])]
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw training losses over time, and where each mode's evaluation ended."""
-    draw({row.mode: _records(row) for row in rows}, "time", False, path)
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw training losses over time, and the validation loss that each mode ended with."""
+    draw({row.mode: _records(row) for row in rows}, "time", False, path, title)
 
 
 def _records(row: Row) -> list[dict[str, Any]]:

@@ -17,12 +17,13 @@ LARGEST = 1e300  # a log may hold a whole number that no float can be
 SMOOTHED = 60  # a curve of many points is drawn as a moving mean over this part of it, the points themselves pale behind
 
 
-def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path: Path) -> None:
+def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path: Path, title: str = "") -> None:
     """Training losses as lines, validation losses as marked points, one colour per run.
 
     runs    records of metrics.jsonl by the name in the legend
     over    a key of AXES
     is_log  a logarithmic axis of losses
+    title   empty: the names of the runs
     raises  ConfigError if a run has no losses, or nothing of what is asked for
     """
     pyplot = painter()
@@ -46,7 +47,9 @@ def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path
             axes.plot(*zip(*trained, strict=True), color=colour, linewidth=0.7, alpha=0.3, zorder=1)
         if validated:
             axes.plot(*zip(*validated, strict=True), mark, color=colour, markeredgecolor="black", markersize=6, zorder=4)
-    axes.plot([], [], "o", color="white", markeredgecolor="black", label="validation")
+    if any(validated for _, validated in curves.values()):
+        axes.plot([], [], "o", color="white", markeredgecolor="black", label="validation")
+    axes.set_title(title or titled(runs), fontsize="medium", parse_math=False)
     axes.set(xlabel=xlabel, ylabel="loss, nats per prediction", xlim=(0, None))
     if over == "steps":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -65,13 +68,23 @@ def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path
     pyplot.close(figure)
 
 
+def titled(runs: Iterable[str]) -> str:
+    """The names of some runs as a title: of many, the first ones and how many there are more."""
+    names = [*map(legible, runs)]
+    return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"])
+
+
 def legible(name: str) -> str:
     """A path as matplotlib shows it: bytes that are not UTF-8 escaped, and not taken for a label to be hidden."""
     return ("./" if name.startswith("_") else "") + name.encode("utf-8", "backslashreplace").decode()
 
 
 def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[tuple[float, float]]:
-    """(place on the axis, loss) of every record with a finite loss; what has no place lies between its neighbours by step."""
+    """(place on the axis, loss) of every record with a finite loss; what has no place lies between its neighbours by step.
+
+    A validation loss lies at the time when its step was done: that of the step's own line, or what the evaluation took, `eval_s`,
+    before its end. An older version has not said what it took.
+    """
     name = {"steps": "step", "time": "wall_s"}.get(over, f"{over}_seen")
     steps, places = [0], [0.0]
     for record in records:
@@ -81,9 +94,20 @@ def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[
     if len(places) == 1:
         return []
     drawn = [record for record in records if is_number(record.get(field)) and is_number(record.get("step"))]
+    if field == "val_loss" and over == "time":
+        trained = {record["step"]: record[name] for record in records if "loss" in record and is_number(record.get(name))
+                   and is_number(record.get("step"))}
+        drawn = [{**record, name: _when_trained(record, trained)} for record in drawn]
     at = [record[name] if is_number(record.get(name)) else float(np.interp(record["step"], steps, places))
           for record in drawn]
     return list(zip(at, (record[field] for record in drawn), strict=True))
+
+
+def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> Any:
+    """The seconds after which the step of an evaluation was done. trained: those of lines on steps."""
+    if record["step"] in trained or not all(is_number(record.get(key)) for key in ("wall_s", "eval_s")):
+        return trained.get(record["step"], record.get("wall_s"))
+    return record["wall_s"] - record["eval_s"]
 
 
 def is_number(value: Any) -> bool:

@@ -17,6 +17,10 @@ DASHES, MARKS = ("-", "--", "-."), "os^"
 """Of the first curves in these colours, of the next ones, of those after them; dotted is what was predicted."""
 
 
+ROOM = 1.2
+"""How far the axes go beyond the largest median."""
+
+
 class Look(NamedTuple):
     """How a curve is drawn."""
 
@@ -59,6 +63,7 @@ def check_drawable(path: Path, option: str = "--plot") -> None:
 def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     """Time and bus bandwidth against bytes: the median of the sweeps, a band from the fastest run to p99, predictions dotted.
 
+    The axes reach as far as the medians do: a prediction or a p99 that is far from all of them is cut off at the frame.
     What `auto` has chosen stands over its curve, where it changes; which machine it was, below.
 
     facts  of header.header
@@ -87,12 +92,15 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
         axes.minorticks_off()
         axes.set_xlabel("array")
         axes.grid(alpha=0.3)
-    left.set(yscale="log", ylabel="microseconds", title="time")
-    right.set(ylim=(0, None), ylabel="GB/s", title="bus bandwidth")
+    measured = [rows for by_bytes in curves.values() for rows in by_bytes.values()]
+    fastest, times = [_time(rows, "min_us") for rows in measured], [_time(rows, "time_us") for rows in measured]
+    left.set(yscale="log", ylim=(min(fastest) / ROOM, max(times) * ROOM), ylabel="microseconds", title="time")
+    right.set(ylim=(0, ROOM * max(_bandwidth(rows, "time_us") for rows in measured)), ylabel="GB/s", title="bus bandwidth")
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize="small")
     figure.suptitle(f"{rows[0].op} of {rows[0].dtype}, {facts['ranks']} ranks on {facts['hosts']} host(s)", weight="bold")
     figure.supxlabel(f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; device {facts['device']}; mpitrain "
-                     f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted", fontsize="small")
+                     f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted; "
+                     "what lies far from all medians is cut off", fontsize="small")
     with whole(path) as file:
         figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=110)
     pyplot.close(figure)

@@ -60,10 +60,10 @@ def _compare(transport: Any, modes: str | None, changes: list[str], json_file: P
     job = next(iter(found.values()))
     steps = job.run.steps
     facts = {"mpitrain": __version__, "ranks": transport.size, **machine(transport), "steps": steps, "arguments": sys.argv[1:]}
+    title = (f"{job.model.kind}, {job.model.layers} layers of width {job.model.width} on {job.data.source}: {steps} steps "
+             f"of {job.batch.size} rows by {transport.size} ranks on {facts['hosts']} host(s), {job.precision.compute}")
     if is_root:
-        click.echo(f"{job.model.kind}, {job.model.layers} layers of width {job.model.width} on {job.data.source}: {steps} steps "
-                   f"of {job.batch.size} rows by {transport.size} ranks on {facts['hosts']} host(s), {job.precision.compute}\n"
-                   f"{facts['processor']}, {facts['cores']} cores; {facts['mpi']}\n\n{heading()}")
+        click.echo(f"{title}\n{facts['processor']}, {facts['cores']} cores; {facts['mpi']}\n\n{heading()}")
     rows, outputs = [], Outputs()
     with closing(bar(len(found) * steps) if is_root else tqdm(disable=True)) as shown:
         def stepped(mode: str, loss: float) -> None:
@@ -81,5 +81,5 @@ def _compare(transport: Any, modes: str | None, changes: list[str], json_file: P
         click.echo("\n" + "\n".join(footer(rows)))
         if plot_file:
             with outputs.to(plot_file):
-                plot(rows, plot_file)
+                plot(rows, title, plot_file)
     agreed(transport, outputs.settle)

@@ -34,7 +34,7 @@ def command(runs: tuple[Path, ...]) -> None:
     outputs = Outputs()
     sections = {str(run): reported(run, outputs) for run in runs}
     folder = runs[0] / FOLDER
-    if sections[str(runs[0])].has_trace:
+    if sections[str(runs[0])].perfetto:
         click.echo(f"{folder / PERFETTO} is for https://ui.perfetto.dev")
     if find_spec("matplotlib") is None:
         click.echo("no pictures and no page: pip install 'mpitrain[report]'")
@@ -90,8 +90,8 @@ def reported(run: Path, outputs: Outputs) -> "Section":
     click.echo(said)
     with outputs.to(run / FOLDER), opened(run) as found:
         found.make(FOLDER).close()
-        return Section(said, _draw(run / FOLDER, drawn) if drawn else None, bool(drawn))
-    return Section(said, None, False)
+        return Section(said, *(_draw(run, drawn) if drawn else (None, None)))
+    return Section(said, None, None)
 
 
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":
@@ -122,15 +122,16 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
     return lines, (timeline, found.steps if found else None)
 
 
-def _draw(folder: Path, drawn: "Drawn") -> Path | None:
-    """Write what Perfetto reads and, with matplotlib, the timeline of the steps that all ranks finished: its picture."""
+def _draw(run: Path, drawn: "Drawn") -> tuple[Path | None, Path]:
+    """Write the timeline of the steps that all ranks finished, with matplotlib, and what Perfetto reads; returns both files."""
     from mpitrain.report.perfetto import write_perfetto
 
     timeline, steps = drawn
-    write_perfetto(folder / PERFETTO, timeline)
+    picture, perfetto = run / FOLDER / TIMELINE, run / FOLDER / PERFETTO
+    write_perfetto(perfetto, timeline)
     if steps is None or not find_spec("matplotlib"):
-        return None
+        return None, perfetto
     from mpitrain.report.picture import draw_timeline
 
-    draw_timeline(timeline, steps, folder / TIMELINE)
-    return folder / TIMELINE
+    draw_timeline(str(run), timeline, steps, picture)
+    return picture, perfetto

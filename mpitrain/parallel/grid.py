@@ -118,15 +118,15 @@ class Grid:
         assert axes.ranks == transport.size
         self.axes, self.transport = axes, transport
         self._parts: list[Transport] = []
-        self._groups: list[Group] = []
+        self._groups = groups = list[Group]()
         rank = transport.rank
         self.is_server = rank >= axes.ranks - axes.servers
         self.place = here = axes.place(0 if self.is_server else rank)
         self.speaks = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
 
         def group_of(part: Transport) -> Group:
-            self._groups.append(Group(part, algorithm, tuning, arithmetic, arena, progress_thread))
-            return self._groups[-1]
+            groups.append(Group(part, algorithm, tuning, arithmetic, arena, progress_thread))
+            return groups[-1]    # without a reference to the grid, which would then refer to itself
 
         self._group_of = group_of
 

@@ -2,23 +2,26 @@
 
 import base64
 import html
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from mpitrain.errors import visible
 from mpitrain.files import contents, write_whole
 
 STYLE = ("body { font: 15px sans-serif; max-width: 1300px; margin: 2em auto; padding: 0 1em } img { width: 100% } "
-         "pre { background: #f4f4f4; padding: 1em; overflow-x: auto }")
+         "p { overflow-wrap: anywhere; margin: 0.4em 0 } pre { background: #f4f4f4; padding: 1em; overflow-x: auto }")
 
 
 class Section(NamedTuple):
-    """What a page says of one run: words, the PNG file of its timeline, if there is one, and whether its trace was written."""
+    """What a page says of one run: words, the PNG file of its timeline and the file for Perfetto, if there are any."""
 
     words: str
     timeline: Path | None
-    has_trace: bool = False
+    perfetto: Path | None = None
 
 
 def write_page(path: Path, runs: Mapping[str, Section], metrics: Path) -> None:
@@ -26,11 +29,23 @@ def write_page(path: Path, runs: Mapping[str, Section], metrics: Path) -> None:
     parts = ["<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>mpitrain report</title>"
              f"<style>{STYLE}</style></head><body>\n<h1>mpitrain report</h1>"]
     for name, section in runs.items():
-        parts.append(f"<h2>{html.escape(visible(name))}</h2>\n<pre>{html.escape(section.words)}</pre>")
+        parts += [f"<h2>{html.escape(visible(name))}</h2>", *_paragraphs(section.words)]
         if section.timeline:
             parts.append(_image(section.timeline, f"timeline of {name}"))
+        if section.perfetto:
+            link = quote(os.path.relpath(section.perfetto, path.parent), errors="surrogateescape")
+            parts.append(f'<p><a href="{link}">{section.perfetto.name}</a>: what the ranks have noted, for ui.perfetto.dev</p>')
     parts += [f"<h2>Metrics</h2>\n{_image(metrics, 'loss, learning rate, throughput and memory')}", "</body></html>\n"]
     write_whole(path, "\n".join(parts), inner=2)
+
+
+def _paragraphs(words: str) -> Iterator[str]:
+    """Sentences as paragraphs, which wrap; indented lines, which are tables and lists, as they stand."""
+    for is_table, lines in groupby(words.splitlines(), lambda line: line.startswith(" ")):
+        if is_table:
+            yield "<pre>" + html.escape("\n".join(lines)) + "</pre>"
+        else:
+            yield from (f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def _image(path: Path, what: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.bench.curves import is_number
+from mpitrain.bench.curves import is_number, legible, titled
 from mpitrain.bench.plot import look, painter
 from mpitrain.files import whole
 from mpitrain.report.timeline import Timeline, told_steps
@@ -33,8 +33,11 @@ CHARTS = {"loss": ("loss", "val_loss"), "learning rate": ("lr",),
           "tokens or samples per second": ("tokens_per_s", "samples_per_s"), "peak activations, MB": ("peak_activation_bytes",)}
 
 
-def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
-    """A row per rank over ms of its newest steps: what it computed, waited for (framed), and beneath that what was under way."""
+def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> None:
+    """A row per rank over ms of its newest steps: what it computed, waited for (framed), and beneath that what was under way.
+
+    name  of the run
+    """
     pyplot = painter()
     from matplotlib.patches import Patch
 
@@ -42,6 +45,7 @@ def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
     windows = [timeline.window(rank, shown) for rank in range(ranks)]
     zero, last = min(start for start, _ in windows), max(end for _, end in windows)
     figure, axes = pyplot.subplots(figsize=(15, 1.6 + 0.55 * ranks), layout="constrained")
+    drawn: set[str] = set()
     for rank, trace in enumerate(timeline.traces):
         records = trace.records[(trace.records["end"] > zero) & (trace.records["start"] < last)]
         bars: dict[tuple[str, float, float], list[tuple[float, float]]] = {}    # boxes by how they look: one by one takes long
@@ -49,6 +53,7 @@ def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
         for record in records:
             if look := _look(record, has_device):
                 bars.setdefault(look, []).append((1e3 * (record["start"] - zero), 1e3 * (record["end"] - record["start"])))
+        drawn |= {fill for fill, _, _ in bars}
         for (fill, place, height), spans in bars.items():
             is_wait = fill == FILLS["standing still"]
             above = (0.5 if has_device else 2) if is_wait else 1    # over what computes: a layer may wait within, but no device
@@ -59,9 +64,10 @@ def draw_timeline(timeline: Timeline, steps: range, path: Path) -> None:
             axes.text(1e3 * (record["start"] - zero), rank, f" {record['micro']}", fontsize="xx-small", va="center", zorder=3)
     axes.set(xlabel="ms", yticks=range(ranks), yticklabels=[_row_name(trace) for trace in timeline.traces],
              xlim=(0, 1e3 * (last - zero)), ylim=(ranks - 0.45, -0.5))
-    axes.set_title(told_steps(shown), fontsize="medium")
-    figure.legend(handles=[Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=name)
-                           for name, fill in (FILLS | BENEATH).items()], loc="outside lower center", ncols=9, fontsize="small")
+    axes.set_title(f"{legible(name)}, {told_steps(shown)}", fontsize="medium", parse_math=False)
+    figure.legend(handles=[Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=what)
+                           for what, fill in (FILLS | BENEATH).items() if fill in drawn],
+                  loc="outside lower center", ncols=9, fontsize="small")
     with whole(path, inner=2) as file:
         figure.savefig(file, format="png", dpi=120)
     pyplot.close(figure)
@@ -94,23 +100,31 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
     from matplotlib.ticker import MaxNLocator
 
     figure, views = pyplot.subplots(2, 2, figsize=(13, 7), layout="constrained")
+    has_validation = False
     for axes, (title, fields) in zip(views.flat, CHARTS.items(), strict=True):
         for number, (name, records) in enumerate(runs.items()):
             colour, dash, mark = look(number)
             for field in fields[:1] if any(is_number(record.get(fields[0])) for record in records) else fields[1:]:
                 points = [(record["step"], record[field] / (1e6 if "bytes" in field else 1)) for record in records
                           if is_number(record.get(field)) and "event" not in record]
-                axes.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, linestyle=dash, label=name)
+                if points:
+                    axes.plot(*zip(*points, strict=True), color=colour, linestyle=dash, label=legible(name))
             points = [(record["step"], record[field]) for field in fields if field == "val_loss" for record in records
                       if is_number(record.get(field))]
-            axes.plot(*zip(*points, strict=True) if points else ((), ()), mark, color=colour)
+            if points:
+                axes.plot(*zip(*points, strict=True), mark, color=colour, markeredgecolor="black")
+                has_validation = True
         axes.set(title=title, xlabel="step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if title != "loss":
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
-    for text in views[0, 0].legend(fontsize="small").get_texts():
-        text.set_parse_math(False)
+    if has_validation:
+        views[0, 0].plot([], [], "o", color="white", markeredgecolor="black", label="validation")
+    if views[0, 0].get_legend_handles_labels()[0]:
+        for text in views[0, 0].legend(fontsize="small").get_texts():
+            text.set_parse_math(False)
+    figure.suptitle(titled(runs), parse_math=False)
     with whole(path, inner=2) as file:
         figure.savefig(file, format="png", dpi=100)
     pyplot.close(figure)

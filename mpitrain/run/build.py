@@ -133,7 +133,8 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     is_half = resolved.config.precision.is_half    # where a mirror is divided as parameters else are, and they from stage 1 on
     mirror = _of_mirror(resolved) if is_half and settings.zero < 3 else 0.0
     if settings.mode == "server":    # servers hold one replica together, and each worker one without state
-        return ((2 + mirror) * dp + 2 + state) * length / ranks
+        arriving = settings.has_common_step    # servers that sum the workers' gradients receive them in a buffer of its own
+        return ((2 + mirror) * dp + 2 + arriving + state) * length / ranks
     if settings.mode == "master":    # rank 0 alone keeps state
         return (2 + mirror + state / ranks) * length
     averages = {"local": 3 if has_outer(settings) else 1, "gossip": 1}.get(settings.mode, 0)

@@ -264,10 +264,11 @@ class _Run:
             self._watchdog.alive(f"the evaluation after step {step}")
             return self._stop_requested()
 
+        began = time.perf_counter()
         with self._recorder.pausing("evaluation"):
             found = self._trainer.evaluate(self._source, stop_requested)
         if found:
-            self._record({"step": step, "val_loss": found[0], "val_accuracy": found[1]})
+            self._record({"step": step, "val_loss": found[0], "val_accuracy": found[1], "eval_s": time.perf_counter() - began})
         return found is not None
 
     def _after(self, step: int) -> Done:

@@ -155,7 +155,7 @@ class Trainer:
         return self.replication.share(self.config.batch.size)
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray,
-             stop_requested: Callable[[], bool] = lambda: False) -> Outcome:
+             stop_requested: Callable[[], bool] | None = None) -> Outcome:
         """One optimizer step; collective.
 
         Parameters
@@ -166,7 +166,7 @@ class Trainer:
             This rank's rows (see `share`) of the global batch: (rows, features) or tokens (rows, T). A server has none.
         targets : ndarray
             Their classes: (rows,) or (rows, T), whole numbers.
-        stop_requested : callable
+        stop_requested : callable, optional
             Whether all ranks shall stop after this step. It is called when this rank has computed, so that a request which
             comes meanwhile does not wait for another step.
 
@@ -199,7 +199,7 @@ class Trainer:
             self.pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         losses = self._loss_sums if self.grid.speaks else ()
-        return self.replication.finish(Contribution(index, losses, lr, stop_requested(), scales))
+        return self.replication.finish(Contribution(index, losses, lr, bool(stop_requested and stop_requested()), scales))
 
     def settle(self) -> None:
         """Finish what is under way, and make the parameters current on all ranks."""

@@ -19,9 +19,10 @@ def test_modes_of_one_start_send_the_bytes_of_their_formulas_and_reach_one_loss(
     written = json.loads((tmp_path / "rows.json").read_text())
     star, ring, zero, _ = rows = written["rows"]
     assert [row["mode"] for row in rows] == ["star", "ring", "zero1", "zero3"] and written["header"]["ranks"] == 3
-    nbytes = star["held_bytes"][0] // 4    # parameters, gradients, two moments
-    assert star["held_bytes"] == ring["held_bytes"] == [4 * nbytes] * 3
-    assert zero["held_bytes"] == [2 * nbytes + 2 * nbytes // 3] * 3
+    nbytes = star["held_bytes"][1] // 4    # parameters, gradients, two moments
+    assert star["held_bytes"] == [6 * nbytes + 64, 4 * nbytes, 4 * nbytes], "the root receives from two ranks at once"
+    for row, divided in ((ring, 4 * nbytes), (zero, 2 * nbytes + 2 * nbytes // 3)):    # and a chunk that arrives
+        assert [held - divided - nbytes // 3 for held in row["held_bytes"]] == [8, 16, 16], "of the control message as well"
     assert star["sent_bytes"] == [2 * (nbytes + 32), nbytes + 32, nbytes + 32]
     for row in (ring, zero):    # of the control message's 4 numbers two ranks do not send 3 of 8, one 2
         assert sorted(row["sent_bytes"]) == [4 * nbytes // 3 + 40, 4 * nbytes // 3 + 40, 4 * nbytes // 3 + 48]

@@ -67,3 +67,19 @@ def test_the_picture_tells_the_machine_the_sizes_and_what_auto_chose(tmp_path):
     for text in ("allreduce of float32, 2 ranks on 1 host(s)", "Abacus 3000, 2 cores a host", "bus bandwidth", "4 KiB", "1 MiB",
                  "auto: shared", "auto: ring"):
         assert text in drawn, text
+
+
+@pytest.mark.slow
+def test_predictions_far_from_what_was_measured_do_not_flatten_the_picture(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    measured = [row(name, nbytes, nbytes / speed, p99=1e9) for name, speed in (("ring", 1e3), ("tree", 2e3))
+                for nbytes in (4096, 1 << 20)]
+    for factor in (1e-4, 1.0, 1e4):
+        plot([each._replace(predicted_us=each.time_us * factor) for each in measured], FACTS, tmp_path / "rows.png")
+        time, bandwidth = (axes.get_ylim() for axes in kept[-1].axes)
+        assert 0 < time[0] <= 1.8432 and 1048.576 <= time[1] < 2000, factor
+        assert bandwidth[0] == 0 and 2 <= bandwidth[1] < 3, factor
+    monkeypatch.undo()
+    pyplot.close("all")

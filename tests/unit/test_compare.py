@@ -74,5 +74,5 @@ def test_a_loss_that_is_not_finite_is_no_number_in_the_file_and_no_point_in_the_
     write_json(tmp_path / "rows.json", {"ranks": 2}, rows)
     star, ring = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert star["val_loss"] is None and star["curve"] == [[0.5, 2.0], [1.0, None]] and ring["val_loss"] == 1.5
-    plot(rows, tmp_path / "rows.png")
+    plot(rows, "a job", tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

@@ -17,15 +17,16 @@ LINES = [
     {"step": 20, "loss": None, "nonfinite": True, "wall_s": 120.0, "tokens_seen": 2000},
     {"step": 20, "val_loss": 3.0, "wall_s": 150.0},
     {"event": "resume", "step": 20, "wall_s": 160.0},
+    {"step": 25, "val_loss": 2.5, "eval_s": 7.0, "wall_s": 175.0},
     {"step": 30, "loss": 2.0, "wall_s": 180.0, "tokens_seen": 4000},
     {"event": "end", "step": 30, "wall_s": 181.0},
 ]
 
 
 @pytest.mark.parametrize("over, trained, validated", [
-    ("steps", [(10, 5.0), (30, 2.0)], [(15, 4.0), (20, 3.0)]),
-    ("tokens", [(1000, 5.0), (4000, 2.0)], [(1500, 4.0), (2000, 3.0)]),
-    ("time", [(60, 5.0), (180, 2.0)], [(80, 4.0), (150, 3.0)]),
+    ("steps", [(10, 5.0), (30, 2.0)], [(15, 4.0), (20, 3.0), (25, 2.5)]),
+    ("tokens", [(1000, 5.0), (4000, 2.0)], [(1500, 4.0), (2000, 3.0), (3000, 2.5)]),
+    ("time", [(60, 5.0), (180, 2.0)], [(80, 4.0), (120, 3.0), (168, 2.5)]),
     ("samples", [], []),
 ])
 def test_a_point_lies_where_its_step_does(over, trained, validated):
@@ -52,6 +53,20 @@ def test_curves_of_many_runs_are_told_apart_and_steps_are_whole_numbers(tmp_path
         draw(short, over, False, tmp_path / "short.svg")
         drawn = (tmp_path / "short.svg").read_text()
         assert f"<!-- {told} -->" in drawn and f"<!-- {untold} -->" not in drawn
+
+
+@pytest.mark.slow
+def test_a_picture_has_the_names_of_its_runs_as_title_and_a_legend_of_what_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    only_trained = [record for record in LINES if "val_loss" not in record]
+    for runs, title, has_validation in (
+            ({"a_1$": LINES}, "a_1$", True), ({"a": LINES, "b": only_trained}, "a, b", True), ({"a": only_trained}, "a", False),
+            ({f"run {number}": only_trained for number in range(6)}, "run 0, run 1, run 2, and 3 more", False)):
+        draw(runs, "steps", False, tmp_path / "curves.svg")
+        drawn = (tmp_path / "curves.svg").read_text()
+        assert f"<!-- {title} -->" in drawn and ("<!-- validation -->" in drawn) == has_validation
+    draw({"ring": LINES}, "time", False, tmp_path / "curves.svg", "a job")
+    assert "<!-- a job -->" in (tmp_path / "curves.svg").read_text()
 
 
 def test_odd_records_are_no_points():

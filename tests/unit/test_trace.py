@@ -1,6 +1,8 @@
 """Traces and what is said of them: rings that overwrite, waits whose cause is known, and who was waited for."""
 
 import json
+import re
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Forward, fused_at_the_input, with_messages
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.report.picture import draw_timeline
 from mpitrain.report.predicted import compare
 from mpitrain.report.shares import BETWEEN, BUBBLE, COMMUNICATION, COMPUTING, PAUSES, WAITING, shares
 from mpitrain.report.timeline import read_timeline
@@ -358,3 +361,23 @@ def test_of_a_stream_all_is_predicted_that_its_slowest_stage_computes(tmp_path):
     config = parse(with_settings({}, ["layout.pp=2", "batch.micro_batches=2", "pipeline.schedule=async"]))
     found = compare(read_timeline(tmp_path), range(1, 3), config)
     np.testing.assert_allclose(found[3:], [7, 1 - 6.5 / 7, 8, 1 - 6.5 / 8])
+
+
+@pytest.mark.slow
+def test_a_page_wraps_sentences_links_to_perfetto_and_its_timeline_explains_only_what_it_shows(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "other <b>"):
+        (tmp_path / name).mkdir()
+        timeline = scripted(tmp_path / name, lambda rank, one, step: one.computes(1.0))
+    draw_timeline("other <b>", timeline, range(1, 3), tmp_path / "timeline.svg")
+    drawn = (tmp_path / "timeline.svg").read_text()
+    assert "<!-- other <b>, steps " in drawn.replace("&lt;", "<").replace("&gt;", ">") and "<!-- other computing -->" in drawn
+    assert not any(f"<!-- {what} -->" in drawn for what in ("forward", "input half", "evaluation, checkpoint", "reductions"))
+    shown = CliRunner().invoke(commands, ["report", "one", "other <b>"])
+    assert shown.exit_code == 0, shown.output
+    page = (tmp_path / "one/report/report.html").read_text()
+    for link in ("perfetto.json", "../../other%20%3Cb%3E/report/perfetto.json"):
+        assert f'<a href="{link}">' in page and (tmp_path / "one/report" / unquote(link)).exists()
+    assert re.search(r"<p>Where the time went in .*</p>\n<pre> +all +rank 0", page) and "<p>The trace itself: " in page
+    assert all(line.startswith(" ") for table in re.findall(r"<pre>(.*?)</pre>", page, re.S) for line in table.splitlines())
