@@ -9,7 +9,7 @@ from mpitrain.cli import Group
 from mpitrain.cli.files import Outputs, check_files
 from mpitrain.cli.micro_batches import command as micro_batches
 from mpitrain.cli.plan_collectives import all_gather, allreduce, reduce_scatter
-from mpitrain.cli.terminal import columns
+from mpitrain.cli.terminal import columns, filled
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 
@@ -96,7 +96,7 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     costs = [cost] * len(plan.place)
     simulation = simulate(with_messages(plan), costs, *messages)
     title = f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"
-    click.echo("\n".join([title, "", *chart(plan, simulation, columns()), "", *summary(plan, simulation, costs)]))
+    click.echo("\n".join([title, "", *chart(plan, simulation, columns()), "", *filled(summary(plan, simulation, costs))]))
     outputs = Outputs()
     if json_file:
         with outputs.to(json_file):
@@ -104,9 +104,12 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
             click.echo(f"written to {json_file}")
     if plot_file:
         from mpitrain.plan.picture import draw
+        from mpitrain.plan.words import several
 
+        numbers = f"{several(len(plan.lists), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
+        bubble = f"stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
         with outputs.to(plot_file):
-            draw(plan, simulation, f"{title}, bubble {100 * simulation.bubble:.1f}%", plot_file)
+            draw(plan, simulation, f"simulated pipeline by {name}: {numbers}; {bubble}", plot_file)
             click.echo(f"drawn in {plot_file}")
     outputs.settle()
 
@@ -122,12 +125,12 @@ def _stream(name: str, stages: int | None, micro_batches: int | None, chunks: in
     found = stream.stream(name, stages, micro_batches, chunks, cost, *messages)
     check_files(0, [], plot_file)
     rows = chart(found.plan, found.drawn, columns(), found.notes(), "version")
-    click.echo("\n".join([stream.title(found), "", *rows, "", *stream.summary(found, cost)]))
+    click.echo("\n".join([*filled([stream.title(found)]), "", *rows, "", *filled(stream.summary(found, cost))]))
     if plot_file:
         from mpitrain.plan.picture import draw
 
         idle, outputs = f"idle in the steady state {100 * found.idle(cost):.1f}%", Outputs()
         with outputs.to(plot_file):
-            draw(found.plan, found.drawn, f"{stream.title(found)}, {idle}", plot_file, found.notes())
+            draw(found.plan, found.drawn, f"simulated pipeline by {stream.title(found)}; {idle}", plot_file, found.notes())
             click.echo(f"drawn in {plot_file}")
         outputs.settle()

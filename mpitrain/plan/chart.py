@@ -41,7 +41,7 @@ def chart(plan: Plan, simulation: Simulation, width: int, notes: Sequence[Sequen
     cell = next(fitting, 1)  # columns of the shortest instruction
     scale, band = min(cell / shortest, BANDS * room / simulation.makespan), room // cell * cell
     columns = math.ceil(simulation.makespan * scale)
-    rows = [("", _ruler(simulation.makespan, scale, band))]
+    rows = [("ms", _ruler(simulation.makespan, scale, band))]
     for stage, (mine, words) in enumerate(zip(simulation.timeline, texts, strict=True)):
         rows.append((f"stage {stage}", _row(mine, words, scale, columns, ".-")))
         if notes:
@@ -92,7 +92,7 @@ def letters(plan: Plan) -> str:
     """What the letters of a chart mean."""
     kinds = {LETTERS[type(instruction)] for mine in plan.lists for instruction in mine}
     return (", ".join(f"{kind} {meaning}" for kind, meaning in NAMES.items() if kind in kinds)
-            + ("; parts of a stage a, b, ..." if len(plan.place) > len(plan.lists) else ""))
+            + ", dots idle" + ("; parts of a stage a, b, ..." if len(plan.place) > len(plan.lists) else ""))
 
 
 def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:

@@ -27,12 +27,12 @@ def test_a_chart_has_a_row_per_stage_and_what_it_comes_to_in_words():
     assert shown("schedule", "--stages", 3, "--micro-batches", 4) == """\
 1f1b: 3 stage(s), 4 micro-batch(es)
 
-         0              5              10             15
+ms       0              5              10             15
 stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 .. B2 W2 .. B3 W3
 stage 1  .. F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 .. B3 W3 ..
 stage 2  ..... F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .....
 
-F forward, B input half of backward, W weight half
+F forward, B input half of backward, W weight half, dots idle
 makespan 16 ms, of which a stage computes 12: bubble 25.0%
 peak live, by stage: 3, 2, 1 micro-batches
 of these wait for their weight half: at most 1, 1, 1
@@ -60,11 +60,11 @@ def test_parts_of_a_stage_are_told_apart_and_times_and_sizes_are_those_of_a_stag
                  3, "--weight-ms", 1, "--transfer-ms", 0.5, "--receive-ms", 0.25, "--saved-mb", 8) == """\
 interleaved: 2 stage(s), 2 micro-batch(es)
 
-         0                   5                   10                  15
+ms       0                   5                   10                  15
 stage 0  F0a F1a ..... F0b  F1b ............ BW0b--- .... BW1b---  BW0a--- .... BW1a---
 stage 1  ...... F0a  F1a .... F0b BW0b---  F1b BW1b---  BW0a--- .... BW1a--- ..........
 
-F forward, BW both halves; parts of a stage a, b, ...
+F forward, BW both halves, dots idle; parts of a stage a, b, ...
 makespan 19.75 ms, of which a stage computes 12: bubble 39.2%
 peak live, by stage: 4, 3 micro-batches of one part each
 peak activations, by stage: 16, 12 MB

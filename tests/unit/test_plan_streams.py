@@ -13,11 +13,11 @@ from mpitrain.pipeline.simulate import Cost
 from mpitrain.plan.stream import stream
 
 
-def shown(*words):
+def shown(*words, columns=100):
     done = CliRunner().invoke(
         commands,
         ["plan", "schedule", *map(str, words)],
-        env={"COLUMNS": "100"},
+        env={"COLUMNS": str(columns)},
         catch_exceptions=False,
     )
     assert done.exit_code == 0, done.output
@@ -30,14 +30,15 @@ def test_two_steps_are_drawn_with_their_updates_and_versions_and_without_a_flush
         == """\
 async-2bw: 2 stages, 3 micro-batches a step; the first 2 steps of a stream that goes on
 
-         0              5              10             15             20
+ms       0              5              10             15             20
 stage 0  F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 F4 B3 W3 F5 B4 W4 F6 B5 W5
 version  0  0     0  0  0  0  0  0  0  0* 0  0  0  0  0  0  1  0  0*
 stage 1  .. F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4 F5 B5 W5 F6
 version     0  0  0  0  0  0  0  0  0* 0  0  0  0  0  0  0  0  0* 1
 
-F forward, B input half of backward, W weight half
-version: of its weights, which a stage computes with; * an update follows, which makes the next version
+F forward, B input half of backward, W weight half, dots idle
+version: of its weights, which a stage computes with; * an update follows, which makes the next
+  version
 a step in the steady state 9 ms, of which a stage computes 9: idle 0.0%, no bubble between steps
 the pipe fills at the start, and after evaluations and checkpoints: the last stage begins after 1 ms
 1 update a step on each stage
@@ -88,6 +89,13 @@ def test_a_stream_needs_as_many_micro_batches_as_stages():
     assert done.exception.law == (
         "A stream has at least as many micro-batches in a step as stages, but these are 3 and 4."
     )
+
+
+@pytest.mark.parametrize("columns", [80, 130])
+@pytest.mark.parametrize("micro_batches", [4, 9, 200])
+def test_no_line_is_wider_than_the_terminal(columns, micro_batches):
+    output = shown("--schedule", "async", "--micro-batches", micro_batches, columns=columns)
+    assert max(map(len, output.splitlines())) <= columns
 
 
 @pytest.mark.slow
