@@ -1,4 +1,6 @@
-"""Tokens and targets, checked on the host before they go to the device: no operation there can tell a wrong one."""
+"""Tokens and targets, checked on the host before they go to the device: no operation there can tell
+a wrong one.
+"""
 
 from collections.abc import Callable
 
@@ -14,32 +16,52 @@ _WAYS_OUT = {
 
 
 class Indices:
-    """The checks of one model's tokens and targets. A check costs two passes over integers of the host, and no message.
+    """The checks of one model's tokens and targets. A check costs two passes over integers of the
+    host, and no message.
 
     vocabulary  tokens that the model takes; 0: its input is no tokens
-    classes     columns of the logits for an input of this shape; None: another's loss knows what its targets are
+    classes     columns of the logits for an input of this shape; None: another's loss knows what
+                its targets are
     """
 
-    def __init__(self, transport: Transport, vocabulary: int, classes: Callable[[tuple[int, ...]], int] | None):
+    def __init__(
+        self,
+        transport: Transport,
+        vocabulary: int,
+        classes: Callable[[tuple[int, ...]], int] | None,
+    ):
         self._transport, self._vocabulary, self._columns = transport, vocabulary, classes
-        self._classes = 0    # known with the first input
+        self._classes = 0  # known with the first input
 
     def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
-        """The inputs, tokens as int32 or int64; every rank ends if the model does not have one of them."""
-        return self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
+        """The inputs, tokens as int32 or int64; every rank ends if the model does not have one of
+        them.
+        """
+        return (
+            self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
+        )
 
     def targets(self, targets: np.ndarray, shape: tuple[int, ...], where: str) -> np.ndarray:
-        """The targets of inputs of this shape, as int32 or int64; every rank ends if one is no column of the logits."""
+        """The targets of inputs of this shape, as int32 or int64; every rank ends if one is no
+        column of the logits.
+        """
         if not self._columns:
             return targets
         self._classes = self._classes or self._columns(shape)
         return self._known(targets, self._classes, "targets", where)
 
     def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-        """Only this rank sees its rows, and to agree on them would cost every step a message: one rank ends all."""
+        """Only this rank sees its rows, and to agree on them would cost every step a message: one
+        rank ends all.
+        """
         transport = self._transport
         try:
-            return known(array, count, what, f"{where} on rank {transport.rank} ({transport.hosts[transport.rank]})")
+            return known(
+                array,
+                count,
+                what,
+                f"{where} on rank {transport.rank} ({transport.hosts[transport.rank]})",
+            )
         except DataError as error:
             if transport.size == 1:
                 raise on_every_rank(error) from None
@@ -54,10 +76,15 @@ def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
     where  what holds them, for the message
     """
     if array.dtype.kind not in "iu":
-        raise DataError(f"{what.capitalize()} must be integers, but those of {where} are {array.dtype}.",
-                        "Convert them, for example with array.astype(numpy.int64).")
+        raise DataError(
+            f"{what.capitalize()} must be integers, but those of {where} are {array.dtype}.",
+            "Convert them, for example with array.astype(numpy.int64).",
+        )
     if array.size and not (array.min() >= 0 and array.max() < count):
         first = np.unravel_index(np.argmax((array < 0) | (array >= count)), array.shape)
-        raise DataError(f"{what.capitalize()} must lie in 0..{count - 1}, but {where} has {array[first]} at "
-                        f"[{', '.join(map(str, first))}].", _WAYS_OUT[what])
+        raise DataError(
+            f"{what.capitalize()} must lie in 0..{count - 1}, but {where} has {array[first]} at "
+            f"[{', '.join(map(str, first))}].",
+            _WAYS_OUT[what],
+        )
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
