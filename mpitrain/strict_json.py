@@ -41,9 +41,19 @@ def validated(model: type[Model], data: bytes) -> Model:
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where!a}: {first['msg']}" if where else first["msg"]) from None
+        raise ValueError(complaint(error)) from None
+
+
+def complaint(error: ValidationError) -> str:
+    """What pydantic has found first, in our words: what holds the value, and the rule."""
+    found = error.errors(include_url=False)[0]
+    where = ".".join(map(str, found["loc"]))
+    if found["type"] == "missing":
+        return f"it has no {where!a}"
+    if found["type"] == "extra_forbidden":
+        return f"it has {where!a}, which has no meaning"
+    law = found["msg"].replace("Input should be", "it must be").replace("Input", "it")
+    return f"of {where!a}, {law}" if where else law
 
 
 def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

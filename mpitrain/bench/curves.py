@@ -71,17 +71,17 @@ def legible(name: str) -> str:
 def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[tuple[float, float]]:
     """(place on the axis, loss) of every record with a finite loss; what has no place lies between its neighbours by step."""
     name = {"steps": "step", "time": "wall_s"}.get(over, f"{over}_seen")
-    steps, places = [0], [0.0]
+    steps, places = [0.0], [0.0]
     for record in records:
         if all(is_number(record.get(key)) for key in ("step", name)):
-            steps.append(record["step"])
-            places.append(record[name])
+            steps.append(float(record["step"]))
+            places.append(float(record[name]))
     if len(places) == 1:
         return []
     drawn = [record for record in records if is_number(record.get(field)) and is_number(record.get("step"))]
-    at = [record[name] if is_number(record.get(name)) else float(np.interp(record["step"], steps, places))
+    at = [float(record[name]) if is_number(record.get(name)) else float(np.interp(record["step"], steps, places))
           for record in drawn]
-    return list(zip(at, (record[field] for record in drawn), strict=True))
+    return list(zip(at, (float(record[field]) for record in drawn), strict=True))
 
 
 def is_number(value: Any) -> bool:
