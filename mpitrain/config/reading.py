@@ -70,15 +70,19 @@ def _toml_value(text: str) -> Any:
         found = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return found["value"] if len(found) == 1 else text  # a line break in the text would begin another key
+    if len(found) != 1:
+        return text  # a line break in the text would begin another key
+    is_spaced = isinstance(found["value"], int | float) and "_" in text  # as 1_000, for a file; here more likely a slip
+    return text if is_spaced else found["value"]
 
 
-def parse(tables: Mapping[str, Any]) -> Config:
-    """Validate; one ConfigError lists everything that is wrong."""
+def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
+    """Validate; one ConfigError lists everything that is wrong. path: of the file that the tables began as."""
     try:
         return Config.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaint(item) for item in error.errors()), LISTED) from None
+        said = "\n".join(_complaint(item) for item in error.errors())
+        raise ConfigError(said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED) from None
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
