@@ -100,7 +100,7 @@ def configuration(folder: Path) -> Config:
     that change nothing.
     """
     tables = read_toml(folder / CONFIG)
-    then = parse(tables)
+    then = parse(tables, folder / CONFIG)
     missing = [key.name for key in keys() if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})]
     told = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG).decode())
     if missing and not (told and int(told[1]) == sum(map(len, tables.values()))):
@@ -176,7 +176,7 @@ def noted_scan(folder: Path | None) -> Scan | None:
     """The scan that a run has noted in its directory; None if there is none, or none that can be read."""
     try:
         scan = Scan(**json.loads(contents(folder / TOKENS))) if folder else None
-        return scan if scan and type(scan.largest) is int else None
+        return scan if scan and type(scan.largest) is int and 0 <= scan.largest < 1 << 16 else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
@@ -46,6 +46,10 @@ class Trace(NamedTuple):
     clocks: tuple[tuple[float, float], ...] = ()
 
 
+_Time = Annotated[float, Field(strict=True, ge=-LATEST, le=LATEST)]
+_CLOCK = TypeAdapter(Annotated[list[_Time], Field(min_length=2, max_length=2)])
+
+
 def read_trace(path: Path) -> Trace:
     """Read the trace of a rank, whatever became of it; ConfigError if the file is none."""
     try:
@@ -80,9 +84,7 @@ def _head(text: bytes) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]],
             found = parsed(line)
             if isinstance(found, dict):
                 if "clock" in found:
-                    time, offset = map(float, found.pop("clock"))
-                    if not abs(time) + abs(offset) <= LATEST:
-                        break
+                    time, offset = _CLOCK.validate_python(found.pop("clock"))
                     clocks.append((time, offset))
                 facts |= found
             else:

@@ -99,6 +99,19 @@ class Each(NamedTuple):
     value: Any
 
 
+class Anything(NamedTuple):
+    """Whatever JSON has."""
+
+    def holds(self, value: Any) -> bool:
+        return True
+
+
+class Open(NamedTuple):
+    """An object with these names at least."""
+
+    named: dict[str, Any]
+
+
 class Null(NamedTuple):
     """Null, or what the description holds."""
 
@@ -120,6 +133,10 @@ def fits(value: Any, wanted: Any) -> bool:
         return isinstance(value, dict) and all(
             wanted.name.holds(name) and fits(one, wanted.value) for name, one in value.items()
         )
+    if isinstance(wanted, Open):
+        return isinstance(value, dict) and all(
+            name in value and fits(value[name], one) for name, one in wanted.named.items()
+        )
     if isinstance(wanted, dict):
         return (
             isinstance(value, dict)
@@ -137,6 +154,8 @@ def fits(value: Any, wanted: Any) -> bool:
 
 def is_fixed(wanted: Any) -> bool:
     """Whether there is something below that must stay as it is."""
+    if isinstance(wanted, Open):
+        wanted = wanted.named
     if isinstance(wanted, dict):
         return any(map(is_fixed, wanted.values()))
     if isinstance(wanted, list) or type(wanted) is tuple:
@@ -155,6 +174,8 @@ def nodes(value: Any, wanted: Any, place: tuple = ()) -> list[tuple[tuple, Any]]
     """Every place below the top, and what is wanted there."""
     found = [(place, wanted)] if place else []
     inner = wanted.other if isinstance(wanted, Null) else wanted
+    if isinstance(inner, Open):
+        inner = {**dict.fromkeys(value, Anything()), **inner.named}
     if isinstance(value, dict) and isinstance(inner, Each | dict):
         for name in value:
             found += nodes(

@@ -12,11 +12,26 @@ import pytest
 
 from mpitrain.run.header import located
 from tests.processes import SECONDS
-from tests.unit.fuzz_checkpoints import Headers, Manifests
+from tests.unit.fuzz_checkpoints import Manifests
+from tests.unit.fuzz_headers import Headers
+from tests.unit.fuzz_metrics import Metrics
 from tests.unit.fuzz_readers import INVALID, emptied, verdict
+from tests.unit.fuzz_tables import Tables, Tunings
+from tests.unit.fuzz_tokens import Tokens
+from tests.unit.fuzz_toml import Configurations
+from tests.unit.fuzz_traces import Traces
 
 CASES = 260
-FORMATS = {"manifests": Manifests, "headers": Headers}
+FORMATS = {
+    "manifests": Manifests,
+    "headers": Headers,
+    "tuning": Tunings,
+    "tiles": Tables,
+    "configurations": Configurations,
+    "traces": Traces,
+    "metrics": Metrics,
+    "tokens": Tokens,
+}
 CPU_SECONDS, ROOM = 2, 200_000  # for a case, and KiB for all
 
 
@@ -41,7 +56,11 @@ def clocks():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_damaged_file_is_refused_by_name_or_says_what_a_fresh_one_does(name, tmp_path, clocks):
+def test_a_damaged_file_is_refused_by_name_or_says_what_a_fresh_one_does(
+    name, tmp_path, clocks, monkeypatch
+):
+    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)  # pictures take seconds
+    monkeypatch.setattr("mpitrain.report.words.TRIED", 10)
     form, wrong, kinds = FORMATS[name](tmp_path), [], Counter()
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(CASES):
