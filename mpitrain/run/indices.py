@@ -20,34 +20,25 @@ class Indices:
     host, and no message.
 
     vocabulary  tokens that the model takes; 0: its input is no tokens
-    classes     columns of the logits for an input of this shape; None: another's loss knows what
-                its targets are
+    is_ours     whether the loss is: one of somebody's own knows what its targets are
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        vocabulary: int,
-        classes: Callable[[tuple[int, ...]], int] | None,
-    ):
-        self._transport, self._vocabulary, self._columns = transport, vocabulary, classes
-        self._classes = 0  # known with the first input
+    def __init__(self, transport: Transport, vocabulary: int, is_ours: bool):
+        self._transport, self._vocabulary, self._is_ours = transport, vocabulary, is_ours
+        self._classes = 0    # known with the first input
 
     def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
-        """The inputs, tokens as int32 or int64; every rank ends if the model does not have one of
-        them.
-        """
-        return (
-            self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
-        )
+        """Inputs, tokens as int32 or int64; every rank ends if the model lacks one of them."""
+        return self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
 
-    def targets(self, targets: np.ndarray, shape: tuple[int, ...], where: str) -> np.ndarray:
-        """The targets of inputs of this shape, as int32 or int64; every rank ends if one is no
-        column of the logits.
+    def targets(self, targets: np.ndarray, classes: Callable[[], int], where: str) -> np.ndarray:
+        """Targets as int32 or int64; every rank ends if one is no column of the logits.
+
+        classes  how many columns there are; asked once, and not kept: it may hold a trainer
         """
-        if not self._columns:
+        if not self._is_ours:
             return targets
-        self._classes = self._classes or self._columns(shape)
+        self._classes = self._classes or classes()
         return self._known(targets, self._classes, "targets", where)
 
     def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:

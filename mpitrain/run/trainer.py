@@ -93,7 +93,7 @@ class Trainer:
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipe_for(self.config)(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype)
-        self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), None if loss else self._classes)
+        self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), loss is None)
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
@@ -152,7 +152,8 @@ class Trainer:
         raises   DataError for a token or a target that the model does not have; one of several ranks ends them all
         """
         where = f"step {index + 1}"
-        inputs, targets = self._indices.tokens(inputs, where), self._indices.targets(targets, inputs.shape, where)
+        inputs = self._indices.tokens(inputs, where)
+        targets = self._indices.targets(targets, lambda: self._classes(inputs.shape), where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
         scales = [self.replication.scale(math.prod(targets.shape[1:]), micro) for micro in range(micro_batches)]
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
@@ -260,7 +261,7 @@ class Trainer:
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
         """Summed loss, right predictions and number of predictions over these held-out rows."""
         inputs, targets = source.held_out_rows(rows)
-        targets = self._indices.targets(targets, inputs.shape, "a held-out batch")
+        targets = self._indices.targets(targets, lambda: self._classes(inputs.shape), "a held-out batch")
         flat = self.backend.from_host(targets).reshape(-1)
         logits = self._asked(inputs)
         if logits is None:

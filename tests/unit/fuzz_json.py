@@ -121,6 +121,9 @@ class Null(NamedTuple):
 class Fixed:
     """A leaf that must stay as it is, for something else in the file fits it."""
 
+    def __repr__(self) -> str:
+        return "Fixed()"
+
     def holds(self, value: Any) -> bool:
         return True
 
@@ -215,9 +218,17 @@ def objects(value: Any, place: tuple = ()) -> list[tuple]:
     return [place, *found] if isinstance(value, dict) and value else found
 
 
+def one_of(rng: Any, places: list[tuple[tuple, Any]]) -> tuple[tuple, Any]:
+    """A place: one of each kind is as likely as any of another, however many there are."""
+    kind = rng.choice(sorted({(len(place), repr(leaf)) for place, leaf in places}))
+    return rng.choice([(place, leaf) for place, leaf in places if (len(place), repr(leaf)) == kind])
+
+
 def of_another_type(rng: Any, value: Any, wanted: Any) -> tuple[Any, bool]:
-    place, leaf = rng.choice(nodes(value, wanted))
-    new = rng.choice(VALUES)
+    place, leaf = one_of(rng, nodes(value, wanted))
+    before = at(value, place)
+    alike = [str(before), float(before)] if isinstance(before, int) and before < 2**53 else []
+    new = rng.choice(alike) if alike and rng.random() < 0.3 else rng.choice(VALUES)
     changed = put(value, place, new)
     return changed, says(new, leaf, at(value, place)) and _is_text(changed)
 
@@ -229,7 +240,7 @@ def out_of_range(rng: Any, value: Any, wanted: Any) -> tuple[Any, bool]:
     ]
     if not numbers:
         return of_another_type(rng, value, wanted)
-    place, leaf = rng.choice(numbers)
+    place, leaf = one_of(rng, numbers)
     step = 1 if isinstance(leaf, Int) else max(abs(leaf.most), 1.0) / 64
     new = rng.choice(
         [leaf.least - step, leaf.least, leaf.most, leaf.most + step, -leaf.most - step]
