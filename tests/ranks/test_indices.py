@@ -82,7 +82,7 @@ def test_one_rank_refuses_it_and_says_where_it_is(what, wrong):
         (2, ["layout.tp=2"], "[01]"),
         (2, ["layout.pp=2"], "[01]"),
         (4, ["layout.tp=2", "layout.sequence_parallel=true"], "[23]"),
-        (3, ["replication.mode=server", "replication.update=async"], 1),
+        (3, ["replication.mode=server", "replication.update=sync"], 1),
         (2, ["replication.mode=local"], 1),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
