@@ -248,10 +248,16 @@ def _tokens(path: Path) -> np.ndarray:
     if size == 0 or size % 2:
         raise DataError(f"{path} must hold uint16 tokens, but has {size} bytes.", "Write it with numpy.ndarray.tofile.")
     with path.open("rb") as file:
-        head = file.read(4)
-    has_header = len(head) == 4 and struct.unpack("<i", head)[0] == LLM_C_MAGIC
+        head = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
+    has_header = head[0] == LLM_C_MAGIC
     if has_header and size <= 1024:
         raise DataError(f"{path} has the header of a token file and no tokens.", "Write the tokens after the header.")
+    if has_header and head[1] != 1:
+        raise DataError(f"{path} is a token file of version {head[1]}, but only version 1 has tokens of 16 bits.",
+                        "Write it with numpy.ndarray.tofile, as uint16.")
+    if has_header and size != 1024 + 2 * head[2]:
+        raise DataError(f"{path} should hold {head[2]} tokens, as its header says, but holds {(size - 1024) // 2}.",
+                        "Copy the file again.")
     return np.memmap(path, "<u2", "r", offset=1024 if has_header else 0)
 
 

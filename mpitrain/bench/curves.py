@@ -86,11 +86,11 @@ def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[
     before its end. An older version has not said what it took.
     """
     name = {"steps": "step", "time": "wall_s"}.get(over, f"{over}_seen")
-    steps, places = [0], [0.0]
+    steps, places = [0.0], [0.0]
     for record in records:
         if all(is_number(record.get(key)) for key in ("step", name)):
-            steps.append(record["step"])
-            places.append(record[name])
+            steps.append(float(record["step"]))
+            places.append(float(record[name]))
     if len(places) == 1:
         return []
     drawn = [record for record in records if is_number(record.get(field)) and is_number(record.get("step"))]
@@ -98,9 +98,9 @@ def points(records: Iterable[Mapping[str, Any]], field: str, over: str) -> list[
         trained = {record["step"]: record[name] for record in records if "loss" in record and is_number(record.get(name))
                    and is_number(record.get("step"))}
         drawn = [{**record, name: _when_trained(record, trained)} for record in drawn]
-    at = [record[name] if is_number(record.get(name)) else float(np.interp(record["step"], steps, places))
+    at = [float(record[name]) if is_number(record.get(name)) else float(np.interp(record["step"], steps, places))
           for record in drawn]
-    return list(zip(at, (record[field] for record in drawn), strict=True))
+    return list(zip(at, (float(record[field]) for record in drawn), strict=True))
 
 
 def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> Any:

@@ -3,11 +3,13 @@
 import importlib
 import os
 import sys
+from functools import cache
 
 import click
 
 from mpitrain import __version__
 from mpitrain.cli.ending import leave_usage
+from mpitrain.cli.numbers import with_plain_numbers
 from mpitrain.cli.output import open_output
 from mpitrain.errors import ConfigError, MpitrainError, brief
 from mpitrain.machine.process import launched
@@ -32,6 +34,11 @@ COMMANDS = {
     "report": "Say where the time of runs went, by what their ranks noted last; of a run that died, what each rank did.",
 }
 """The first sentence of each command's own help, for `mpitrain --help`, which loads no command: ten take as long as Click."""
+
+
+@cache
+def _loaded(name: str) -> click.Command:
+    return with_plain_numbers(importlib.import_module(f"mpitrain.cli.{name}").command)
 
 
 class Group(click.Group):
@@ -60,7 +67,7 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return importlib.import_module(f"mpitrain.cli.{name}").command if name in COMMANDS else None
+        return _loaded(name) if name in COMMANDS else None
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]

@@ -3,6 +3,7 @@
 import codecs
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -81,6 +82,8 @@ def _prompt(prompt: str, is_text: bool, source: "Source | Unopened") -> list[int
     if is_text:
         return list(os.fsencode(prompt))
     try:
+        if not re.fullmatch(r"[0-9\s+-]*", prompt, re.ASCII):    # Python would take 1_0 for 10
+            raise ValueError
         numbers = [int(word) for word in prompt.split()] or [0]
     except ValueError:
         raise ConfigError(f"A model of token numbers takes numbers as its prompt, but got {prompt!r}.",

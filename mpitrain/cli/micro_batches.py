@@ -36,7 +36,7 @@ def command(config_file: Path | None, settings: tuple[str, ...], dp: int | None,
 def _configured(config_file: Path | None, changes: list[str]) -> Any:
     from mpitrain.config import parse, read_toml, with_settings
 
-    return parse(with_settings(read_toml(config_file) if config_file else {}, changes))
+    return parse(with_settings(read_toml(config_file) if config_file else {}, changes), config_file)
 
 
 def _plan(transport: Any, config_file: Path | None, changes: list[str], verified: tuple[int, int] | None,

@@ -201,7 +201,7 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     from mpitrain.run.folder import configuration, held_out_as_before, is_run
 
     if config_file:
-        return parse(with_settings(read_toml(config_file), settings))
+        return parse(with_settings(read_toml(config_file), settings), config_file)
     out = with_settings({}, settings).get("run", {}).get("out")
     if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
         return parse(with_settings({}, settings))

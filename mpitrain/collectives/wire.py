@@ -60,6 +60,8 @@ def parse_wire(text: str) -> Wire:
         value = float(amount) if amount else DEFAULTS.get(name, 0.0)
     except ValueError:
         value = -1.0
+    if "_" in amount or not amount.isascii():    # Python would take 1_0 for 10
+        value = -1.0
     valid = {"none": not amount, "fp16": not amount, "bf16": not amount, "int8": not amount,
              "topk": 0 < value <= 1, "powersgd": value >= 1 and value.is_integer()}
     if not valid.get(name, False):

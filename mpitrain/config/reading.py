@@ -80,11 +80,21 @@ def _toml_value(text: str) -> Any:
         found = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return found["value"] if len(found) == 1 else text  # a line break in the text would begin another key
+    if len(found) != 1:
+        return text  # a line break in the text would begin another key
+    is_spaced = isinstance(found["value"], int | float) and "_" in text  # as 1_000, for a file; here more likely a slip
+    return text if is_spaced else found["value"]
 
 
-def parse(tables: Mapping[str, Any]) -> Config:
+def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     """Make a `Config` of tables such as {"run": {"steps": 100}}; where they do not set model.kind, data.source does.
+
+    Parameters
+    ----------
+    tables : mapping
+        Values by section and key.
+    path : Path, optional
+        The file that the tables were read from, which errors name.
 
     Raises
     ------
@@ -94,7 +104,8 @@ def parse(tables: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(_with_kind(tables))
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaint(item) for item in error.errors()), LISTED) from None
+        said = "\n".join(_complaint(item) for item in error.errors())
+        raise ConfigError(said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED) from None
 
 
 def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,6 +15,8 @@ A layer may offer to do more in the same pass over memory, by an attribute that 
     takes_gelu        dz, pending = layer.backward_input(w, dy, saved, arena, gelu=s[1]) of a layer whose x was gelu(z), saved
                       with s: what follows is the backward of `without_gelu`, and s[1] is used up
 
+A layer whose x is tokens says how many there are, as `vocab`: a trainer lets no other token reach it.
+
 A layer borrows its arguments: it never writes to x or dy. `saved` may refer to x and y, and `pending` to dy; a reference
 keeps an array alive. So the caller writes into none of them until the halves have run, with two exceptions: dx, to which
 `pending` never refers, and y of a layer whose `output_is_free` belong to the caller.

@@ -44,6 +44,7 @@ class Sequential:
         self.output_is_free = children[last].output_is_free
         self.adds_to_output = getattr(children[last], "adds_to_output", False)
         self.adds_to_input = getattr(children[first], "adds_to_input", False)
+        self.vocab = getattr(children[first], "vocab", 0)
         self._back: dict[str, Any] = dict(children)
         self._gelus, self._takers = set(), set()
         for (name, child), (after, taker) in pairwise(children.items()):

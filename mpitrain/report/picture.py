@@ -104,12 +104,13 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
     for axes, (title, fields) in zip(views.flat, CHARTS.items(), strict=True):
         for number, (name, records) in enumerate(runs.items()):
             colour, dash, mark = look(number)
-            for field in fields[:1] if any(is_number(record.get(fields[0])) for record in records) else fields[1:]:
-                points = [(record["step"], record[field] / (1e6 if "bytes" in field else 1)) for record in records
+            shown = [record for record in records if is_number(record.get("step"))]
+            for field in fields[:1] if any(is_number(record.get(fields[0])) for record in shown) else fields[1:]:
+                points = [(float(record["step"]), float(record[field]) / (1e6 if "bytes" in field else 1)) for record in shown
                           if is_number(record.get(field)) and "event" not in record]
                 if points:
                     axes.plot(*zip(*points, strict=True), color=colour, linestyle=dash, label=legible(name))
-            points = [(record["step"], record[field]) for field in fields if field == "val_loss" for record in records
+            points = [(float(record["step"]), float(record[field])) for field in fields if field == "val_loss" for record in shown
                       if is_number(record.get(field))]
             if points:
                 axes.plot(*zip(*points, strict=True), mark, color=colour, markeredgecolor="black")

@@ -63,6 +63,8 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
         return _of_stream(timeline, replica, steps, config)
     plan = find_plan(config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None)
     used = {int(part): trace for trace in replica for part in trace.facts["parts"]}
+    if sorted(used) != list(range(len(plan.place))):
+        return None
     costs = [_cost(used[part], part, steps, plan.micro_batches, part == len(plan.place) - 1) for part in sorted(used)]
     simulated = simulate(with_messages(fused_at_the_input(plan)), costs)
     spans, busy = [], 0.0
@@ -72,15 +74,19 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
             return None
         spans.append(max(float(i["end"].max()) for i in instructions) - min(float(i["start"].min()) for i in instructions))
     busy = sum(_own(trace, _instructions(trace, steps)) for trace in replica)
+    if not sum(spans) > 0:
+        return None
     return Compared(config.pipeline.schedule, stages, plan.micro_batches, simulated.makespan, simulated.bubble, fmean(spans),
                     1 - busy / (stages * sum(spans)))
 
 
-def _of_stream(timeline: Timeline, replica: Sequence[Trace], steps: range, config: Config) -> Compared:
+def _of_stream(timeline: Timeline, replica: Sequence[Trace], steps: range, config: Config) -> Compared | None:
     """Stages that never wait for a step to end; their updates are among what keeps them busy."""
     busy = [_own(trace, _instructions(trace, steps, updates=True)) for trace in replica]
     windows = [timeline.window(trace.facts["rank"], steps) for trace in replica]
     took = fmean(end - start for start, end in windows)
+    if not took > 0 or not max(busy) > 0:
+        return None
     return Compared(config.pipeline.schedule, len(replica), config.batch.micro_batches, max(busy) / len(steps),
                     1 - fmean(busy) / max(busy), took / len(steps), 1 - fmean(busy) / took)
 

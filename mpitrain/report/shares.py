@@ -52,7 +52,7 @@ class Shares(NamedTuple):
 
 
 def shares(timeline: Timeline) -> Shares | None:
-    """Where the time of the steps went that all ranks have; None if there are none."""
+    """Where the time of the steps went that all ranks have; None if there are none, or they took no time."""
     steps, ranks = timeline.steps(), len(timeline.traces)
     if not steps:
         return None
@@ -79,6 +79,8 @@ def shares(timeline: Timeline) -> Shares | None:
                 mine[BUBBLE if trace.names[record["what"]][0] in (ACTIVATION, GRADIENT) else WAITING] += still
                 mine[COMMUNICATION] += idle[0] - still
         mine[BETWEEN] = stop - start - mine.sum()
+    if not seconds.sum() > 0:    # of a trace that was damaged: nobody can say shares of it
+        return None
     return Shares(steps, seconds, _waited(stood), timeline.workers())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
 from mpitrain.errors import CheckpointError
 from mpitrain.files import contents, reading
@@ -15,10 +16,12 @@ from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.kept import Kept
 from mpitrain.run.finished import way_out
-from mpitrain.run.manifest import INDEX, Manifest, Stored
+from mpitrain.run.header import INNER, Located, located
+from mpitrain.run.manifest import INDEX, MANIFEST, Manifest, Stored
 from mpitrain.run.pieces import Held, Part, common, described, holdings, runs
 from mpitrain.run.shares import PARAMETERS
-from mpitrain.run.stream import INNER, MOVED, Located, located, read_into
+from mpitrain.run.stream import MOVED, read_into
+from mpitrain.strict_json import parsed
 
 OPEN = 64
 """Files that are open at once."""
@@ -75,32 +78,47 @@ def fill(path: Path, manifest: Manifest, kept: Sequence[Kept], storage: Storage,
 
 def _joined(files: "_Files", held: Held, found: Sequence[Stored]) -> np.ndarray:
     """The elements that a rank holds of a tensor, packed, bit for bit."""
-    joined, done = np.empty(held.part.length, held.dtype), 0
+    joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
     for place, values in files.elements(held, found):
         joined[place:place + len(values)] = values
-        done += len(values)
-    if done < len(joined):
-        shape = found[0].part.shape if found else None
-        has = "none" if shape is None else f"shape {shape}" if shape != held.part.shape else "not all of it"
-        full = held.part.tensor if held.name == PARAMETERS else f"{held.name}/{held.part.tensor}"
-        raise CheckpointError(f"The model needs {full} of shape {held.part.shape}, but the checkpoint has {has}.",
-                              "Use the configuration that the checkpoint was trained with.")
+        done.append((place, place + len(values)))
+    ends = [0, *(stop for _, stop in sorted(done))]
+    if ends[-1] != len(joined) or ends[:-1] != sorted(start for start, _ in done):    # each element once
+        raise files.unfit(held, found)
     return joined
 
 
 def _summed(files: "_Files", held: Held, found: Sequence[Stored]) -> np.ndarray:
     """The sum of what all ranks had of these elements, packed."""
+    if any(stored.part.shape != held.part.shape for stored in found):
+        raise files.unfit(held, found)
     total = np.zeros(held.part.length, held.dtype)
     for place, values in files.elements(held, found):
         total[place:place + len(values)] += values
     return total
 
 
+class _Index(BaseModel):
+    """What an index of safetensors files says: the file of each tensor; and more, which is for other tools."""
+
+    model_config = ConfigDict(strict=True)
+
+    weight_map: dict[str, str]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor of the parameters; ValueError if the index does not say it."""
+    try:
+        return _Index.model_validate(parsed(contents(index, INNER))).weight_map
+    except ValueError:
+        raise ValueError(f"{index.name} is no index of tensors") from None
+
+
 class _Files:
     """The arrays in the files of a checkpoint."""
 
     def __init__(self, path: Path, manifest: Manifest):
-        self._path = path
+        self._path, self._listed = path, manifest.files
         self._weight_map: dict[str, str] = {}
         self._stored: dict[tuple[str, str], list[Stored]] = defaultdict(list)
         for stored in manifest.stored:
@@ -113,11 +131,11 @@ class _Files:
         tensor = held.part.tensor
         if held.name != PARAMETERS:
             return self._stored.get((held.name, tensor), [])
-        self._weight_map = self._weight_map or json.loads(contents(self._path / INDEX, INNER))["weight_map"]
+        self._weight_map = self._weight_map or _weight_map(self._path / INDEX)
         if tensor not in self._weight_map:
             return []
         file = self._weight_map[tensor]
-        shape = self._tensors(file)[tensor].shape
+        shape = self._tensor(file, tensor).shape
         return [Stored(file, tensor, PARAMETERS, "agreed", Part(tensor, shape, None, (Piece(0, prod(shape), 0),)))]
 
     def elements(self, held: Held, found: Sequence[Stored]) -> Iterator[tuple[int, np.ndarray]]:
@@ -126,12 +144,25 @@ class _Files:
         for stored in found:
             if stored.part.shape != held.part.shape:
                 continue
-            here, array = common(mine, runs(stored.part)), self._tensors(stored.file)[stored.key]
+            here, array = common(mine, runs(stored.part)), self._tensor(stored.file, stored.key)
+            dtype = array.numpy
+            shape = held.part.shape if stored.name == PARAMETERS else (stored.part.length,)
+            if dtype.kind != held.dtype.kind or array.shape != shape:
+                raise ValueError(f"{stored.file} has {stored.key!a} as {array.dtype} of shape {array.shape}, but "
+                                 f"{held.dtype} of shape {shape} is wanted")
             for place, other, length in zip(*(column.tolist() for column in here), strict=True):
-                for start in range(0, length, MOVED // array.dtype.itemsize):
-                    values = np.empty(min(MOVED // array.dtype.itemsize, length - start), array.dtype)
-                    read_into(self._descriptor(stored.file), values, array.start + (other + start) * array.dtype.itemsize)
+                for start in range(0, length, MOVED // dtype.itemsize):
+                    values = np.empty(min(MOVED // dtype.itemsize, length - start), dtype)
+                    read_into(self._descriptor(stored.file), values, array.start + (other + start) * dtype.itemsize)
                     yield place + start, values
+
+    def unfit(self, held: Held, found: Sequence[Stored]) -> CheckpointError:
+        """What is wrong with the elements of a tensor that the checkpoint has."""
+        shape = found[0].part.shape if found else None
+        has = "none" if shape is None else f"shape {shape}" if shape != held.part.shape else "not each element of it once"
+        full = held.part.tensor if held.name == PARAMETERS else f"{held.name}/{held.part.tensor}"
+        return CheckpointError(f"The model needs {full} of shape {held.part.shape}, but the checkpoint has {has}.",
+                               f"Use the configuration that {self._path} was trained with.")
 
     def close(self) -> None:
         """Close what is open."""
@@ -139,10 +170,14 @@ class _Files:
             file.close()
         self._open.clear()
 
-    def _tensors(self, file: str) -> dict[str, Located]:
+    def _tensor(self, file: str, key: str) -> Located:
+        if file not in self._listed:
+            raise ValueError(f"{INDEX} names {file!a}, which {MANIFEST} does not list")
         if file not in self._located:
             self._located[file] = located(self._path / file)[1]
-        return self._located[file]
+        if key not in self._located[file]:
+            raise ValueError(f"{file} has no tensor {key!a}")
+        return self._located[file][key]
 
     def _descriptor(self, file: str) -> int:
         if file not in self._open:

@@ -128,7 +128,7 @@ def configuration(folder: Path) -> Config:
     tables = read_toml(folder / CONFIG, inner=1)
     if isinstance(tables.get("run"), dict) and "out" in tables["run"]:
         tables["run"]["out"] = "."  # the folder may have got a name since that no configuration can hold
-    then = parse(tables)
+    then = parse(tables, folder / CONFIG)
     missing = [key.name for key in keys() if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})]
     told = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG, inner=1).decode())
     if missing and not (told and int(told[1]) == sum(map(len, tables.values()))):
@@ -222,7 +222,7 @@ def noted_scan(folder: Path | None) -> Scan | None:
     """The scan that a run has noted in its directory; None if there is none, or none that can be read."""
     try:
         scan = Scan(**json.loads(contents(folder / TOKENS, inner=1))) if folder else None
-        return scan if scan and type(scan.largest) is int else None
+        return scan if scan and type(scan.largest) is int and 0 <= scan.largest < 1 << 16 else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 

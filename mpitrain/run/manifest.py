@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 from mpitrain.errors import CheckpointError
 from mpitrain.files import contents, opened, reading
 from mpitrain.run.finished import way_out
+from mpitrain.run.header import INNER, located
 from mpitrain.run.pieces import Part, part_of_text
-from mpitrain.run.stream import BLOCK, INNER, Writing, located
+from mpitrain.run.stream import BLOCK, Writing
+from mpitrain.run.structure import INDEX as INDEX
+from mpitrain.run.structure import structure_of
 
 FORMAT = "mpitrain-3"
-MANIFEST, INDEX = "manifest.json", "model.safetensors.index.json"
+MANIFEST = "manifest.json"
 
 
 class Done(NamedTuple):
@@ -83,7 +86,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint; CheckpointError unless it is whole and unaltered."""
+    """The manifest of a checkpoint; CheckpointError unless it is whole, unaltered, and says what a manifest may."""
     file = path / MANIFEST
     try:
         text = contents(file, INNER).decode()
@@ -100,16 +103,19 @@ def read_manifest(path: Path) -> Manifest:
     if is_altered:
         raise CheckpointError(f"{file} was altered: its contents do not match its SHA-256.", way_out(path))
     if found != FORMAT:
-        raise _of_another_format(file, found)
-    done = Done(*(body[name] for name in Done._fields))
+        raise _of_another_format(file, str(found))
+    try:
+        read = structure_of(text.encode(), BLOCK)
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}.", way_out(path)) from None
+    done = Done(read.step, read.samples, read.run)
     named = re.search(r"step-(\d+)", path.name)
     if named and int(named[1]) != done.step:
         raise CheckpointError(f"{path} holds step {done.step}, as {MANIFEST} says, and not the one that its name says.",
                               way_out(path))
-    files = {name: File(*file) for name, file in body["files"].items()}
-    return Manifest(done, body["layout"], body["scalars"], files,
-                    [Stored(file, key, name, kind, part_of_text(part)) for file, key, name, kind, part in body["stored"]],
-                    body["block"])
+    files = {name: File(*listed) for name, listed in read.files.items()}
+    stored = [Stored(file, key, name, kind, part_of_text(part)) for file, key, name, kind, part in read.stored]
+    return Manifest(done, read.layout, read.scalars, files, stored, read.block)
 
 
 def _text(body: Mapping[str, Any]) -> str:

@@ -8,7 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mpitrain.errors import ConfigError
 from mpitrain.files import contents, opened, write_whole
+from mpitrain.strict_json import once
+
+LAST = 2**63 - 1
+"""The largest step that there can be."""
 
 CLOSING = ("end", "stopped", "failed")  # events of a last line
 
@@ -46,8 +51,15 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; lines that are none, such as one cut short by a killed run, are left out."""
-    return [record for _, record in _lines(path)]
+    """The records of a metrics file; lines that are none, such as one cut short by a killed run, are left out.
+
+    raises  ConfigError if there is something that is no regular file, or that cannot be read
+    """
+    try:
+        return [record for _, record in _lines(path)]
+    except OSError as error:
+        raise ConfigError(f"The metrics {path} cannot be read: {error.strerror}.",
+                          "Name the directory of a run, and let this user read it.") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -59,10 +71,10 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for raw in lines:
         try:
             line = raw.decode().strip()
-            record = json.loads(line, parse_constant=_refuse)
+            record = json.loads(line, parse_constant=_refuse, object_pairs_hook=once)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step", 0), int | float):
+        if isinstance(record, dict) and type(step := record.get("step", 0)) in (int, float) and 0 <= step <= LAST:
             yield line, record
 
 

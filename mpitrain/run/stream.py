@@ -1,8 +1,4 @@
-"""Files that are written as their bytes come, with a SHA-256 of each block; safetensors files among them, and ranges of these.
-
-A safetensors file is eight bytes with the length of its header, the header (JSON: dtype, shape and place of each tensor),
-and the tensors.
-"""
+"""Files that are written as their bytes come, with a SHA-256 of each block; safetensors files among them, and ranges of these."""
 
 import hashlib
 import json
@@ -15,19 +11,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from mpitrain.files import opened, reading
-
-INNER = 3
-"""Names that a file of a checkpoint has beneath its run directory: the folder of checkpoints, the checkpoint's, its own."""
+from mpitrain.files import opened
+from mpitrain.run.header import DTYPES, INNER
 
 BLOCK = 16 << 20
 """Bytes that one SHA-256 is of."""
 
 MOVED = 4 << 20
 """Bytes that are moved at a time, between ranks and from a device."""
-
-DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "uint16": "U16", "uint8": "U8"}
-NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
 
 
 class Written(NamedTuple):
@@ -102,27 +93,6 @@ class WritingTensors(Writing):
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self.write(len(text).to_bytes(8, "little") + text)
-
-
-class Located(NamedTuple):
-    """Where a tensor lies in a file, in bytes."""
-
-    file: Path
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    start: int
-
-
-def located(path: Path) -> tuple[dict[str, str], dict[str, Located]]:
-    """Metadata and tensors of a safetensors file; OSError or ValueError if it cannot be read."""
-    with reading(path, INNER) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > os.fstat(file.fileno()).st_size:
-            raise ValueError(f"its header has {length} bytes, more than the file")
-        header = json.loads(file.read(length))
-    metadata = header.pop("__metadata__")
-    return metadata, {name: Located(path, NUMPY[tensor["dtype"]], tuple(tensor["shape"]), 8 + length + tensor["data_offsets"][0])
-                      for name, tensor in header.items()}
 
 
 def read_into(descriptor: int, array: np.ndarray, start: int) -> None:

@@ -27,6 +27,7 @@ from mpitrain.parallel.sharded import Alone, check_units, layers_for
 from mpitrain.pipeline.partition import cut, dealt
 from mpitrain.pipeline.pipe import own
 from mpitrain.pipeline.stream import pipe_for
+from mpitrain.run.indices import Indices
 from mpitrain.run.pieces import within
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreed import agreed
@@ -109,6 +110,7 @@ class Trainer:
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipe_for(self.config)(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype)
+        self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), loss is None)
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
@@ -175,7 +177,15 @@ class Trainer:
         Outcome
             The same on every rank; `loss` is the mean in nats, `grad_norm` the 2-norm of the
             gradient before clipping, `stop` whether any rank has asked.
+
+        Raises
+        ------
+        DataError
+            For a token or a target that the model does not have; one of several ranks ends them all.
         """
+        where = f"step {index + 1}"
+        inputs = self._indices.tokens(inputs, where)
+        targets = self._indices.targets(targets, lambda: self._classes(inputs.shape), where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
         scales = [self.replication.scale(math.prod(targets.shape[1:]), micro) for micro in range(micro_batches)]
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
@@ -228,6 +238,7 @@ class Trainer:
         Filled up with tokens where ranks could not divide the rows: of the logits these come after all others, or right of them,
         and no token sees what is right of it.
         """
+        inputs = self._indices.tokens(inputs, "an input")
         filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
         logits = self.pipe.ask(filled.shape, lambda: self.placed(filled))
@@ -241,11 +252,15 @@ class Trainer:
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
         """The logits of one token of the first row: (classes,) float64 in host memory; valid on the first stage."""
         logits = self._asked(inputs)
-        found = np.empty(self._layers.columns(self.pipe.output_shape(inputs.shape)[-1]))
+        found = np.empty(self._classes(inputs.shape))
         if logits is not None:
             found[:] = self.backend.to_host(self._layers.whole(logits[0, token], self.arena))
         self.pipe.tell_first(found)
         return found
+
+    def _classes(self, shape: tuple[int, ...]) -> int:
+        """Columns of the whole logits, for an input of this shape."""
+        return self._layers.columns(self.pipe.output_shape(shape)[-1])
 
     def evaluate(self, source: Source, stop_requested: Callable[[], bool] | None = None) -> tuple[float, float] | None:
         """Evaluate the model on held-out rows: run.eval_rows of them, spread evenly.
@@ -284,6 +299,7 @@ class Trainer:
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
         """Summed loss, right predictions and number of predictions over these held-out rows."""
         inputs, targets = source.held_out_rows(rows)
+        targets = self._indices.targets(targets, lambda: self._classes(inputs.shape), "a held-out batch")
         flat = self.backend.from_host(targets).reshape(-1)
         logits = self._asked(inputs)
         if logits is None:

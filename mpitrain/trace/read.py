@@ -1,18 +1,37 @@
 """What a rank noted, read from its file, in whatever state the rank left it."""
 
-import json
-import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
+from mpitrain.strict_json import complaint, parsed
 from mpitrain.trace.ring import HEAD, KINDS, MAGIC, PHASES, RECORD
 
-MOST = 1 << 20
-"""Ranks that one name can concern: a head that was damaged may say any number."""
+MOST = 1 << 16
+"""Ranks that there can be: a head that was damaged may say any number."""
+LATEST = 1e12
+"""Seconds that a clock shows at most: by then a record is damaged."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class _Facts(BaseModel):
+    """What a head may say of itself, where it does; and more, which is for people."""
+
+    model_config = ConfigDict(strict=True)
+
+    rank: Count = 0
+    ranks: Annotated[int, Field(ge=1, le=MOST)] = 1
+    host: str = ""
+    run: str | None = None
+    place: dict[Literal["dp", "tp", "pp"], Count] | None = None
+    parts: dict[Annotated[str, Field(pattern=r"\A(0|[1-9][0-9]{0,8})\z")], list[str]] = {}
+    peak_activation_bytes: Count = 0
 
 
 class Trace(NamedTuple):
@@ -22,9 +41,13 @@ class Trace(NamedTuple):
     """
 
     facts: dict[str, Any]
-    names: list[tuple[str, tuple[int, ...]]]
+    names: list[tuple[str, Sequence[int]]]
     records: np.ndarray
     clocks: tuple[tuple[float, float], ...] = ()
+
+
+_Time = Annotated[float, Field(strict=True, ge=-LATEST, le=LATEST)]
+_CLOCK = TypeAdapter(Annotated[list[_Time], Field(min_length=2, max_length=2)])
 
 
 def read_trace(path: Path) -> Trace:
@@ -40,30 +63,36 @@ def read_trace(path: Path) -> Trace:
     facts, names, clocks = _head(data[len(MAGIC):HEAD])
     if (len(data) - HEAD) / RECORD.itemsize != facts.get("records"):
         raise ConfigError(f"The trace {path} has {len(data):,} bytes, not as many as it was made with.", "Copy it again.")
+    try:
+        _Facts.model_validate(facts)
+    except ValidationError as error:
+        raise ConfigError(f"The trace {path} is damaged: {complaint(error)}.", "Copy it again.") from None
     records = np.frombuffer(data, RECORD, offset=HEAD)
     is_good = (records["number"] > 0) & (records["what"] < len(names)) & (records["kind"] < len(KINDS))
     is_good &= (records["phase"] < len(PHASES)) & np.isfinite(records["start"]) & np.isfinite(records["end"])
     is_good &= (records["end"] == 0) | (records["end"] >= records["start"])
+    is_good &= (records["start"] >= -LATEST) & (records["start"] <= LATEST) & (records["end"] <= LATEST)
     return Trace(facts, names, np.sort(records[is_good], order="number"), tuple(clocks))
 
 
-def _head(text: bytes) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...]]], list[tuple[float, float]]]:
+def _head(text: bytes) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
     """Facts, names and clocks, up to the first line that is none of them: the last of a rank that was killed while it wrote."""
     facts: dict[str, Any] = {}
-    names, clocks = [], []
+    names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()
     for line in text.rstrip(b"\0").split(b"\n"):
         try:
-            found = json.loads(line)
+            found = parsed(line)
             if isinstance(found, dict):
                 if "clock" in found:
-                    time, offset = map(float, found.pop("clock"))
-                    if not math.isfinite(time + offset):
-                        break
+                    time, offset = _CLOCK.validate_python(found.pop("clock"))
                     clocks.append((time, offset))
                 facts |= found
             else:
                 what, ranks = found
-                names.append((str(what), tuple(range(*ranks)[:MOST] if isinstance(ranks, list) else map(int, ranks.split()))))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+                among = range(*ranks) if isinstance(ranks, list) else tuple(map(int, ranks.split()))
+                if len(among) > MOST or (among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST):
+                    break
+                names.append((str(what), among))
+        except (ValueError, TypeError, AttributeError, OverflowError):
             break
     return facts, names, clocks

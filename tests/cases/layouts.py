@@ -39,6 +39,11 @@ class Layout(NamedTuple):
     def ranks(self):
         return self.dp * self.tp * self.pp
 
+    @property
+    def facts(self):
+        """What a checkpoint says of it: whole numbers, as of a trainer's axes."""
+        return {**self._asdict(), "shards": len(self.shards)}
+
 
 LAYOUTS = {
     **{f"whole on {n}": Layout(dp=n) for n in (1, 2, 3, 4)},
@@ -113,7 +118,7 @@ def kept(layout, rank):
 def save(transport, folder, layout, step=1, run="run"):
     """Write what the ranks of a layout keep."""
     storage, found = kept(layout, transport.rank)
-    return checkpoint.save(folder, found, storage, transport, HostBackend(), Done(step, 12 * step, run), layout._asdict(),
+    return checkpoint.save(folder, found, storage, transport, HostBackend(), Done(step, 12 * step, run), layout.facts,
                            {"scale": 0.5}, keep=9)
 
 
@@ -122,5 +127,5 @@ def load(transport, path, layout):
     storage, wanted = kept(layout, transport.rank)
     empty = [one._replace(array=np.zeros_like(one.array)) for one in wanted]
     found = checkpoint.read_beside(transport, path)
-    checkpoint.load(found, empty, storage, transport, HostBackend(), layout._asdict())
+    checkpoint.load(found, empty, storage, transport, HostBackend(), layout.facts)
     return storage, empty, wanted

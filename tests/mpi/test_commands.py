@@ -155,6 +155,20 @@ def test_a_job_killed_between_checkpoint_and_evaluation_loses_no_validation_reco
     assert [r["step"] for r in records(tmp_path / "run") if "val_loss" in r] == [4, 8, 12]
 
 
+def test_a_target_that_one_rank_alone_has_ends_a_program_of_ones_own_and_names_the_rank(tmp_path):
+    program = """
+import numpy as np
+from mpitrain import Plain, Trainer, Unit, connect, normal, ops_for, parse
+transport, layers = connect(), Plain(ops_for("cpu"))
+trainer = Trainer(transport, [Unit("out", layers.linear(2, 2, normal(0.2)))], parse({}))
+for step in range(3):
+    trainer.step(step, np.ones((16, 2), "float32"), np.full(16, -100 if (step, transport.rank) == (1, 1) else 1))
+"""
+    done = python_ranks(2, program, tmp_path)
+    assert done.returncode not in (0, 85) and "Traceback" not in done.stderr
+    assert "rank 1: DataError: Targets must lie in 0..1, but step 2 on rank 1 (" in done.stderr
+
+
 MISTAKES = [
     (["--set", "model.widht=3"], "There is no key model.widht; did you mean model.width?"),
     (["--set", "data.source=text:nowhere.txt"], "The data file nowhere.txt cannot be read: No such file or directory."),

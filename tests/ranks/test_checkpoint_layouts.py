@@ -90,7 +90,7 @@ def test_state_that_is_not_needed_may_be_missing_and_numbers_come_back(tmp_path)
         storage, found = kept(layout, transport.rank)
         expected = Kept("prediction", np.ones(storage.length, "f4"), (Piece(0, storage.length, 0),), needed=False)
         loaded = checkpoint.load(checkpoint.read_beside(transport, path), [*found, expected], storage, transport, HostBackend(),
-                                 layout._asdict())
+                                 layout.facts)
         return loaded.manifest.scalars, loaded.done, expected.array.all()
 
     assert run_ranks(2, run) == [({"scale": 0.5}, Done(1, 12, "run"), True)] * 2

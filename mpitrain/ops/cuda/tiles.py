@@ -3,12 +3,15 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
 from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda.elements import c_type
+from mpitrain.strict_json import validated
 
 
 class Tile(NamedTuple):
@@ -99,6 +102,9 @@ EDGE = 16         # a block does as much work on what passes through shared memo
 BYTES = 20        # that a multiprocessor's share of the memory moves in a cycle
 LAUNCH = 5000     # cycles that one more kernel takes
 GAIN = 1.05       # by which splitting must win: the arithmetic is no more exact
+
+
+Extent = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 class Tiling(NamedTuple):
@@ -201,15 +207,38 @@ def worth_measuring(a: Any, m: int, n: int, k: int, engine: Engine) -> list[Tili
     return tilings
 
 
+class _Line(BaseModel):
+    """What a file says of one shape; it calls a tiling a plan."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    elements: Literal["float64", "float32", "float16", "bfloat16"]
+    stored: Literal["NN", "NT", "TN", "TT"]
+    m: Extent
+    n: Extent
+    k: Extent
+    kernel: Literal["gemm", "gemm_tensor"]
+    plan: tuple[list[int], Annotated[int, Field(ge=1, le=MOST_SPLITS)]]
+
+
+class _File(BaseModel):
+    """A table of tiles as text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    device: str = ""
+    measured: list[_Line]
+
+
 def read_tiles(path: Path) -> Table:
     """The table in a file of `write_tiles`; ConfigError if it is none."""
     try:
-        return Table(_entry(**entry) for entry in json.loads(contents(path))["measured"])
+        return Table(map(_entry, validated(_File, contents(path)).measured))
     except OSError as error:
         raise ConfigError(f"The table of tiles {path} cannot be read: {error.strerror}.",
                           "mpitrain bench gemm --tune writes one.") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no table of tiles: {error!r:.100}.", "mpitrain bench gemm --tune writes one.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no table of tiles: {error}.", "mpitrain bench gemm --tune writes one.") from None
 
 
 def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
@@ -219,14 +248,14 @@ def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
     write_whole(path, json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
 
 
-def _entry(elements: str, stored: str, m: int, n: int, k: int, kernel: str, plan: list) -> Measured:
-    """A line of the file, which calls a tiling plan; ValueError for what no kernel takes."""
-    tile = {"gemm": Tile, "gemm_tensor": TensorTile}[kernel](*plan[0])
-    is_known = tile in TILES or (isinstance(tile, TensorTile) and tile._replace(STAGES=2) in two_stages())
-    numbers = (m, n, k, *plan[0], plan[1])    # of which true and 64.0 would be 1 and 64 in Python, but not in a kernel
-    if not is_known or not all(type(number) is int and number > 0 for number in numbers) or plan[1] > MOST_SPLITS:
-        raise ValueError(f"no kernel takes {plan} for {(m, n, k)}")
-    return Measured(elements, stored, m, n, k, Tiling(tile, plan[1]))
+def _entry(line: _Line) -> Measured:
+    """A line of the file; ValueError for a tile that no kernel has."""
+    wanted, splits = line.plan
+    tiles: list[Tile | TensorTile] = [*TILES, *TENSOR_TILES, *two_stages()]
+    for tile in tiles:
+        if [*tile] == wanted and tile.kernel == line.kernel:
+            return Measured(line.elements, line.stored, line.m, line.n, line.k, Tiling(tile, splits))
+    raise ValueError(f"no kernel takes {wanted} of {line.kernel}")
 
 
 def two_stages() -> tuple[TensorTile, ...]:
