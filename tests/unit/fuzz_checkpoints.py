@@ -95,9 +95,8 @@ class Manifests:
         shutil.copytree(self.whole, path)
         kind = rng.choice([*OF_VALUES, *OF_TEXTS, "in the way", "bounds", "overlap", "swap"])
         if kind == "in the way":
-            return Damaged(
-                kind, path, MANIFEST, self.truth if in_the_way(rng, path / MANIFEST) else INVALID
-            )
+            in_the_way(rng, path / MANIFEST)  # links below a run directory are not followed, either
+            return Damaged(kind, path, MANIFEST, INVALID)
         if kind in OF_TEXTS:
             seal(path, self.body)
             full = json.loads((path / MANIFEST).read_text())
@@ -114,9 +113,14 @@ class Manifests:
         if not is_valid or not self._is_whole(body):
             return Damaged(kind, path, str(path), INVALID)
         done, _, arrays = self.truth
-        same = [one[3] for one in body["stored"]] == [
-            one[3] for one in self.body["stored"]
-        ] and body["layout"] == self.body["layout"]
+        same = all(
+            of(body) == of(self.body)
+            for of in (
+                lambda one: one["layout"],
+                lambda one: [stored[3] for stored in one["stored"]],
+                lambda one: [writer for writer, _, _ in one["files"].values()],
+            )
+        )
         done = done._replace(samples=body["samples"], run=body["run"])
         return Damaged(kind, path, "", (done, body["scalars"], arrays if same else loaded(path)[2]))
 

@@ -41,7 +41,8 @@ class Headers:
         }
         kind = rng.choice([*OF_VALUES, *OF_TEXTS, "in the way", *own, *own])
         if kind == "in the way":
-            is_valid = in_the_way(rng, file)
+            in_the_way(rng, file)  # links below a run directory are not followed, either
+            is_valid = False
         elif kind in OF_TEXTS:
             text, is_valid = OF_TEXTS[kind](rng, header, json.dumps), False
             file.write_bytes(len(text).to_bytes(8, "little") + text + body)
@@ -204,7 +205,8 @@ class Headers:
             ["file", "missing", "type", "text", "more", "metadata", "no map", "way"]
         )
         if change == "way":
-            return in_the_way(rng, path / INDEX)
+            in_the_way(rng, path / INDEX)
+            return False
         if change == "file":
             places[name] = rng.choice(
                 [

@@ -9,6 +9,7 @@ import numpy as np
 import tomli_w
 
 from mpitrain.cli import report
+from mpitrain.cli.files import Outputs
 from mpitrain.config import parse
 from mpitrain.run.folder import CONFIG, METRICS, trace_file
 from mpitrain.trace.read import read_trace
@@ -57,7 +58,9 @@ def traced(folder: Path) -> Path:
 def told(path: Path):
     """What a trace says, once `mpitrain report` has said what it makes of the run."""
     run = path.parents[1]
-    report.reported(run)
+    outputs = Outputs()
+    report.reported(run, outputs)
+    outputs.settle()
     json.loads((run / "report/perfetto.json").read_text())
     facts, names, records, clocks = read_trace(path)
     return json.dumps(facts), [(what, [*ranks]) for what, ranks in names], records.tobytes(), clocks
@@ -105,8 +108,8 @@ class Traces:
         if kind in self.OF_HEAD:
             fresh = self.of_head(kind, rng, data)
         elif kind == "in the way":
-            fresh = data if in_the_way(rng, path) else None
-            return Damaged(kind, path, path.name, self.result(path, fresh, folder))
+            in_the_way(rng, path)  # links below a run directory are not followed, either
+            return Damaged(kind, path, path.name, INVALID)
         else:
             data, fresh = self.of_file(kind, rng, data)
         path.write_bytes(data)
