@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.bench.bound import LEASED, Bound, Leased, Staying
-from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, Way, lossy
+from mpitrain.bench.native import names, operation_of, refusals
+from mpitrain.bench.operations import Buffers, Operation, Way, lossy
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.together import starting_line
-from mpitrain.collectives.algorithms import TABLES, choices
+from mpitrain.collectives.algorithms import choices
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import memory_of
 from mpitrain.collectives.check import check_name
@@ -145,37 +146,36 @@ def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterat
     """
     device = agreed(transport, lambda: device_for(request.device))
     bench = Bench(request, tuning, over_device(transport, device.backend, "auto"), device.backend, arithmetic_of(device))
-    operation = OPERATIONS[request.operation]
-    subjects = [Subject(algorithm, operation, Wire("none")) for algorithm in _algorithms(bench)]
+    subjects = [Subject(algorithm, operation_of(request.operation, algorithm), Wire("none")) for algorithm in _algorithms(bench)]
     subjects += [Subject(f"wire {wire.name}" + f":{wire.amount:g}" * (wire.amount > 0), lossy(wire), wire)
                  for wire in request.wires]
     n, itemsize = transport.size, request.dtype.itemsize
     counts = list(dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes))
-    pools = dict(_pool(bench, operation, where, max(counts)) for where in request.buffers)
+    other = max(subject.operation.other(n, max(counts)) for subject in subjects)
+    pools = dict(_pool(bench, where, max(counts), other) for where in request.buffers)
     return _rows(bench, subjects, counts, pools)
 
 
 def _algorithms(bench: Bench) -> Sequence[str]:
     """The algorithms asked for; ConfigError on every rank for one that cannot run here."""
     request, transport = bench.request, bench.transport
-    known, dtype = choices(request.operation), request.dtype.name
+    known, dtype = names(request.operation), request.dtype.name
     situation = Situation(transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda")
-    refused = {name: refusal for name, algorithm in TABLES.get(request.operation, {}).items()
-               if (refusal := algorithm.refusal(situation))}
+    refused = refusals(request.operation, situation)
     for name in request.algorithms:
         if name in refused:
             raise on_every_rank(ConfigError(f"{request.operation} {refused[name].law}", "Leave it out."))
     return request.algorithms or [name for name in known if name not in refused]
 
 
-def _pool(bench: Bench, operation: Operation, where: str, count: int) -> tuple[str, Buffers | None]:
-    """Arrays that every size is a part of, and where they came to lie: there may be no room for a window, or no need."""
+def _pool(bench: Bench, where: str, count: int, other: int) -> tuple[str, Buffers | None]:
+    """Arrays of `count` and of `other` elements that every size is a part of, and where they came to lie: there may be no room for a window, or no need."""
     if where == LEASED:
         return where, None
     transport, dtype = bench.transport, bench.request.dtype
     plain = bench.backend.zeros if bench.request.device == "cuda" else aligned_zeros
     make = transport.allocate if where == "window" else plain
-    pool = Buffers(make(count, dtype), make(count if operation is OPERATIONS["all-to-all"] else 0, dtype))
+    pool = Buffers(make(count, dtype), make(other, dtype))
     return ("device" if on_device(pool.array) else memory_of(transport, pool.array)), pool
 
 
@@ -213,10 +213,12 @@ def _row(bench: Bench, subject: Subject, where: str, pool: Buffers | None, case:
     request, tuning, transport, backend, arithmetic = bench
     count = case.original.size
     if pool:
-        array, other = pool.array[:count], pool.other[:count]
+        operation = subject.operation
+        array, other = pool.array[:count], pool.other[:operation.other(transport.size, count)]
         other[:] = case.original[:other.size]
-        reduction = subject.operation.bind(transport, Buffers(array, other), Way(subject.name, tuning, arithmetic))
-        return _measure(bench, subject, where, Staying(array, reduction), case, sweep_number)
+        reduction = operation.bind(transport, Buffers(array, other), Way(subject.name, tuning, arithmetic))
+        result = other if operation.is_in_other else array[case.part]
+        return _measure(bench, subject, where, Staying(array, reduction, result), case, sweep_number)
     own = transport.split(0)
     assert own is not None
     group = Group(own, subject.name, tuning, arithmetic, backend.arena())
@@ -240,11 +242,12 @@ def _measure(bench: Bench, subject: Subject, where: str, bound: Bound, case: Cas
     _, times = timed(iterations)
     transport.native_all_reduce(times, "maximum")
     slowest = times / operation.ways * 1e6
-    found = backend.to_host(bound.array[case.part])
+    found = backend.to_host(bound.result)
     wrong = wrong_elements(transport, found, case.right) if wire.name == "none" else wrong_replicas(transport, found)
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     predicted = np.nan
-    if wire.name == "none" and request.device == "cpu" and where != LEASED:
+    is_modelled = chosen in choices(request.operation)  # MPI's own is, of all-reduces
+    if is_modelled and wire.name == "none" and request.device == "cpu" and where != LEASED:
         predicted = predict(tuning, request.operation, chosen, transport.hosts, count, dtype.itemsize, where) * 1e6
     return Row(request.operation, algorithm, where, nbytes, count, dtype.name, n, median, float(slowest.min()),
                float(np.percentile(slowest, 99)), nbytes / median / 1e3, nbytes / median / 1e3 * operation.bus(n),

@@ -135,8 +135,8 @@ def _swept(transport: Any, request: Any, tuning: Any, facts: dict[str, Any], jso
 def _request(name: str, options: dict[str, Any]) -> Any:
     """The command line as what to measure; ConfigError for names that do not exist."""
     from mpitrain.bench.bound import LEASED
+    from mpitrain.bench.native import names
     from mpitrain.bench.sweep import SweepRequest, dtype_of, sizes
-    from mpitrain.collectives.algorithms import choices
     from mpitrain.collectives.check import check_name
     from mpitrain.collectives.cost import MEMORY
     from mpitrain.collectives.wire import parse_wire
@@ -144,7 +144,7 @@ def _request(name: str, options: dict[str, Any]) -> Any:
 
     algorithms = () if options["algorithm"] == "all" else options["algorithm"].split(",")
     for algorithm in algorithms:
-        check_name(f"{name} algorithm", algorithm, choices(name))
+        check_name(f"{name} algorithm", algorithm, names(name))
     places = options["buffers"].split(",")
     for place in places:
         check_name(f"buffers of {name}", place, (*MEMORY, LEASED) if name == "allreduce" else MEMORY)

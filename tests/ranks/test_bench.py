@@ -28,6 +28,7 @@ from mpitrain.collectives.wire import parse_wire
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Kernels
+from mpitrain.transport import threads
 from mpitrain.transport.threads import run_ranks
 
 MACHINE = {"hosts": 1, "cores": 2}
@@ -98,6 +99,27 @@ def test_what_cannot_run_is_refused_by_name_and_left_out_of_all():
     assert "shared" not in {row.algorithm for row in rows_of(2, asked, "ab")}
     with pytest.raises(ConfigError, match="allreduce algorithm shared needs all ranks on one host"):
         rows_of(2, request("ring", "shared"), "ab")
+
+
+def test_mpi_s_own_is_measured_and_checked_beside_every_collective_of_ours(monkeypatch):
+    """A library that leaves a wrong number in one chunk is caught."""
+    peers = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
+
+    def rows(operation, dtype="float32", size=3):
+        asked = request(most=1 << 10)._replace(operation=operation, dtype=dtype_of(dtype))
+        return [row for row in rows_of(size, asked) if row.algorithm == "native"]
+
+    for operation in peers:
+        found = rows(operation)
+        assert {row.buffers for row in found} == {"window", "plain"} and len(found) == 6, operation
+        assert all(row.wrong == 0 and row.chosen == "native" and np.isnan(row.predicted_us) for row in found), operation
+        assert all(row.wrong == 0 for row in rows(operation, size=1)), operation
+    assert [bool(rows(operation, "bfloat16")) for operation in peers] == [True, False, False, True, True], "what MPI can sum"
+    assert not rows("sendrecv")
+    right = threads.expected
+    monkeypatch.setattr(threads, "expected", lambda *words: right(*words) + (words[2] == 0))
+    for operation in peers:
+        assert all(row.wrong == row.count // (3 if operation == "reduce-scatter" else 1) for row in rows(operation)), operation
 
 
 def test_sums_that_a_short_dtype_must_round_are_not_wrong():
