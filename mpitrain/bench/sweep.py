@@ -11,12 +11,12 @@ import numpy as np
 from mpitrain.bench.bound import LEASED, Bound, Leased, Staying
 from mpitrain.bench.native import names, operation_of, refusals
 from mpitrain.bench.operations import Buffers, Operation, Way, lossy
+from mpitrain.bench.request import SweepRequest
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.together import starting_line
 from mpitrain.collectives.algorithms import choices
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import memory_of
-from mpitrain.collectives.check import check_name
 from mpitrain.collectives.cost import Tuning, predict
 from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.group import Group
@@ -34,33 +34,6 @@ SECONDS = 0.25
 
 LONG, LONGEST = 0.05, 1.0
 """Seconds of the fastest run after which no longer array is needed: if time grows as fast as the array, and in any case."""
-
-
-class SweepRequest(NamedTuple):
-    """What to measure.
-
-    algorithms  names; none for all that can run here
-    iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
-    warmup      runs before those, at least 1
-    buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"; of an all-reduce also
-                "leased": where a group leases activations
-    wires       lossy formats to measure beside the algorithms of an all-reduce
-    stops       leave out arrays so long that what they take follows from shorter ones
-    sweeps      times that the whole list is gone through, so that rows to compare alternate
-    device      kind of the device whose memory holds the arrays and whose kernels reduce them
-    """
-
-    operation: str
-    algorithms: Sequence[str]
-    sizes: Sequence[int]
-    dtype: np.dtype
-    iterations: int
-    warmup: int
-    buffers: Sequence[str]
-    sweeps: int
-    wires: Sequence[Wire] = ()
-    device: str = "cpu"
-    stops: bool = False
 
 
 class Bench(NamedTuple):
@@ -117,29 +90,17 @@ class Row(NamedTuple):
     sweep: int
 
 
-def dtype_of(name: str) -> np.dtype:
-    """A dtype by name; ConfigError for one that cannot be reduced."""
-    check_name("dtype", name, ("float32", "float64", "float16", "bfloat16", "int32"))
-    if name == "bfloat16":
-        import ml_dtypes  # noqa: F401  registers the name with NumPy
-    return np.dtype(name)
+class Sweep:
+    """An iterator over rows as they are measured. It knows how many there will be: at most, if the request stops early."""
+
+    def __init__(self, total: int, rows: Iterator[Row]):
+        self.total, self._rows = total, rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._rows
 
 
-def sizes(least: int, most: int, factor: float) -> list[int]:
-    """Bytes from least to most, each `factor` times the one before; ConfigError if there are none, or no end of them."""
-    if not 1.01 <= factor < math.inf:
-        raise ConfigError(f"Sizes grow by a factor of 1.01 or more, but this is {factor:g}.", "Set --factor to 2 or 4.")
-    if not 1 <= least <= most:
-        raise ConfigError(f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
-                          "Set --min-bytes and --max-bytes.")
-    found, size = [], float(least)
-    while size <= most * 1.000001:
-        found.append(round(size))
-        size *= factor
-    return found
-
-
-def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterator[Row]:
+def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Sweep:
     """Rows as they are measured; the same ones on every rank. Collective.
 
     raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
@@ -153,7 +114,7 @@ def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterat
     counts = list(dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes))
     other = max(subject.operation.other(n, max(counts)) for subject in subjects)
     pools = dict(_pool(bench, where, max(counts), other) for where in request.buffers)
-    return _rows(bench, subjects, counts, pools)
+    return Sweep(request.sweeps * len(counts) * len(subjects) * len(pools), _rows(bench, subjects, counts, pools))
 
 
 def _algorithms(bench: Bench) -> Sequence[str]:
@@ -169,7 +130,10 @@ def _algorithms(bench: Bench) -> Sequence[str]:
 
 
 def _pool(bench: Bench, where: str, count: int, other: int) -> tuple[str, Buffers | None]:
-    """Arrays of `count` and of `other` elements that every size is a part of, and where they came to lie: there may be no room for a window, or no need."""
+    """Arrays of `count` and of `other` elements that every size is a part of, and where they came to lie.
+
+    There may be no room for a window, or no need of one.
+    """
     if where == LEASED:
         return where, None
     transport, dtype = bench.transport, bench.request.dtype

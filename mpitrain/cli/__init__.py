@@ -15,6 +15,7 @@ from mpitrain.machine.process import launched
 USAGE = 2  # exit code of wrong usage or configuration
 STOPPED = 85  # exit code of a run that stopped on request: run it again to go on
 TERMINAL = "MPITRAIN_TERMINAL"  # set by `launch` to the columns of the terminal behind the pipe that the ranks are given
+OUTPUT_TERMINAL = "MPITRAIN_OUTPUT_TERMINAL"  # the same of standard output, which may be another one, or none
 # What rank 0 of `train` says on its standard output, and `launch` hears: the run has its directory, ended, or was stopped.
 BEGAN, ENDED, STOPPED_AT = "; run directory ", "done: parameters bitwise equal", "stopped at step "
 NOT_BEGUN = "stopped before the run began: there is nothing to save"

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli import Group
-from mpitrain.cli.bench import Bytes
+from mpitrain.cli.bench_options import Bytes
 from mpitrain.cli.files import check_files
 from mpitrain.cli.micro_batches import command as micro_batches
 from mpitrain.machine import process

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from mpitrain.cli import ENDED, NOT_BEGUN, STOPPED, STOPPED_AT, TERMINAL, USAGE
+from mpitrain.cli import ENDED, NOT_BEGUN, OUTPUT_TERMINAL, STOPPED, STOPPED_AT, TERMINAL, USAGE
 from mpitrain.cli.words import Errors, Output, Passage, Words
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -46,6 +46,7 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
     environment = {**os.environ, **settings}
     if sys.stderr.isatty() and line[0] != "srun":  # which holds a bar until its line ends: it gets lines instead
         environment[TERMINAL] = str(shutil.get_terminal_size().columns)
+    environment[OUTPUT_TERMINAL] = str(shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
     process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout and process.stderr

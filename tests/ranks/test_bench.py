@@ -12,9 +12,10 @@ import pytest
 
 from mpitrain.bench import sweep as sweeping
 from mpitrain.bench import together
-from mpitrain.bench.fit import check, fit, median_of_sweeps
+from mpitrain.bench.fit import all_spoilt, check, checked, fit, median_of_sweeps
+from mpitrain.bench.request import SweepRequest, dtype_of, sizes
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
-from mpitrain.bench.sweep import SweepRequest, dtype_of, is_long_enough, sizes, sweep
+from mpitrain.bench.sweep import is_long_enough, sweep
 from mpitrain.bench.table import check_writable
 from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
@@ -60,6 +61,21 @@ def test_on_the_simulator_our_kernels_reduce_and_code(monkeypatch):
     launched.clear()
     rows_of(2, request("ring", buffers=("plain",), wires=[parse_wire("int8")]))
     assert on_device >= {"add_into", "encode_int8", "decode_int8"} and not launched
+
+
+def test_a_fit_learns_nothing_from_spoilt_rows_and_says_how_many():
+    """One algorithm's rows of one sweep are spoilt, then all of one class of memory."""
+    rows = [row._replace(min_us=0.9 * row.time_us) for row in rows_of(2, request(*candidates(Situation("aa")), most=1 << 16))]
+    spoilt = [row._replace(time_us=1e6 * row.time_us, sweep=2) for row in rows if row.algorithm == "ring"]
+    assert repr(median_of_sweeps([*rows, *spoilt])) == repr(median_of_sweeps(rows))
+    said = checked(MACHINE, "aa", [*rows, *spoilt])
+    total = len(rows) + len(spoilt)
+    assert said[0] == f"~ {len(spoilt)} of {total} rows are left out: their median is above 2 times the fastest run"
+    assert said[1:] == checked(MACHINE, "aa", rows)
+    for lost in ({"ring"}, {row.algorithm for row in rows} - {"shared", "native"}, {row.algorithm for row in rows}):
+        noisy = [row._replace(min_us=0.1 * row.time_us) if row.algorithm in lost else row for row in rows]
+        assert len(checked(MACHINE, "aa", noisy)) == (1 if "shared" in lost else 3), lost
+    assert all_spoilt(rows) == [] and all_spoilt(noisy) == ["plain", "window"]
 
 
 def test_between_hosts_there_is_no_window_and_links_are_fitted():
