@@ -10,6 +10,7 @@ from mpitrain.cli import Group
 from mpitrain.cli.bench_fit import fit
 from mpitrain.cli.bench_kernels import gemm, kernels, launch
 from mpitrain.cli.bench_options import Bytes, outputs
+from mpitrain.cli.bench_pairs import command as pairs
 from mpitrain.cli.bench_rows import Printed
 from mpitrain.cli.bench_train import command as train
 from mpitrain.cli.ending import MOST, ranks
@@ -31,6 +32,7 @@ command.add_command(kernels)
 command.add_command(gemm)
 command.add_command(launch)
 command.add_command(fit)
+command.add_command(pairs)
 
 
 WIRE = click.option("--wire", default="", metavar="A,B",

@@ -29,14 +29,14 @@ class Rows:
     through standard error. Through pipes there is no bar.
     """
 
-    def __init__(self, total: int):
-        """total: rows that will be measured, at most."""
+    def __init__(self, total: int, unit: str = "rows"):
+        """total: rows, or other units, that will be measured, at most."""
         columns = output_columns()
         self._is_beside = bool(columns)
         self._bar: tqdm[Any] = tqdm(
             total=total, disable=not columns and terminal() == 0, leave=False, file=sys.stdout if columns else sys.stderr,
             ncols=(columns or terminal() or USUAL) - 1, nrows=24,  # a terminal that mpirun makes says that it has one row
-            bar_format="{percentage:3.0f}% |{bar}| {n}/{total} rows, {remaining} left")
+            bar_format="{percentage:3.0f}% |{bar}| {n}/{total} " + unit + ", {remaining} left")
 
     def say(self, text: str) -> None:
         """Print lines above the bar."""
@@ -49,6 +49,11 @@ class Rows:
         """Print the line of a row that has been measured."""
         self._bar.n += 1
         self.say(text)
+
+    def count(self) -> None:
+        """One more unit is measured, and has no line."""
+        self._bar.n += 1
+        self._bar.refresh()
 
     def close(self) -> None:
         """Take the bar away."""
