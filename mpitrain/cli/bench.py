@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from mpitrain.cli import Group
+from mpitrain.cli.bench_bandwidth import command as bandwidth
 from mpitrain.cli.bench_fit import fit
 from mpitrain.cli.bench_kernels import gemm, kernels, launch
 from mpitrain.cli.bench_options import Bytes, outputs
@@ -33,6 +34,7 @@ command.add_command(gemm)
 command.add_command(launch)
 command.add_command(fit)
 command.add_command(pairs)
+command.add_command(bandwidth)
 
 
 WIRE = click.option("--wire", default="", metavar="A,B",
