@@ -78,7 +78,7 @@ def footer(rows: Sequence[Row]) -> list[str]:
             lines[-1] += f"  {figure(geometric_mean(ratios.values()))}, {figure(ratios[least])} at {least} bytes"
     if spoilt := sum(map(is_spoilt, rows)):
         lines += [f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest run, so other work ran most of",
-                  "  the time; left out of averages and ratios; measure again, or with more --sweeps"]
+                  "  the time; left out of averages and ratios. Measure again, with more --sweeps"]
     if spread := sum(map(is_spread, rows)):
         lines += [f"~ {spread} of {len(rows)} rows: p99 above {FAR:g} times the median, so other work ran meanwhile;",
                   "  the medians stand"]
