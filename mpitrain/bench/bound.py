@@ -24,6 +24,10 @@ class Bound(Protocol):
     def array(self) -> Any:
         """The array, flat; a reference to it is good until it is made anew."""
 
+    @property
+    def result(self) -> Any:
+        """The elements that a run leaves as its result."""
+
     def renew(self) -> None:
         """Make the array anew for a run, where it does not stay."""
 
@@ -32,10 +36,13 @@ class Bound(Protocol):
 
 
 class Staying:
-    """A collective on an array that stays where it is."""
+    """A collective on an array that stays where it is.
 
-    def __init__(self, array: Any, reduction: Reduction):
-        self.array, self.algorithm, self.run = array, reduction.algorithm, reduction.run
+    result  the part of the array that holds the result, or another array that does
+    """
+
+    def __init__(self, array: Any, reduction: Reduction, result: Any):
+        self.array, self.algorithm, self.run, self.result = array, reduction.algorithm, reduction.run, result
 
     def renew(self) -> None:
         """Nothing to do."""
@@ -58,6 +65,11 @@ class Leased:
         """The activation, flat."""
         assert self._exchange is not None
         return self._exchange.array
+
+    @property
+    def result(self) -> Any:
+        """All of it."""
+        return self.array
 
     def renew(self) -> None:
         """End the lease, and take another one."""

@@ -9,6 +9,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from mpitrain.bench.sweep import Row
+from mpitrain.bench.table import FAR, is_spoilt
 from mpitrain.collectives.choose import choose
 from mpitrain.collectives.cost import KNOTS, TERMS, Constants, Tuning, is_whole, predict, shares, work
 from mpitrain.collectives.entry import Situation
@@ -32,9 +33,9 @@ class Check(NamedTuple):
 
 
 def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
-    """One row per algorithm, buffers and size, with the median of its times."""
+    """One row per algorithm, buffers and size, with the median of its times; spoilt rows are left out."""
     found: dict[tuple, list[Row]] = {}
-    for row in rows:
+    for row in (row for row in rows if not is_spoilt(row)):
         found.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
     return [same[0]._replace(time_us=median(row.time_us for row in same)) for same in found.values()]
 
@@ -60,8 +61,10 @@ def constants(rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults:
     """The constants of every amount at every knot, by least absolute relative error, none below zero.
 
     What no row says anything about is as at the nearest knot of which one does, or else the default; so is a knot that no
-    size comes near, such as the last where the links are too slow to measure long arrays.
+    size comes near, such as the last where the links are too slow to measure long arrays. Without rows all is the default.
     """
+    if not rows:
+        return defaults or {}
     seconds = np.array([row.time_us * 1e-6 for row in rows])
     near = np.array([shares(row.bytes) for row in rows])
     held = np.flatnonzero(near.max(axis=0) >= 0.5)
@@ -95,7 +98,7 @@ def least_absolute(matrix: np.ndarray) -> np.ndarray:
 def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str, Check]:
     """Compare the model with rows that it was not fitted to, by class of memory."""
     return {memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
-            for memory in dict.fromkeys(row.buffers for row in rows)}
+            for memory in dict.fromkeys(row.buffers for row in rows) if memory in tuning.plans[len(hosts)]}
 
 
 def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: str) -> Check:
@@ -103,21 +106,29 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
     times: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
         predicted = predict(tuning, "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, memory) * 1e6
-        errors[row.bytes <= SHORT].append(abs(predicted - row.time_us) / row.time_us)
+        if math.isfinite(predicted):  # or every row of this algorithm that the fit could learn from was spoilt
+            errors[row.bytes <= SHORT].append(abs(predicted - row.time_us) / row.time_us)
         times.setdefault((row.bytes, row.count), {})[row.chosen] = row.time_us
     choices = {}
     for (nbytes, count), measured in times.items():
         chosen = choose(tuning, Situation(hosts), count, nbytes // count, memory=memory)
-        choices[nbytes] = chosen, measured[chosen] / min(measured.values())
-    return Check(median(errors[True] + errors[False]), median(errors[True] or [math.nan]), choices)
+        if chosen in measured:
+            choices[nbytes] = chosen, measured[chosen] / min(measured.values())
+    return Check(median(errors[True] + errors[False] or [math.nan]), median(errors[True] or [math.nan]), choices)
+
+
+def all_spoilt(rows: Sequence[Row]) -> list[str]:
+    """The classes of memory of which no row is left to learn from."""
+    return sorted({row.buffers for row in rows} - {row.buffers for row in rows if not is_spoilt(row)})
 
 
 def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """Fit to every second size, and say how well that does on the others, in a line for each class of memory."""
+    spoilt, total = sum(map(is_spoilt, rows)), len(rows)
     rows = median_of_sweeps(rows)
     known = sorted({row.bytes for row in rows})[::2]
     found = fit(machine, hosts, [row for row in rows if row.bytes in known])
-    lines = []
+    lines = [f"~ {spoilt} of {total} rows are left out: their median is above {FAR:g} times the fastest run"] * bool(spoilt)
     for memory, (error, short, choices) in check(found, hosts, [row for row in rows if row.bytes not in known]).items():
         good = sum(ratio <= 1.15 for _, ratio in choices.values())
         lines.append(f"{memory} arrays of sizes left out: predicted within {error:.0%} (median; {short:.0%} up to "

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain import __version__
-from mpitrain.bench.sweep import SweepRequest
 from mpitrain.machine.process import processors
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
@@ -17,10 +16,10 @@ def machine(transport: Transport) -> dict[str, Any]:
             "mpi": library().version}
 
 
-def header(transport: Transport, request: SweepRequest, arguments: Sequence[str]) -> dict[str, Any]:
+def header(transport: Transport, operation: str, device: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Facts for the reader of a table or of its JSON."""
     return {"mpitrain": __version__, "ranks": transport.size, **machine(transport), "host_names": sorted(set(transport.hosts)),
-            "device": request.device, "op": request.operation, "arguments": list(arguments)}
+            "device": device, "op": operation, "arguments": list(arguments)}
 
 
 def printed(facts: dict[str, Any]) -> list[str]:

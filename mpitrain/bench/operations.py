@@ -22,7 +22,10 @@ DRAWN = 100_003
 
 
 class Buffers(NamedTuple):
-    """What an operation works on, in the memory of a device. `other` is what an all-to-all sends, empty for the rest."""
+    """The arrays of an operation, in the memory of a device.
+
+    other  what an all-to-all sends; where MPI's own reduce-scatter leaves its chunk; empty for the rest
+    """
 
     array: Any
     other: Any
@@ -49,6 +52,8 @@ class Operation(NamedTuple):
     bus         (n) -> bus bandwidth over algorithm bandwidth
     ways        runs of the network in one run: 2 for a ping-pong, whose time is that of one way
     fill        (rank, count) -> what a rank brings
+    other       (n, count) -> elements of `Buffers.other`
+    is_in_other whether the result lies there
     """
 
     bind: Callable[[Transport, Buffers, Way], Reduction]
@@ -56,6 +61,8 @@ class Operation(NamedTuple):
     bus: Callable[[int], float]
     ways: int = 1
     fill: Callable[[int, int], np.ndarray] = filled
+    other: Callable[[int, int], int] = lambda n, count: 0
+    is_in_other: bool = False
 
 
 def summed(transport: Transport, count: int) -> np.ndarray:
@@ -117,7 +124,7 @@ OPERATIONS = {
         _rooted, lambda n: 1.0),
     "all-to-all": Operation(
         lambda transport, buffers, way: bind.bind_all_to_all(transport, buffers.other, buffers.array, way.algorithm),
-        _transposed, lambda n: (n - 1) / n),
+        _transposed, lambda n: (n - 1) / n, other=lambda n, count: count),
     "sendrecv": Operation(
         lambda transport, buffers, way: bind.bind_ping_pong(transport, buffers.array, way.algorithm),
         lambda transport, count: (slice(None), filled(0 if transport.rank == transport.size - 1 else transport.rank, count)),

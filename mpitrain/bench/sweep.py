@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.bench.bound import LEASED, Bound, Leased, Staying
-from mpitrain.bench.operations import OPERATIONS, Buffers, Operation, Way, lossy
+from mpitrain.bench.native import names, operation_of, refusals
+from mpitrain.bench.operations import Buffers, Operation, Way, lossy
+from mpitrain.bench.request import SweepRequest
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.together import starting_line
-from mpitrain.collectives.algorithms import TABLES, choices
+from mpitrain.collectives.algorithms import choices
 from mpitrain.collectives.arithmetic import Arithmetic
 from mpitrain.collectives.bind import memory_of
-from mpitrain.collectives.check import check_name
 from mpitrain.collectives.cost import Tuning, predict
 from mpitrain.collectives.entry import Situation
 from mpitrain.collectives.group import Group
@@ -33,33 +34,6 @@ SECONDS = 0.25
 
 LONG, LONGEST = 0.05, 1.0
 """Seconds of the fastest run after which no longer array is needed: if time grows as fast as the array, and in any case."""
-
-
-class SweepRequest(NamedTuple):
-    """What to measure.
-
-    algorithms  names; none for all that can run here
-    iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
-    warmup      runs before those, at least 1
-    buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"; of an all-reduce also
-                "leased": where a group leases activations
-    wires       lossy formats to measure beside the algorithms of an all-reduce
-    stops       leave out arrays so long that what they take follows from shorter ones
-    sweeps      times that the whole list is gone through, so that rows to compare alternate
-    device      kind of the device whose memory holds the arrays and whose kernels reduce them
-    """
-
-    operation: str
-    algorithms: Sequence[str]
-    sizes: Sequence[int]
-    dtype: np.dtype
-    iterations: int
-    warmup: int
-    buffers: Sequence[str]
-    sweeps: int
-    wires: Sequence[Wire] = ()
-    device: str = "cpu"
-    stops: bool = False
 
 
 class Bench(NamedTuple):
@@ -116,66 +90,56 @@ class Row(NamedTuple):
     sweep: int
 
 
-def dtype_of(name: str) -> np.dtype:
-    """A dtype by name; ConfigError for one that cannot be reduced."""
-    check_name("dtype", name, ("float32", "float64", "float16", "bfloat16", "int32"))
-    if name == "bfloat16":
-        import ml_dtypes  # noqa: F401  registers the name with NumPy
-    return np.dtype(name)
+class Sweep:
+    """An iterator over rows as they are measured. It knows how many there will be: at most, if the request stops early."""
+
+    def __init__(self, total: int, rows: Iterator[Row]):
+        self.total, self._rows = total, rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._rows
 
 
-def sizes(least: int, most: int, factor: float) -> list[int]:
-    """Bytes from least to most, each `factor` times the one before; ConfigError if there are none, or no end of them."""
-    if not 1.01 <= factor < math.inf:
-        raise ConfigError(f"Sizes grow by a factor of 1.01 or more, but this is {factor:g}.", "Set --factor to 2 or 4.")
-    if not 1 <= least <= most:
-        raise ConfigError(f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
-                          "Set --min-bytes and --max-bytes.")
-    found, size = [], float(least)
-    while size <= most * 1.000001:
-        found.append(round(size))
-        size *= factor
-    return found
-
-
-def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Iterator[Row]:
+def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Sweep:
     """Rows as they are measured; the same ones on every rank. Collective.
 
     raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
     """
     device = agreed(transport, lambda: device_for(request.device))
     bench = Bench(request, tuning, over_device(transport, device.backend, "auto"), device.backend, arithmetic_of(device))
-    operation = OPERATIONS[request.operation]
-    subjects = [Subject(algorithm, operation, Wire("none")) for algorithm in _algorithms(bench)]
+    subjects = [Subject(algorithm, operation_of(request.operation, algorithm), Wire("none")) for algorithm in _algorithms(bench)]
     subjects += [Subject(f"wire {wire.name}" + f":{wire.amount:g}" * (wire.amount > 0), lossy(wire), wire)
                  for wire in request.wires]
     n, itemsize = transport.size, request.dtype.itemsize
     counts = list(dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes))
-    pools = dict(_pool(bench, operation, where, max(counts)) for where in request.buffers)
-    return _rows(bench, subjects, counts, pools)
+    other = max(subject.operation.other(n, max(counts)) for subject in subjects)
+    pools = dict(_pool(bench, where, max(counts), other) for where in request.buffers)
+    return Sweep(request.sweeps * len(counts) * len(subjects) * len(pools), _rows(bench, subjects, counts, pools))
 
 
 def _algorithms(bench: Bench) -> Sequence[str]:
     """The algorithms asked for; ConfigError on every rank for one that cannot run here."""
     request, transport = bench.request, bench.transport
-    known, dtype = choices(request.operation), request.dtype.name
+    known, dtype = names(request.operation), request.dtype.name
     situation = Situation(transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda")
-    refused = {name: refusal for name, algorithm in TABLES.get(request.operation, {}).items()
-               if (refusal := algorithm.refusal(situation))}
+    refused = refusals(request.operation, situation)
     for name in request.algorithms:
         if name in refused:
             raise on_every_rank(ConfigError(f"{request.operation} {refused[name].law}", "Leave it out."))
     return request.algorithms or [name for name in known if name not in refused]
 
 
-def _pool(bench: Bench, operation: Operation, where: str, count: int) -> tuple[str, Buffers | None]:
-    """Arrays that every size is a part of, and where they came to lie: there may be no room for a window, or no need."""
+def _pool(bench: Bench, where: str, count: int, other: int) -> tuple[str, Buffers | None]:
+    """Arrays of `count` and of `other` elements that every size is a part of, and where they came to lie.
+
+    There may be no room for a window, or no need of one.
+    """
     if where == LEASED:
         return where, None
     transport, dtype = bench.transport, bench.request.dtype
     plain = bench.backend.zeros if bench.request.device == "cuda" else aligned_zeros
     make = transport.allocate if where == "window" else plain
-    pool = Buffers(make(count, dtype), make(count if operation is OPERATIONS["all-to-all"] else 0, dtype))
+    pool = Buffers(make(count, dtype), make(other, dtype))
     return ("device" if on_device(pool.array) else memory_of(transport, pool.array)), pool
 
 
@@ -218,10 +182,12 @@ def _row(bench: Bench, subject: Subject, where: str, pool: Buffers | None, case:
     request, tuning, transport, backend, arithmetic = bench
     count = case.original.size
     if pool:
-        array, other = pool.array[:count], pool.other[:count]
+        operation = subject.operation
+        array, other = pool.array[:count], pool.other[:operation.other(transport.size, count)]
         other[:] = case.original[:other.size]
-        reduction = subject.operation.bind(transport, Buffers(array, other), Way(subject.name, tuning, arithmetic))
-        return _measure(bench, subject, where, Staying(array, reduction), case, sweep_number)
+        reduction = operation.bind(transport, Buffers(array, other), Way(subject.name, tuning, arithmetic))
+        result = other if operation.is_in_other else array[case.part]
+        return _measure(bench, subject, where, Staying(array, reduction, result), case, sweep_number)
     own = transport.split(0)
     assert own is not None
     group = Group(own, subject.name, tuning, arithmetic, backend.arena())
@@ -249,11 +215,12 @@ def _measure(bench: Bench, subject: Subject, where: str, bound: Bound, case: Cas
     _, times = timed(iterations)
     transport.native_all_reduce(times, "maximum")
     slowest = times / operation.ways * 1e6
-    found = backend.to_host(bound.array[case.part])
+    found = backend.to_host(bound.result)
     wrong = wrong_elements(transport, found, case.right) if wire.name == "none" else wrong_replicas(transport, found)
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     predicted = np.nan
-    if wire.name == "none" and request.device == "cpu" and where != LEASED:
+    is_modelled = chosen in choices(request.operation)  # MPI's own is, of all-reduces
+    if is_modelled and wire.name == "none" and request.device == "cpu" and where != LEASED:
         predicted = predict(tuning, request.operation, chosen, transport.hosts, count, dtype.itemsize, where) * 1e6
     return Row(request.operation, algorithm, where, nbytes, count, dtype.name, n, median, float(slowest.min()),
                float(np.percentile(slowest, 99)), nbytes / median / 1e3, nbytes / median / 1e3 * operation.bus(n),

@@ -9,6 +9,7 @@ from statistics import fmean, median
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from mpitrain.bench.table import FAR
 from mpitrain.config import ASYNCHRONOUS, Config
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
@@ -71,6 +72,19 @@ class Result(NamedTuple):
     def step_s(self) -> float:
         """Median over blocks."""
         return median(self.blocks)
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether most blocks took far longer than the fastest, so that no ratio follows from them."""
+        return self.step_s > FAR * min(self.blocks)
+
+
+class Block(NamedTuple):
+    """A row of the CSV file: a block of one side."""
+
+    side: str
+    block: int
+    step_s: float
 
 
 def peer_class(name: str, config: Config, dp: int = 1) -> Any:
@@ -190,11 +204,16 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
         spread = f"{min(result.blocks):.4f} .. {max(result.blocks):.4f}"
         rate = f"{tokens / result.step_s:10.0f}" if tokens else f"{'-':>10}"
         waits = f"{median(result.comm_s):9.4f}" if result.comm_s else f"{'-':>9}"
-        lines.append(f"{result.name:<{width}} {result.step_s:9.4f} {waits} {rate}   {spread:<18} {result.losses[-1]:10.5f}")
+        mark = "~" if result.is_spoilt else " "
+        lines.append(f"{result.name:<{width}} {result.step_s:9.4f}{mark}{waits} {rate}   {spread:<18} {result.losses[-1]:10.5f}")
     ours, *others = results
     for other in others:
         ratios = against(ours, other)
         apart = max(abs(a - b) for a, b in zip(ours.losses, other.losses, strict=True))
+        if ours.is_spoilt or other.is_spoilt:
+            lines.append(f"{ours.name} and {other.name}: no ratio, as a median block took over {FAR:g} times the fastest (~): "
+                         f"measure again; losses at most {apart:.1e} apart")
+            continue
         lines.append(f"{ours.name} is {median(ratios):.3f} times as fast as {other.name} (blocks {min(ratios):.3f} .. "
                      f"{max(ratios):.3f}); losses at most {apart:.1e} apart")
     return lines
@@ -203,6 +222,11 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
 def against(ours: Result, other: Result) -> list[float]:
     """How many times as fast as the other side, in each pair of neighbouring blocks."""
     return [theirs / mine for mine, theirs in zip(ours.blocks, other.blocks, strict=True)]
+
+
+def block_rows(results: Sequence[Result]) -> list[Block]:
+    """Every block of every side."""
+    return [Block(result.name, number, seconds) for result in results for number, seconds in enumerate(result.blocks, 1)]
 
 
 def write_json(path: Path, device: str, results: Sequence[Result]) -> None:

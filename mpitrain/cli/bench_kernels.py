@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mpitrain.cli.bench_options import CSV, JSON, write_rows
 from mpitrain.cli.files import Outputs, check_files
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
@@ -36,7 +37,8 @@ class Names(click.ParamType):
 def on_a_device(command: Callable) -> Callable:
     """The options that both benchmarks have."""
     for option in (
-        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured."),
+        CSV,
+        JSON,
         click.option("--tiles", type=click.Path(), default="", help="Take tiles from this table, of bench gemm --tune."),
         click.option("--gemm", type=click.Choice(["tiled", "library"]), default="tiled", show_default=True,
                      help="Our matrix products: by our kernels, or by cuBLAS and kernels after it."),
@@ -50,7 +52,8 @@ def on_a_device(command: Callable) -> Callable:
 @click.command("kernels")
 @on_a_device
 @click.option("--peer", type=click.Choice(["torch"]), help="Measure attention in turns with PyTorch's fused one.")
-def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, peer: str | None) -> None:
+def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, csv_file: Path | None,
+            peer: str | None) -> None:
     """Measure every operation of a training step on this device.
 
     percent: of the bandwidth that a plain copy reaches, or of the rate of the first product; peer: of what adds or activates
@@ -66,7 +69,7 @@ def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | N
         click.echo(f"# {name}")
         click.echo(f"{'operation':<26} {'time us':>10} {'rate':>10} {'':<8} {'percent':>8} {'peer us':>10} {'#wrong':>7}")
         return _printed(
-            measure(device, theirs), json_file, name,
+            measure(device, theirs), (json_file, csv_file), name,
             lambda row: f"{row.name:<26} {row.time_us:10.1f} {row.rate:10.2f} {row.unit:<8} {row.percent:8.1f} "
                         f"{row.peer_us:10.1f} {row.wrong:7}".replace(f"{float('nan'):10.1f}", f"{'-':>10}"))
 
@@ -83,8 +86,8 @@ def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | N
 @click.option("--tune", is_flag=True, help="Measure every tile instead, and write the best ones to --out.")
 @click.option("--out", type=click.Path(path_type=Path),
               help="Of --tune: the table, for --tiles and device.tiles [tiles.json]; it keeps what it has for other shapes.")
-def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, shapes: str, dtypes: tuple[str, ...],
-         products: tuple[str, ...], tune: bool, out: Path | None) -> None:
+def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, csv_file: Path | None, shapes: str,
+         dtypes: tuple[str, ...], products: tuple[str, ...], tune: bool, out: Path | None) -> None:
     """Measure matrix products in turns with the library's: cuBLAS through CuPy, NumPy's BLAS on cuda-sim and cpu.
 
     T: an operand is stored transposed. Where ours does more than a product, the library's time has kernels after it.
@@ -104,7 +107,7 @@ def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None
         click.echo(f"{'product':<8} {'M x N x K':>18} {'dtype':>8}  {'tile':<13} {'time us':>10} {'library us':>11} "
                    f"{'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}")
         return _printed(
-            bench.measure(device, wanted, dtypes, products), json_file, name,
+            bench.measure(device, wanted, dtypes, products), (json_file, csv_file), name,
             lambda row: f"{row.product:<8} {f'{row.m} x {row.n} x {row.k}':>18} {row.dtype:>8}  {row.plan or '-':<13} "
                         f"{row.time_us:10.1f} {row.library_us:11.1f} {row.gflops:10.2f} {row.percent:8.1f} {row.wrong:7}")
 
@@ -112,7 +115,9 @@ def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None
 
 
 @click.command("launch")
-def launch() -> None:
+@JSON
+@CSV
+def launch(json_file: Path | None, csv_file: Path | None) -> None:
     """Measure what the host does to launch a kernel, on an engine that does nothing.
 
     Arguments are looked at one by one when a launch is the first of its kind, and in the simulator always; afterwards the launch
@@ -122,10 +127,15 @@ def launch() -> None:
     def run() -> int:
         from mpitrain.bench.launches import measure
 
+        check_files(0, [json_file, csv_file])
         click.echo(f"{'operation':<28} {'looked at us':>13} {'found again us':>15} {'ratio':>7} {'calls':>6} {'launches':>9}")
+        seen, outputs = list[Any](), Outputs()
         for row in measure():
+            seen.append(row)
+            write_rows(outputs, json_file, csv_file, {"arguments": sys.argv[1:]}, seen)
             click.echo(f"{row.name:<28} {row.looked_at_us:13.2f} {row.found_us:15.2f} {row.looked_at_us / row.found_us:7.1f} "
                        f"{row.calls:6} {row.launches:9}")
+        outputs.settle()
         return 0
 
     _end(run)
@@ -143,18 +153,14 @@ def _device(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, s
     return device, device.kernels.engine.name if device.kernels else processor()
 
 
-def _printed(rows: Any, json_file: Path | None, name: str, line: Callable[[Any], str]) -> int:
-    """Print rows as they come, and write them; how many elements are wrong."""
-    from mpitrain.bench.table import write_json
-
-    check_files(0, [json_file])
+def _printed(rows: Any, files: tuple[Path | None, Path | None], name: str, line: Callable[[Any], str]) -> int:
+    """Print rows as they come, and write them; how many elements are wrong. files: JSON and CSV."""
+    check_files(0, files)
     seen, outputs = list[Any](), Outputs()
     for row in rows:
         seen.append(row)
         click.echo(line(row))
-        if json_file:
-            with outputs.to(json_file):
-                write_json(json_file, {"device": name, "arguments": sys.argv[1:]}, seen)
+        write_rows(outputs, *files, {"device": name, "arguments": sys.argv[1:]}, seen)
     outputs.settle()
     return sum(row.wrong for row in seen)
 

@@ -30,8 +30,10 @@ ALONE = ["layout.dp=1", "layout.tp=1", "layout.pp=1", "layout.sequence_parallel=
 @click.option("--steps", type=click.IntRange(1, MOST), default=10, show_default=True, help="Training steps in a turn.")
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change the configuration (repeatable).")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all sides' times there, at the end.")
+@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write every side's blocks there, for spreadsheets.")
 def command(device: str | None, gemm: str | None, tp: int | None, pp: int | None, others: tuple[str, ...], alone: bool,
-            peer: str | None, blocks: int, steps: int, settings: tuple[str, ...], json_file: Path | None) -> None:
+            peer: str | None, blocks: int, steps: int, settings: tuple[str, ...], json_file: Path | None,
+            csv_file: Path | None) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences per rank.
 
     All sides start from the same weights and see the same batches, so their losses show that they do the same work. Of pipelines
@@ -40,7 +42,7 @@ def command(device: str | None, gemm: str | None, tp: int | None, pp: int | None
     changes = [*settings, *settings_of(("device.kind", device), ("device.gemm", gemm), ("layout.tp", tp),
                                         ("layout.pp", pp))]
     with ranks(kind=lambda: _configured(1, blocks, steps, changes).device.kind) as transport:
-        _measure(transport, changes, list(others), alone, peer, blocks, steps, json_file)
+        _measure(transport, changes, list(others), alone, peer, blocks, steps, json_file, csv_file)
 
 
 def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
@@ -53,12 +55,14 @@ def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
 
 
 def _measure(transport: Any, settings: list[str], others: list[str], alone: bool, peer: str | None, blocks: int, steps: int,
-             json_file: Path | None) -> None:
+             json_file: Path | None, csv_file: Path | None) -> None:
     from mpitrain.bench.pipelines import stage_rows, stage_table
+    from mpitrain.bench.table import write_csv
     from mpitrain.bench.train import (
         LookingOn,
         Ours,
         alternate,
+        block_rows,
         check_common_steps,
         check_same_work,
         named,
@@ -78,7 +82,7 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
             check_common_steps(each)
         return found
 
-    agreed(transport, lambda: check_files(transport.rank, [json_file]))
+    agreed(transport, lambda: check_files(transport.rank, [json_file, csv_file]))
     first, second, third = agreed(transport, configured)
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
@@ -111,6 +115,9 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
         if json_file:
             with outputs.to(json_file):
                 write_json(json_file, config.device.kind, results)
+        if csv_file:
+            with outputs.to(csv_file):
+                write_csv(csv_file, block_rows(results))
     agreed(transport, outputs.settle)
 
 

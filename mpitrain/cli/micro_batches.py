@@ -45,7 +45,7 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
     from mpitrain.bench.header import machine
     from mpitrain.bench.table import write_json
     from mpitrain.parallel.rows import sequences_of
-    from mpitrain.plan.micro_batches import best, counts, explanation, neighbours, predict, sizes, table
+    from mpitrain.plan.micro_batches import advice, best, counts, explanation, neighbours, predict, sizes, table
     from mpitrain.plan.stages import end_s, measure
     from mpitrain.run.build import build
     from mpitrain.run.resolve import resolve
@@ -74,10 +74,11 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
                    f"ms of its receiver's; the end of a step {1e3 * ending:.2f} ms\n")
         click.echo("\n".join(table(predicted)))
         click.echo("".join(f"\n{line}" for line in explanation(config, stages, rows, measured)))
-        click.echo(f"Set batch.micro_batches to {best(predicted).micro_batches}.")
+        click.echo("\n".join(advice(predicted)))
         if json_file:
+            named = None if best(predicted).is_spoilt else best(predicted).micro_batches
             with outputs.to(json_file):
-                write_json(json_file, {"best": best(predicted).micro_batches, "end_s": ending, **machine(transport),
+                write_json(json_file, {"best": named, "end_s": ending, **machine(transport),
                                        "measured": measured, "arguments": sys.argv[1:]}, predicted)
     if verified:
         near = neighbours(predicted)
@@ -101,7 +102,7 @@ def _verify(transport: Any, config: Any, source: Any, predicted: list[Any], bloc
         sides.append(Ours(build(transport, parse(with_settings(config.model_dump(), settings)), source=source),
                           str(each.micro_batches)))
     results = alternate(transport, sides[0].job, sides, blocks, steps)
-    named, fastest = best(predicted), min(results, key=lambda result: result.step_s)
+    named, quiet = best(predicted), [result for result in results if not result.is_spoilt]
     chosen = sides[predicted.index(named)].job
     rows = stage_rows(chosen.trainer, *chosen.trainer.replication.batch(chosen.data, 0))
     for side in sides:
@@ -109,8 +110,14 @@ def _verify(transport: Any, config: Any, source: Any, predicted: list[Any], bloc
     if transport.rank == 0:
         click.echo(f"\n{'micro-batches':>13} {'predicted ms':>13} {'measured ms':>12}   blocks")
         for each, result in zip(predicted, results, strict=True):
-            click.echo(f"{each.micro_batches:>13} {1e3 * each.step_s:>13.2f} {1e3 * result.step_s:>12.2f}   "
+            mark = "~" if result.is_spoilt else " "
+            click.echo(f"{each.micro_batches:>13} {1e3 * each.step_s:>13.2f} {1e3 * result.step_s:>12.2f}{mark}  "
                        f"{1e3 * min(result.blocks):.2f} .. {1e3 * max(result.blocks):.2f}")
-        took = results[predicted.index(named)].step_s / fastest.step_s
-        click.echo(f"measured best: {fastest.name}; a step of {named.micro_batches} takes {took:.3f} times as long\n\n"
-                   f"stages of {named.micro_batches} micro-batches:\n" + "\n".join(stage_table(rows)))
+        own = results[predicted.index(named)]
+        if own in quiet:
+            fastest = min(quiet, key=lambda result: result.step_s)
+            click.echo(f"measured best: {fastest.name}; a step of {named.micro_batches} takes "
+                       f"{own.step_s / fastest.step_s:.3f} times as long")
+        if len(quiet) < len(results):
+            click.echo(f"~ {len(results) - len(quiet)} of {len(results)} counts say nothing: other work ran most of the time")
+        click.echo(f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(stage_table(rows)))

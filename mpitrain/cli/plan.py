@@ -6,10 +6,10 @@ from pathlib import Path
 import click
 
 from mpitrain.cli import Group
+from mpitrain.cli.chart_width import columns, filled
 from mpitrain.cli.files import Outputs, check_files
 from mpitrain.cli.micro_batches import command as micro_batches
 from mpitrain.cli.plan_collectives import all_gather, allreduce, reduce_scatter
-from mpitrain.cli.terminal import columns, filled
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 

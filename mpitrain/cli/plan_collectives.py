@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from mpitrain.cli.bench import Bytes
+from mpitrain.cli.chart_width import columns
 from mpitrain.cli.files import Outputs, check_files
-from mpitrain.cli.terminal import columns
 from mpitrain.machine import process
 
 OPTIONS = (

@@ -16,7 +16,7 @@ import sys
 import time
 
 from mpitrain.cli import ENDED, LAUNCHED, NOT_BEGUN, STOPPED, STOPPED_AT, USAGE
-from mpitrain.cli.screen import ONE_TERMINAL, TERMINAL, Screen, columns, is_one_terminal
+from mpitrain.cli.screen import ONE_TERMINAL, OUTPUT_TERMINAL, TERMINAL, Screen, columns, is_one_terminal
 from mpitrain.cli.words import Errors, Output, Passage, Words
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -52,6 +52,7 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
         environment[TERMINAL], shown[1] = str(columns()), screen
         if is_one_terminal():
             environment[ONE_TERMINAL], shown[0] = "1", screen
+    environment[OUTPUT_TERMINAL] = str(columns(1) if sys.stdout.isatty() else 0)
     process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout and process.stderr

@@ -13,7 +13,7 @@ from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.memory import peak
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.plan.stages import Measured, Way
+from mpitrain.plan.stages import FAR, Measured, Way
 
 MOST = 64
 """Counts that are simulated; of more, some that grow by about the same factor."""
@@ -32,6 +32,7 @@ class Predicted(NamedTuple):
     step_s      seconds, from the first forward to the last update
     bubble      share of the time between the first and the last instruction in which stages do not compute
     peak_bytes  of activations, on the stage that holds most
+    is_spoilt   whether it rests on a measurement during which other work ran: nothing follows from it
     """
 
     micro_batches: int
@@ -39,6 +40,7 @@ class Predicted(NamedTuple):
     step_s: float
     bubble: float
     peak_bytes: float
+    is_spoilt: bool = False
 
 
 def counts(config: Config, stages: int, rows: int) -> list[int]:
@@ -77,10 +79,15 @@ def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
     return sorted({least, most, *(fitting << i for i in range(most.bit_length()) if least < fitting << i < most)})
 
 
+def around(measured: Sequence[Measured], rows: float) -> tuple[Measured, Measured]:
+    """The sizes on whose straight line micro-batches of so many rows lie."""
+    right = min(max(1, bisect_left([each.rows for each in measured], rows)), len(measured) - 1)
+    return measured[max(0, right - 1)], measured[right]
+
+
 def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]:
     """Costs and way of micro-batches of so many rows, on straight lines between the sizes that were measured."""
-    right = min(max(1, bisect_left([each.rows for each in measured], rows)), len(measured) - 1)
-    low, high = measured[max(0, right - 1)], measured[right]
+    low, high = around(measured, rows)
     part = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
 
     def mixed(one: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -100,13 +107,25 @@ def predict(config: Config, stages: int, rows: int, counts: Sequence[int], measu
         costs, way = between(measured, rows / count)
         simulation = simulate(with_messages(plan), costs, *way)
         most = max(peak(mine, costs).nbytes for mine in plan.lists)
-        found.append(Predicted(count, rows / count, simulation.makespan + end_s, simulation.bubble, most))
+        near = around(measured, rows / count)
+        is_spoilt = any(each.is_spoilt for each in [each for each in near if each.rows == rows / count] or near)
+        found.append(Predicted(count, rows / count, simulation.makespan + end_s, simulation.bubble, most, is_spoilt))
     return found
 
 
 def best(predicted: Sequence[Predicted]) -> Predicted:
-    """The fastest; of several as fast the one of fewest micro-batches."""
-    return min(predicted, key=lambda each: each.step_s)
+    """The fastest; of several as fast the one of fewest micro-batches. Those that are marked count only if all are."""
+    return min(predicted, key=lambda each: (each.is_spoilt, each.step_s))
+
+
+def advice(predicted: Sequence[Predicted]) -> list[str]:
+    """What to set, and how many counts have no say in it."""
+    spoilt = sum(each.is_spoilt for each in predicted)
+    lines = [f"~ {spoilt} of {len(predicted)} counts: measured while other work ran, the median above {FAR:g} times the fastest"]
+    lines = lines if spoilt else []
+    if spoilt == len(predicted):
+        return [*lines, "No count can be named: measure again while nothing else runs."]
+    return [*lines, f"Set batch.micro_batches to {best(predicted).micro_batches}."]
 
 
 def neighbours(predicted: Sequence[Predicted]) -> list[Predicted]:
@@ -124,8 +143,8 @@ def table(predicted: Sequence[Predicted]) -> list[str]:
         others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
     lines = [f"{'micro-batches':>13} {'rows each':>10} {'step ms':>10} {'bubble':>8} {'peak MB':>9}"]
     for each in sorted([*near, *others]):
-        mark = "   <- best" if each == best(predicted) else ""
-        lines.append(f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f} {100 * each.bubble:>7.1f}% "
+        mark, noisy = "   <- best" if each == best(predicted) and not each.is_spoilt else "", "~" if each.is_spoilt else " "
+        lines.append(f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f}{noisy}{100 * each.bubble:>7.1f}% "
                      f"{each.peak_bytes / 1e6:>9.2f}{mark}")
     return lines
 
@@ -135,6 +154,8 @@ def explanation(config: Config, stages: int, rows: int, measured: Sequence[Measu
     chunks = len(measured[0].costs) // stages
     name = config.pipeline.schedule
     worth = WORTH.get(name, 1 / chunks if SCHEDULES[name].chunks is None else 0.0)
+    if measured[0].is_spoilt or measured[-1].is_spoilt:
+        return ["Other work ran while the smallest or the largest size was measured: what a micro-batch costs is not known."]
     low, high = (max(sum(cost[:3]) for cost in each.costs) * chunks for each in (measured[0], measured[-1]))
     width = measured[-1].rows - measured[0].rows
     if not width or not worth:

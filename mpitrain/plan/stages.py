@@ -20,6 +20,10 @@ LEAST_S = 2e-3
 """Seconds that a receiver computes, at least, while it is found out what of a message's way its computing hides."""
 
 
+FAR = 2.0
+"""Times the fastest pass through a part beyond which the median tells of other work on the machine."""
+
+
 class Way(NamedTuple):
     """How a message goes between two stages: the arguments of `simulate`.
 
@@ -47,11 +51,18 @@ class Measured(NamedTuple):
 
     costs  of each part of the model: seconds on the slowest of the ranks that hold it, bytes on the one that holds most
     way    of the slowest message over a boundary
+    spread of the part whose passes differed most: the median over the fastest
     """
 
     rows: int
     costs: tuple[Cost, ...]
     way: Way
+    spread: float = 1.0
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether other work ran most of the time, so that nothing follows from these costs."""
+        return self.spread > FAR
 
 
 def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Sequence[int]) -> list[Measured]:
@@ -68,9 +79,10 @@ def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Se
         trainer.replication.finish(Contribution(step, (), 0.0))
         way = _way(trainer, (rows, *inputs.shape[1:]))
         told = trainer.transport.gather_text((mine, way))
-        costs = [Cost(*map(max, zip(*(each[str(part)] for each, _ in told if str(part) in each), strict=True)))
+        costs = [Cost(*map(max, zip(*(each[str(part)][:-1] for each, _ in told if str(part) in each), strict=True)))
                  for part in range(len(trainer.resolved.plan.place))]
-        found.append(Measured(rows, tuple(costs), slowest(way for _, way in told)))
+        spread = max(spread for each, _ in told for *_, spread in each.values())
+        found.append(Measured(rows, tuple(costs), slowest(way for _, way in told), spread))
     return found
 
 
@@ -96,11 +108,12 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
 
 
 def _part(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
-    """The fields of one part's Cost on this rank."""
+    """The fields of one part's Cost on this rank, and then the spread of its passes."""
     trainer.pipe.stages[part].begin(2 + REPEATS)
     kept = _kept(trainer, part, inputs, targets)
     times = [_there_and_back(trainer, part, inputs, targets) for _ in range(1 + REPEATS)][1:]
-    return [*map(median, zip(*times, strict=True)), *kept]
+    passes = [*map(sum, times)]
+    return [*map(median, zip(*times, strict=True)), *kept, median(passes) / min(passes)]
 
 
 def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[int]:

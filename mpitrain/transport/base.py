@@ -223,6 +223,14 @@ class Transport(Protocol):
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Request:
         """Begin `native_all_reduce`. Host memory only."""
 
+    def bind_native(self, operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+        """A function that runs another collective of the library's own, by its name in native.OPERATIONS, on host memory.
+
+        The length of the array is a multiple of the number of ranks. Collective: binding, and every run.
+        other  of an all-to-all: the array it sends, as long; of a reduce-scatter: receives this rank's chunk of the sum
+        raises CommError on every rank if one call of the library cannot take so many elements
+        """
+
     def abort(self, message: str) -> None:
         """Print the message and end every rank of the job at once, non-zero. Does not return."""
 

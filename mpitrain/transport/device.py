@@ -197,6 +197,9 @@ class DeviceTransport(Transport):
         self._carrier.native_all_reduce(array, op)  # Open MPI cannot begin one on GPU memory (open-mpi/ompi#12045)
         return _Ended()
 
+    def bind_native(self, operation: str, array: Any, other: Any) -> Callable[[], None]:
+        return self._host.bind_native(operation, array, other)
+
     def abort(self, message: str) -> None:
         self._host.abort(message)
 

@@ -27,6 +27,7 @@ from mpitrain.transport.base import (
     poll_until,
 )
 from mpitrain.transport.mpi_requests import Receive, Send, Turns
+from mpitrain.transport.native import library_call
 from mpitrain.transport.windows import Windows, no_room
 
 TYPE_BLOCK = 1 << 20
@@ -238,6 +239,9 @@ class MpiTransport(Transport):
         with self.turns.lock:
             return Several([Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
                             for message in self._parts(array)])
+
+    def bind_native(self, operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+        return library_call(self, operation, array, other)
 
     def _parts(self, array: np.ndarray) -> list[list]:
         """mpi4py's descriptions of the parts of an array that the library reduces one by one."""

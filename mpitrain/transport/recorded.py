@@ -96,6 +96,9 @@ class Recorded(Transport):
         span = self.recorder.begin(REDUCTION, self._native, nbytes=array.nbytes)
         return _Noted(self._inner.start_native_all_reduce(array, op), self.recorder, span, self._native, -1)
 
+    def bind_native(self, operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+        return self._inner.bind_native(operation, array, other)
+
     def abort(self, message: str) -> None:
         self._inner.abort(message)
 

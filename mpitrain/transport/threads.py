@@ -18,6 +18,7 @@ import numpy as np
 from mpitrain.errors import CommError
 from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Tenants, Traffic, Transport, aligned_zeros, check_message
+from mpitrain.transport.native import expected
 from mpitrain.transport.rendezvous import Arrival, Message, World
 from mpitrain.transport.windows import Windows
 
@@ -132,6 +133,11 @@ class ThreadTransport(Transport):
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self.start_native_all_reduce(array, op).wait()
+
+    def bind_native(self, operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+        brings, receives = (other, array) if operation == "all-to-all" else (array, array)
+        receives = other if operation == "reduce-scatter" else receives
+        return lambda: np.copyto(receives, expected(operation, self._meet(f"native {operation}", brings.copy()), self.rank))
 
     def abort(self, message: str) -> None:
         raise CommError(f"rank {self.me}: aborted: {message}")

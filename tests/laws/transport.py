@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import CommError
+from mpitrain.transport.native import OPERATIONS
 
 
 def coded(rank: int, count: int, dtype="float64") -> np.ndarray:
@@ -199,6 +200,26 @@ class TransportLaws:
                 while not request.test():
                     pass
                 assert np.array_equal(mine, stack.max(axis=0))
+
+    def law_native_collectives_are_bound_once_and_run_again(self, transport):
+        """Of the library's own: every operation on an empty, a short and a long array, in two runs of other numbers."""
+        n, rank = transport.size, transport.rank
+        for count in (0, n, 1001 * n):
+            chunk, mine = count // n, slice(rank * (count // n), (rank + 1) * (count // n))
+            for operation in OPERATIONS:
+                array = np.empty(count)
+                other = np.empty(count if operation == "all-to-all" else chunk if operation == "reduce-scatter" else 0)
+                run = transport.bind_native(operation, array, other)
+                for again in range(2):
+                    stack = np.stack([coded(each + again, count) for each in range(n)])
+                    (other if operation == "all-to-all" else array)[:] = stack[rank]
+                    run()
+                    total, bounds = stack.sum(axis=0), range(0, count, max(1, chunk))
+                    right = {"broadcast": stack[0], "reduce": total if rank == 0 else array, "reduce-scatter": total[mine],
+                             "all-gather": [stack[each][i:i + chunk] for each, i in enumerate(bounds)],
+                             "all-to-all": [stack[each][mine] for each in range(n)]}[operation]
+                    found = other if operation == "reduce-scatter" else array
+                    assert np.array_equal(found, np.reshape(right, -1)), (operation, count, again)
 
     def law_allocated_buffers_are_zero_and_aligned(self, transport):
         for count in (0, 1, 1001):

@@ -54,6 +54,25 @@ def test_so_is_every_other_one_and_every_dtype(tmp_path):
         assert text.count(f" {dtype}  ") == 3 * 3, "three algorithms, three sizes"
 
 
+def test_pairs_bandwidth_tables_for_spreadsheets_and_a_least_bandwidth(tmp_path):
+    """Of calls of one start: what they print and write, and their exit codes."""
+    short = ["--iterations", "3", "--json", "found.json", "--csv", "found.csv"]
+    calls = [["bench", "pairs", "--long", "64K", *short], ["bench", "bandwidth", "--pairs", "all", "--max-bytes", "64K",
+                                                           "--factor", "256", "--window", "8", *short],
+             ["bench", "broadcast", *SIZES, "--algorithm", "native", "--fail-below", "0", "--csv", "rows.csv"]]
+    _, (pairs, bandwidth, broadcast) = calls_of_one_start(3, calls, tmp_path, code=0)
+    assert "within a host        3 " in pairs and "bandwidth, GB/s, one way" in pairs and "wrong elements 0" in pairs
+    assert "wrong elements 0" in bandwidth and " both " in bandwidth and " one " in bandwidth
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert [(row["bytes"], row["ways"], row["pairs"]) for row in written["rows"]] == [
+        (nbytes, ways, 1) for nbytes in (1, 256, 65536) for ways in ("one", "both")]
+    assert len((tmp_path / "found.csv").read_text().splitlines()) == 1 + 6
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + 3 and "too slow" not in broadcast
+    least = ["bench", "broadcast", *SIZES, "--algorithm", "native,binomial", "--fail-below", "1e6"]
+    _, (failed,) = calls_of_one_start(3, [least], tmp_path, code=1)
+    assert failed.count("too slow: ") == 2 and failed.count("  native  ") >= 3, "the table is printed all the same"
+
+
 def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
     done = bench(2, "allreduce", "--algorithm", "ring", "--wire", "fp16,bf16,int8,topk,topk:0.1,powersgd:2", "--max-bytes", "16K",
                  "--iterations", "2", cwd=tmp_path)

@@ -56,7 +56,8 @@ def test_all_sides_do_the_same_work(tmp_path):
         assert [side["name"] for side in sides] == names
         *_, second, third = text.strip().splitlines()
         for line, name in zip((second, third), names[1:], strict=True):
-            assert line.startswith(f"{names[0]} is ") and f" times as fast as {name} (" in line
+            assert line.startswith(names[0])
+            assert f" times as fast as {name} (" in line or f" and {name}: no ratio, as a median block" in line
             apart = float(line.split("losses at most ")[1].split()[0])
             assert apart <= 1e-4, line
 
@@ -127,6 +128,15 @@ def test_the_ratio_is_taken_between_neighbouring_blocks():
     assert lines[-1].endswith("losses at most 2.5e-01 apart")
 
 
+def test_of_a_side_that_other_work_slowed_most_of_the_time_there_is_a_mark_and_no_ratio():
+    ours = train.Result("mpitrain", [1.0, 1.0, 1.0], [0.5] * 3, [])
+    peer = train.Result("peer", [131.0, 2.0, 150.0], [0.5] * 3, [])
+    lines = train.table([ours, peer], 0)
+    assert lines[2].split()[1] == "131.0000~" and "~" not in lines[1]
+    assert lines[-1].startswith("mpitrain and peer: no ratio, as a median block took over 2 times the fastest (~)")
+    assert lines[-1].endswith("losses at most 0.0e+00 apart")
+
+
 def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
     def alternate(transport, *_):
         if transport.rank == 1:
@@ -135,4 +145,4 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
 
     monkeypatch.setattr(train, "alternate", alternate)
     with pytest.raises(RuntimeError, match="planted"):
-        run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], False, None, 1, 1, None)
+        run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], False, None, 1, 1, None, None)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.sweep import SweepRequest, sweep
+from mpitrain.bench.request import SweepRequest
+from mpitrain.bench.sweep import sweep
 from mpitrain.cli import commands
 from mpitrain.cli.bench import _request as request
 from mpitrain.collectives import algorithms, ring

@@ -12,9 +12,10 @@ import pytest
 
 from mpitrain.bench import sweep as sweeping
 from mpitrain.bench import together
-from mpitrain.bench.fit import check, fit, median_of_sweeps
+from mpitrain.bench.fit import all_spoilt, check, checked, fit, median_of_sweeps
+from mpitrain.bench.request import SweepRequest, dtype_of, sizes
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
-from mpitrain.bench.sweep import SweepRequest, dtype_of, is_long_enough, sizes, sweep
+from mpitrain.bench.sweep import is_long_enough, sweep
 from mpitrain.bench.table import check_writable
 from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
@@ -28,6 +29,7 @@ from mpitrain.collectives.wire import parse_wire
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Kernels
+from mpitrain.transport import threads
 from mpitrain.transport.threads import run_ranks
 
 MACHINE = {"hosts": 1, "cores": 2}
@@ -62,6 +64,21 @@ def test_on_the_simulator_our_kernels_reduce_and_code(monkeypatch):
     launched.clear()
     rows_of(2, request("ring", buffers=("plain",), wires=[parse_wire("int8")]))
     assert on_device >= {"add_into", "encode_int8", "decode_int8"} and not launched
+
+
+def test_a_fit_learns_nothing_from_spoilt_rows_and_says_how_many():
+    """One algorithm's rows of one sweep are spoilt, then all of one class of memory."""
+    rows = [row._replace(min_us=0.9 * row.time_us) for row in rows_of(2, request(*candidates(Situation("aa")), most=1 << 16))]
+    spoilt = [row._replace(time_us=1e6 * row.time_us, sweep=2) for row in rows if row.algorithm == "ring"]
+    assert repr(median_of_sweeps([*rows, *spoilt])) == repr(median_of_sweeps(rows))
+    said = checked(MACHINE, "aa", [*rows, *spoilt])
+    total = len(rows) + len(spoilt)
+    assert said[0] == f"~ {len(spoilt)} of {total} rows are left out: their median is above 2 times the fastest run"
+    assert said[1:] == checked(MACHINE, "aa", rows)
+    for lost in ({"ring"}, {row.algorithm for row in rows} - {"shared", "native"}, {row.algorithm for row in rows}):
+        noisy = [row._replace(min_us=0.1 * row.time_us) if row.algorithm in lost else row for row in rows]
+        assert len(checked(MACHINE, "aa", noisy)) == (1 if "shared" in lost else 3), lost
+    assert all_spoilt(rows) == [] and all_spoilt(noisy) == ["plain", "window"]
 
 
 def test_between_hosts_there_is_no_window_and_links_are_fitted():
@@ -101,6 +118,27 @@ def test_what_cannot_run_is_refused_by_name_and_left_out_of_all():
     assert "shared" not in {row.algorithm for row in rows_of(2, asked, "ab")}
     with pytest.raises(ConfigError, match="allreduce algorithm shared needs all ranks on one host"):
         rows_of(2, request("ring", "shared"), "ab")
+
+
+def test_mpi_s_own_is_measured_and_checked_beside_every_collective_of_ours(monkeypatch):
+    """A library that leaves a wrong number in one chunk is caught."""
+    peers = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
+
+    def rows(operation, dtype="float32", size=3):
+        asked = request(most=1 << 10)._replace(operation=operation, dtype=dtype_of(dtype))
+        return [row for row in rows_of(size, asked) if row.algorithm == "native"]
+
+    for operation in peers:
+        found = rows(operation)
+        assert {row.buffers for row in found} == {"window", "plain"} and len(found) == 6, operation
+        assert all(row.wrong == 0 and row.chosen == "native" and np.isnan(row.predicted_us) for row in found), operation
+        assert all(row.wrong == 0 for row in rows(operation, size=1)), operation
+    assert [bool(rows(operation, "bfloat16")) for operation in peers] == [True, False, False, True, True], "what MPI can sum"
+    assert not rows("sendrecv")
+    right = threads.expected
+    monkeypatch.setattr(threads, "expected", lambda *words: right(*words) + (words[2] == 0))
+    for operation in peers:
+        assert all(row.wrong == row.count // (3 if operation == "reduce-scatter" else 1) for row in rows(operation)), operation
 
 
 def test_sums_that_a_short_dtype_must_round_are_not_wrong():

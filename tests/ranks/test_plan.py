@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 from pathlib import Path
 
@@ -9,16 +10,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from mpitrain.bench import train
 from mpitrain.cli import commands
 from mpitrain.cli.micro_batches import _plan as plan
 from mpitrain.errors import ConfigError
+from mpitrain.plan import stages as measuring
 from mpitrain.plan.stages import Way, way
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=2", "model.width=8", "model.heads=2", "model.context=8", "batch.size=8", "layout.pp=2", "device.kind=cpu"]
 
 
-def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, capsys):
+def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measuring, "FAR", math.inf)    # whatever else runs on this machine
+    monkeypatch.setattr(train, "FAR", math.inf)
     (tmp_path / "job.toml").write_text('[pipeline]\nschedule = "zero-bubble"\n[layout]\ndp = 2\n')
     run_ranks(4, plan, tmp_path / "job.toml", TINY, (1, 2), tmp_path / "found.json")
     text = capsys.readouterr().out
@@ -41,6 +46,19 @@ def test_a_message_that_waits_for_its_receive_is_found_to_go_by_rendezvous_on_th
     for length in (1, 70_000):
         found = run_ranks(2, lambda transport, length=length: way(transport, np.ones(length), 0, 1, 1))
         assert found[0] == Way(0.0, 0.0) and not found[1].is_eager and found[1].seconds >= 0
+
+
+def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measuring, "FAR", 0.5)    # so that every median is too far from the fastest pass
+    monkeypatch.setattr(train, "FAR", 0.5)
+    run_ranks(2, plan, None, TINY, (1, 2), tmp_path / "found.json")
+    text = capsys.readouterr().out
+    assert "Set batch.micro_batches" not in text and "<- best" not in text and "measured best" not in text
+    assert "No count can be named: measure again while nothing else runs." in text
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["header"]["best"] is None and all(row["is_spoilt"] for row in found["rows"])
+    table = text.partition("micro-batches  rows")[2].split("\n\n")[0].splitlines()[1:]
+    assert len(table) >= 4 and all("~" in line for line in table[:4])
 
 
 @pytest.mark.parametrize("ranks, settings, law", [

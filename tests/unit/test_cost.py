@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 
 from mpitrain.bench.fit import check, described, fit
-from mpitrain.bench.sweep import Row, sizes
+from mpitrain.bench.request import sizes
+from mpitrain.bench.sweep import Row
 from mpitrain.collectives import cost
 from mpitrain.collectives.algorithms import ALL_REDUCE
 from mpitrain.collectives.choose import candidates, choose, part_bytes

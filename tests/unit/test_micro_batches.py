@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.pipeline.files import write_plan
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost
-from mpitrain.plan.micro_batches import MOST, best, between, counts, explanation, neighbours, predict, sizes, table
+from mpitrain.plan.micro_batches import MOST, advice, best, between, counts, explanation, neighbours, predict, sizes, table
 from mpitrain.plan.stages import Measured, Way
 
 
@@ -85,6 +85,21 @@ def test_the_best_count_is_that_of_the_root_where_messages_take_no_time():
     lines = table(found)
     assert len(lines) == 13 and sum("<- best" in line for line in lines) == 1 and max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[1:]] == sorted((line.split()[0] for line in lines[1:]), key=int)
+
+
+def test_counts_that_rest_on_a_spoilt_measurement_are_marked_and_not_the_best():
+    """Of 1, 2, 4 and 8 rows the second was measured while other work ran: 8 rows take 8, 4, 2 or 1 micro-batches of that size."""
+    sampled = [measured(rows)._replace(spread=spread) for rows, spread in ((1, 1.9), (2, 2.1), (4, 1.0), (8, 1.0))]
+    found = predict(configured(), 1, 8, [1, 2, 3, 4, 5, 8], sampled, 0.0)
+    assert [each.is_spoilt for each in found] == [False, False, True, True, True, False]
+    marked = [each._replace(step_s=0.1) if each.is_spoilt else each for each in found]
+    assert best(marked).micro_batches == 1 and advice(marked)[-1] == "Set batch.micro_batches to 1."
+    assert advice(marked)[0].startswith("~ 3 of 6 counts: measured while other work ran")
+    lines = {int(line.split()[0]): line for line in table(marked)[1:]}
+    assert [count for count, line in lines.items() if "~" in line] == [3, 4, 5] and lines[1].endswith("<- best")
+    none = [each._replace(is_spoilt=True) for each in found]
+    assert advice(none)[-1].startswith("No count can be named") and not any("best" in line for line in table(none))
+    assert "is not known" in explanation(configured(), 2, 8, [sampled[1], sampled[2]])[0]
 
 
 def test_of_counts_as_fast_as_each_other_the_fewest_are_best():

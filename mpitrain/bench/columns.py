@@ -1,0 +1,73 @@
+"""Tables of named columns: as many of them as the terminal has room for, figures with three significant digits."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Column(NamedTuple):
+    """One column of a table.
+
+    width       characters, without the space before it
+    text        (row) -> what a row shows there
+    importance  columns of the lowest are left out first where the table is too wide; None: never
+    is_left     whether the text begins at the left
+    """
+
+    title: str
+    unit: str
+    width: int
+    text: Callable[[Any], str]
+    importance: int | None = None
+    is_left: bool = False
+
+    def cell(self, text: str) -> str:
+        """The text in this column's width."""
+        return f" {text}".ljust(self.width) if self.is_left else text.rjust(self.width)
+
+
+class Table:
+    """Prints rows under their columns.
+
+    width  characters of the terminal; 0: no limit
+    """
+
+    def __init__(self, columns: Sequence[Column], width: int = 0):
+        self.columns = fitting(columns, width)
+        self._left_out = [column.title for column in columns if column not in self.columns]
+
+    def heading(self) -> list[str]:
+        """Titles and units, and before them the columns that there was no room for."""
+        titles = [" ".join(column.cell(text) for column, text in zip(self.columns, texts, strict=True)).rstrip()
+                  for texts in ([column.title for column in self.columns], [column.unit for column in self.columns])]
+        if not self._left_out:
+            return titles
+        return [f"# left out here: {', '.join(self._left_out)}", "# --wide prints them all; --csv and --json write them all", "",
+                *titles]
+
+    def line(self, row: Any) -> str:
+        """One row."""
+        return " ".join(column.cell(column.text(row)) for column in self.columns).rstrip()
+
+
+def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """The columns that fit in the width, in their order; all of them where it is 0."""
+    found = list(columns)
+    while width and sum(column.width + 1 for column in found) - 1 > width:
+        left = [column for column in found if column.importance is not None]
+        if not left:
+            break
+        found.remove(min(left, key=lambda column: column.importance or 0))
+    return found
+
+
+def figure(value: float) -> str:
+    """A number with three significant digits: 0.0123, 1.23, 12.3, 123, 12300; "-" where it is not finite."""
+    if not math.isfinite(value):
+        return "-"
+    rounded = float(f"{value:.3g}")
+    if rounded == 0:
+        return "0"
+    if abs(rounded) < 0.001:
+        return f"{rounded:.2e}"
+    return f"{rounded:.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"

@@ -1,0 +1,182 @@
+"""Latency and bandwidth of every pair of ranks, measured in rounds of disjoint pairs, and the pairs that are far from the rest.
+
+In a round every rank has one partner at most, as in a round-robin tournament: n - 1 rounds for an even number of ranks, n for
+an odd one. Pairs that look slow are measured again while all other ranks rest, so that no other pair can be the reason.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.transport.base import Transport
+
+FAR = {"bandwidth": 2.0, "latency": 3.0}
+"""A pair is odd if its bandwidth is below the class's over this, or its latency above the class's times this."""
+
+SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
+"""Time for the messages of one size of one pair, first and alone, and how many round trips that is at least and at most."""
+
+AGAIN = 16
+"""Pairs that are measured a second time, alone."""
+
+ONE_HOST, BETWEEN = PLACES = "within a host", "between hosts"
+
+
+class Pair(NamedTuple):
+    """Two ranks, and what a message between them takes. All of one way: half a round trip.
+
+    place          whether the ranks are on one host
+    latency_us     median of a short message; fastest_us: of the fastest one
+    bandwidth_GBs  bytes of a long message over the median time; best_GBs: over that of the fastest one
+    wrong          elements that arrived other than they were sent
+    is_alone       whether it was measured again while the other ranks rested: the better figures count
+    """
+
+    first: int
+    second: int
+    first_host: str
+    second_host: str
+    place: str
+    latency_us: float
+    fastest_us: float
+    bandwidth_GBs: float
+    best_GBs: float
+    wrong: int
+    is_alone: bool = False
+
+
+class Odd(NamedTuple):
+    """A pair that is far from the others of its class, in what ("bandwidth" or "latency"), and what is usual there."""
+
+    pair: Pair
+    what: str
+    usual: float
+
+
+def rounds(n: int) -> list[list[tuple[int, int]]]:
+    """All pairs of n ranks in rounds of disjoint ones. Circle method: rank 0 stays, the others move on by one."""
+    seats = [*range(n)] + [-1] * (n % 2)    # who meets -1 rests
+    found = []
+    for _ in range(len(seats) - 1):
+        facing = zip(seats[:len(seats) // 2], reversed(seats[len(seats) // 2:]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in facing if min(pair) >= 0])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [pairs for pairs in found if pairs]
+
+
+def measure(transport: Transport, short: int, long: int, iterations: int = 0,
+            clock: Callable[[], float] = time.perf_counter, places: Sequence[str] = PLACES) -> Iterator[list[Pair]]:
+    """The pairs of each round, the same on every rank; at last those that were measured again. Collective.
+
+    short, long  bytes of the messages that latency and bandwidth are taken from
+    iterations   round trips of each pair and size; 0: as many as fit in SECONDS
+    places       classes of pairs in which odd ones are looked for
+    """
+    tag, found, sizes = transport.claim_tag(), [], (short, long)
+    for pairs in rounds(transport.size):
+        measured = _round(transport, pairs, sizes, (iterations, SECONDS), clock, tag)
+        found += measured
+        yield measured
+    suspects = list(dict.fromkeys((odd.pair.first, odd.pair.second) for odd in odd_pairs(found, places)))[:AGAIN]
+    yield [_round(transport, [pair], sizes, (iterations, ALONE), clock, tag)[0]._replace(is_alone=True) for pair in suspects]
+
+
+def merged(pairs: Sequence[Pair]) -> list[Pair]:
+    """One entry for each pair, by ranks: of those measured again the better figures."""
+    found: dict[tuple[int, int], Pair] = {}
+    for pair in pairs:
+        before = found.get(pair[:2])
+        found[pair[:2]] = pair if before is None else pair._replace(
+            latency_us=min(before.latency_us, pair.latency_us), fastest_us=min(before.fastest_us, pair.fastest_us),
+            bandwidth_GBs=max(before.bandwidth_GBs, pair.bandwidth_GBs), best_GBs=max(before.best_GBs, pair.best_GBs),
+            wrong=before.wrong + pair.wrong)
+    return [found[key] for key in sorted(found)]
+
+
+def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
+    """The classes in which a slow pair tells of a slow link: not within hosts whose ranks share cores."""
+    return PLACES if max(map(hosts.count, hosts)) <= cores else (BETWEEN,)
+
+
+def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd]:
+    """The pairs far from what is usual in their class: the median over ranks of each rank's best pair there.
+
+    That is the median of the links as long as most ranks have one good link, even if one host slows most of them. Judged by
+    the fastest messages, which other work on the machine does not slow.
+    """
+    odd = []
+    for place in places:
+        here = [pair for pair in pairs if pair.place == place]
+        mine = [[pair for pair in here if rank in pair[:2]] for rank in sorted({rank for pair in here for rank in pair[:2]})]
+        if len(here) < 2:
+            continue
+        fast, soon = median(max(p.best_GBs for p in of) for of in mine), median(min(p.fastest_us for p in of) for of in mine)
+        odd += [Odd(pair, "bandwidth", fast) for pair in here if pair.best_GBs * FAR["bandwidth"] < fast]
+        odd += [Odd(pair, "latency", soon) for pair in here if pair.fastest_us > FAR["latency"] * soon]
+    return odd
+
+
+def slow_everywhere(pairs: Sequence[Pair], odd: Sequence[Odd]) -> list[int]:
+    """Ranks of which every pair between hosts is odd, so that the host's own link is to blame."""
+    between = [pair[:2] for pair in pairs if pair.place == BETWEEN]
+    slow = {each.pair[:2] for each in odd}
+    ranks = sorted({rank for pair in between for rank in pair})
+    found = [rank for rank in ranks if all(pair in slow for pair in between if rank in pair)]
+    return [] if len(found) == len(ranks) else found
+
+
+def coded(rank: int, peer: int, nbytes: int) -> np.ndarray:
+    """What a rank sends to its peer: bytes that tell both, and the position."""
+    return ((np.arange(nbytes) + 17 * rank + 101 * peer) % 251).astype(np.uint8)
+
+
+def _round(transport: Transport, pairs: Sequence[tuple[int, int]], sizes: tuple[int, int], amount: tuple[int, float],
+           clock: Callable[[], float], tag: int) -> list[Pair]:
+    """Short messages of all these pairs at once, then long ones."""
+    mine = next((pair for pair in pairs if transport.rank in pair), None)
+    times, wrong = [], 0
+    for nbytes in sizes:
+        transport.barrier()
+        if mine:
+            seconds, elements = _there_and_back(transport, sum(mine) - transport.rank, nbytes, amount, clock, tag)
+            times.append(seconds)
+            wrong += elements
+    told, hosts, found = transport.gather_text((times, wrong)), transport.hosts, []
+    for first, second in pairs:
+        (small, large), missed = told[first][0], told[first][1] + told[second][1]
+        found.append(Pair(first, second, hosts[first], hosts[second], ONE_HOST if hosts[first] == hosts[second] else BETWEEN,
+                          1e6 * small[0], 1e6 * small[1], sizes[1] / large[0] / 1e9, sizes[1] / large[1] / 1e9, missed))
+    return found
+
+
+def _there_and_back(transport: Transport, peer: int, nbytes: int, amount: tuple[int, float], clock: Callable[[], float],
+                    tag: int) -> tuple[tuple[float, float], int]:
+    """Seconds of one way, median and least, as the lower rank sees them; and how many elements arrived wrong.
+
+    amount  round trips; if 0, seconds that they may take
+    """
+    rank, (iterations, seconds) = transport.rank, amount
+    outgoing, incoming, count = coded(rank, peer, nbytes), np.empty(nbytes, np.uint8), np.array([iterations])
+
+    def trip() -> float:
+        start = clock()
+        if rank < peer:
+            transport.send(outgoing, peer, tag)
+            transport.recv(incoming, peer, tag)
+        else:
+            transport.recv(incoming, peer, tag)
+            transport.send(outgoing, peer, tag)
+        return clock() - start
+
+    warm = [trip() for _ in range(2)]
+    if rank < peer:
+        count[0] = iterations or min(MOST, max(FEWEST, int(seconds / max(warm[1], 1e-9))))
+        transport.send(count, peer, tag)
+    else:
+        transport.recv(count, peer, tag)
+    incoming[:] = ~coded(peer, rank, nbytes)
+    times = [trip() for _ in range(int(count[0]))]
+    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), int((incoming != coded(peer, rank, nbytes)).sum())

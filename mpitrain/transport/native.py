@@ -1,0 +1,59 @@
+"""MPI's own broadcast, reduce, reduce-scatter, all-gather and all-to-all: peers that a benchmark measures ours against.
+
+Nothing but a benchmark calls these. A transport without an MPI library computes the same results by `expected`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpitrain.errors import CommError, on_every_rank
+
+if TYPE_CHECKING:
+    from mpitrain.transport.mpi import MpiTransport
+
+OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
+"""Names, as `mpitrain bench` has them. Broadcast and reduce have root 0."""
+
+MOST = (1 << 31) - 1
+"""Elements that one call of an MPI-3 library takes."""
+
+
+def library_call(transport: "MpiTransport", operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+    """A function that runs one blocking collective of the library on these arrays. As `Transport.bind_native`."""
+    if array.size > MOST:
+        raise on_every_rank(CommError(f"rank {transport.rank}: one call of MPI's own {operation} takes {MOST} elements, but the "
+                                      f"array has {array.size}.", "Lower --max-bytes, or leave out algorithm native."))
+    comm, in_place, add = transport.comm, transport.MPI.IN_PLACE, transport.MPI.SUM
+    _, unit = transport._message(array[:1])
+    whole, parts = [array, array.size, unit], [array, array.size // transport.size, unit]
+    others = [other, array.size // transport.size, unit]
+    is_root = transport.rank == 0
+    name, arguments = {
+        "broadcast": ("Bcast", (whole, 0)),
+        "reduce": ("Reduce", (in_place, whole, add, 0) if is_root else (whole, None, add, 0)),
+        "reduce-scatter": ("Reduce_scatter_block", (parts, others, add)),
+        "all-gather": ("Allgather", (in_place, parts)),
+        "all-to-all": ("Alltoall", (others, parts)),
+    }[operation]
+    call, lock = getattr(comm, name), transport.turns.lock
+
+    def run() -> None:
+        with lock:
+            call(*arguments)
+
+    return run
+
+
+def expected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
+    """The array that the collective leaves on this rank, from what every rank brought to it, by rank."""
+    n = len(brought)
+    chunks = [np.split(array, n) for array in brought] if operation not in ("broadcast", "reduce") else []
+    if operation == "broadcast":
+        return brought[0]
+    if operation == "reduce":
+        return np.sum(brought, axis=0) if rank == 0 else brought[rank]
+    if operation == "reduce-scatter":
+        return np.sum([mine[rank] for mine in chunks], axis=0)
+    return np.concatenate([mine[rank if operation == "all-to-all" else source] for source, mine in enumerate(chunks)])
