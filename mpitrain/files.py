@@ -221,6 +221,18 @@ def check_room(path: Path) -> None:
                 folder.remove(partial)
 
 
+def check_writable(path: Path) -> None:
+    """ConfigError unless a file can be written there: better before a measurement than after it."""
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
+        if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
+            raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
+        check_room(path)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
 def check_regular(path: Path) -> None:
     """OSError unless it is a regular file: a pipe would be waited for, and a device may never end."""
     reading(path).close()

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.bench.plot import look, painter
+from mpitrain.bench.plot import look
 from mpitrain.errors import ConfigError
-from mpitrain.files import whole
+from mpitrain.plots import painter, save
 
 AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "samples": "samples seen", "time": "seconds, evaluations included"}
 LONG = 180  # seconds from which time is drawn in minutes
@@ -63,8 +63,7 @@ def draw(runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path
     axes.spines[["top", "right"]].set_visible(False)
     for text in axes.legend(fontsize="small").get_texts():
         text.set_parse_math(False)  # a dollar sign is one
-    with whole(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=120)
+    save(figure, path, 120)
     pyplot.close(figure)
 
 

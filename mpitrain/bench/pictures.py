@@ -9,7 +9,8 @@ import numpy as np
 from mpitrain.bench.bandwidth import Row
 from mpitrain.bench.columns import figure as rounded
 from mpitrain.bench.pairs import Pair, odd_pairs
-from mpitrain.bench.plot import look, painter, readable
+from mpitrain.bench.plot import look, readable
+from mpitrain.plots import painter, save
 
 FEW = 12
 """Ranks up to which cells show their figures."""
@@ -78,5 +79,5 @@ def _finish(pyplot: Any, figure: Any, title: str, legend: str, facts: dict[str, 
     figure.suptitle(title, weight="bold")
     machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; mpitrain {facts['mpitrain']}"
     figure.supxlabel(f"{machine}.  {legend}", fontsize="small")
-    figure.savefig(path, dpi=110)
+    save(figure, path, 110)
     pyplot.close(figure)

@@ -1,15 +1,12 @@
 """Pictures of benchmark rows; needs matplotlib (the `report` extra)."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from mpitrain.bench.sweep import Row
-from mpitrain.bench.table import check_writable
-from mpitrain.errors import ConfigError
-from mpitrain.files import whole
+from mpitrain.plots import painter, save
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf")
 """Told apart by colour-blind readers as far as so many can be; `auto` is a broad grey line behind the one it follows."""
@@ -33,31 +30,6 @@ def look(number: int) -> Look:
     """Of the curve of this number: no other of the first thirty has it."""
     again = number // len(COLOURS) % len(DASHES)
     return Look(COLOURS[number % len(COLOURS)], DASHES[again], MARKS[again])
-
-
-def painter() -> Any:
-    """matplotlib's pyplot, which needs no screen here, and tells nobody that it found no folder to keep its fonts in."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def check_drawable(path: Path, option: str = "--plot") -> None:
-    """ConfigError unless a picture can be drawn there: without matplotlib, or in a format it does not know."""
-    try:
-        painter()
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise ConfigError(f"{option} needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in known:
-        raise ConfigError(f"{option} draws files that end in {', '.join(sorted(known))}, but this is {path}.",
-                          "Name it rows.png.")
-    check_writable(path)
 
 
 def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
@@ -101,8 +73,7 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     figure.supxlabel(f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; device {facts['device']}; mpitrain "
                      f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted; "
                      "what lies far from all medians is cut off", fontsize="small")
-    with whole(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=110)
+    save(figure, path, 110)
     pyplot.close(figure)
 
 

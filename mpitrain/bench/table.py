@@ -11,8 +11,7 @@ from typing import Any
 
 from mpitrain.bench.columns import Column, figure
 from mpitrain.bench.sweep import Row
-from mpitrain.errors import ConfigError
-from mpitrain.files import cannot_write, check_room, write_whole
+from mpitrain.files import write_whole
 
 FAR = 2.0
 """Times the median beyond which a p99 is marked, and times the fastest run beyond which a median is: other work ran
@@ -103,18 +102,6 @@ def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float
         if native and algorithm != "native":
             ratios.setdefault((algorithm, buffers), {})[nbytes] = median(native) / median(found)
     return ratios
-
-
-def check_writable(path: Path) -> None:
-    """ConfigError unless a file can be written there: better before a measurement than after it."""
-    try:
-        if path.is_dir():
-            raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
-        if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
-            raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
-        check_room(path)
-    except OSError as error:
-        raise cannot_write(path, error) from None
 
 
 def too_slow(rows: Sequence[Row], least: float) -> list[str]:

@@ -12,8 +12,8 @@ def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = 
     """ConfigError unless rank 0 can write these files, and draw this one."""
     if rank != 0 or not any((*written, drawn)):
         return    # what charts a pipeline loads no NumPy
-    from mpitrain.bench.plot import check_drawable
-    from mpitrain.bench.table import check_writable
+    from mpitrain.files import check_writable
+    from mpitrain.plots import check_drawable
 
     for path in filter(None, written):
         check_writable(path)

@@ -17,9 +17,9 @@ from mpitrain.machine import process
 def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     """Draw the training and validation losses of runs. Needs matplotlib: pip install 'mpitrain[report]'."""
     from mpitrain.bench.curves import draw
-    from mpitrain.bench.plot import check_drawable
     from mpitrain.errors import ConfigError
     from mpitrain.files import cannot_write
+    from mpitrain.plots import check_drawable
     from mpitrain.run.folder import METRICS
     from mpitrain.run.metrics import read_metrics
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.files import whole
 from mpitrain.plan.collective import Collective, complete, contents, meeting
-from mpitrain.plan.picture import painter
 from mpitrain.plan.words import several, spoken
+from mpitrain.plots import painter, save
 
 ADDED, COPIED = "#d55e00", "#0072b2"
 """Arrows of messages that are added, and of those that take the place of what was there."""
@@ -134,8 +133,7 @@ def draw(found: Collective, path: Path) -> None:
     ]
     if lines:
         figure.legend(handles=lines, loc="outside lower right", ncols=len(lines), fontsize="small")
-    with whole(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=100)
+    save(figure, path, 100)
     pyplot.close(figure)
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.files import whole
 from mpitrain.pipeline.files import LETTERS
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.simulate import Simulation
 from mpitrain.plan.chart import NAMES
+from mpitrain.plots import painter, save
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#cc79a7"}
 FEWEST_INCHES, MOST_INCHES = 8, 40
@@ -17,16 +17,6 @@ CHARACTERS, ENTRY = 11, 2.6
 """Characters of a title in an inch, and inches of an entry of the legend."""
 CELL = 0.28
 """Inches of the shortest instruction, where that fits."""
-
-
-def painter() -> Any:
-    """matplotlib's pyplot, which needs no screen here."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def draw(plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequence[Sequence[str]] = ()) -> None:
@@ -66,6 +56,5 @@ def draw(plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequ
     if len(plan.place) > len(plan.lists):
         handles.append(Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later part of the stage"))
     figure.legend(handles=handles, loc="outside lower right", ncols=max(1, int(inches / ENTRY)), fontsize="small")
-    with whole(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=110)
+    save(figure, path, 110)
     pyplot.close(figure)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.bench.curves import is_number, legible, titled
-from mpitrain.bench.plot import look, painter
-from mpitrain.files import whole
+from mpitrain.bench.plot import look
+from mpitrain.plots import painter, save
 from mpitrain.report.timeline import Timeline, told_steps
 from mpitrain.trace.read import Trace
 from mpitrain.trace.ring import (
@@ -68,8 +68,7 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
     figure.legend(handles=[Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=what)
                            for what, fill in (FILLS | BENEATH).items() if fill in drawn],
                   loc="outside lower center", ncols=9, fontsize="small")
-    with whole(path, inner=2) as file:
-        figure.savefig(file, format="png", dpi=120)
+    save(figure, path, 120, inner=2)
     pyplot.close(figure)
 
 
@@ -126,6 +125,5 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
         for text in views[0, 0].legend(fontsize="small").get_texts():
             text.set_parse_math(False)
     figure.suptitle(titled(runs), parse_math=False)
-    with whole(path, inner=2) as file:
-        figure.savefig(file, format="png", dpi=100)
+    save(figure, path, 100, inner=2)
     pyplot.close(figure)

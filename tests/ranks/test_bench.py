@@ -16,7 +16,6 @@ from mpitrain.bench.fit import all_spoilt, check, checked, fit, median_of_sweeps
 from mpitrain.bench.request import SweepRequest, dtype_of, sizes
 from mpitrain.bench.right import error_norm, wrong_elements, wrong_replicas
 from mpitrain.bench.sweep import is_long_enough, sweep
-from mpitrain.bench.table import check_writable
 from mpitrain.cli.bench import OPERATIONS
 from mpitrain.cli.bench import _measure as measure
 from mpitrain.cli.bench import command as bench
@@ -28,6 +27,7 @@ from mpitrain.collectives.tuning import DEFAULT, write_tuning
 from mpitrain.collectives.wire import parse_wire
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
+from mpitrain.files import check_writable
 from mpitrain.kernels.loader import Kernels
 from mpitrain.transport import threads
 from mpitrain.transport.threads import run_ranks

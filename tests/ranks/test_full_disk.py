@@ -9,9 +9,9 @@ import stat
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.table import check_writable
 from mpitrain.cli import bench, bench_kernels, bench_train, commands, compare
 from mpitrain.errors import ConfigError
+from mpitrain.files import check_writable
 from mpitrain.transport.threads import run_ranks
 from tests.processes import PROGRAM, run
 

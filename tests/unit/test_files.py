@@ -6,12 +6,11 @@ import os
 
 import pytest
 
-from mpitrain.bench.table import check_writable
 from mpitrain.collectives.tuning import read_tuning
 from mpitrain.config import read_toml
 from mpitrain.data import open_source
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.files import contents, write_whole
+from mpitrain.files import check_writable, contents, write_whole
 from mpitrain.ops.cuda.tiles import read_tiles
 from mpitrain.transport.agreed import agreed
 from mpitrain.transport.threads import run_ranks

@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "mpitrain"
 
 # Ground floor first: a room imports only from itself and from rooms above it in this list.
 FLOORS = [
-    "errors", "files", "strict_json", "machine", "config", "data", "kernels", "ops", "trace", "transport", "layers", "optim",
-    "models", "collectives", "parallel", "pipeline", "run", "plan", "bench", "report", "cli", "__main__",
+    "errors", "files", "plots", "strict_json", "machine", "config", "data", "kernels", "ops", "trace", "transport", "layers",
+    "optim", "models", "collectives", "parallel", "pipeline", "run", "plan", "bench", "report", "cli", "__main__",
 ]
 
 DOORS = {
