@@ -19,7 +19,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.session import ranks
 from mpitrain.config import parse
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.initial import normal

@@ -14,11 +14,11 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from mpitrain.collectives.algorithms import choices
+from mpitrain.collectives.selection.table import choices
 from mpitrain.parallel.grid import Axes
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_tensor import check_equal, configured, curve
+from tests.ranks.parallel.test_tensor import check_equal, configured, curve
 
 ROWS, STEPS = 17, 5    # ragged, whatever they are divided by
 BASE = [f"batch.size={ROWS}", "optimizer.warmup=0", "optimizer.lr=0.01", "optimizer.clip=0.5", f"run.steps={STEPS}",

@@ -3,7 +3,7 @@
 # with rows of their own (gathered again, and kept), the GPT tied and untied and the MLP, for every optimizer: over 20 steps in
 # float64 losses, gradient norms, an evaluation and all parameters within 1e-9; in float32 losses within 1e-5, and 1e-4 for AdamW.
 # With fp16 and int8 between replicas no step's sum of gradients is further from the sum of what the replicas have computed than
-# these formats round (tests/ranks/test_tensor.py, `rounded`), and what several ranks hold has equal bits. Ranks are threads.
+# these formats round (tests/ranks/parallel/test_tensor.py, `rounded`), and what several ranks hold has equal bits. Ranks are threads.
 # 568 runs of 4 to 20 s each. Those that are written in FILE are not run again: what was interrupted goes on, in pieces of MINUTES.
 #     bash jobs/prove-tensor.sh [PYTHON] [FILE] [MINUTES] ["RANKS ..."] ["MODELS ..."] ["KINDS ..."]
 set -euo pipefail
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.test_tensor import check_equal, configured, curve, rounded
+from tests.ranks.parallel.test_tensor import check_equal, configured, curve, rounded
 
 STEPS = 20
 BASE = ["optimizer.warmup=0", "optimizer.clip=0.5", f"run.steps={STEPS}", "model.context=24", "data.vocabulary=251",

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mpitrain.models.gpt import gpt as gpt
     from mpitrain.models.mlp import mlp as mlp
     from mpitrain.ops.device import ops_for as ops_for
-    from mpitrain.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
-    from mpitrain.parallel.tensor import RowParallelLinear as RowParallelLinear
+    from mpitrain.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
+    from mpitrain.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
@@ -46,8 +46,8 @@ else:  # hidden from type checkers, which would believe that any name is offered
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ColumnParallelLinear": "parallel.tensor", "Config": "config", "Group": "collectives.group", "MpitrainError": "errors",
-    "Plain": "layers.plain", "Residual": "layers.compose", "RowParallelLinear": "parallel.tensor",
+    "ColumnParallelLinear": "parallel.tensor.linear", "Config": "config", "Group": "collectives.group", "MpitrainError": "errors",
+    "Plain": "layers.plain", "Residual": "layers.compose", "RowParallelLinear": "parallel.tensor.linear",
     "Sequential": "layers.compose", "Trainer": "run.trainer", "Unit": "layers.base", "bind": "collectives.bind",
     "build": "run.build", "connect": "transport.mpi", "from_communicator": "transport.mpi", "gpt": "models.gpt",
     "mlp": "models.mlp", "normal": "layers.initial", "ops_for": "ops.device", "parse": "config",

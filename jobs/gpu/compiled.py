@@ -18,7 +18,7 @@ import numpy as np
 from result import emit, micro
 from workload import all_products, config, multiply, source
 
-from mpitrain.bench import kernels as bench
+from mpitrain.bench.kernels import operations as bench
 from mpitrain.errors import MpitrainError
 from mpitrain.kernels.cache import cache_of
 from mpitrain.kernels.engines import KERNELS

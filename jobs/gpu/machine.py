@@ -13,7 +13,7 @@ import time
 import numpy as np
 from result import emit, micro
 
-from mpitrain.bench.kernels import measure
+from mpitrain.bench.kernels.operations import measure
 from mpitrain.machine.process import processors
 from mpitrain.ops import reference
 from mpitrain.ops.device import device_for

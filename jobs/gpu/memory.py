@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from result import emit, micro, wrong_words
 
-from mpitrain.bench.kernels import Row, measure
+from mpitrain.bench.kernels.operations import Row, measure
 from mpitrain.ops.device import device_for
 
 OF_A_COPY, OF_THE_PEER = 0.85, 1 / 1.5
@@ -32,7 +32,7 @@ def main(kind: str) -> None:
     """A result for each, as it is measured."""
     peer = None
     if find_spec("torch"):
-        from mpitrain.bench.torch_peer import TorchAttention as peer
+        from mpitrain.bench.training.torch_peer import TorchAttention as peer
     rows = measure(device_for(kind), peer)
     copy = next(rows).rate
     for row in rows:

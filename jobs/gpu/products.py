@@ -10,7 +10,7 @@ from typing import Any
 from result import emit, micro, wrong_words
 from workload import all_products, table
 
-from mpitrain.bench.gemm import Row, measure
+from mpitrain.bench.kernels.gemm import Row, measure
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda import product
 from mpitrain.ops.device import device_for

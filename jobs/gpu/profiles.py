@@ -26,8 +26,8 @@ def launch(kind: str) -> None:
     """Everything once."""
     from workload import FORMS, PRODUCTS
 
-    from mpitrain.bench import gemm
-    from mpitrain.bench import kernels as bench
+    from mpitrain.bench.kernels import gemm
+    from mpitrain.bench.kernels import operations as bench
     from mpitrain.ops.device import device_for
 
     device = device_for(kind)

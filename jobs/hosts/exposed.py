@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.initial import normal
@@ -98,6 +98,6 @@ def measure(transport, units, elements, milliseconds, blocks, steps):
     return failures
 
 
-with ranks() as world:
+with mpi_session() as world:
     failed = measure(world, *map(int, sys.argv[1:]))
 sys.exit(failed > 0)

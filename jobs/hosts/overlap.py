@@ -12,11 +12,11 @@ import sys
 from importlib.util import find_spec
 from statistics import median
 
-from mpitrain.bench.train import Ours, alternate, peer_class
-from mpitrain.cli.bench_train import SHAPE
-from mpitrain.cli.ending import ranks
+from mpitrain.bench.training.steps import Ours, alternate, peer_class
+from mpitrain.cli.bench.train import SHAPE
+from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
-from mpitrain.parallel.allreduce import AllReduce
+from mpitrain.parallel.data.allreduce import AllReduce
 from mpitrain.run.build import build
 
 WAYS = {
@@ -65,5 +65,5 @@ def measure(transport, rows, blocks, steps, changes):
         print(f"{name:<22} {result.step_s:6.3f} s   {min(result.blocks):6.3f} .. {max(result.blocks):6.3f}{share}")
 
 
-with ranks() as transport:
+with mpi_session() as transport:
     measure(transport, int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

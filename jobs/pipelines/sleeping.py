@@ -97,8 +97,8 @@ def sleeper(transport: Transport, config: Config, units: int, seconds: tuple[Spa
 
 def started(main: Callable[..., bool], ranks: int, *words: str) -> int:
     """Run main(transport, *words) on so many ranks, started here as `mpitrain launch` does; 0 if it says True on all, else 1."""
-    from mpitrain.cli.ending import ranks as connected
-    from mpitrain.cli.launch import command_line
+    from mpitrain.cli.launch.command import command_line
+    from mpitrain.cli.session import mpi_session as connected
     from mpitrain.machine import process
 
     if process.launched().size == 1:

@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.session import mpi_session
 
 LAYERS, WIDTH, STEPS = 4, 256, 5
 WEIGHT_S = 0.1
@@ -22,13 +22,13 @@ MOST = 0.3
 
 def main(rows):
     """Print what is exposed; returns the exit code."""
-    with ranks() as transport:
+    with mpi_session() as transport:
         from mpitrain.collectives.group import Group
         from mpitrain.config import Layout
         from mpitrain.layers.initial import normal
         from mpitrain.ops.device import ops_for
-        from mpitrain.parallel.sharded import layers_for
-        from mpitrain.parallel.tensor import ColumnParallelLinear
+        from mpitrain.parallel.tensor.layer_factory import layers_for
+        from mpitrain.parallel.tensor.linear import ColumnParallelLinear
 
         class Sleeping(ColumnParallelLinear):
             """Its weight half only takes time."""

@@ -2,8 +2,8 @@
 
 import sys
 
-from mpitrain.cli.bench_train import _configured
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.bench.train import _configured
+from mpitrain.cli.session import mpi_session
 
 BLOCKS, STEPS = 6, 3
 ROWS, KEPT = "layout.sequence_parallel=true", "layout.keep_gathered=true"
@@ -16,9 +16,9 @@ WAYS = {    # settings, and whether a column-parallel layer sums the gradient of
 
 def main(settings):
     """Print the table."""
-    with ranks() as transport:
-        from mpitrain.bench.train import Ours, alternate, table
-        from mpitrain.parallel.tensor import Column
+    with mpi_session() as transport:
+        from mpitrain.bench.training.steps import Ours, alternate, table
+        from mpitrain.parallel.tensor.linear import Column
         from mpitrain.run.build import build
 
         fused = Column.backward

@@ -8,9 +8,9 @@ from functools import cache
 import click
 
 from mpitrain import __version__
-from mpitrain.cli.ending import leave_usage
 from mpitrain.cli.numbers import with_plain_numbers
-from mpitrain.cli.output import open_output
+from mpitrain.cli.session import leave_usage
+from mpitrain.cli.terminal.output import open_output
 from mpitrain.errors import ConfigError, MpitrainError, brief
 from mpitrain.machine.process import launched
 
@@ -41,6 +41,10 @@ def _loaded(name: str) -> click.Command:
     return with_plain_numbers(importlib.import_module(f"mpitrain.cli.{name}").command)
 
 
+HOMES = {"launch": "launch.command", "bench": "bench.collectives", "plan": "plan.command"}
+"""Modules below mpitrain.cli of the commands that are packages; any other command is a module of its name."""
+
+
 class Group(click.Group):
     """Lists each command with its whole first sentence, on as many lines as it takes."""
 
@@ -61,7 +65,7 @@ def similar(name: str) -> str | None:
 
 
 class LazyGroup(Group):
-    """Finds the command `name` in mpitrain.cli.<name> as the object `command`."""
+    """Finds the command `name` as the object `command` of its module in mpitrain.cli."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.ending import MOST, ranks, settings_of
-from mpitrain.cli.files import Outputs, check_files
+from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.session import MOST, mpi_session, settings_of
 
 EVALUATED = 512  # rows: an evaluation of all would take longer than the steps
 
@@ -33,7 +33,7 @@ def command(modes: str | None, steps: int, settings: tuple[str, ...], device: st
     allocate besides, on the rank that holds most; activations are not.
     """
     changes = [f"run.steps={steps}", f"run.eval_rows={EVALUATED}", *settings, *settings_of(("device.kind", device))]
-    with ranks(kind=lambda: _kind(changes)) as transport:
+    with mpi_session(kind=lambda: _kind(changes)) as transport:
         _compare(transport, modes, changes, json_file, plot_file)
 
 
@@ -47,16 +47,16 @@ def _compare(transport: Any, modes: str | None, changes: list[str], json_file: P
     from tqdm import tqdm
 
     from mpitrain import __version__
-    from mpitrain.bench.compare import USUAL, compare, footer, heading, jobs, line, plot
-    from mpitrain.bench.header import machine
-    from mpitrain.bench.table import write_json
-    from mpitrain.cli.progress import bar
-    from mpitrain.transport.agreed import agreed
+    from mpitrain.bench.collectives.header import machine
+    from mpitrain.bench.collectives.table import write_json
+    from mpitrain.bench.training.compare import USUAL, compare, footer, heading, jobs, line, plot
+    from mpitrain.cli.terminal.progress import bar
+    from mpitrain.transport.agreement import on_all_ranks
 
     words = list(dict.fromkeys(modes.split(","))) if modes else USUAL
-    found = agreed(transport, lambda: jobs(words, changes, transport.hosts))
+    found = on_all_ranks(transport, lambda: jobs(words, changes, transport.hosts))
     is_root = transport.rank == 0
-    agreed(transport, lambda: check_files(transport.rank, [json_file], plot_file))
+    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file], plot_file))
     job = next(iter(found.values()))
     steps = job.run.steps
     facts = {"mpitrain": __version__, "ranks": transport.size, **machine(transport), "steps": steps, "arguments": sys.argv[1:]}
@@ -82,4 +82,4 @@ def _compare(transport: Any, modes: str | None, changes: list[str], json_file: P
         if plot_file:
             with outputs.to(plot_file):
                 plot(rows, title, plot_file)
-    agreed(transport, outputs.settle)
+    on_all_ranks(transport, outputs.settle)

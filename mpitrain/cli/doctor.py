@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 from mpitrain import __version__
-from mpitrain.cli.ending import ranks
+from mpitrain.cli.session import mpi_session
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
@@ -35,8 +35,8 @@ def command() -> None:
 
     Ask it in the way you will train, for example: mpitrain launch -n 4 -- doctor
     """
-    with ranks(allow_alone=True) as transport:
-        from mpitrain.transport.cuda_aware import cuda_messages
+    with mpi_session(allow_alone=True) as transport:
+        from mpitrain.transport.device.cuda_aware import cuda_messages
 
         everyone = [Rank(*seen) for seen in transport.gather_text(Rank(
             transport.hosts[transport.rank], sorted(os.sched_getaffinity(0)), process.processors(), _blas()[1],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.ending import kind_of, ranks, settings_of
+from mpitrain.cli.session import kind_of, mpi_session, settings_of
 from mpitrain.errors import TrainingError, on_every_rank, visible
 
 
@@ -21,9 +21,9 @@ def command(run: Path, data: str | None, rows: int | None, tp: int | None, pp: i
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
     settings = settings_of(("data.source", data), ("run.eval_rows", rows), ("layout.tp", tp), ("layout.pp", pp),
                            ("device.kind", device))
-    with ranks(kind=lambda: kind_of(run, settings)) as transport:
+    with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.data import TENTH
-        from mpitrain.run.reopen import open_run
+        from mpitrain.run.open_run import open_run
         from mpitrain.run.trainer import evaluated_rows
 
         job = open_run(transport, run, settings)

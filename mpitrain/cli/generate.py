@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpitrain.cli.ending import MOST, kind_of, ranks, settings_of
+from mpitrain.cli.session import MOST, kind_of, mpi_session, settings_of
 from mpitrain.errors import visible
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, 
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
     """
     settings = settings_of(("layout.tp", tp), ("layout.pp", pp), ("device.kind", device))
-    with ranks(kind=lambda: kind_of(run, settings)) as transport:
+    with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.run.generate import tokens
-        from mpitrain.run.reopen import open_run
-        from mpitrain.transport.agreed import agreed
+        from mpitrain.run.open_run import open_run
+        from mpitrain.transport.agreement import on_all_ranks
 
         trainer, source, _ = open_run(transport, run, settings, needs_data=False)
         is_text = not trainer.config.data.source.startswith("tokens:")
-        start = agreed(transport, lambda: _prompt(prompt, is_text, source))
+        start = on_all_ranks(transport, lambda: _prompt(prompt, is_text, source))
 
         drawn = islice(tokens(trainer, start, temperature, top_k, seed), count)
         written = (bytes([token]) if is_text else f" {token}".encode() for token in drawn)

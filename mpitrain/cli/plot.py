@@ -16,12 +16,12 @@ from mpitrain.machine import process
 @click.option("--log", "is_log", is_flag=True, help="A logarithmic axis of losses.")
 def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     """Draw the training and validation losses of runs. Needs matplotlib: pip install 'mpitrain[report]'."""
-    from mpitrain.bench.curves import draw
+    from mpitrain.bench.plot_loss import draw
     from mpitrain.errors import ConfigError
     from mpitrain.files import cannot_write
     from mpitrain.plots import check_drawable
-    from mpitrain.run.folder import METRICS
     from mpitrain.run.metrics import read_metrics
+    from mpitrain.run.run_dir import METRICS
 
     if process.launched().rank > 0:
         return  # rank 0 draws for all

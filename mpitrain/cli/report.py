@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpitrain.cli.files import Outputs
+from mpitrain.cli.output_checks import Outputs
 from mpitrain.machine import process
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def command(runs: tuple[Path, ...]) -> None:
 def _write_page(runs: "Sequence[Path]", sections: "Mapping[str, Section]", outputs: Outputs) -> None:
     """Write the page with all sections, and the picture of all metrics that it shows, into the first run's folder."""
     from mpitrain.report.page import write_page
-    from mpitrain.report.picture import draw_metrics
-    from mpitrain.run.folder import METRICS
+    from mpitrain.report.plots import draw_metrics
     from mpitrain.run.metrics import read_metrics
+    from mpitrain.run.run_dir import METRICS
 
     folder = runs[0] / FOLDER
     with outputs.to(folder):
@@ -62,11 +62,11 @@ def reported(run: Path, outputs: Outputs) -> "Section":
     from mpitrain.errors import ConfigError, visible
     from mpitrain.files import opened
     from mpitrain.report.page import Section
+    from mpitrain.report.text import how_it_ended
     from mpitrain.report.timeline import trace_files
-    from mpitrain.report.words import how_it_ended
-    from mpitrain.run.folder import CONFIG, METRICS, TRACE
     from mpitrain.run.metrics import read_metrics
-    from mpitrain.trace.early import left
+    from mpitrain.run.run_dir import CONFIG, METRICS, TRACE
+    from mpitrain.trace.startup import left
 
     try:
         with opened(run) as found:
@@ -96,15 +96,15 @@ def reported(run: Path, outputs: Outputs) -> "Section":
 
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":
     """Lines on what the traces of a run say, and what is to be drawn of them."""
-    from mpitrain.report.predicted import what_was_predicted
-    from mpitrain.report.shares import shares
-    from mpitrain.report.timeline import read_timeline
-    from mpitrain.report.words import (
+    from mpitrain.report.schedule_comparison import what_was_predicted
+    from mpitrain.report.text import (
         what_each_did_last,
         what_the_trace_cost,
         where_the_time_went,
         whose_traces_are_missing,
     )
+    from mpitrain.report.time_breakdown import shares
+    from mpitrain.report.timeline import read_timeline
     from mpitrain.run.metrics import CLOSING
 
     timeline = read_timeline(run)
@@ -131,7 +131,7 @@ def _draw(run: Path, drawn: "Drawn") -> tuple[Path | None, Path]:
     write_perfetto(perfetto, timeline)
     if steps is None or not find_spec("matplotlib"):
         return None, perfetto
-    from mpitrain.report.picture import draw_timeline
+    from mpitrain.report.plots import draw_timeline
 
     draw_timeline(str(run), timeline, steps, picture)
     return picture, perfetto

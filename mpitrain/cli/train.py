@@ -15,9 +15,10 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import LAUNCHED, NOT_BEGUN, STOPPED, last_words
-from mpitrain.cli.ending import STALL_SECONDS, ranks, settings_of
-from mpitrain.cli.output import be_courtesy
+from mpitrain.cli import LAUNCHED, NOT_BEGUN, STOPPED
+from mpitrain.cli.session import STALL_SECONDS, mpi_session, settings_of
+from mpitrain.cli.terminal import last_words
+from mpitrain.cli.terminal.output import be_courtesy
 from mpitrain.machine.kinds import KINDS
 
 ANNOUNCED = 1.2 * last_words.SECONDS  # after a CONT, for which a TERM is waited for
@@ -92,7 +93,7 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
     overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
     stop = Stop()
-    with ranks(kind=lambda: configured().device.kind, patience=lambda: configured().run.stall_seconds,
+    with mpi_session(kind=lambda: configured().device.kind, patience=lambda: configured().run.stall_seconds,
                does_trace=lambda: configured().run.trace) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
@@ -165,14 +166,14 @@ class Stop:
 
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
-    from mpitrain.cli.progress import Progress, Silent
+    from mpitrain.cli.terminal.progress import Progress, Silent
     from mpitrain.run.loop import train
     from mpitrain.run.watchdog import Watchdog
-    from mpitrain.transport.agreed import agreed, check_same
+    from mpitrain.transport.agreement import check_same, on_all_ranks
 
     stop.connected(transport.rank)
     watchdog = Watchdog(transport.rank, STALL_SECONDS, transport.traffic)
-    config = agreed(transport, configured)
+    config = on_all_ranks(transport, configured)
     watchdog.patience(config.run.stall_seconds)
     check_same(transport, "configuration", config.flat())
     if transport.rank == 0 and (advice := unmeasured(config, transport.hosts)):
@@ -188,7 +189,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
 
 def unmeasured(config: Any, hosts: Sequence[str]) -> str:
     """One line of advice if auto is to choose without knowing the links between these hosts; else nothing."""
-    from mpitrain.collectives.tuning import DEFAULT, foreign
+    from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 
     advice = foreign(DEFAULT, hosts)
     is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
@@ -198,7 +199,7 @@ def unmeasured(config: Any, hosts: Sequence[str]) -> str:
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """The configuration file, or else that of the run that is resumed, under the settings of the command line."""
     from mpitrain.config import parse, read_toml, with_settings
-    from mpitrain.run.folder import configuration, held_out_as_before, is_run
+    from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
 
     if config_file:
         return parse(with_settings(read_toml(config_file), settings), config_file)

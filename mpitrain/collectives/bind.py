@@ -8,15 +8,15 @@ from __future__ import annotations  # so that help() prints signatures as they a
 
 import numpy as np
 
-from mpitrain.collectives.algorithms import PLANS, TABLES, choices
-from mpitrain.collectives.arithmetic import HOST, Arithmetic
-from mpitrain.collectives.check import agree
-from mpitrain.collectives.choose import choose
-from mpitrain.collectives.cost import Tuning
-from mpitrain.collectives.entry import Situation
-from mpitrain.collectives.execute import Execution, Reduction
-from mpitrain.collectives.shared import no_window
-from mpitrain.collectives.tuning import DEFAULT
+from mpitrain.collectives.direct.shared_memory import no_window
+from mpitrain.collectives.engine.agreement import agree
+from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
+from mpitrain.collectives.engine.executor import Execution, Reduction
+from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.selection.choose import choose
+from mpitrain.collectives.selection.cost_model import Tuning
+from mpitrain.collectives.selection.table import PLANS, TABLES, choices
+from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.base import Transport
@@ -94,10 +94,10 @@ def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algo
     return reduction
 
 
-def situation(transport: Transport, array: np.ndarray) -> Situation:
+def situation(transport: Transport, array: np.ndarray) -> Topology:
     """What the algorithms ask about."""
     dtype = array.dtype.name
-    return Situation(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
+    return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
 
 
 def chosen_by_model(transport: Transport, array: np.ndarray, tuning: Tuning, operation: str = "allreduce") -> str:

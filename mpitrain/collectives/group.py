@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.algorithms import half_of
-from mpitrain.collectives.arithmetic import HOST, Arithmetic
+from mpitrain.collectives.activations import ActivationBuffer, ActivationPool
 from mpitrain.collectives.bind import (
     bind,
     bind_all_gather,
@@ -17,15 +16,16 @@ from mpitrain.collectives.bind import (
     bind_reduce,
     bind_reduce_scatter,
 )
-from mpitrain.collectives.coded import bind_coded_all_gather
-from mpitrain.collectives.cost import Tuning
-from mpitrain.collectives.exchange import Exchange, Exchanges
-from mpitrain.collectives.execute import Reduction
-from mpitrain.collectives.lossy import bind_lossy
-from mpitrain.collectives.matrices import Matrix
-from mpitrain.collectives.noted import bind_noted
-from mpitrain.collectives.tuning import DEFAULT
-from mpitrain.collectives.wire import Wire
+from mpitrain.collectives.compression.bind import bind_lossy
+from mpitrain.collectives.compression.matrices import Matrix
+from mpitrain.collectives.compression.quantized import bind_coded_all_gather
+from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
+from mpitrain.collectives.engine.codecs import Wire
+from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.engine.traced import bind_traced
+from mpitrain.collectives.selection.cost_model import Tuning
+from mpitrain.collectives.selection.table import half_of
+from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.machine.arena import Arena
 from mpitrain.transport.base import Transport
 
@@ -70,7 +70,7 @@ class Group:
         self.transport, self.algorithm = transport, algorithm
         self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
         self.arena = arena or Arena()
-        self._exchanges = Exchanges(self.arena)
+        self._exchanges = ActivationPool(self.arena)
         self.scratch_bytes = 0
 
     @property
@@ -123,11 +123,11 @@ class Group:
         return self._noted("all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming))
 
     def _noted(self, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
-        reduction = bind_noted(self.transport, operation, array, bind)
+        reduction = bind_traced(self.transport, operation, array, bind)
         self.scratch_bytes += reduction.scratch_bytes
         return reduction
 
-    def exchange(self, shape: Sequence[int], dtype: Any) -> Exchange:
+    def exchange(self, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
         """Lease a buffer for an activation that the group reduces or gathers in place; layers use it.
 
         Ranks lease the same shapes and dtypes in the same order (else CommError on every rank). A buffer

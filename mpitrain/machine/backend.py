@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.events import Mark
 from mpitrain.machine.kinds import Kind
-from mpitrain.machine.marks import Mark
 
 
 class Copy(Protocol):

@@ -11,8 +11,8 @@ import numpy as np
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.arena import Arena, Lease
 from mpitrain.machine.backend import Copy, address, on_device
+from mpitrain.machine.events import CudaMark, Mark
 from mpitrain.machine.kinds import Kind
-from mpitrain.machine.marks import CudaMark, Mark
 
 
 class CudaBackend:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Backend, HostBackend
 from mpitrain.machine.cuda import CudaBackend
+from mpitrain.machine.events import Mark, Passed
 from mpitrain.machine.kinds import KINDS
-from mpitrain.machine.marks import Mark, Passed
 
 
 class SimulatorBackend(HostBackend):

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mpitrain.collectives import algorithms
-from mpitrain.collectives.arithmetic import HOST, Arithmetic
-from mpitrain.collectives.cost import Tuning
-from mpitrain.collectives.entry import Situation
+from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.tuning import DEFAULT
+from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.selection import table as algorithm_table
+from mpitrain.collectives.selection.cost_model import Tuning
+from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.config.delays import delays
 from mpitrain.errors import ConfigError
@@ -17,7 +17,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.transport.base import Transport
 
 
-class Place(NamedTuple):
+class Coords(NamedTuple):
     """Where a rank lies: its number along each axis."""
 
     tp: int
@@ -42,11 +42,11 @@ class Axes(NamedTuple):
         """All of them."""
         return self.tp * self.dp * self.pp + self.servers
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> Coords:
         """Where a rank that is no server lies."""
         rest, tp = divmod(rank, self.tp)
         pp, dp = divmod(rest, self.dp)
-        return Place(tp, dp, pp)
+        return Coords(tp, dp, pp)
 
 
 def axes(config: Config, ranks: int) -> Axes:
@@ -174,8 +174,8 @@ class Grid:
         Other groups may lie elsewhere, on one host for example: whoever calls this sees to it that all ranks hear of it.
         """
         for group in {id(group): group for group in (self.tp, self.dp, *self.holders.values())}.values():
-            algorithm = algorithms.ALL_REDUCE.get(group.algorithm)
-            if refusal := algorithm and algorithm.refusal(Situation(group.transport.hosts)):
+            algorithm = algorithm_table.ALL_REDUCE.get(group.algorithm)
+            if refusal := algorithm and algorithm.refusal(Topology(group.transport.hosts)):
                 raise refusal
 
     def _lie_alike(self, group: Group) -> bool:

@@ -2,44 +2,44 @@
 
 from collections.abc import Callable
 
-from mpitrain.parallel.allreduce import AllReduce
-from mpitrain.parallel.asynchronous import LateServer, LateWorker
-from mpitrain.parallel.gossip import Gossip
-from mpitrain.parallel.local import Local
-from mpitrain.parallel.master import Master
-from mpitrain.parallel.replicate import Replica, Replication
-from mpitrain.parallel.server import Server, Worker
-from mpitrain.parallel.stashed import EachMicroBatch, EachStep
-from mpitrain.parallel.zero import ZeroOne, ZeroTwo
-from mpitrain.parallel.zero_three import ZeroThree
+from mpitrain.parallel.averaging.gossip import Gossip
+from mpitrain.parallel.averaging.local_sgd import LocalSGD
+from mpitrain.parallel.data.allreduce import AllReduce
+from mpitrain.parallel.data.weight_stashing import PipeDream, PipeDream2BW
+from mpitrain.parallel.data.zero import ZeroOne, ZeroTwo
+from mpitrain.parallel.data.zero_three import ZeroThree
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
+from mpitrain.parallel.servers.asynchronous import AsyncServer, AsyncWorker
+from mpitrain.parallel.servers.master import Master
+from mpitrain.parallel.servers.synchronous import Server, Worker
 
 
-def server_or_worker(replica: Replica) -> Replication:
+def server_or_worker(replica: ReplicationContext) -> Replication:
     """What this rank is of parameter servers; collective."""
     settings, is_server = replica.config.replication, replica.grid.is_server
     if settings.has_common_step:
         return Server(replica) if is_server else Worker(replica)
-    return LateServer(replica) if is_server else LateWorker(replica)
+    return AsyncServer(replica) if is_server else AsyncWorker(replica)
 
 
-MODES: dict[tuple[str, int], Callable[[Replica], Replication]] = {
+MODES: dict[tuple[str, int], Callable[[ReplicationContext], Replication]] = {
     ("all-reduce", 0): AllReduce,
     ("all-reduce", 1): ZeroOne,
     ("all-reduce", 2): ZeroTwo,
     ("all-reduce", 3): ZeroThree,
     ("server", 0): server_or_worker,
     ("master", 0): Master,
-    ("local", 0): Local,
+    ("local", 0): LocalSGD,
     ("gossip", 0): Gossip,
 }
 """By replication.mode and replication.zero. A line here is all it takes for the trainer to know a mode."""
 
 
-STREAMS: dict[str, Callable[[Replica], Replication]] = {"async": EachMicroBatch, "async-2bw": EachStep}
+STREAMS: dict[str, Callable[[ReplicationContext], Replication]] = {"async": PipeDream, "async-2bw": PipeDream2BW}
 """By pipeline.schedule, where stages update by themselves; they reduce as all-reduce does."""
 
 
-def replication_for(replica: Replica) -> Replication:
+def replication_for(replica: ReplicationContext) -> Replication:
     """The configured mode; collective."""
     settings, stream = replica.config.replication, STREAMS.get(replica.config.pipeline.schedule)
     return stream(replica) if stream else MODES[settings.mode, settings.zero](replica)

@@ -37,7 +37,7 @@ def balanced(costs: Sequence[float], parts: int, speeds: Sequence[float] | None 
     return [stop - start for start, stop in pairwise(bounds)]
 
 
-def dealt(units: Sequence[Unit], counts: Sequence[int], place: Sequence[int]) -> tuple[list[list[Unit]], dict[str, list[int]]]:
+def assign_units(units: Sequence[Unit], counts: Sequence[int], place: Sequence[int]) -> tuple[list[list[Unit]], dict[str, list[int]]]:
     """The units of each part, and {full name: the stages that hold it} of the tied tensors that several stages hold.
 
     Each of these stages stores such a tensor in the first of its units that uses it, as the layer describes it that the tensor
@@ -85,7 +85,7 @@ def _cut(units: int, parts: int, cost: Callable[[int, int, int], float],
     return bounds[::-1]
 
 
-def by_hand(text: str, units: int, parts: int) -> list[int]:
+def explicit(text: str, units: int, parts: int) -> list[int]:
     """How many units each part has, as in "4,4,3,5".
 
     raises   ConfigError unless these are `parts` numbers of at least 1 that make `units` together
@@ -103,13 +103,13 @@ def by_hand(text: str, units: int, parts: int) -> list[int]:
 def cut(units: Sequence[Unit], parts: int, partition: str) -> list[int]:
     """How many units each part has: as written in `partition`, or if that is empty, balanced by their parameters.
 
-    raises   ConfigError for what `by_hand` refuses, and for TIME: the data that units are timed with is not known here
+    raises   ConfigError for what `explicit` refuses, and for TIME: the data that units are timed with is not known here
     """
     if partition == TIME:
         raise ConfigError("A Trainer of your own units is not cut by time, but pipeline.partition is time.",
                           "Time them with pipeline.timed, and write the numbers into pipeline.partition; or leave it empty.")
     if partition:
-        return by_hand(partition, len(units), parts)
+        return explicit(partition, len(units), parts)
     return balanced([sum(math.prod(p.shape) for p in unit.layer.parameters()) for unit in units], parts)
 
 

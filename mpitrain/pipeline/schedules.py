@@ -159,7 +159,7 @@ SCHEDULES = {
 
 STREAMS: dict[str, Callable[[int], int]] = {"async": lambda p: 0, "async-2bw": lambda p: p}
 """Those that go on over the ends of steps, in the order of 1f1b, while each stage updates by itself: (stages) -> `every` of
-`memory.versions`, the least that there can be. What they do in a step says `stream.py`, how they update `parallel/stashed.py`."""
+`memory.versions`, the least that there can be. What they do in a step says `stream.py`, how they update `parallel/data/weight_stashing.py`."""
 
 NAMED = {**SCHEDULES, **dict.fromkeys(STREAMS, SCHEDULES["1f1b"])}
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from mpitrain.layers.base import Unit, backward
 from mpitrain.machine.arena import Arena
-from mpitrain.parallel.replicate import Replication
+from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.trace.ring import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
 class Stage:
@@ -86,7 +86,7 @@ class Stage:
         return dy
 
 
-class Asked(Stage):
+class ForwardOnly(Stage):
     """A stage through which micro-batches go forward alone: nothing is kept for a backward."""
 
     def forward(self, micro: int, x: Any) -> Any:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mpitrain.collectives.algorithms import TABLES
-from mpitrain.collectives.check import check_name
-from mpitrain.collectives.plans import Plan, Step
+from mpitrain.collectives.engine.agreement import check_name
+from mpitrain.collectives.plans.steps import Plan, Step
+from mpitrain.collectives.selection.table import TABLES
 from mpitrain.errors import ConfigError
 
 Held = list[list[int]]

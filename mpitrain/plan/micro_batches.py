@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.parallel.rows import sequences_of
-from mpitrain.pipeline.files import find_plan
+from mpitrain.parallel.tensor.sequence import sequences_of
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.memory import peak
+from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.plan.stages import FAR, Measured, Way

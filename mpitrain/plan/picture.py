@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.pipeline.files import LETTERS
 from mpitrain.pipeline.instructions import Plan
+from mpitrain.pipeline.schedule_files import LETTERS
 from mpitrain.pipeline.simulate import Simulation
 from mpitrain.plan.chart import NAMES
 from mpitrain.plots import painter, save

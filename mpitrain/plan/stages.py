@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.parallel.records import Contribution
+from mpitrain.parallel.replication.records import StepInput
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Request, Transport
@@ -76,7 +76,7 @@ def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Se
         trainer.transport.barrier()
         trainer.replication.begin(step)
         mine = {part: _part(trainer, part, inputs[:rows], targets[:rows]) for part in trainer.pipe.stages}
-        trainer.replication.finish(Contribution(step, (), 0.0))
+        trainer.replication.finish(StepInput(step, (), 0.0))
         way = _way(trainer, (rows, *inputs.shape[1:]))
         told = trainer.transport.gather_text((mine, way))
         costs = [Cost(*map(max, zip(*(each[str(part)][:-1] for each, _ in told if str(part) in each), strict=True)))
@@ -101,7 +101,7 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
         trainer.backend.synchronize()
         trainer.transport.barrier()
         start = time.perf_counter()
-        replication.finish(Contribution(step, (), 0.0))
+        replication.finish(StepInput(step, (), 0.0))
         trainer.backend.synchronize()
         times.append(time.perf_counter() - start)
     return max(trainer.transport.gather_text(median(times[1:])))

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpitrain.files import write_whole
 from mpitrain.report.timeline import Timeline, told
-from mpitrain.trace.ring import DEVICE, KINDS, RECEIVE, REDUCTION, SEND, STEP
+from mpitrain.trace.ring_buffer import DEVICE, KINDS, RECEIVE, REDUCTION, SEND, STEP
 
 THREADS = ("host", "device")
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import opened
-from mpitrain.run.folder import TRACE, trace_file
+from mpitrain.run.run_dir import TRACE, trace_file
 from mpitrain.trace.read import MOST, Trace, read_trace
-from mpitrain.trace.ring import COMPUTE, DEVICE, PHASES, RECEIVE, SEND, STEP
+from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, PHASES, RECEIVE, SEND, STEP
 
 
 class Timeline(NamedTuple):

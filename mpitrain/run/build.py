@@ -19,16 +19,16 @@ from mpitrain.machine import process
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
 from mpitrain.optim import STATE
+from mpitrain.parallel.averaging.local_sgd import has_outer
 from mpitrain.parallel.grid import divisor
-from mpitrain.parallel.local import has_outer
-from mpitrain.parallel.sharded import described
+from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME
-from mpitrain.pipeline.timed import by_time, unit_seconds
-from mpitrain.run import checkpoint
-from mpitrain.run.manifest import Done
+from mpitrain.pipeline.profile_units import by_time, unit_seconds
+from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.run.trainer import Trainer
-from mpitrain.transport.agreed import agreed, check_same
+from mpitrain.transport.agreement import check_same, on_all_ranks
 from mpitrain.transport.base import Transport
 
 
@@ -85,8 +85,8 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
     resolved = resolve(transport, config if source else _with_validation(transport, config))
     config = resolved.config
     source = source or _opened(transport, config, noted)
-    agreed(transport, lambda: _check_memory(transport, resolved, source))
-    found = checkpoint.read_beside(transport, saved) if saved else None
+    on_all_ranks(transport, lambda: _check_memory(transport, resolved, source))
+    found = save_load.read_beside(transport, saved) if saved else None
     done = found.done if found else Done(0, 0, transport.gather_text(uuid4().hex)[0])
     check_same(transport, "data source and checkpoint", {
         "inputs": source.inputs, "classes": source.classes, "held_out": source.held_out, **done._asdict(),
@@ -95,7 +95,7 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
         resolved = _cut_by_time(transport, resolved, source)
     trainer = Trainer(transport, lambda layers: model(config, source, layers), resolved)
     if found:
-        found = checkpoint.load(found, trainer.replication.kept(), trainer.storage, transport, trainer.backend,
+        found = save_load.load(found, trainer.replication.kept(), trainer.storage, transport, trainer.backend,
                                 resolved.axes._asdict())
         trainer.replication.restore(found.manifest.scalars)
         done = found.done
@@ -208,7 +208,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     seconds = transport.gather_text(unit_seconds(model(config, source, layers), backend.from_host(inputs), loss, backend, arena,
                                                  config.precision.stored, computed))
     stages = [axes.place(rank).pp for rank in range(axes.ranks)]
-    counts = agreed(transport, lambda: by_time(seconds, stages, resolved.plan.place))
+    counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.place))
     pipeline = config.pipeline.model_copy(update={"partition": ",".join(map(str, counts))})
     return resolved._replace(config=config.model_copy(update={"pipeline": pipeline}))
 
@@ -226,14 +226,14 @@ def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
     """The data source. Tokens that were not scanned before are by all ranks together, each an equal part; collective."""
     name = config.data.source
     if not has_tokens(name):
-        return agreed(transport, lambda: _source(config, None))
-    now = agreed(transport, lambda: as_it_is(name))
+        return on_all_ranks(transport, lambda: _source(config, None))
+    now = on_all_ranks(transport, lambda: as_it_is(name))
     largest = noted.largest if noted and noted == now._replace(largest=noted.largest) else None
     largest = transport.gather_text(largest)[0]
     if largest is None:
-        mine = agreed(transport, lambda: largest_token(name, transport.rank, transport.size))
+        mine = on_all_ranks(transport, lambda: largest_token(name, transport.rank, transport.size))
         largest = max(transport.gather_text(mine))
-    return agreed(transport, lambda: _source(config, now._replace(largest=largest)))
+    return on_all_ranks(transport, lambda: _source(config, now._replace(largest=largest)))
 
 
 def _source(config: Config, scan: Scan | None) -> Source:

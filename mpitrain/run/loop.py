@@ -14,27 +14,27 @@ from mpitrain.config import Config
 from mpitrain.data import amounts
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
-from mpitrain.parallel.records import Outcome
-from mpitrain.run import checkpoint
+from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build
-from mpitrain.run.folder import (
+from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.metrics import MetricsFile
+from mpitrain.run.resume import ResumeInfo, past
+from mpitrain.run.run_dir import (
     CHECKPOINTS,
     METRICS,
-    Place,
+    RunLocation,
     claim,
     find,
     noted_scan,
 )
-from mpitrain.run.manifest import Done
-from mpitrain.run.metrics import MetricsFile
-from mpitrain.run.past import Past, past
-from mpitrain.run.traced import Traced
+from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.trace.recorder import Recorder
-from mpitrain.transport.agreed import agreed
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.recorded import Recorded
+from mpitrain.transport.traced_transport import Recorded
 
 SKIPS = 10  # so many skipped steps in a row end a run
 OVERFLOWS = 20  # and so many whose gradients were beyond float16
@@ -69,7 +69,7 @@ def train(transport: Transport, config: Config, resume: str, stop_requested: Cal
                     and an evaluation that is due then is left to the run that resumes
     begins          called on every rank before any of them has something to save: a stop must be asked for from then on
     watchdog        one that has watched what came before; closed at the end
-    raises          MpitrainError with `agreed` set where all ranks stop together
+    raises          MpitrainError with `on_all_ranks` set where all ranks stop together
     """
     if config.run.trace and not transport.recorder.is_on:
         transport = Recorded(transport, Recorder())
@@ -88,12 +88,12 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
         job = build(transport, config, place.saved, noted=noted_scan(place.folder))
     watchdog.alive("claiming the run directory")
     begins()
-    agreed(transport, lambda: _check_steps(job.step, config))
-    claimed = agreed(transport, lambda: claim(place, job.trainer.resolved, job.source, job.step)
+    on_all_ranks(transport, lambda: _check_steps(job.step, config))
+    claimed = on_all_ranks(transport, lambda: claim(place, job.trainer.resolved, job.source, job.step)
                      if transport.rank == 0 else None)
     try:
         folder, before = transport.gather_text((str(claimed[0]), past(claimed[0], job.step)) if claimed else None)[0]
-        run = _Run(job, place, Path(folder), Past(*before), stop_requested, watchdog, watcher,
+        run = _Run(job, place, Path(folder), ResumeInfo(*before), stop_requested, watchdog, watcher,
                    Traced(transport, job, Path(folder)))
         if transport.recorder.is_on:
             watchdog.traces(Path(folder))
@@ -113,7 +113,7 @@ def _check_steps(done: int, config: Config) -> None:
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
-    def __init__(self, job: Job, place: Place, folder: Path, past: Past, stop_requested: Callable[[], bool],
+    def __init__(self, job: Job, place: RunLocation, folder: Path, past: ResumeInfo, stop_requested: Callable[[], bool],
                  watchdog: Watchdog, watcher: Watcher, traced: Traced):
         self._trainer, self._source, self._done = job.trainer, job.data, job.done
         self._recorder, self._traced = job.trainer.transport.recorder, traced
@@ -239,7 +239,7 @@ class _Run:
             raise on_every_rank(TrainingError("After the last step the parameters differ between replicas.",
                                               "This is a fault of mpitrain or of the machine's memory; please report it."))
 
-    def _log_step(self, step: int, outcome: Outcome) -> None:
+    def _log_step(self, step: int, outcome: StepResult) -> None:
         """A line on the steps since the last one."""
         self._traced.peak(self._trainer.arena.peak)
         now, size, steps = outcome.ended or time.perf_counter(), self._config.batch.size, step - self._logged_at
@@ -282,7 +282,7 @@ class _Run:
         trainer = self._trainer
         with self._recorder.pausing("checkpoint"):
             trainer.settle()
-            checkpoint.save(self._folder / CHECKPOINTS, trainer.replication.kept(), trainer.storage, trainer.transport,
+            save_load.save(self._folder / CHECKPOINTS, trainer.replication.kept(), trainer.storage, trainer.transport,
                             trainer.backend, self._after(step), trainer.resolved.axes._asdict(), trainer.replication.scalars(),
                             self._config.checkpoint.keep)
         self._saved_at = step

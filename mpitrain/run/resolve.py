@@ -4,21 +4,21 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.collectives import algorithms
-from mpitrain.collectives.cost import Tuning
-from mpitrain.collectives.tuning import DEFAULT, read_tuning
-from mpitrain.collectives.wire import Wire, parse_wire
+from mpitrain.collectives.engine.codecs import Wire, parse_wire
+from mpitrain.collectives.selection import table as algorithm_table
+from mpitrain.collectives.selection.cost_model import Tuning
+from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, check_choice, parse
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.grid import Axes, axes, divisor
-from mpitrain.parallel.rows import check_rows, sequences_of
-from mpitrain.pipeline.files import find_plan
+from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import goes_in_passes
+from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
-from mpitrain.transport.agreed import agreed
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 
@@ -46,23 +46,23 @@ def resolve(transport: Transport, config: Config) -> Resolved:
 
     raises  ConfigError on every rank if it cannot work here
     """
-    agreed(transport, lambda: check_names(config))
-    found = agreed(transport, lambda: axes(config, transport.size))
-    agreed(transport, lambda: divisor(found, transport.hosts, config.replication.shard))
-    plan = agreed(transport, lambda: _planned(config, found))
+    on_all_ranks(transport, lambda: check_names(config))
+    found = on_all_ranks(transport, lambda: axes(config, transport.size))
+    on_all_ranks(transport, lambda: divisor(found, transport.hosts, config.replication.shard))
+    plan = on_all_ranks(transport, lambda: _planned(config, found))
     batch = config.batch.model_copy(update={"micro_batches": plan.micro_batches})
     config, device = _settled(transport, config.model_copy(update={"batch": batch}))
-    agreed(transport, lambda: axes(config, transport.size))  # as many shares as there are now need rows
-    agreed(transport, lambda: check_rows(config, found))
-    wire = agreed(transport, lambda: parse_wire(config.replication.wire))
+    on_all_ranks(transport, lambda: axes(config, transport.size))  # as many shares as there are now need rows
+    on_all_ranks(transport, lambda: check_rows(config, found))
+    wire = on_all_ranks(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning
-    tuning = agreed(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
+    tuning = on_all_ranks(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
     return Resolved(config, found, plan, wire, tuning, device)
 
 
 def choices() -> dict[str, tuple[str, ...]]:
     """{key: what it may be}, of the keys whose values are names in a table that the configuration does not know."""
-    return dict.fromkeys(("replication.algorithm", "layout.algorithm"), algorithms.choices("allreduce"))
+    return dict.fromkeys(("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce"))
 
 
 def check_names(config: Config) -> None:
@@ -115,11 +115,11 @@ def _settled(transport: Transport, config: Config) -> tuple[Config, Device]:
     if kind == "auto":
         kind = "cuda" if all(transport.gather_text(process.gpus() > 0)) else "cpu"
     wanted, compute = config.device, config.precision.compute
-    device = agreed(transport, lambda: device_for(kind, wanted.gemm, wanted.tiles, compute=compute))
+    device = on_all_ranks(transport, lambda: device_for(kind, wanted.gemm, wanted.tiles, compute=compute))
     if kind == "cuda":
         _say_who_shares(transport)
     chosen = config.model_copy(update={"device": config.device.model_copy(update={"kind": kind})})
-    return agreed(transport, lambda: parse(chosen.model_dump())), device  # what `auto` has become has laws of its own
+    return on_all_ranks(transport, lambda: parse(chosen.model_dump())), device  # what `auto` has become has laws of its own
 
 
 def _say_who_shares(transport: Transport) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.on_kernels import arithmetic_of
+from mpitrain.collectives.engine.device_arithmetic import arithmetic_of
 from mpitrain.config import Config
 from mpitrain.config.delays import delay_s, delays
 from mpitrain.data import Source
@@ -21,18 +21,18 @@ from mpitrain.layers.flat import Piece, Storage
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
-from mpitrain.parallel.records import Contribution, Outcome
-from mpitrain.parallel.replicate import Replica
-from mpitrain.parallel.sharded import Alone, check_units, layers_for
-from mpitrain.pipeline.partition import cut, dealt
-from mpitrain.pipeline.pipe import own
-from mpitrain.pipeline.stream import pipe_for
+from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_units, layers_for
+from mpitrain.pipeline.async_pipeline import pipeline_for
+from mpitrain.pipeline.partition import assign_units, cut
+from mpitrain.pipeline.pipeline import own
+from mpitrain.run.checkpoint.regions import within
 from mpitrain.run.indices import Indices
-from mpitrain.run.pieces import within
 from mpitrain.run.resolve import Resolved, resolve
-from mpitrain.transport.agreed import agreed
+from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.cuda_aware import over_device
+from mpitrain.transport.device.cuda_aware import over_device
 
 
 class Trainer:
@@ -67,7 +67,7 @@ class Trainer:
         On every rank, if the configuration, the ranks and the units do not fit together.
     """
 
-    def __init__(self, transport: Transport, units: Sequence[Unit] | Callable[[Alone], Sequence[Unit]],
+    def __init__(self, transport: Transport, units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]],
                  config: Config | Resolved, loss: Loss | None = None):
         self.resolved = resolved = config if isinstance(config, Resolved) else resolve(transport, config)
         self.config = resolved.config
@@ -88,28 +88,28 @@ class Trainer:
             raise
         transport.tenants.add(self.close)    # not before: a trainer that could not be made has nothing to settle
 
-    def _build(self, units: Sequence[Unit] | Callable[[Alone], Sequence[Unit]], loss: Loss | None) -> None:
+    def _build(self, units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]], loss: Loss | None) -> None:
         """What stands on the grid."""
         resolved, grid = self.resolved, self.grid
         self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
-        model = agreed(self.transport, lambda: list(units(layers) if callable(units) else units))
-        agreed(self.transport, lambda: check_units(model, layers.rows))
+        model = on_all_ranks(self.transport, lambda: list(units(layers) if callable(units) else units))
+        on_all_ranks(self.transport, lambda: check_units(model, layers.rows))
         self.parameter_count = parameter_count(model)
         place = resolved.plan.place
-        parts, tied = agreed(self.transport, lambda: dealt(model, cut(model, len(place), self.config.pipeline.partition), place))
+        parts, tied = on_all_ranks(self.transport, lambda: assign_units(model, cut(model, len(place), self.config.pipeline.partition), place))
         grid.deal(place, tied)
-        agreed(self.transport, grid.check)
+        on_all_ranks(self.transport, grid.check)
         mine = [parts[part] for part in own(place, grid.place.pp)]
         self.units = [unit for part in mine for unit in part]
         firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
         self._loss = loss or layers.loss()
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
-        self.replication = replication_for(Replica(
+        self.replication = replication_for(ReplicationContext(
             self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss,
             [range(first, end) for first, end in pairwise(firsts)]))
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
-        self.pipe = pipe_for(self.config)(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype)
+        self.pipe = pipeline_for(self.config)(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype)
         self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), loss is None)
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
@@ -157,7 +157,7 @@ class Trainer:
         return self.replication.share(self.config.batch.size)
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray,
-             stop_requested: Callable[[], bool] | None = None) -> Outcome:
+             stop_requested: Callable[[], bool] | None = None) -> StepResult:
         """One optimizer step; collective.
 
         Parameters
@@ -209,7 +209,7 @@ class Trainer:
             self.pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         losses = self._loss_sums if self.grid.speaks else ()
-        return self.replication.finish(Contribution(index, losses, lr, bool(stop_requested and stop_requested()), scales))
+        return self.replication.finish(StepInput(index, losses, lr, bool(stop_requested and stop_requested()), scales))
 
     def settle(self) -> None:
         """Finish what is under way, and make the parameters current on all ranks."""

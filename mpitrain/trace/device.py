@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpitrain.machine.marks import Mark
+from mpitrain.machine.events import Mark
 
 MOST = 512
 """Spans that are noted together at most."""

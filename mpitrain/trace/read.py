@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 from mpitrain.strict_json import complaint, parsed
-from mpitrain.trace.ring import HEAD, KINDS, MAGIC, PHASES, RECORD
+from mpitrain.trace.ring_buffer import HEAD, KINDS, MAGIC, PHASES, RECORD
 
 MOST = 1 << 16
 """Ranks that there can be: a head that was damaged may say any number."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpitrain.files import Directory, opened
 from mpitrain.trace.device import DeviceSpans
-from mpitrain.trace.ring import COMPUTE, DEVICE, NO_PHASE, PAUSE, STEP, WAIT, Ring, spelled
+from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, NO_PHASE, PAUSE, STEP, WAIT, Ring, spelled
 
 
 class Recorder:

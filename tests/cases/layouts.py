@@ -9,9 +9,9 @@ from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Piece, Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.kept import Kept
-from mpitrain.run import checkpoint
-from mpitrain.run.manifest import Done
+from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint.manifest import Done
 
 HEADS, WIDTH, VOCABULARY = 4, 8, 7
 
@@ -104,21 +104,21 @@ def kept(layout, rank):
         for entry in storage.entries:
             entry.view(flat)[...] = entry.parameter.part_of(logical(name, entry.name, entry.parameter.shape))
         pieces = shards(storage, layout, rank) if kind in layout.shards else [Piece(0, storage.length, 0)]
-        found.append(Kept(name, np.concatenate([flat[piece.start:piece.stop] for piece in pieces]), pieces))
+        found.append(StateBuffer(name, np.concatenate([flat[piece.start:piece.stop] for piece in pieces]), pieces))
     if layout.tp == layout.pp == 1:
         owed = np.zeros(storage.length, "f4")
         for entry in storage.entries:
             entry.view(owed)[...] = np.random.default_rng([rank, entry.start]).standard_normal(entry.parameter.shape)
-        found += [Kept("residual", owed[bucket.start:bucket.stop], [Piece(bucket.start, bucket.stop, 0)], "own")
+        found += [StateBuffer("residual", owed[bucket.start:bucket.stop], [Piece(bucket.start, bucket.stop, 0)], "own")
                   for bucket in storage.buckets(300)]
-    found.append(Kept("factors/0", np.full(5, rank + 1, "f4"), kind="bound"))
+    found.append(StateBuffer("factors/0", np.full(5, rank + 1, "f4"), kind="bound"))
     return storage, found
 
 
 def save(transport, folder, layout, step=1, run="run"):
     """Write what the ranks of a layout keep."""
     storage, found = kept(layout, transport.rank)
-    return checkpoint.save(folder, found, storage, transport, HostBackend(), Done(step, 12 * step, run), layout.facts,
+    return save_load.save(folder, found, storage, transport, HostBackend(), Done(step, 12 * step, run), layout.facts,
                            {"scale": 0.5}, keep=9)
 
 
@@ -126,6 +126,6 @@ def load(transport, path, layout):
     """What the ranks of a layout hold after loading into zeros, and what they should: storage, both."""
     storage, wanted = kept(layout, transport.rank)
     empty = [one._replace(array=np.zeros_like(one.array)) for one in wanted]
-    found = checkpoint.read_beside(transport, path)
-    checkpoint.load(found, empty, storage, transport, HostBackend(), layout.facts)
+    found = save_load.read_beside(transport, path)
+    save_load.load(found, empty, storage, transport, HostBackend(), layout.facts)
     return storage, empty, wanted

@@ -5,12 +5,12 @@ from itertools import product
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
-from mpitrain.collectives import algorithms
 from mpitrain.collectives import bind as binding
-from mpitrain.collectives.algorithms import choices
 from mpitrain.collectives.bind import bind, chosen_by_model
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.plans import chunk_bounds
+from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.collectives.selection import table as algorithm_table
+from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from tests.laws.transport import coded, raises_comm_error
 
@@ -157,7 +157,7 @@ class CollectiveLaws:
             group = Group(transport, algorithm)
             for operation, reduction in (("reduce-scatter", group.bind_reduce_scatter(array)),
                                          ("all-gather", group.bind_all_gather(array))):
-                wanted = algorithm if algorithm in algorithms.TABLES[operation] else "auto"
+                wanted = algorithm if algorithm in algorithm_table.TABLES[operation] else "auto"
                 chosen = {"auto": chosen_by_model(transport, array, group.tuning, operation)}.get(wanted, wanted)
                 assert reduction.algorithm == chosen or transport.size == 1, (algorithm, operation)
 

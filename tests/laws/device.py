@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from mpitrain.collectives import algorithms
 from mpitrain.collectives.bind import bind, bind_all_to_all
-from mpitrain.collectives.lossy import bind_lossy
-from mpitrain.collectives.wire import parse_wire
+from mpitrain.collectives.compression.bind import bind_lossy
+from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.transport.device import DeviceTransport, Direct
-from mpitrain.transport.staging import Staged
+from mpitrain.transport.device.messages import DeviceTransport, Direct
+from mpitrain.transport.device.staging import Staged
 from tests.fakes import cupy
 from tests.laws.transport import coded, raises_comm_error
 
@@ -139,7 +139,7 @@ class DeviceLaws:
 
     def law_all_reduces_are_exact_run_after_run(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        for algorithm in algorithms.choices("allreduce"):
+        for algorithm in algorithm_table.choices("allreduce"):
             for count in (0, 1, 5 * PIECE + 3):
                 array = backend.zeros(count, "float64")
                 reduction = bind(transport, array, algorithm=algorithm)

@@ -5,7 +5,7 @@ from functools import wraps
 import numpy as np
 
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.plans import chunk_bounds
+from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.machine.arena import Arena
 from tests.laws.collectives import DTYPES, everyone, small
 from tests.laws.transport import coded, raises_comm_error

@@ -6,10 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from mpitrain.collectives.feedback import RECENT
-from mpitrain.collectives.lossy import bind_lossy
-from mpitrain.collectives.matrices import Matrix, tiles
-from mpitrain.collectives.wire import BLOCK, CODECS, parse_wire
+from mpitrain.collectives.compression.bind import bind_lossy
+from mpitrain.collectives.compression.error_feedback import RECENT
+from mpitrain.collectives.compression.matrices import Matrix, tiles
+from mpitrain.collectives.engine.codecs import BLOCK, CODECS, parse_wire
 from tests.laws.collectives import measured
 from tests.laws.transport import raises_comm_error
 

@@ -6,9 +6,9 @@ import time
 import numpy as np
 
 from mpitrain.collectives.bind import bind
-from mpitrain.collectives.lossy import bind_lossy
-from mpitrain.collectives.moving import ByCaller, ByThread
-from mpitrain.collectives.wire import parse_wire
+from mpitrain.collectives.compression.bind import bind_lossy
+from mpitrain.collectives.engine.codecs import parse_wire
+from mpitrain.collectives.engine.progress import PolledProgress, ProgressThread
 from tests.laws.transport import coded
 from tests.processes import SECONDS
 
@@ -42,13 +42,13 @@ class MovingLaws:
     def law_what_a_thread_moves_ends_with_the_same_bits_though_the_main_thread_never_polls(self, transport):
         transport = apart(transport)
         wanted = {way: brought(transport.rank, way) for way in WAYS}
-        by_caller = ByCaller(transport)
+        by_caller = PolledProgress(transport)
         for way, array in wanted.items():
             by_caller.start(bound(transport, way, array))
         by_caller.wait()
         arrays = {way: brought(transport.rank, way) for way in WAYS}
         reductions = [bound(transport, way, array) for way, array in arrays.items()]
-        by_thread = ByThread(transport)
+        by_thread = ProgressThread(transport)
         for reduction in reductions:
             by_thread.start(reduction)
         late = time.monotonic() + SECONDS / 2    # before the test's own time ends
@@ -63,7 +63,7 @@ class MovingLaws:
         transport = apart(transport)
         before, after = (transport.rank - 1) % transport.size, (transport.rank + 1) % transport.size
         array = coded(transport.rank, COUNT)
-        reduction, by_thread = bind(transport, array), ByThread(transport)
+        reduction, by_thread = bind(transport, array), ProgressThread(transport)
         for _ in range(3):
             array[:] = coded(transport.rank, COUNT)
             by_thread.start(reduction)
@@ -79,7 +79,7 @@ class MovingLaws:
     def law_the_thread_lives_from_the_first_start_to_the_wait(self, transport):
         transport = apart(transport)
         array = np.ones(3)
-        reduction, by_thread = bind(transport, array), ByThread(transport)
+        reduction, by_thread = bind(transport, array), ProgressThread(transport)
         for _ in range(2):
             by_thread.start(reduction)
             mine = by_thread._thread

@@ -4,7 +4,7 @@ import numpy as np
 
 from mpitrain.collectives import bind as binding
 from mpitrain.collectives.bind import bind
-from mpitrain.collectives.plans import chunk_bounds, segments
+from mpitrain.collectives.plans.steps import chunk_bounds, segments
 from tests.laws.collectives import LENGTHS, measured
 
 WIDTH = 4  # bytes of an element

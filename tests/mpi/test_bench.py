@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from mpitrain.collectives.tuning import read_tuning
+from mpitrain.collectives.selection.tuning import read_tuning
 from tests.processes import PROGRAM, SECONDS, calls_of_one_start, launch, python_ranks
 
 KEYS = {"op", "algorithm", "bytes", "dtype", "ranks", "time_us", "min_us", "p99_us", "algbw_GBs", "busbw_GBs", "predicted_us",

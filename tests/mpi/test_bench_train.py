@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mpitrain.bench import train
-from mpitrain.cli.bench_train import _measure as measure
+from mpitrain.bench.training import steps as training_steps
+from mpitrain.cli.bench.train import _measure as measure
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.transport.threads import run_ranks
@@ -83,14 +83,14 @@ def test_a_peer_that_cannot_use_the_gpu_is_one_message(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"The peer cannot use the GPU: PyTorch .* finds none"):
-        train.peer_class("torch", parse({"optimizer": {"clip": 0.0}, "device": {"kind": "cuda"}}))
+        training_steps.peer_class("torch", parse({"optimizer": {"clip": 0.0}, "device": {"kind": "cuda"}}))
 
 
 def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
-    monkeypatch.setitem(train.PEERS, "torch", ("nothing_of_this_name", "pip install torch"))
+    monkeypatch.setitem(training_steps.PEERS, "torch", ("nothing_of_this_name", "pip install torch"))
     config = parse({"optimizer": {"clip": 0.0}})
     with pytest.raises(ConfigError, match="needs the module nothing_of_this_name, which is not installed"):
-        train.peer_class("torch", config)
+        training_steps.peer_class("torch", config)
 
 
 @pytest.mark.parametrize("setting", ["optimizer.name=sgd", "batch.micro_batches=2", "precision.compute=float64",
@@ -100,7 +100,7 @@ def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
                                      "layout.tp=2,layout.sequence_parallel=true"])
 def test_a_peer_that_would_do_other_work_is_refused(setting):
     with pytest.raises(ConfigError, match="The peer "):
-        train.peer_class("torch", parse(with_settings({}, ["optimizer.clip=0.0", *setting.split(",")])))
+        training_steps.peer_class("torch", parse(with_settings({}, ["optimizer.clip=0.0", *setting.split(",")])))
 
 
 @pytest.mark.parametrize("setting", ["model.width=8", "data.source=digits", "batch.size=3", "precision.compute=float64",
@@ -108,30 +108,30 @@ def test_a_peer_that_would_do_other_work_is_refused(setting):
 def test_another_side_that_would_do_other_work_is_refused(setting):
     key = setting.partition("=")[0]
     with pytest.raises(ConfigError, match=f"--against is for how the work is done, but {key} says what it is"):
-        train.check_same_work(["replication.algorithm=ring", setting])
+        training_steps.check_same_work(["replication.algorithm=ring", setting])
 
 
 def test_a_side_is_named_by_its_values_of_the_keys_that_differ():
     config = parse({"replication": {"overlap": False, "bucket_mb": 2.0}})
     keys = ["replication.overlap=true", "replication.algorithm=ring", "replication.bucket_mb=1.0"]
-    assert train.named(config, keys) == ("mpitrain replication.overlap=false replication.algorithm=auto "
+    assert training_steps.named(config, keys) == ("mpitrain replication.overlap=false replication.algorithm=auto "
                                          "replication.bucket_mb=2.0")
-    assert train.named(config, []) == "mpitrain"
+    assert training_steps.named(config, []) == "mpitrain"
 
 
 def test_the_ratio_is_taken_between_neighbouring_blocks():
-    ours = train.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3, [0.25] * 3)
-    peer = train.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5], [])
-    lines = train.table([ours, peer], 100)
+    ours = training_steps.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3, [0.25] * 3)
+    peer = training_steps.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5], [])
+    lines = training_steps.table([ours, peer], 100)
     assert lines[1].split()[:4] == ["mpitrain", "1.0000", "0.2500", "100"] and lines[2].split()[2] == "-"
     assert "mpitrain is 1.500 times as fast as peer (blocks 1.500 .. 2.000)" in lines[-1]
     assert lines[-1].endswith("losses at most 2.5e-01 apart")
 
 
 def test_of_a_side_that_other_work_slowed_most_of_the_time_there_is_a_mark_and_no_ratio():
-    ours = train.Result("mpitrain", [1.0, 1.0, 1.0], [0.5] * 3, [])
-    peer = train.Result("peer", [131.0, 2.0, 150.0], [0.5] * 3, [])
-    lines = train.table([ours, peer], 0)
+    ours = training_steps.Result("mpitrain", [1.0, 1.0, 1.0], [0.5] * 3, [])
+    peer = training_steps.Result("peer", [131.0, 2.0, 150.0], [0.5] * 3, [])
+    lines = training_steps.table([ours, peer], 0)
     assert lines[2].split()[1] == "131.0000~" and "~" not in lines[1]
     assert lines[-1].startswith("mpitrain and peer: no ratio, as a median block took over 2 times the fastest (~)")
     assert lines[-1].endswith("losses at most 0.0e+00 apart")
@@ -143,6 +143,6 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
             raise RuntimeError("planted")
         transport.barrier()
 
-    monkeypatch.setattr(train, "alternate", alternate)
+    monkeypatch.setattr(training_steps, "alternate", alternate)
     with pytest.raises(RuntimeError, match="planted"):
         run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], False, None, 1, 1, None, None)

@@ -5,8 +5,9 @@ import pytest
 
 from mpitrain.transport.mpi import connect
 from mpitrain.transport.threads import run_ranks
-from tests.ranks import test_pipelines, test_tensor
-from tests.ranks.test_apart import BASE, trained
+from tests.ranks.parallel.test_averaging import BASE, trained
+from tests.ranks.parallel import test_tensor
+from tests.ranks.pipeline import test_pipelines
 from tests.training import configured
 
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpitrain.cli import launch
+from mpitrain.cli.launch import command as launch_command
 from mpitrain.collectives.bind import bind
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
@@ -75,11 +75,11 @@ def test_on_a_nearly_full_shared_memory_ranks_fall_back_on_messages(tmp_path):
     (tmp_path / "main.py").write_text(ON_SMALL)
     private = ["unshare", "--mount", "bash", "-c"]
     mounts = "mount -t tmpfs -o size=53m tmpfs /dev/shm"
-    if launch.library().family != "Open MPI":
+    if launch_command.library().family != "Open MPI":
         pytest.skip("MPICH keeps nothing free")
     if shutil.which("unshare") is None or run([*private, mounts]).returncode:
         pytest.skip("nothing can be mounted here")
-    words, _ = launch.command_line(2, [], ["doctor"])
+    words, _ = launch_command.command_line(2, [], ["doctor"])
     line = shlex.join([*words[:words.index(sys.executable)], sys.executable, str(tmp_path / "main.py")])
     done = run([*private, f"{mounts} && {line}"], env=process.environment_of_one())
     assert done.returncode == 0, done.stderr

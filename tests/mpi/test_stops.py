@@ -25,7 +25,7 @@ def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(
             "    if rank == 1: transport.barrier()\n"
             "    print('building', flush=True); time.sleep(600)\n"
             f"loop.build = build\n{MAIN.replace('2.0', '600.0')}")
-    supervised = ("import sys; from mpitrain.cli.supervise import Requests, run\n"
+    supervised = ("import sys; from mpitrain.cli.launch.supervise import Requests, run\n"
                   f"sys.exit(run(['mpirun', '-n', '2', sys.executable, '-c', {code!r}], {{}}, Requests(), True))")
     job = subprocess.Popen([sys.executable, "-c", supervised], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

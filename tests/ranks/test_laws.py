@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives import coded, execute, plans
-from mpitrain.collectives.algorithms import choices
 from mpitrain.collectives.bind import bind
+from mpitrain.collectives.compression import quantized
+from mpitrain.collectives.engine import executor
+from mpitrain.collectives.plans import steps as plan_steps
+from mpitrain.collectives.selection.table import choices
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws, measured
 from tests.laws.exchange import ExchangeLaws
@@ -51,7 +53,7 @@ class SegmentLaws(CollectiveLaws, TrafficLaws):
     ("law_ring", 100), ("law_halving_doubling", 100), ("law_all_gather_brings_chunk_r_from_rank_r", 100)])
 @few_and(5)
 def test_many_segments_obey(name, segment, sizes, monkeypatch):
-    monkeypatch.setattr(plans, "SEGMENT", segment)
+    monkeypatch.setattr(plan_steps, "SEGMENT", segment)
     for n in sizes:
         run_ranks(n, getattr(SegmentLaws(), name))
 
@@ -60,7 +62,7 @@ def test_many_segments_obey(name, segment, sizes, monkeypatch):
                                   "law_what_is_not_finite_stays_so_on_every_rank"])
 @few_and(5)
 def test_coded_sums_in_many_lanes_obey(name, sizes, monkeypatch):
-    monkeypatch.setattr(coded, "LANE", 500)
+    monkeypatch.setattr(quantized, "LANE", 500)
     for n in sizes:
         run_ranks(n, getattr(LossyLaws(), name))
 
@@ -95,8 +97,8 @@ def test_hierarchical_sends_between_hosts_what_a_ring_of_hosts_would():
 @pytest.mark.parametrize(("name", "longest"), [*zip(ALL_REDUCE_LAWS, (400, 40_000, 40_000), strict=True)])
 def test_messages_between_hosts_are_cut_and_obey(name, longest, monkeypatch):
     """An array becomes 20 messages and more, three of which are under way at a time."""
-    monkeypatch.setattr(execute, "BETWEEN_HOSTS", longest)
-    monkeypatch.setattr(execute, "WINDOW", 3)
+    monkeypatch.setattr(executor, "BETWEEN_HOSTS", longest)
+    monkeypatch.setattr(executor, "WINDOW", 3)
     monkeypatch.setattr(AcrossHosts, "algorithms", tuple(a for a in choices("allreduce") if a != "shared"))
     for n in (2, 3, 5):
         run_ranks(n, getattr(AcrossHosts(), name), hosts=[f"host{rank}" for rank in range(n)])
@@ -112,6 +114,6 @@ def test_between_hosts_no_message_is_longer_than_the_limit():
         messages, nbytes = measured(transport, bind(transport, array, algorithm="tree").run)
         return messages, nbytes
 
-    parts = -(-400_000 // execute.BETWEEN_HOSTS)
+    parts = -(-400_000 // executor.BETWEEN_HOSTS)
     assert run_ranks(2, longest, hosts=["a", "b"]) == [(parts, 400_000)] * 2
     assert run_ranks(2, longest, hosts=["a", "a"]) == [(1, 400_000)] * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.bench import launches
+from mpitrain.bench.kernels import launch_overhead
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.arguments import Argument, fresh, strided
 from mpitrain.kernels.loader import Kernels
@@ -183,18 +183,18 @@ def test_a_changed_header_is_compiled_again(tmp_path):
 
 def test_launches_that_are_found_again_take_twelve_calls_at_most_and_no_argument_object(monkeypatch):
     """Of every operation on kernels, and of what all-reduces do to chunks."""
-    kernels = Kernels(launches.Nothing(takes_plain=True))
-    made = launches.operations(kernels)
+    kernels = Kernels(launch_overhead.Nothing(takes_plain=True))
+    made = launch_overhead.operations(kernels)
     assert made.keys() == {*vars(cuda.body(kernels)), *WIRE, "top_k"}
     for run in made.values():
         run()
     monkeypatch.setattr(Argument, "__new__", None)
     for name, run in made.items():
-        calls, count = launches.calls(kernels, run)
+        calls, count = launch_overhead.calls(kernels, run)
         assert 0 < calls <= 12 * count, (name, calls, count)
     monkeypatch.undo()
-    looked_at = Kernels(launches.Nothing(takes_plain=False))
-    calls, count = launches.calls(looked_at, launches.operations(looked_at)["linear"])
+    looked_at = Kernels(launch_overhead.Nothing(takes_plain=False))
+    calls, count = launch_overhead.calls(looked_at, launch_overhead.operations(looked_at)["linear"])
     assert count == 1 and calls > 20, "what counts would not see the arguments being looked at"
 
 

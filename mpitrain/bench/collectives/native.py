@@ -1,0 +1,54 @@
+"""MPI's own collectives as peers in the same table: bound to the same arrays, checked and timed as ours are."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpitrain.bench.collectives.operations import OPERATIONS, Buffers, Operation, Way
+from mpitrain.collectives.direct import native
+from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.selection.table import TABLES, choices
+from mpitrain.errors import CommError, MpitrainError
+from mpitrain.transport.base import Transport
+from mpitrain.transport.native import OPERATIONS as NATIVE
+
+REDUCING = ("reduce", "reduce-scatter")
+"""Of those, the ones that need a dtype of MPI's."""
+
+
+class Peer(NamedTuple):
+    """A collective of MPI's own, bound to its arrays."""
+
+    run: Callable[[], None]
+    algorithm: str = "native"
+
+
+def names(operation: str) -> tuple[str, ...]:
+    """The algorithms that a benchmark can be asked for: ours, and MPI's own where there is one."""
+    return (*choices(operation), "native") if operation in NATIVE else choices(operation)
+
+
+def operation_of(operation: str, algorithm: str) -> Operation:
+    """How this algorithm of the operation is bound, and where its result lies."""
+    if operation not in NATIVE or algorithm != "native":
+        return OPERATIONS[operation]
+
+    def bind(transport: Transport, buffers: Buffers, way: Way) -> Any:
+        return Peer(transport.bind_native(operation, buffers.array, buffers.other))
+
+    ours = OPERATIONS[operation]
+    if operation != "reduce-scatter":
+        return ours._replace(bind=bind)
+    return ours._replace(bind=bind, other=lambda n, count: count // n, is_in_other=True)
+
+
+def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
+    """Why algorithms cannot run here, by name, in words that begin with "algorithm"."""
+    found = {name: refusal for name, algorithm in TABLES.get(operation, {}).items()
+             if (refusal := algorithm.refusal(situation))}
+    if operation in NATIVE:
+        refusal = native.refusal(situation) if operation in REDUCING else None
+        if situation.is_on_device:
+            refusal = CommError("algorithm native is measured in the memory of the host, but --device is a GPU.")
+        if refusal:
+            found["native"] = refusal
+    return found

@@ -1,0 +1,1 @@
+"""Benchmarks of kernels: operations of a training step, GEMM, and launch overhead."""

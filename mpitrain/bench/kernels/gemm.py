@@ -1,0 +1,225 @@
+"""Matrix products of our own beside the library's, shape by shape, taking turns; and the search for the best tiles."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.bench.kernels.operations import count_wrong, stored, values
+from mpitrain.bench.kernels.timing import seconds
+from mpitrain.errors import ConfigError
+from mpitrain.kernels.loader import Engine
+from mpitrain.ops import reference
+from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.tiles import DEFAULT, Measured, Tiling, worth_measuring
+from mpitrain.ops.device import Device
+from mpitrain.ops.host.product import put_product
+
+Shape = tuple[int, int, int]
+"""M, N, K: (M, K) times (K, N)."""
+
+SHAPES = {
+    "cpu": "256,512,1024,2048x1024x256",
+    "cuda-sim": "32,65x33x40",
+    # Two cubes; then, of 16 sequences of 1024 tokens, layers from width 768 to 3072 and back, cut for 2 ranks, and layers
+    # from width 4096 to 16384 and back, cut for 8.
+    "cuda": "4096,8192,16384x1536x768,16384x768x1536,16384x2048x4096,16384x4096x2048",
+}
+"""What is measured where no shapes are given, by kind of device."""
+
+WRONG = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
+"""Difference, relative to the largest element of the truth, from which on an element counts as wrong."""
+
+
+MOST_COMPARED = 256
+"""Rows of a product that are compared, spread evenly, the last one among them: the truth is the host's work."""
+
+
+class Product(NamedTuple):
+    """One of the products of a linear layer: how its operands are stored, and what its epilogue does.
+
+    epilogue  "gelu": bias and GELU, the pre-activation kept; "sums": the bias gradient; or nothing
+    """
+
+    stored: str
+    epilogue: str = ""
+
+
+PRODUCTS = {"NT": Product("NT"), "NN": Product("NN"), "TN": Product("TN"),
+            "NT+gelu": Product("NT", "gelu"), "TN+sums": Product("TN", "sums")}
+"""Forward, input half, weight half; forward with bias and GELU, weight half with the bias gradient."""
+
+
+class Row(NamedTuple):
+    """One measurement: our time beside that of the library and, for an epilogue, the kernels after it.
+
+    plan     the tiling in words; empty where no kernel of ours multiplied
+    percent  of the library's rate
+    """
+
+    product: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    plan: str
+    time_us: float
+    library_us: float
+    gflops: float
+    percent: float
+    wrong: int
+
+
+class Tuned(NamedTuple):
+    """The fastest tiling for a shape, beside the one taken without a table.
+
+    tried  how many tilings were
+    wrong  elements that are wrong, over all tilings
+    """
+
+    best: Measured
+    tried: int
+    time_us: float
+    usual_us: float
+    wrong: int
+
+
+class Case(NamedTuple):
+    """A product on given operands.
+
+    by     (multiply) -> what runs it
+    wrong  how many elements of what the last run left are wrong
+    """
+
+    by: Callable[[Callable[..., None]], Callable[[], None]]
+    wrong: Callable[[], int]
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """Shapes from MxNxK,...; a number alone is a cube."""
+    found: list[Shape] = []
+    for part in text.split(","):
+        dims = part.strip().split("x")
+        if len(dims) not in (1, 3) or not all(re.fullmatch("[0-9]{1,6}", dim) and int(dim) > 0 for dim in dims):
+            raise ConfigError(f"A shape is MxNxK or N, in whole numbers from 1 to 999999, but it is {part!r}.",
+                              "For example: --shapes 4096,8192x1536x768")
+        m, n, k = (int(dim) for dim in (dims * 3)[:3])
+        found.append((m, n, k))
+    return found
+
+
+def measure(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]) -> Iterator[Row]:
+    """Rows as they are measured. On the CPU the body that trains there, beside NumPy's own product."""
+    if device.kernels is None:
+        products = [name for name in products if not PRODUCTS[name].epilogue]
+        if set(dtypes) != {"float32"}:
+            raise ConfigError(f"On the CPU float32 is multiplied, not {', '.join(dtypes)}.",
+                              "Use --dtype float32, or another --device.")
+    for shape in shapes:
+        for dtype in dtypes:
+            for name in products:
+                case = case_of(device, shape, dtype, PRODUCTS[name])
+                runs = [case.by(multiply) for multiply in _sides(device)]
+                runs[0]()
+                device.backend.synchronize()
+                wrong = case.wrong()
+                ours, theirs = seconds(device, *runs)
+                m, n, k = shape
+                yield Row(name, *shape, dtype, _planned(device, PRODUCTS[name], shape, dtype), 1e6 * ours, 1e6 * theirs,
+                          2 * m * n * k / ours / 1e9, 100 * theirs / ours, wrong)
+
+
+def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
+    """The fastest tiling for each shape, dtype and way to store the operands. ConfigError for a device without kernels."""
+    if device.kernels is None:
+        raise ConfigError("Tiles belong to kernels, but --device is cpu.", "Use --device cuda or cuda-sim.")
+    for shape in shapes:
+        for dtype in dtypes:
+            for ways in ("NT", "NN", "TN"):
+                yield _fastest(device, device.kernels.engine, shape, dtype, ways)
+
+
+def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str) -> Tuned:
+    """Every tiling on its own, then the best and the usual one in turns, so that chance does not decide between those."""
+    case, like = case_of(device, shape, dtype, Product(ways)), _like(dtype)
+    usual = DEFAULT.tiling(like, ways, (*shape, 1), engine)
+    tilings = [usual, *worth_measuring(like, *shape, engine)]
+    runs = {tiling: case.by(partial(product.gemm, tiling=tiling)) for tiling in tilings}
+    times: dict[Tiling, float] = {}
+    wrong = 0
+    for tiling, run in runs.items():
+        run()
+        device.backend.synchronize()
+        wrong += case.wrong()
+        times[tiling], = seconds(device, run)
+    best = min(times, key=times.__getitem__)
+    fastest, usually = seconds(device, runs[best], runs[usual])
+    if usually < fastest:
+        best, fastest = usual, usually
+    return Tuned(Measured(dtype, ways, *shape, best), len(times), 1e6 * fastest, 1e6 * usually, wrong)
+
+
+def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Ours and the library's, with the arguments of product.gemm."""
+    if device.multiply is not None:
+        return device.multiply, product.library
+
+    def operands(a: Any, b: Any, transposed_a: bool = False, transposed_b: bool = False) -> tuple[Any, Any]:
+        return a.T if transposed_a else a, b.T if transposed_b else b
+
+    return (lambda kernels, arena, a, b, c, **ways: put_product(*operands(a, b, **ways), c, False, arena),
+            lambda kernels, arena, a, b, c, **ways: np.matmul(*operands(a, b, **ways), out=c))
+
+
+def _planned(device: Device, what: Product, shape: Shape, dtype: str) -> str:
+    """The tiling that our product takes, in words."""
+    if device.kernels is None or not isinstance(device.multiply, partial):    # the library's own business
+        return ""
+    table = device.multiply.keywords["table"]
+    tile, splits = table.tiling(_like(dtype), what.stored, (*shape, 1), device.kernels.engine)
+    return f"{tile.TILE_M}x{tile.TILE_N}x{tile.TILE_K}" + (f"/{splits}" if splits > 1 else "")
+
+
+def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
+    """Operands whose product has elements near 1, so that GELU bends them, and the truth in float32, of some rows."""
+    (m, n, k), rng = shape, np.random.default_rng(shape)
+    a = stored(rng.standard_normal((k, m) if what.stored[0] == "T" else (m, k), np.float32), dtype)
+    b = stored(rng.standard_normal((n, k) if what.stored[1] == "T" else (k, n), np.float32) * k**-0.5, dtype)
+    bias = stored(rng.standard_normal(n, np.float32), dtype)
+    put, get, arena = device.backend.from_host, device.backend.to_host, device.arena()
+    x, y, added = put(a), put(b), put(bias)
+    z, kept = (put(np.zeros((m, n), a.dtype)) for _ in range(2))
+    sums = put(np.zeros(m, np.float32))
+    extras = {"gelu": {"bias": added, "activation": "gelu", "saved": kept}, "sums": {"row_sums": sums}}.get(what.epilogue, {})
+
+    def by(multiply: Callable[..., None]) -> Callable[[], None]:
+        return lambda: multiply(device.kernels, arena, x, y, z, transposed_a=what.stored[0] == "T",
+                                transposed_b=what.stored[1] == "T", **extras)
+
+    def wrong() -> int:
+        left = values(a).T if what.stored[0] == "T" else values(a)
+        right = values(b) if what.stored[1] == "T" else values(b).T    # (N, K), as a weight is
+        found = sum(_wrong_rows(part, left[part], right) for part in _compared(m))
+        return found + (count_wrong(get(sums), left.sum(1, dtype=np.float64), WRONG["float32"]) if what.epilogue == "sums" else 0)
+
+    def _wrong_rows(part: slice, left: np.ndarray, right: np.ndarray) -> int:
+        truth = reference.linear_gelu(left, right, values(bias), None)[0] if what.epilogue == "gelu" else left @ right.T
+        found = count_wrong(values(get(z[part])), truth, WRONG[dtype])
+        if what.epilogue == "gelu":
+            found += count_wrong(values(get(kept[part])), left @ right.T + values(bias), WRONG[dtype])
+        return found
+
+    return Case(by, wrong)
+
+
+def _compared(rows: int) -> tuple[slice, ...]:
+    """The rows that are compared: all, or some from the first on, and the last."""
+    step = -(-rows // MOST_COMPARED)
+    return (slice(None),) if step == 1 else (slice(None, None, step), slice(rows - 1, rows))
+
+
+def _like(dtype: str) -> np.ndarray:
+    """An empty array as operands of that dtype are."""
+    return stored(np.empty(0, np.float32), dtype)

@@ -1,0 +1,1 @@
+"""Benchmarks of links: latency and bandwidth of pairs of ranks."""

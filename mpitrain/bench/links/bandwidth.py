@@ -1,0 +1,160 @@
+"""Bandwidth with many messages in flight, one way and both ways, between one pair of ranks or all halves at once.
+
+One pair is what osu_bw and osu_bibw measure, all pairs k and k + n/2 at once is osu_mbw_mr (OSU micro-benchmarks).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.bench.collectives.columns import Column, figure
+from mpitrain.bench.collectives.table import FAR
+from mpitrain.bench.links.pairs import coded
+from mpitrain.transport.base import Request, Transport
+
+SECONDS, FEWEST, MOST = 0.25, 5, 500
+"""Time for a row, and how many windows that is at least and at most, where the number is not set."""
+
+IN_FLIGHT = 1 << 26
+"""Bytes that a rank has in flight at most: of long messages there are fewer."""
+
+WAYS = {"one": 1, "both": 2}
+
+
+class BandwidthRequest(NamedTuple):
+    """What to measure.
+
+    window      messages in flight
+    ways        names in WAYS
+    all_pairs   all pairs k and k + n/2 at the same time, not only rank 0 and n/2
+    iterations  windows per row; 0: as many as fit in SECONDS
+    """
+
+    sizes: Sequence[int]
+    window: int
+    ways: Sequence[str]
+    all_pairs: bool
+    iterations: int
+
+
+class Row(NamedTuple):
+    """One size. Times are of one window, on the slowest pair; GB/s and messages/s are of all pairs and ways together."""
+
+    bytes: int
+    ways: str
+    pairs: int
+    window: int
+    time_us: float
+    min_us: float
+    GBs: float
+    messages_s: float
+    wrong: int
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether most windows took far longer than the fastest."""
+        return self.time_us > FAR * self.min_us
+
+
+COLUMNS = [
+    Column("bytes", "", 12, lambda row: str(row.bytes)),
+    Column("ways", "", 6, lambda row: row.ways, is_left=True),
+    Column("pairs", "", 5, lambda row: str(row.pairs), 1),
+    Column("window", "", 6, lambda row: str(row.window), 2),
+    Column("time", "us ", 11, lambda row: figure(row.time_us) + ("~" if row.is_spoilt else " ")),
+    Column("min", "us", 10, lambda row: figure(row.min_us), 0),
+    Column("bandwidth", "GB/s", 9, lambda row: figure(row.GBs)),
+    Column("messages/s", "", 10, lambda row: figure(row.messages_s)),
+    Column("#wrong", "", 7, lambda row: str(row.wrong)),
+]
+
+
+def partners(n: int, all_pairs: bool) -> list[tuple[int, int]]:
+    """Rank k and k + n/2, rounded down; of an odd number the last rank rests."""
+    return [(k, k + n // 2) for k in range(n // 2 if all_pairs else min(1, n // 2))]
+
+
+def measure(transport: Transport, request: BandwidthRequest, clock: Callable[[], float] = time.perf_counter) -> Iterator[Row]:
+    """Rows as they are measured; the same ones on every rank. Collective."""
+    tag = transport.claim_tag()
+    for nbytes in request.sizes:
+        for ways in request.ways:
+            yield _row(transport, request, nbytes, ways, clock, tag)
+
+
+def _row(transport: Transport, request: BandwidthRequest, nbytes: int, ways: str, clock: Callable[[], float], tag: int) -> Row:
+    """One size, one way or both."""
+    pairs, rank = partners(transport.size, request.all_pairs), transport.rank
+    window = max(1, min(request.window, IN_FLIGHT // nbytes))
+    mine = next((pair for pair in pairs if rank in pair), None)
+    run: Callable[[], None] = lambda: None  # noqa: E731  a rank that rests
+    if mine:
+        peer = sum(mine) - rank
+        sends, receives = (rank == mine[0] or ways == "both"), (rank == mine[1] or ways == "both")
+        outgoing, right = _messages(rank, peer, nbytes, window * sends), _messages(peer, rank, nbytes, window * receives)
+        incoming = np.empty_like(right)
+        run = _window(transport, outgoing, incoming, peer, tag)
+
+    def timed(count: int) -> np.ndarray:
+        times = np.zeros(count)
+        transport.barrier()
+        for i in range(count):
+            start = clock()
+            run()
+            times[i] = clock() - start
+        transport.native_all_reduce(times, "maximum")
+        return times
+
+    spent = max(1e-9, timed(2).min())
+    if mine:
+        incoming[:] = ~right
+    times = timed(request.iterations or min(MOST, max(FEWEST, int(SECONDS / spent))))
+    wrong = sum(transport.gather_text(int((incoming != right).sum()) if mine else 0))
+    seconds, messages = max(1e-9, median(times.tolist())), len(pairs) * WAYS[ways] * window
+    return Row(nbytes, ways, len(pairs), window, seconds * 1e6, float(times.min()) * 1e6, messages * nbytes / seconds / 1e9,
+               messages / seconds, wrong)
+
+
+def _messages(sender: int, receiver: int, nbytes: int, window: int) -> np.ndarray:
+    """(window, nbytes): what goes from one to the other; each message tells its place, so none can stand for another."""
+    places = (7 * np.arange(window) % 251).astype(np.uint8)
+    return coded(sender, receiver, nbytes) ^ places[:, None]
+
+
+def _window(transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, peer: int, tag: int) -> Callable[[], None]:
+    """A function that has all messages under way at once, and returns when the peer has its own."""
+    sent, answer = np.zeros((2, 1), np.uint8)
+
+    def run() -> None:
+        requests: list[Request] = [transport.start_recv(message, peer, tag) for message in incoming]
+        answers = [transport.start_recv(answer, peer, tag)] if len(outgoing) else []
+        requests += [transport.start_send(message, peer, tag) for message in outgoing]
+        for request in requests:
+            request.wait()
+        if len(incoming):
+            answers.append(transport.start_send(sent, peer, tag))
+        for request in answers:
+            request.wait()
+
+    return run
+
+
+def footer(rows: Sequence[Row]) -> list[str]:
+    """The most that each way reached, and both ways over one; rows that are marked say nothing."""
+    lines, most = [], {}
+    for ways in dict.fromkeys(row.ways for row in rows):
+        quiet = [row for row in rows if row.ways == ways and not row.is_spoilt]
+        if quiet:
+            most[ways] = max(quiet, key=lambda row: row.GBs)
+            lines.append(f"{ways + (' way' if ways == 'one' else ' ways'):<10} at most {figure(most[ways].GBs)} GB/s at "
+                         f"{most[ways].bytes} bytes, {figure(max(row.messages_s for row in quiet))} messages/s")
+    if len(most) == 2:
+        lines.append(f"both ways carry {figure(most['both'].GBs / most['one'].GBs)} times as much as one way: "
+                     "2 where directions do not share a limit")
+    if spoilt := sum(row.is_spoilt for row in rows):
+        lines += [f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest window, so other work ran",
+                  "  meanwhile; left out of what is said here. Measure again"]
+    return [*lines, f"wrong elements {sum(row.wrong for row in rows)}"]

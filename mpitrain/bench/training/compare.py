@@ -1,0 +1,209 @@
+"""One training job under several modes of replication, one after the other: what each costs, in a table."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from mpitrain.bench.plot_loss import draw
+from mpitrain.bench.training.formulas import FORMULAS, LETTERS
+from mpitrain.collectives.selection.table import choices
+from mpitrain.config import Config, parse, with_settings
+from mpitrain.errors import ConfigError
+from mpitrain.parallel.grid import axes, divisor
+from mpitrain.parallel.modes import MODES
+from mpitrain.parallel.replication.records import StepResult
+from mpitrain.run.build import Job, build
+from mpitrain.run.resolve import check_names
+from mpitrain.run.watchdog import Watchdog
+from mpitrain.transport.base import Transport
+
+WARM_UP = 1
+"""Steps whose time does not count: buffers are taken from the system in the first."""
+
+UPDATES = ("sync", "async", "bounded")
+"""How servers update."""
+
+RING = "replication.algorithm=ring"
+
+WORDS: dict[str, tuple[str, ...]] = {
+    **{name: (f"replication.algorithm={name}",) for name in choices("allreduce")},
+    **{f"zero{stage}{end}": (f"replication.zero={stage}", f"replication.shard={shard}", RING)
+       for end, shard in (("", "all"), ("-host", "host")) for mode, stage in MODES if mode == "all-reduce" and stage},
+    **{mode: (f"replication.mode={mode}", RING) for mode, stage in MODES if mode not in ("all-reduce", "server")},
+    **{f"server-{update}": ("replication.mode=server", f"replication.update={update}", RING) for update in UPDATES},
+}
+"""What --modes takes: {word: settings}. What a mode sums beside, it sums by a ring, whose bytes the transport counts."""
+
+USUAL = ("star", "ring", "auto", *(word for word in WORDS if word not in choices("allreduce") and not word.endswith("-host")))
+"""What is compared unless something else is asked for: with one host, `-host` is the mode without it."""
+
+
+class Row(NamedTuple):
+    """What a mode took.
+
+    workers        ranks that compute rows
+    step_s         mean of the steps after WARM_UP on the slowest rank: asynchronous servers tell of several steps at once
+    comm_s         of a step: how long a worker stood still for messages; the mean of the one that did so longest
+    sent_bytes     by rank: payload of messages in a step, in the mean of all steps
+    formula_bytes  of the busiest rank; None if there is no formula
+    held_bytes     by rank: parameters, gradients, optimizer state and scratch of reductions
+    staleness      updates between a gradient's parameters and its own update, at most; 0 where all wait for each other
+    lead           steps that a worker was ahead of the last one when it began one, at most; likewise
+    curve          (seconds since the start, training loss) after each step on rank 0
+    evaluated_s    seconds from the start to the end of the evaluation
+    """
+
+    mode: str
+    workers: int
+    step_s: float
+    samples_per_s: float
+    comm_s: float
+    sent_bytes: list[float]
+    formula_bytes: float | None
+    held_bytes: list[int]
+    staleness: int
+    lead: int
+    val_loss: float
+    curve: list[tuple[float, float | None]]
+    evaluated_s: float
+
+
+def jobs(words: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) -> dict[str, Config]:
+    """The job under each mode; ConfigError if there is no such mode, or one cannot run on these ranks. Local.
+
+    hosts     of every rank, by rank
+    settings  section.key=value of all modes; the mode's own are stronger
+    """
+    if len(hosts) == 1:
+        raise ConfigError("compare measures what ranks send each other, and one rank sends nothing.",
+                          "mpitrain launch -n 2 -- compare")
+    found, refused = {}, {}
+    for word in words:
+        if word not in WORDS:
+            raise ConfigError(f"A mode is one of {', '.join(WORDS)}, but --modes names {word!r}.", "Name some of these.")
+        try:
+            found[word] = _job([*settings, *WORDS[word]], hosts)
+        except ConfigError as error:
+            refused[word] = error
+    for word, refusal in refused.items():
+        if not found:
+            raise refusal
+        raise ConfigError(f"Mode {word}: {refusal.law}", f"{refusal.way_out}\nOr compare what works: --modes {','.join(found)}")
+    return found
+
+
+def _job(settings: list[str], hosts: Sequence[str]) -> Config:
+    config = parse(with_settings({}, settings))
+    if config.run.steps <= WARM_UP:
+        raise ConfigError(f"compare needs more than {WARM_UP} step, whose time does not count, but run.steps is "
+                          f"{config.run.steps}.", "Leave run.steps to --steps.")
+    check_names(config)
+    divisor(axes(config, len(hosts)), hosts, config.replication.shard)
+    return config
+
+
+def compare(transport: Transport, jobs: dict[str, Config], stepped: Callable[[str, float], None]) -> Iterator[Row]:
+    """Train and evaluate each job, one after the other, all with one data source. Collective.
+
+    stepped  told the mode and the loss after every step of this rank's
+    """
+    source = None
+    for word, config in jobs.items():
+        with closing(Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)) as watchdog:
+            watchdog.alive(f"building {word}")
+            job = build(transport, config, source=source)
+            source = job.source
+            row = _measured(transport, job, word, watchdog, stepped)
+            watchdog.alive(f"closing {word}")
+            job.close()    # collective: never on the way of an error, which ends the job instead
+        yield row
+
+
+def _measured(transport: Transport, job: Job, word: str, watchdog: Watchdog, stepped: Callable[[str, float], None]) -> Row:
+    trainer, sent = job.trainer, transport.traffic.nbytes
+    transport.barrier()
+    began = time.perf_counter()
+    outcomes, ends = [], []
+    for outcome in _trained(job, lambda step: watchdog.alive(f"step {step} of {word}")):
+        outcomes.append(outcome)
+        ends.append(time.perf_counter() - began)
+        stepped(word, outcome.loss)
+    trainer.settle()
+    sent = transport.traffic.nbytes - sent
+    watchdog.alive(f"the evaluation of {word}")
+    evaluated = trainer.evaluate(job.data)
+    assert evaluated is not None
+    times = [end - start for start, end in zip(ends[WARM_UP - 1:], ends[WARM_UP:], strict=False)]
+    waits = [outcome.comm_s for outcome in outcomes[WARM_UP:]]
+    latest = max(outcome.staleness for outcome in outcomes), max(outcome.lead for outcome in outcomes)    # told to all ranks
+    mine = mean(times), mean(waits), sent / len(outcomes), trainer.replication.held()
+    step_s, comm_s, sent_bytes, held_bytes = zip(*transport.gather_text(mine), strict=True)
+    lie, formula = trainer.grid.axes, FORMULAS.get(word)
+    workers, is_known = lie.ranks - lie.servers, trainer.config.replication.wire == "none" and lie.tp == lie.pp == 1
+    return Row(word, workers, max(step_s), trainer.config.batch.size / max(step_s), max(comm_s[:workers]), [*sent_bytes],
+               formula.of(job) if formula and is_known else None, [*held_bytes], *latest,
+               evaluated[0], [(end, finite(outcome.loss)) for end, outcome in zip(ends, outcomes, strict=True)],
+               time.perf_counter() - began)
+
+
+def _trained(job: Job, alive: Callable[[int], None]) -> Iterator[StepResult]:
+    """The outcome of every step of a job, as it is done; collective."""
+    trainer, replication = job.trainer, job.trainer.replication
+    for index in range(trainer.config.run.steps):
+        alive(index + 1)
+        own = None
+        for number in replication.steps(index, lambda: False):
+            own = trainer.step(number, *replication.batch(job.data, number))
+        yield replication.outcome(index, own)
+
+
+def finite(loss: float) -> float | None:
+    """The loss, or None for one that is not finite."""
+    return loss if math.isfinite(loss) else None
+
+
+COLUMNS = ("mode", "workers", "step ms", "samples/s", "exposed ms", "sent bytes", "by formula", "held MB", "stale", "val loss")
+WIDTHS = (18, 7, 9, 9, 10, 13, 13, 8, 5, 8)
+
+
+def heading() -> str:
+    """The names of the columns."""
+    return _aligned(COLUMNS)
+
+
+def line(row: Row) -> str:
+    """A row of the table: bytes of the rank that sends most, megabytes of the one that holds most."""
+    formula = "-" if row.formula_bytes is None else f"{row.formula_bytes:,.0f}"
+    return _aligned((row.mode, str(row.workers), f"{1e3 * row.step_s:.1f}", f"{row.samples_per_s:.1f}", f"{1e3 * row.comm_s:.1f}",
+                     f"{max(row.sent_bytes):,.0f}", formula, f"{1e-6 * max(row.held_bytes):.1f}", str(row.staleness or "-"),
+                     f"{row.val_loss:.4f}"))
+
+
+def _aligned(cells: Sequence[str]) -> str:
+    first, *others = (f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
+                      for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True)))
+    return " ".join([first, *others])
+
+
+def footer(rows: Sequence[Row]) -> list[str]:
+    """The formulas of these modes in words, and what their letters stand for."""
+    said = {row.mode: FORMULAS[row.mode].words for row in rows if row.formula_bytes is not None}
+    used = set(re.findall(r"n'|\b(?:lg|[A-Zhmns])\b(?!')", " ".join(said.values())))
+    letters = [f"{letter} {meaning}" for letter, meaning in LETTERS.items() if letter in used]
+    return [*(f"{mode:<{WIDTHS[0]}} sends {words}" for mode, words in said.items()),
+            *([f"with {', '.join(letters)}; besides, control messages and headers"] if letters else [])]
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw training losses over time, and the validation loss that each mode ended with."""
+    draw({row.mode: _records(row) for row in rows}, "time", False, path, title)
+
+
+def _records(row: Row) -> list[dict[str, Any]]:
+    trained = [{"step": step, "wall_s": end, "loss": loss} for step, (end, loss) in enumerate(row.curve, 1)]
+    return [*trained, {"step": len(trained), "wall_s": row.evaluated_s, "val_loss": row.val_loss}]

@@ -1,0 +1,208 @@
+"""What the busiest rank sends in a step of each mode of replication, in words and in bytes.
+
+LETTERS says what the letters are. To the words the control message is added, four numbers that are summed by the same algorithm,
+and headers of servers.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.layers.flat import dealt
+from mpitrain.parallel.grid import divisor, share
+from mpitrain.parallel.servers.messages import NUMBERS
+from mpitrain.run.build import Job
+from mpitrain.run.trainer import Trainer
+
+CONTROL, CONTROL_ITEM = 4, 8
+"""Elements of the control message, and the bytes of one."""
+
+NEWS = 5
+"""Such numbers that workers who train apart sum at the end of a period."""
+
+SQUARES = 3
+"""Such numbers that servers sum."""
+
+HEADER = NUMBERS * 8
+"""Bytes of what announces the pieces of parameters and gradients between workers and servers."""
+
+
+LETTERS = {
+    "S": "bytes of all gradients, padding included", "n": "ranks", "n'": "the largest power of two that is at most n",
+    "lg": "the logarithm to base 2", "m": "micro-batches of a rank", "W": "workers", "s": "ranks on each host", "h": "hosts",
+}
+"""What the letters in the words of formulas stand for."""
+
+
+class Formula(NamedTuple):
+    """In words, and of a job, in the mean of its steps; None where there is none."""
+
+    words: str
+    of: Callable[[Job], float | None]
+
+
+def _summed(words: str, elements: Callable[[int, int], float]) -> Formula:
+    """Of gradients and a control message that one algorithm sums. elements: (n, count) -> what the busiest rank sends."""
+    def of(job: Job) -> float:
+        n, storage = job.trainer.transport.size, job.trainer.storage
+        return elements(n, storage.length) * storage.dtype.itemsize + elements(n, CONTROL) * CONTROL_ITEM
+
+    return Formula(words, of)
+
+
+def _ring_of(rank: int, n: int, count: int) -> int:
+    """All chunks but its own, and then all but its neighbour's."""
+    sizes = [stop - start for start, stop in chunk_bounds(count, n)]
+    return 2 * count - sizes[rank] - sizes[(rank + 1) % n]
+
+
+def _ring(n: int, count: int) -> int:
+    return max(_ring_of(rank, n, count) for rank in range(n))
+
+
+def _divided(words: str, travelled: Callable[[Trainer], tuple[float, float] | None]) -> Formula:
+    """Of ZeRO by a ring. travelled: elements that are reduce-scattered, and gathered; None if there is no formula."""
+    def of(job: Job) -> float | None:
+        trainer = job.trainer
+        n, elements, storage = trainer.transport.size, travelled(trainer), trainer.storage
+        if elements is None:
+            return None
+        s = divisor(trainer.grid.axes, trainer.transport.hosts, trainer.config.replication.shard)
+        between = 2 * (n // s - 1) * storage.length / n
+        summed, gathered = elements[0] * storage.dtype.itemsize, elements[1] * trainer.replication.replica.computed.itemsize
+        return (summed + gathered) * (s - 1) / s + between * storage.dtype.itemsize + _ring(n, CONTROL) * CONTROL_ITEM
+
+    return Formula(words, of)
+
+
+def _one(trainer: Trainer) -> tuple[float, float]:
+    return trainer.storage.length, trainer.storage.length
+
+
+def _two(trainer: Trainer) -> tuple[float, float]:
+    return trainer.config.batch.micro_batches * trainer.storage.length, trainer.storage.length
+
+
+def _three(trainer: Trainer) -> tuple[float, float] | None:
+    """The last two units stay for backward, the first two for the next micro-batch; others stay where some are tied or kept."""
+    config, storage = trainer.config, trainer.storage
+    if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
+        return None
+    m, sizes = config.batch.micro_batches, [span.stop - span.start for span in storage.spans]
+    return m * storage.length, 2 * m * storage.length - m * sum(sizes[-2:]) - (m - 1) * sum(sizes[:2])
+
+
+ZERO: dict[int, tuple[str, Callable[[Trainer], tuple[float, float] | None]]] = {
+    1: ("2 {0} S", _one),
+    2: ("(m+1) {0} S", _two),
+    3: ("{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times", _three),
+}
+"""By stage, what travels: in words, of which {0} is the part that each rank sends, and in elements."""
+
+
+def _lg(n: int) -> int:
+    """The largest k with 2^k <= n."""
+    return n.bit_length() - 1
+
+
+def _nbytes(trainer: Trainer) -> int:
+    """S."""
+    return trainer.storage.length * trainer.storage.dtype.itemsize
+
+
+def _children(rank: int, n: int) -> int:
+    """Whom a rank sends to in a broadcast from rank 0 down a binomial tree."""
+    return sum(rank < 1 << bit and rank + (1 << bit) < n for bit in range((n - 1).bit_length()))
+
+
+def _master(job: Job) -> float:
+    """Weights go down a tree and gradients come up one, rows and logits go to and from rank 0 by themselves."""
+    trainer, data = job.trainer, job.data
+    config, n = trainer.config, trainer.transport.size
+    inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))
+    logits = targets.size * data.classes * trainer.replication.replica.computed.itemsize    # of a row, and so below
+
+    def sent(rank: int) -> int:
+        rows = len(share(config.batch.size, rank, n))
+        if rank == 0:
+            others = config.batch.size - rows
+            return others * (inputs.nbytes + targets.nbytes + logits)
+        return _nbytes(trainer) + rows * (logits + targets.nbytes)
+
+    return max(_children(rank, n) * _nbytes(trainer) + sent(rank) + _ring_of(rank, n, CONTROL) * CONTROL_ITEM
+               for rank in range(n))
+
+
+def _meetings(trainer: Trainer) -> int:
+    """How often workers that train apart meet."""
+    return -(-trainer.config.run.steps // trainer.config.replication.period)
+
+
+def _local(job: Job) -> float:
+    trainer = job.trainer
+    n, storage = trainer.transport.size, trainer.storage
+    averaged = _ring(n, storage.length) * storage.dtype.itemsize + _ring(n, NEWS) * CONTROL_ITEM
+    return _meetings(trainer) * averaged / trainer.config.run.steps
+
+
+def _gossip(job: Job) -> float:
+    """The average of all is taken at the end."""
+    trainer = job.trainer
+    n, steps, storage = trainer.transport.size, trainer.config.run.steps, trainer.storage
+    average = _ring(n, storage.length) * storage.dtype.itemsize
+    return (steps * _nbytes(trainer) + _meetings(trainer) * _ring(n, NEWS) * CONTROL_ITEM + average) / steps
+
+
+def _parts(trainer: Trainer) -> list[int]:
+    """Bytes of the parameters that each server holds."""
+    dealt_out = dealt(trainer.storage.spans, trainer.grid.axes.servers)
+    return [sum(piece.stop - piece.start for piece in pieces) * trainer.storage.dtype.itemsize for pieces in dealt_out]
+
+
+def _server_sync(job: Job) -> float:
+    parts, workers = _parts(job.trainer), job.trainer.grid.axes.dp
+    servers = len(parts)
+    return max(sum(parts) + servers * HEADER, *(workers * (part + HEADER) + _ring_of(server, servers, SQUARES) * CONTROL_ITEM
+                                                for server, part in enumerate(parts)))
+
+
+def _server_late(job: Job) -> float | None:
+    """None where a worker may send most: which of the tickets it draws is not known before.
+
+    A ticket is drawn, and a gradient pulled for and pushed, once for each share of each step. At a pause each worker draws in
+    vain, and at the end of all it pulls once more.
+    """
+    trainer = job.trainer
+    config, parts, workers = trainer.config, _parts(trainer), trainer.grid.axes.dp
+    steps, servers = config.run.steps, len(parts)
+    if config.replication.update == "bounded" and not config.replication.staleness:
+        return _server_sync(job)
+    is_bounded, tickets, pauses, met = config.replication.update == "bounded", steps * workers, 0, 0
+    while met < steps:
+        met, pauses = config.next_pause(met), pauses + 1
+    most = steps if is_bounded else tickets    # that a worker draws
+    pushed = most * (sum(parts) + (2 * servers + 1) * HEADER) + (pauses + servers) * HEADER
+    served = [(tickets + workers) * (part + HEADER) + tickets * HEADER for part in parts]
+    served[0] += (tickets + workers * pauses + steps * (workers + servers - 1)) * HEADER    # the tickets' own
+    return None if pushed > max(served) and not is_bounded else max(pushed, *served) / steps
+
+
+FORMULAS = {
+    "ring": _summed("2 (n-1)/n S", _ring),
+    "halving-doubling": _summed("2 (n'-1)/n' S, and S more if n > n'",
+                                lambda n, count: 2 * count * (1 - 0.5 ** _lg(n)) + count * (n > 1 << _lg(n))),
+    "recursive-doubling": _summed("lg n' S, and S more if n > n'", lambda n, count: count * (_lg(n) + (n > 1 << _lg(n)))),
+    "tree": _summed("ceil(lg n) S", lambda n, count: count * (n - 1).bit_length()),
+    "star": _summed("(n-1) S, the root", lambda n, count: (n - 1) * count),
+    "shared": _summed("0: ranks read each other's memory", lambda n, count: 0),
+    **{f"zero{stage}": _divided(words.format("(n-1)/n"), travelled) for stage, (words, travelled) in ZERO.items()},
+    **{f"zero{stage}-host": _divided(words.format("(s-1)/s") + "; between hosts 2 (h-1)/h S/s", travelled)
+       for stage, (words, travelled) in ZERO.items()},
+    "master": Formula("ceil(lg n) S, and all others' rows and gradients of logits", _master),
+    "local": Formula("2 (n-1)/n S once in replication.period steps", _local),
+    "gossip": Formula("S, and 2 (n-1)/n S once for the average at the end", _gossip),
+    "server-sync": Formula("W times the part of S that a server holds, or S, a worker", _server_sync),
+    "server-async": Formula("W times the part of S that a server holds, and so at the end", _server_late),
+    "server-bounded": Formula("W times the part of S that a server holds, and so at the end, or S, a worker", _server_late),
+}
+"""{word: formula}; a word without one has none, or depends on what is chosen."""

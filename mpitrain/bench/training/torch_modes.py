@@ -1,0 +1,150 @@
+"""How PyTorch trains a model on all ranks of gloo: what it has like our modes and layouts, with AdamW.
+
+Each way is a function of the model, of what this rank of ours holds (by name) and of the configuration.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from mpitrain.bench.training.torch_gpt import GPT, Part, copy_weights, mean_loss
+from mpitrain.bench.training.torch_tensor_parallel import divide
+from mpitrain.config import Config
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Way(NamedTuple):
+    """A model made ready.
+
+    gradients  (inputs, targets) -> the mean loss of these rows, once the gradients are there that the optimizer takes
+    """
+
+    name: str
+    gradients: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+def alone(model: GPT, arrays: Arrays, settings: Config) -> Way:
+    """One rank."""
+    copy_weights(arrays, model)
+    return Way("torch", partial(_backward, model), _adamw(model, settings))
+
+
+def replicas(model: GPT, arrays: Arrays, settings: Config) -> Way:
+    """Every rank holds the model and the optimizer's state; gradients are all-reduced during the backward pass."""
+    copy_weights(arrays, model)
+    return Way("torch DDP, gloo", partial(_backward, nn.parallel.DistributedDataParallel(model)), _adamw(model, settings))
+
+
+def divided_state(model: GPT, arrays: Arrays, settings: Config) -> Way:
+    """As `replicas`, but each rank holds the optimizer's state of its share of the tensors, updates these and broadcasts them."""
+    copy_weights(arrays, model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(_groups(model, settings), torch.optim.AdamW, parameters_as_bucket_view=True,
+                                        **_constants(settings))
+    return Way("torch ZeroRedundancyOptimizer, gloo", partial(_backward, wrapped), optimizer)
+
+
+def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> Way:
+    """Each rank holds its share of every tensor, of its gradient and of the optimizer's state. A block is gathered in the forward
+    pass and stays gathered until the backward pass has used it; gradients are reduce-scattered.
+    """
+    return _fully_sharded("torch FSDP2 (reshard_after_forward=False), gloo", False, model, arrays, settings)
+
+
+def divided_parameters(model: GPT, arrays: Arrays, settings: Config) -> Way:
+    """As `divided_gradients`, but a block is freed after the forward pass and gathered again for the backward pass."""
+    return _fully_sharded("torch FSDP2, gloo", True, model, arrays, settings)
+
+
+def _fully_sharded(name: str, frees_after_forward: bool, model: GPT, arrays: Arrays, settings: Config) -> Way:
+    copy_weights(arrays, model)
+    for part in [*model.blocks, model]:
+        fully_shard(part, mesh=_mesh(model), reshard_after_forward=frees_after_forward)
+    return Way(name, partial(_backward, model), _adamw(model, settings))
+
+
+def stages(model: GPT, arrays: Arrays, settings: Config) -> Way:
+    """Each rank holds some of the layers, the same as ours; micro-batches go through all ranks in the order of the schedule."""
+    copy_weights(arrays, model, is_whole=False)
+    names = list(dict.fromkeys(UNIT.findall(" ".join(arrays))))
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    kind = SCHEDULES[settings.pipeline.schedule]
+    stage = PipelineStage(Part(model, names), rank, size, next(model.parameters()).device)
+    schedule = kind(stage, settings.batch.micro_batches, loss_fn=mean_loss)
+
+    def gradients(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        if rank == size - 1:
+            schedule.step(target=targets, losses=losses)
+            return size * torch.stack(losses).mean()  # of all rows, where the others have none
+        schedule.step(*([] if rank else [inputs]))
+        return torch.zeros(())
+
+    return Way(f"torch {kind.__name__}, gloo", gradients, _adamw(model, settings))
+
+
+def slices(model: GPT, arrays: Arrays, settings: Config) -> Way:
+    """Each rank holds its part of every layer, the same as ours: the heads, the MLP and the vocabulary are divided."""
+    gradients = divide(model, arrays, _mesh(model))
+    return Way("torch tensor parallel, gloo", gradients, _adamw(model, settings))
+
+
+WAYS = {0: replicas, 1: divided_state, 2: divided_gradients, 3: divided_parameters}
+"""By replication.zero, for replicas."""
+
+UNIT = re.compile(r"(?:^| )(embedding|blocks\.\d+\.attention|blocks\.\d+\.mlp|head)\.")
+"""The name of the unit that a tensor of ours belongs to."""
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+"""By pipeline.schedule, for stages."""
+
+
+def way_of(settings: Config) -> Callable[[GPT, Arrays, Config], Way]:
+    """What PyTorch has like this configuration of ours, on all ranks of gloo."""
+    if settings.layout.tp > 1:
+        return slices
+    if settings.layout.pp > 1:
+        return stages
+    return WAYS[settings.replication.zero] if torch.distributed.get_world_size() > 1 else alone
+
+
+def _backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(inputs, targets)
+    loss.backward()
+    return loss
+
+
+def _mesh(model: GPT) -> DeviceMesh:
+    """All ranks, along one dim."""
+    return init_device_mesh(next(model.parameters()).device.type, (torch.distributed.get_world_size(),))
+
+
+def _adamw(model: GPT, settings: Config) -> torch.optim.AdamW:
+    return torch.optim.AdamW(_groups(model, settings), **_constants(settings))
+
+
+def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors; tensors in parts apart from whole ones, with which PyTorch cannot update them."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for tensor in model.parameters():
+        is_matrix = tensor.dim() > 1
+        decay = settings.optimizer.weight_decay if is_matrix else 0.0
+        groups.setdefault((is_matrix, type(tensor.data)), {"params": [], "weight_decay": decay})["params"].append(tensor)
+    return list(groups.values())
+
+
+def _constants(settings: Config) -> dict[str, Any]:
+    o = settings.optimizer
+    return {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.epsilon, "fused": True}

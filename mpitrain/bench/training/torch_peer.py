@@ -1,0 +1,83 @@
+"""The peer: the same GPT in PyTorch, trained over gloo by what PyTorch has like our mode, and attention alone.
+
+On the CPU or a GPU. Products of float32 are whole: TF32, which keeps 10 bits, is off. B batch, T tokens, C channels.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed
+import torch.nn.functional as F
+
+from mpitrain import config
+from mpitrain.bench.training.torch_gpt import GPT
+from mpitrain.bench.training.torch_modes import way_of
+from mpitrain.errors import ConfigError
+from mpitrain.machine.process import blas_threads, launched
+from mpitrain.optim import learning_rate
+from mpitrain.transport.base import Transport
+
+
+class TorchPeer:
+    """Trains a copy of our model as PyTorch does. Construction and steps are collective."""
+
+    def __init__(self, transport: Transport, settings: config.Config, vocab: int, arrays: Mapping[str, np.ndarray]):
+        """arrays: what this rank of ours holds, by name."""
+        self._device = placed(settings.device.kind)
+        torch.set_num_threads(blas_threads())
+        store = None
+        if transport.rank == 0:
+            store = torch.distributed.TCPStore(transport.hosts[0], 0, transport.size, is_master=True, wait_for_workers=False)
+        port = transport.gather_text(store.port if store else 0)[0]
+        store = store or torch.distributed.TCPStore(transport.hosts[0], port, transport.size, is_master=False)
+        torch.distributed.init_process_group("gloo", store=store, rank=transport.rank, world_size=transport.size)
+        m = settings.model
+        model = GPT(vocab=vocab, context=m.context, width=m.width, heads=m.heads, depth=m.layers, tied=m.tied)
+        self._settings, self._way = settings, way_of(settings)(model.to(self._device), arrays, settings)
+        self.name = self._way.name
+
+    def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> float:
+        """One optimizer step on this rank's rows; returns the loss of these rows alone."""
+        optimizer = self._way.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(self._settings.optimizer, index, self._settings.run.steps)
+        optimizer.zero_grad(set_to_none=True)
+        loss = self._way.gradients(*(torch.from_numpy(array).to(self._device) for array in (inputs, targets)))
+        optimizer.step()
+        return loss.item()
+
+    def close(self) -> None:
+        """Leave gloo."""
+        torch.distributed.destroy_process_group()
+
+
+class TorchAttention:
+    """F.scaled_dot_product_attention, causal, forward and backward, of qkv: (B, T, 3C) as ours takes it."""
+
+    def __init__(self, kind: str, qkv: np.ndarray, dy: np.ndarray, heads: int, dtype: str):
+        def split(array: np.ndarray, parts: int) -> torch.Tensor:
+            tensor = torch.from_numpy(array).to(placed(kind), getattr(torch, dtype))
+            return tensor.view(*array.shape[:2], parts, heads, -1).permute(2, 0, 3, 1, 4)
+
+        self._operands = [operand.detach().requires_grad_() for operand in split(qkv, 3)]
+        self._dy, self._y = split(dy, 1)[0], None
+
+    def forward(self) -> None:
+        q, k, v = self._operands
+        self._y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def backward(self) -> None:
+        torch.autograd.grad(self._y, self._operands, self._dy, retain_graph=True)
+
+
+def placed(kind: str) -> torch.device:
+    """Where our kind of device puts tensors; ConfigError if this PyTorch was not built for GPUs."""
+    if kind != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"The peer cannot use the GPU: PyTorch {torch.__version__} finds none.",
+                          "Install PyTorch for your CUDA (pip install torch), or leave out --peer.")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    return torch.device("cuda", launched().local_rank % torch.cuda.device_count())    # the same one as ours

@@ -1,0 +1,1 @@
+"""`mpitrain bench`: one file for each group of benchmarks."""

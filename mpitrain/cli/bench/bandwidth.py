@@ -1,0 +1,81 @@
+"""`mpitrain bench bandwidth`: what a link carries with many messages in flight."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.bench.options import Bytes, table_options, write_rows
+from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.session import MOST, mpi_session
+
+MOST_IN_FLIGHT = 1 << 12
+
+
+@click.command("bandwidth")
+@click.option("--pairs", type=click.Choice(["one", "all"]), default="one", show_default=True,
+              help="Rank 0 and rank n/2, or all ranks k and k + n/2 at the same time.")
+@click.option("--ways", type=click.Choice(["one", "both", "one,both"]), default="one,both", show_default=True,
+              help="One way as osu_bw, both ways as osu_bibw.")
+@click.option("--window", type=click.IntRange(1, MOST_IN_FLIGHT), default=64, show_default=True,
+              help="Messages in flight; fewer where they take more than 64 MiB.")
+@click.option("--min-bytes", type=Bytes(), default="1", show_default=True, help="Shortest message.")
+@click.option("--max-bytes", type=Bytes(), default="4M", show_default=True, help="Longest message.")
+@click.option("--factor", type=float, default=4, show_default=True, help="From one size to the next.")
+@click.option("--iterations", type=click.IntRange(0, MOST), default=0, show_default=True,
+              help="Timed windows per row; 0: what fits in a quarter of a second, from 5 to 500.")
+@table_options
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw bandwidth and messages a second.")
+def command(**options: Any) -> None:
+    """Measure bandwidth with many messages in flight, one way and both ways, as osu_bw, osu_bibw and osu_mbw_mr do.
+
+    Every message that arrives is checked: #wrong counts bytes, and the exit code is 1 if there are any.
+    """
+    with mpi_session() as transport:
+        wrong = _measure(transport, options)
+    sys.exit(1 if wrong else 0)
+
+
+def _measure(transport: Any, options: dict[str, Any]) -> int:
+    """Measure, print, write and draw; how many bytes are wrong."""
+    from mpitrain.bench.collectives.columns import Table
+    from mpitrain.bench.collectives.header import header, printed
+    from mpitrain.bench.collectives.request import sizes
+    from mpitrain.bench.links.bandwidth import COLUMNS, BandwidthRequest, footer, measure
+    from mpitrain.cli.terminal.screen import output_columns
+    from mpitrain.cli.terminal.table_rows import Rows
+    from mpitrain.errors import ConfigError, on_every_rank
+    from mpitrain.transport.agreement import on_all_ranks
+
+    if transport.size == 1:
+        raise on_every_rank(ConfigError("bench bandwidth measures messages between two ranks, but there is one.",
+                                        "mpitrain launch -n 2 -- bench bandwidth"))
+    lengths = on_all_ranks(transport, lambda: sizes(options["min_bytes"], options["max_bytes"], options["factor"]))
+    files = options["json_file"], options["csv_file"]
+    on_all_ranks(transport, lambda: check_files(transport.rank, files, options["plot_file"]))
+    facts = header(transport, "bandwidth", "cpu", sys.argv[1:])
+    request = BandwidthRequest(list(dict.fromkeys(lengths)), options["window"], options["ways"].split(","),
+                               options["pairs"] == "all", options["iterations"])
+    measured = measure(transport, request)
+    outputs = Outputs()
+    if transport.rank != 0:
+        wrong = sum(row.wrong for row in measured)
+        on_all_ranks(transport, outputs.settle)
+        return wrong
+    shown, rows = Rows(len(request.sizes) * len(request.ways)), list[Any]()
+    table = Table(COLUMNS, 0 if options["wide"] else output_columns())
+    shown.say("\n".join([*printed(facts), "", *table.heading()]))
+    for row in measured:
+        rows.append(row)
+        shown.row(table.line(row))
+        write_rows(outputs, *files, facts, rows)
+    shown.close()
+    click.echo("\n" + "\n".join(footer(rows)))
+    if options["plot_file"]:
+        from mpitrain.bench.links.pictures import plot_bandwidth
+
+        with outputs.to(options["plot_file"]):
+            plot_bandwidth(rows, facts, options["plot_file"])
+    on_all_ranks(transport, outputs.settle)
+    return sum(row.wrong for row in rows)

@@ -1,0 +1,72 @@
+"""`mpitrain bench pairs`: what every link between two ranks does."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.bench.options import Bytes, table_options, write_rows
+from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.session import MOST, mpi_session
+
+
+@click.command("pairs")
+@click.option("--short", type=Bytes(), default="8", show_default=True, help="Message that latency is taken from.")
+@click.option("--long", type=Bytes(), default="4M", show_default=True, help="Message that bandwidth is taken from.")
+@click.option("--iterations", type=click.IntRange(0, MOST), default=0, show_default=True,
+              help="Round trips of each pair and size; 0: what fits in 0.1 s, from 3 to 500.")
+@table_options
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw both matrices as heat maps.")
+def command(**options: Any) -> None:
+    """Measure latency and bandwidth of every pair of ranks, and name the links that are slow.
+
+    Disjoint pairs are measured at the same time, in as many rounds as a tournament has; pairs that look slow again, alone.
+    A link is odd if its bandwidth is below half of what is usual for its class, within a host or between hosts, or its
+    latency above three times that. Ranks of one host share the host's link: start one rank on each host to judge links.
+    """
+    with mpi_session() as transport:
+        wrong = _measure(transport, options)
+    sys.exit(1 if wrong else 0)
+
+
+def _measure(transport: Any, options: dict[str, Any]) -> int:
+    """Measure, print, write and draw; how many elements are wrong."""
+    from mpitrain.bench.collectives.header import header, printed
+    from mpitrain.bench.links.pairs import measure, merged, places_to_judge, rounds
+    from mpitrain.bench.links.pairs_table import report
+    from mpitrain.cli.terminal.screen import output_columns
+    from mpitrain.cli.terminal.table_rows import Rows
+    from mpitrain.errors import ConfigError, on_every_rank
+    from mpitrain.transport.agreement import on_all_ranks
+
+    if transport.size == 1:
+        raise on_every_rank(ConfigError("bench pairs measures messages between two ranks, but there is one.",
+                                        "mpitrain launch -n 2 -- bench pairs"))
+    if min(options["short"], options["long"]) < 1:
+        raise on_every_rank(ConfigError("A message has at least 1 byte, but --short or --long is 0.", "Set both to 1 or more."))
+    files = options["json_file"], options["csv_file"]
+    on_all_ranks(transport, lambda: check_files(transport.rank, files, options["plot_file"]))
+    facts = header(transport, "pairs", "cpu", sys.argv[1:])
+    places = places_to_judge(transport.hosts, facts["cores"])
+    measured = measure(transport, options["short"], options["long"], options["iterations"], places=places)
+    outputs = Outputs()
+    if transport.rank != 0:
+        wrong = sum(pair.wrong for pairs in measured for pair in pairs)
+        on_all_ranks(transport, outputs.settle)
+        return wrong
+    shown, pairs = Rows(len(rounds(transport.size)) + 1, "rounds"), list[Any]()
+    shown.say("\n".join([*printed(facts), ""]))
+    for one_round in measured:
+        pairs = merged([*pairs, *one_round])
+        write_rows(outputs, *files, facts, pairs)
+        shown.count()
+    shown.close()
+    click.echo("\n".join(report(pairs, 0 if options["wide"] else output_columns(), places)))
+    if options["plot_file"]:
+        from mpitrain.bench.links.pictures import plot_pairs
+
+        with outputs.to(options["plot_file"]):
+            plot_pairs(pairs, places, facts, options["plot_file"])
+    on_all_ranks(transport, outputs.settle)
+    return sum(pair.wrong for pair in pairs)

@@ -1,0 +1,1 @@
+"""`mpitrain launch`: starts, supervises and reads the output of a job."""

@@ -1,0 +1,1 @@
+"""`mpitrain plan`: simulates pipelines and prints collectives step by step."""

@@ -1,0 +1,127 @@
+"""`mpitrain plan allreduce`, `reduce-scatter` and `all-gather`: a collective step by step."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from mpitrain.cli.bench.collectives import Bytes
+from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.plan.chart_width import columns
+from mpitrain.machine import process
+
+OPTIONS = (
+    click.option(
+        "--algorithm", default="ring", show_default=True, help="Any that is made of messages."
+    ),
+    click.option(
+        "--ranks",
+        type=click.IntRange(1, 256),
+        default=4,
+        show_default=True,
+        help="Ranks of the collective.",
+    ),
+    click.option(
+        "--hosts",
+        type=click.IntRange(1, 256),
+        default=1,
+        show_default=True,
+        help="Hosts that they are on, in blocks.",
+    ),
+    click.option(
+        "--bytes",
+        "nbytes",
+        type=Bytes(),
+        help="Also say what each rank sends of an array of so many bytes, float32.",
+    ),
+    click.option(
+        "--json",
+        "json_file",
+        type=click.Path(path_type=Path),
+        help="Write all steps and contents there.",
+    ),
+    click.option(
+        "--plot",
+        "plot_file",
+        type=click.Path(path_type=Path),
+        help="Draw the steps there. Needs mpitrain[report].",
+    ),
+)
+
+
+def options(function: Callable) -> Callable:
+    """The options of all three commands."""
+    for option in reversed(OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command("allreduce")
+@options
+def allreduce(**chosen: object) -> None:
+    """Print an all-reduce step by step.
+
+    Below the messages of a step stands whose data each rank then holds; a line says where the two
+    halves meet. Totals follow, counted and by formula. `reduce-scatter` and `all-gather` print the
+    halves as collectives of their own.
+    """
+    _plan("allreduce", **chosen)  # type: ignore[arg-type]
+
+
+@click.command("reduce-scatter")
+@options
+def reduce_scatter(**chosen: object) -> None:
+    """Print a reduce-scatter step by step: at the end rank r holds the sum of chunk r."""
+    _plan("reduce-scatter", **chosen)  # type: ignore[arg-type]
+
+
+@click.command("all-gather")
+@options
+def all_gather(**chosen: object) -> None:
+    """Print an all-gather step by step: rank r brings chunk r, and all ranks get all chunks."""
+    _plan("all-gather", **chosen)  # type: ignore[arg-type]
+
+
+def _plan(
+    operation: str,
+    algorithm: str,
+    ranks: int,
+    hosts: int,
+    nbytes: int | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Print, write and draw a collective."""
+    if process.launched().rank > 0:
+        return  # rank 0 speaks for all
+    from mpitrain.errors import ConfigError
+    from mpitrain.plan.collective import collective
+    from mpitrain.plan.collective_text import printed
+    from mpitrain.plan.traffic import amounts
+
+    if hosts > ranks:
+        raise ConfigError(
+            f"Every host has a rank, but there are {ranks} ranks on {hosts} hosts.",
+            f"Take at most {ranks} hosts.",
+        )
+    names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
+    found = collective(operation, algorithm, names)
+    check_files(0, [json_file], plot_file)
+    click.echo("\n".join(printed(found, columns())))
+    if nbytes is not None:
+        click.echo("\n" + "\n".join(amounts(operation, algorithm, names, nbytes)))
+    outputs = Outputs()
+    if json_file:
+        from mpitrain.files import write_whole
+        from mpitrain.plan.collective_json import written
+
+        with outputs.to(json_file):
+            write_whole(json_file, written(found))
+            click.echo(f"written to {json_file}")
+    if plot_file:
+        from mpitrain.plan.collective_picture import draw
+
+        with outputs.to(plot_file):
+            draw(found, plot_file)
+            click.echo(f"drawn in {plot_file}")
+    outputs.settle()

@@ -1,0 +1,1 @@
+"""The terminal: bars, rows, and output that never runs into them."""

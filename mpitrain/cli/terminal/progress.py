@@ -1,0 +1,149 @@
+"""What a run looks like on rank 0: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from mpitrain.cli import BEGAN, ENDED, STOPPED_AT
+from mpitrain.cli.terminal.screen import shows_output, width
+from mpitrain.config import Config
+from mpitrain.errors import visible
+from mpitrain.run.metrics import CLOSING
+
+
+class Bar(tqdm):
+    """A bar that has the rest of its line erased: spaces written there would go on in the next line of a narrower window."""
+
+    @staticmethod
+    def status_printer(file: TextIO) -> Callable[[str], None]:
+        def draw(text: str) -> None:
+            file.write(f"\r{text}\x1b[K")
+            file.flush()
+
+        return draw
+
+
+def bar(steps: int, first: int = 0, unit: str = "step") -> Bar:
+    """A bar of so many steps, of which `first` are done; nothing is shown where standard error is no terminal."""
+    def size(_: TextIO | None = None) -> tuple[int, None]:
+        return max(1, (width() or 0) - 1), None  # a line that ends in the last column has its end erased
+
+    shown = Bar(total=steps, initial=first, unit=unit, disable=width() is None, file=sys.stderr, ncols=size()[0])
+    shown.dynamic_ncols = size  # asked each time that the bar is drawn
+    return shown
+
+
+SKIPPED = {"skipped": "not finite", "overflow": "gradients beyond float16"}
+"""Why an update was left out, by the key of the line that says so."""
+
+
+class Silent:
+    """The watcher of every rank but 0."""
+
+    def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
+        pass
+
+    def stepped(self, step: int, loss: float) -> None:
+        pass
+
+    def recorded(self, record: dict[str, Any]) -> None:
+        pass
+
+
+class Progress:
+    """Prints records as they come; on a terminal a bar shows loss, tokens/s and the time left."""
+
+    def __init__(self, say_last: Callable[[str], None] | None = None) -> None:
+        """say_last: prints the line that ends a run which was stopped or failed; None: on standard output."""
+        self._say_last = say_last or partial(print, flush=True)
+        self._has_bar = width() is not None
+        self._has_lines = not (self._has_bar and shows_output())
+
+    def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
+        c, m = config, config.model
+        network = f"{m.kind}, {m.layers} layers of width {m.width}"
+        print(f"{network}: {record['parameters']:,} parameters on {visible(c.data.source)}; {record['ranks']} rank(s), "
+              f"{way(c)}{BEGAN}{folder}", flush=True)
+        if said := amounts(c, record):
+            print(said, flush=True)
+        for key, (then, now) in record.get("changed", {}).items():
+            print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
+        if record["step"] == c.run.steps and record["event"] == "resume":
+            print(f"all {c.run.steps} steps were done before; to train on, set run.steps to more", flush=True)
+        self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
+        self._bar = bar(c.run.steps, self._first)
+
+    def stepped(self, step: int, loss: float) -> None:
+        self._bar.update()
+
+    def recorded(self, record: dict[str, Any]) -> None:
+        event, step = record.get("event"), record["step"]
+        if "loss" in record:
+            rate = record.get("tokens_per_s", record["samples_per_s"])
+            unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
+            why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
+            if self._has_bar:
+                self._bar.set_postfix_str(f"loss {record['loss']:.3f}, {rate:,.0f} {unit}", refresh=False)
+            if self._has_lines or why:
+                self._line(f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
+                           f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}  "
+                           f"left {self._left(step)}" + why)
+        elif "val_loss" in record:
+            self._line(f"step {step}: validation loss {record['val_loss']:.4f} nats, "
+                       f"{record['val_accuracy']:.1%} of predictions right")
+        elif event == "end":
+            self._bar.close()
+            said = ENDED if record["replicas_equal"] else "done: parameters bitwise NOT equal"
+            peaks = record["peak_activation_bytes_of_ranks"]
+            print(f"{said} on all ranks, "
+                  f"peak activations {max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}", flush=True)
+        elif event in CLOSING:
+            self._bar.close()
+            said = f"{STOPPED_AT}{step}; --resume goes on from there" if event == "stopped" else f"{event} at step {step}"
+            self._say_last(said)
+
+    def _left(self, step: int) -> str:
+        seconds = (time.perf_counter() - self._start) / max(1, step - self._first) * (self._steps - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+    def _line(self, text: str) -> None:
+        self._bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def amounts(config: Config, record: dict[str, Any]) -> str:
+    """How much data there is, and how often the run goes over it; nothing of a source that does not say."""
+    size, steps, data = config.batch.size, config.run.steps, config.data
+    if "tokens" in record:
+        size *= config.model.context
+        unit, there, extent = "tokens", record["tokens"], f"vocabulary {record['vocabulary']:,}"
+        held_out = f"{record['held_out_tokens']:,} held out ({data.validation.partition(':')[2] or 'the last tenth'})"
+    elif "samples" in record:
+        unit, there, extent = "samples", record["samples"], f"{record['classes']:,} classes"
+        held_out = f"{record['held_out_samples']:,} held out"
+    else:
+        return ""
+    epochs = steps * size / there
+    return (f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
+            f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps")
+
+
+def way(config: Config) -> str:
+    """How the ranks share the work, in words."""
+    layout, replication = config.layout, config.replication
+    if replication.mode == "server":
+        return f"{replication.servers} of them {replication.update} server(s)"
+    if replication.mode != "all-reduce":
+        return f"mode {replication.mode}"
+    said = []
+    if layout.tp > 1:
+        rows = ", rows of norms divided" if layout.sequence_parallel else ""
+        said.append(f"{layout.tp} of them share layers by {layout.algorithm} all-reduce{rows}")
+    if layout.pp > 1:
+        said.append(f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches")
+    return ", ".join(said if layout.tp > 1 else [*said, f"{replication.algorithm} all-reduce"])

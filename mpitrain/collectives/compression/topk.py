@@ -1,0 +1,47 @@
+"""A sum of the largest elements only."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpitrain.collectives.compression.error_feedback import RECENT, Feedback
+from mpitrain.collectives.engine.compose import Chain, LocalReduction
+from mpitrain.collectives.engine.executor import Execution
+from mpitrain.collectives.plans import ring
+from mpitrain.transport.base import Transport
+
+
+class TopK(Chain):
+    """The largest elements only.
+
+    state    of `Feedback`
+    traffic  (n-1) x 8 k bytes
+    source   Stich, Cordonnier & Jaggi 2018, NeurIPS; arXiv:1809.07599
+    """
+
+    def __init__(self, transport: Transport, array: np.ndarray, k: int, tag: int,
+                 largest: Callable[[np.ndarray, int], np.ndarray]):
+        rank, n = transport.rank, transport.size
+        feedback = Feedback(array, n)
+        self.state, self.learn = feedback.state, feedback.learn
+        everyone = np.empty_like(array, np.int32, shape=(n, 2, k))
+
+        def choose() -> None:
+            feedback.take(array)
+            chosen = largest(feedback.residual, k)
+            everyone[rank, 0] = chosen
+            everyone[rank, 1].view(np.float32)[:] = feedback.residual[chosen]
+            feedback.residual[chosen] = 0
+
+        def add_up() -> None:
+            array[:] = feedback.prediction
+            for positions, values in everyone:
+                array[positions] += values.view(np.float32)
+            if not np.isfinite(array[everyone[:, 0]]).all():
+                feedback.residual[:] = 0  # the step will be skipped: what it left behind must not spoil the next
+                return
+            for positions, values in everyone:
+                feedback.prediction[positions] += np.float32(RECENT) * values.view(np.float32)
+
+        exchange = Execution(transport, everyone, "add", ring.all_gather(rank, n, everyone.size), tag)
+        super().__init__(transport, [LocalReduction(choose), exchange, LocalReduction(add_up)], everyone.nbytes + feedback.scratch.nbytes)

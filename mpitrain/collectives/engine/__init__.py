@@ -1,0 +1,1 @@
+"""Engine: runs plans, composes reductions and drives their progress."""

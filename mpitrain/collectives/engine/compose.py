@@ -1,0 +1,100 @@
+"""Reductions made of reductions: one after the other, and side by side."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpitrain.collectives.engine.executor import Reduction, started_twice
+from mpitrain.transport.base import Transport
+
+
+class LocalReduction:
+    """Work between messages, as a link of a lane."""
+
+    state = learn = None
+    algorithm = ""
+    is_messages = True
+    scratch_bytes = 0
+
+    def __init__(self, work: Callable[[], None]):
+        self.run = self.start = work
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class PipelinedChain:
+    """Reductions that run side by side as one: while the messages of one are on their way, another one works.
+
+    lanes   the links of each, which run one after the other; as many in every lane
+    width   lanes under way at once: lane i starts when lane i - width has ended, and may use its scratch and its tags
+    scratch bytes of arrays that the links work on, besides those that they count themselves
+    """
+
+    state: dict[str, np.ndarray] | None = None
+    learn: Callable[[np.ndarray], None] | None = None
+    algorithm = ""
+
+    def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int, scratch: int = 0):
+        self._transport = transport
+        self._lanes, self._width, self._length = lanes, width, len(lanes[0])
+        self._ended = [self._length] * len(lanes)  # links of each lane; -1: it has not started
+        self._first = len(lanes)  # the lanes before it have ended
+        self.is_messages = all(link.is_messages for lane in lanes for link in lane)
+        self.scratch_bytes = scratch + sum({id(link): link.scratch_bytes for lane in lanes for link in lane}.values())
+
+    def run(self) -> None:
+        self.start()
+        self.wait()
+
+    def start(self) -> None:
+        if self._first < len(self._lanes):
+            raise started_twice()
+        self._ended = [-1] * len(self._lanes)
+        self._first = 0
+        self._go_on()
+
+    def poll(self) -> bool:
+        self._go_on()
+        return self._first == len(self._lanes)
+
+    def wait(self) -> None:
+        self._transport.wait_until(self.poll)  # to block on one lane would hold up what the others can go on with
+
+    def _go_on(self) -> None:
+        """Everything that can be done without blocking, the oldest lane first."""
+        lane, most = self._first, self._length
+        while lane < min(self._first + self._width, len(self._lanes)):
+            if self._ended[lane] < 0:
+                self._end_link(lane)
+            while self._ended[lane] < most and self._lanes[lane][self._ended[lane]].poll():
+                self._end_link(lane)
+            most = self._ended[lane]
+            self._first += most == self._length
+            lane += 1
+
+    def _end_link(self, lane: int) -> None:
+        """Start the next one."""
+        self._ended[lane] += 1
+        if self._ended[lane] < self._length:
+            self._lanes[lane][self._ended[lane]].start()
+
+
+class Chain(PipelinedChain):
+    """Reductions that run one after the other as one."""
+
+    def __init__(self, transport: Transport, links: Sequence[Reduction], scratch: int = 0):
+        super().__init__(transport, [links], 1, scratch)
+
+    def run(self) -> None:
+        if not self.poll():
+            raise started_twice()
+        for link in self._lanes[0]:
+            link.run()
+
+    def wait(self) -> None:
+        while not self.poll():
+            self._lanes[0][self._ended[0]].wait()

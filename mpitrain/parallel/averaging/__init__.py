@@ -1,0 +1,1 @@
+"""Model averaging: local SGD, DiLoCo and gossip."""

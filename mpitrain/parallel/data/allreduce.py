@@ -1,0 +1,168 @@
+"""Data parallelism by all-reduce."""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.group import Group
+from mpitrain.layers.flat import Bucket, Piece
+from mpitrain.optim import Optimizer
+from mpitrain.parallel.data.buckets import Buckets, bucket_bytes
+from mpitrain.parallel.data.unsharded_buffers import ShardedGradients
+from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
+from mpitrain.parallel.replication.records import StepInput, StepResult, clipping, outcome_of
+from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.trace.ring_buffer import UPDATE
+
+
+class AllReduce(Replication):
+    """Data parallelism without a master: every rank computes its rows, gradients are summed by an all-reduce.
+
+    Buckets of whole units lie in the flat gradient buffer; each is reduced in place, from the last unit to the first,
+    while earlier layers still compute. With a lossy wire format replicas still end equal, bit for bit.
+    source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
+    """
+
+    def __init__(self, replica: ReplicationContext):
+        config, grid, storage, _, device, arena, *_ = self.replica = replica
+        # Ranks that share layers cut alike what all of them hold, or they would sum it in different orders.
+        self._bucket_bytes = max(grid.tp.transport.gather_text(bucket_bytes(config, self._peers(), storage)))
+        super().__init__(replica)
+        self._overlap, self._clip = config.replication.overlap, config.optimizer.clip
+        self.optimizer = Optimizer(config.optimizer, storage, self._owned(), device.ops, device.backend, arena)
+        self.buckets = self._reductions()
+        self._control = np.zeros(4)  # on the host
+        self._recorder = recorder = grid.transport.recorder
+        with recorder.called("the control message"):
+            self._agree = grid.world.bind(self._control)
+        self._gradients_name = recorder.name("the sums of gradients", self._peers().transport.members)
+        self._norm_name, self._update_name = recorder.name("the norm"), recorder.name("the parameters")
+        self._exchanged_s = 0.0    # when the step began
+        self._is_spoiled = False    # whether padding may hold what is not finite: blocks of wire formats lie over it, too
+        self._squared = [self._gradients_of(piece) for piece in self._counted()]
+
+    @cached_property
+    def _cut(self) -> Sequence[Bucket]:
+        """The flat buffer in buckets, in the order in which they are reduced."""
+        return self.replica.storage.buckets(self._bucket_bytes)
+
+    def _reductions(self) -> Buckets | ShardedGradients:
+        """The reductions of all buckets."""
+        config, _, storage, wire, *_ = self.replica
+        return Buckets(self._peers(), storage, self._cut, self.gradient_buffer, config, wire, self._sum, list(self._parts()))
+
+    def _peers(self) -> Group:
+        """The ranks whose gradients are summed: all replicas."""
+        return self.replica.grid.dp
+
+    def _owned(self) -> Sequence[Piece]:
+        """What this rank updates: everything."""
+        return [Piece(0, self.replica.storage.length, 0)]
+
+    def _sum(self, gradients: np.ndarray) -> Reduction:
+        """What sums a bucket over the peers."""
+        return self._peers().bind(gradients)
+
+    def _parts(self) -> Iterator[Reduction]:
+        """What sums gradients over their holders that have only parts of them: once a step for each set of holders."""
+        for (holders, partial), found in groupby(self.replica.storage.spans, lambda span: (span.holders, span.partial)):
+            if partial:
+                spans = list(found)
+                yield self.replica.grid.holders[holders].bind(self.gradient_buffer[spans[0].start:spans[-1].stop])
+
+    def _counted(self) -> Sequence[Piece]:
+        """What this rank squares: its share of the reduced gradient, so that each element is squared once, on one rank."""
+        shares = [(piece.start, self.share(piece.stop - piece.start)) for piece in self._runs()]
+        return [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
+
+    def _runs(self) -> Sequence[Piece]:
+        """The runs of the flat buffer that count in norms here, and not on another rank of this replica."""
+        runs: list[list[int]] = []
+        for span in self.replica.storage.spans:
+            if not self.replica.grid.counts(span.holders):
+                continue
+            if runs and runs[-1][1] == span.start:
+                runs[-1][1] = span.stop
+            else:
+                runs.append([span.start, span.stop])
+        return [Piece(start, stop, 0) for start, stop in runs]
+
+    def _parameters_of(self, piece: Piece) -> Any:
+        return self.parameters[piece.start:piece.stop]
+
+    def _mirror_of(self, piece: Piece) -> Any:
+        return None if self.mirror is None else self.mirror[piece.start:piece.stop]
+
+    def _gradients_of(self, piece: Piece) -> Any:
+        return self.gradient_buffer[piece.start:piece.stop]
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._exchanged_s = self.replica.grid.tp.exchanged_s
+        if self._is_spoiled:
+            self.gradient_buffer.fill(0)
+            self._is_spoiled = False
+        self.buckets.begin(step)
+
+    def gradient_ready(self, unit: int, is_last: bool) -> None:
+        super().gradient_ready(unit, is_last)
+        if self._overlap:
+            self.buckets.ready(unit, is_last)
+
+    def poll(self) -> None:
+        self.buckets.poll()
+
+    def total(self, *numbers: float) -> list[float]:
+        self._control[:] = numbers
+        self._agree.run()
+        return self._control.tolist()
+
+    def _agreed(self, *numbers: float) -> list[float]:
+        """The control message: loss, squares, elements that are not finite and requests to stop, summed over all ranks."""
+        return self.total(*numbers)
+
+    def _sum_gradients(self, mine: StepInput | None) -> tuple[float, float, int, float]:
+        """Wait until gradients are summed: the loss, squares and elements not finite of what counts here, seconds it took."""
+        began = time.perf_counter()
+        wait = self._recorder.wait(self._gradients_name)
+        if self._overlap:
+            self.buckets.wait()
+        else:
+            self.buckets.run()
+        self._recorder.go_on(wait)
+        comm_s = time.perf_counter() - began + self.replica.grid.tp.exchanged_s - self._exchanged_s
+        span = self._recorder.compute(self._norm_name)
+        loss, squares, nonfinite = self.replica.facts(mine, self._squared)
+        self._recorder.end(span)
+        return loss, squares, nonfinite, comm_s
+
+    def finish(self, mine: StepInput) -> StepResult:
+        loss, squares, nonfinite, comm_s = self._sum_gradients(mine)
+        began = time.perf_counter()
+        totals = self._agreed(loss, squares / self.loss_scale**2, nonfinite, mine.stop)
+        outcome = outcome_of(mine, totals, comm_s + time.perf_counter() - began)
+        if outcome.updated:
+            span = self._recorder.compute(self._update_name, UPDATE)
+            self._update(clipping(self._clip, outcome.grad_norm) / self.loss_scale, mine)
+            self._recorder.end(span)
+        self._is_spoiled = not outcome.updated
+        return self._concluded(outcome)
+
+    def _update(self, scale: float, mine: StepInput) -> None:
+        """Update the parameters from scale x their gradients."""
+        for piece in self.optimizer.pieces:
+            self._update_piece(piece, scale, mine)
+
+    def _update_piece(self, piece: Piece, scale: float, mine: StepInput) -> None:
+        self.optimizer.update(piece, self._parameters_of(piece), self._gradients_of(piece), scale, mine.lr,
+                              mine.number - self._skipped, delayed=self.buckets.delay, mirror=self._mirror_of(piece))
+
+    def kept(self) -> list[StateBuffer]:
+        state: dict[str, Any] = self.optimizer.state
+        return [*super().kept(), *(StateBuffer(name, buffer, self.optimizer.pieces) for name, buffer in state.items()),
+                *self.buckets.kept()]

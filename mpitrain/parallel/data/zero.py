@@ -1,0 +1,226 @@
+"""ZeRO: what replicas hold alike is divided among them. What all stages have in common, and stages 1 and 2.
+
+source  Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC'20
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from mpitrain.collectives.engine.compose import Chain
+from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.engine.progress import mover
+from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.layers.base import Gradients, Weights
+from mpitrain.layers.flat import Bucket, Piece, shard
+from mpitrain.parallel.data.allreduce import AllReduce
+from mpitrain.parallel.data.unsharded_buffers import ShardedGradients
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.replication.records import StepInput, StepResult
+from mpitrain.parallel.replication.state import StateBuffer
+
+
+class ZeroBase(AllReduce):
+    """Each of s replicas updates the s-th part of every bucket, and keeps the optimizer's state of that part alone.
+
+    With replication.shard all they are all n replicas. With host they are those of a host: nothing is gathered between hosts, and
+    the h = n/s replicas that have the same part sum its gradient once a step, after that of their own host.
+
+    dividing, alike  the s replicas, and the h
+    source           Zhao et al. 2023, PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 16(12)
+    """
+
+    def __init__(self, replica: ReplicationContext):
+        self.dividing, self.alike = replica.grid.divided(replica.config.replication.shard)
+        super().__init__(replica)
+        self._waited_s = 0.0
+
+    @cached_property
+    def _pieces(self) -> dict[Bucket, Piece]:
+        """What this rank has of each bucket; in order of storage."""
+        return dict(zip(sorted(self._cut), shard(self._cut, self.dividing.rank, self.dividing.size), strict=True))
+
+    def _owned(self) -> Sequence[Piece]:
+        return list(self._pieces.values())
+
+    def _counted(self) -> Sequence[Piece]:
+        found = []
+        for bucket, (start, stop, place) in self._pieces.items():
+            if self.replica.grid.counts(bucket.holders):
+                mine = share(stop - start, self.alike.rank, self.alike.size)
+                found.append(Piece(start + mine.start, start + mine.stop, place + mine.start))
+        return found
+
+    def _divide_parameters(self) -> None:
+        """Make room for this rank's pieces of the parameters alone, and let them begin."""
+        storage, backend, pieces = self.replica.storage, self.replica.device.backend, self._owned()
+        self.parameters = backend.zeros(sum(piece.stop - piece.start for piece in pieces), storage.dtype)
+        storage.initialize(self.parameters, self.replica.config.run.seed, backend, pieces)
+
+    def finish(self, mine: StepInput) -> StepResult:
+        self.settle()
+        outcome = super().finish(mine)
+        waited, self._waited_s = self._waited_s, 0.0
+        return outcome._replace(comm_s=outcome.comm_s + waited)
+
+    def kept(self) -> list[StateBuffer]:
+        self.settle()
+        return super().kept()
+
+
+class ZeroOne(ZeroBase):
+    """Stage 1: the state of the optimizer is divided.
+
+    Gradients are reduce-scattered; what each rank has updated is gathered while the next forward computes, and a unit's
+    parameters are waited for when they are opened. In half precision the parameters are divided as well, and what is gathered is
+    their mirror. In a lossy wire format every rank has all sums, which is what it carries.
+
+    bytes sent  a reduce-scatter and an all-gather by s ranks, an all-reduce of 1/s of the gradient by h: if s = n as all-reduce
+    state       of the optimizer: 1/s of it, to the padding
+    """
+
+    def _hold_parameters(self) -> None:
+        config, grid, storage, _, device, arena, *_ = self.replica
+        if not device.mirror:
+            super()._hold_parameters()
+            return
+        self._divide_parameters()
+        self.mirror = grid.world.transport.allocate(storage.length, self.replica.computed)
+        storage.initialize(self.mirror, config.run.seed, device.backend)    # whole: nobody has to gather it
+        if not device.half:
+            device.mirror(self.mirror, self.mirror, arena)
+        self._weights = storage.weights(self.mirror)
+
+    def _places(self) -> Sequence[Piece]:
+        return super()._places() if self.mirror is None else self._owned()
+
+    def _parameters_of(self, piece: Piece) -> Any:
+        if self.mirror is None:
+            return super()._parameters_of(piece)
+        return self.parameters[piece.place:piece.place + piece.stop - piece.start]
+
+    def __init__(self, replica: ReplicationContext):
+        super().__init__(replica)
+        cut = list(self._pieces)
+        self._gathers = [self.dividing.bind_all_gather(self._computed[b.start:b.stop]) for b in cut]
+        self._needed = [[gather for gather, bucket in zip(self._gathers, cut, strict=True) if unit in bucket.units]
+                        for unit in range(len(replica.storage.units))]
+        self._open: list[Reduction] = []
+        self._mover = mover(self.dividing.transport, self._gathers, replica.config.replication.progress_thread)
+
+    def _sum(self, gradients: np.ndarray) -> Reduction:
+        if self.replica.wire.name != "none":
+            return super()._sum(gradients)
+        start, stop = chunk_bounds(gradients.size, self.dividing.size)[self.dividing.rank]
+        links = self.dividing.bind_reduce_scatter(gradients), self.alike.bind(gradients[start:stop])
+        return Chain(self._peers().transport, links)
+
+    def open(self, unit: int, part: int) -> Weights:
+        if self._open:
+            began = time.perf_counter()
+            for gather in self._needed[unit]:
+                self._finish(gather)
+            self._waited_s += time.perf_counter() - began
+        return super().open(unit, part)
+
+    def _finish(self, gather: Reduction) -> None:
+        if gather in self._open:
+            self._mover.wait(gather)
+            self._open.remove(gather)
+
+    def poll(self) -> None:
+        if self._open:
+            self._mover.poll()
+        super().poll()
+
+    def _update(self, scale: float, mine: StepInput) -> None:
+        for piece, gather in zip(self.optimizer.pieces, self._gathers, strict=True):
+            self._update_piece(piece, scale, mine)
+            self._start(gather)
+        if not self._overlap:
+            began = time.perf_counter()
+            self.settle()
+            self._waited_s += time.perf_counter() - began
+
+    def _start(self, gather: Reduction) -> None:
+        self._open.append(gather)
+        self._mover.start(gather)
+
+    def _write_mirror(self) -> None:
+        if self.replica.device.mirror:
+            for piece, gather in zip(self.optimizer.pieces, self._gathers, strict=True):
+                self.replica.device.mirror(self._parameters_of(piece), self._mirror_of(piece), self.replica.arena)
+                self._start(gather)
+
+    def settle(self) -> None:
+        for gather in [*self._open]:
+            self._finish(gather)
+
+
+class ZeroShardedGradients(ZeroBase):
+    """No rank holds all gradients: a bucket's lie in a slot until they are reduce-scattered, for every micro-batch anew.
+
+    Of a model in several parts they are reduce-scattered once: all micro-batches go back through a part before the next.
+
+    gradient_buffer  what this rank updates with, one piece behind the other
+    """
+
+    buckets: ShardedGradients
+
+    @cached_property
+    def _cut(self) -> Sequence[Bucket]:
+        return self.replica.storage.buckets(self._bucket_bytes, [part.start for part in self.replica.parts])
+
+    def _hold_gradients(self) -> None:
+        length = sum(piece.stop - piece.start for piece in self._pieces.values())
+        self.gradient_buffer = self.replica.device.backend.zeros(length, self.replica.storage.dtype)
+        self._leaves = []  # those in slots are claimed for every micro-batch
+
+    def _reductions(self) -> ShardedGradients:
+        return ShardedGradients(self.replica, self.dividing, self.alike, self._pieces, self.gradient_buffer, self._beside(),
+                             list(self._parts()))
+
+    def _parts(self) -> Iterator[Reduction]:
+        for (holders, partial), found in groupby(self._pieces.items(), lambda each: (each[0].holders, each[0].partial)):
+            if partial:
+                pieces = [piece for _, piece in found]    # neighbours, here as in storage
+                start, stop = pieces[0].place, pieces[-1].place + pieces[-1].stop - pieces[-1].start
+                yield self.replica.grid.holders[holders].bind(self.gradient_buffer[start:stop])
+
+    def _beside(self) -> Sequence[Reduction]:
+        """What is under way at the same time."""
+        return ()
+
+    def held(self) -> int:
+        return super().held() + self.buckets.slots.nbytes
+
+    def _gradients_of(self, piece: Piece) -> Any:
+        return self.gradient_buffer[piece.place:piece.place + piece.stop - piece.start]
+
+    def gradients(self, unit: int, part: int) -> Gradients:
+        began = time.perf_counter()
+        found = self.buckets.gradients(unit)
+        self._waited_s += time.perf_counter() - began
+        return found
+
+    def gradient_ready(self, unit: int, is_last: bool) -> None:
+        self.buckets.ready(unit, is_last)
+        if not self._overlap:
+            began = time.perf_counter()
+            self.buckets.settle()
+            self._waited_s += time.perf_counter() - began
+
+
+class ZeroTwo(ZeroShardedGradients, ZeroOne):
+    """Stage 2: gradients are divided, too.
+
+    bytes sent  with m micro-batches m reduce-scatters and an all-gather by s ranks, and an all-reduce of 1/s of the gradient by
+                h; of a model in several parts one reduce-scatter
+    gradients   1/s of them to the padding, two buckets on their way, and the bucket of a tied tensor; of a model in several parts
+                one part instead of two buckets
+    """

@@ -1,0 +1,1 @@
+"""The Replication protocol, the state a checkpoint saves, and loss scaling."""

@@ -1,0 +1,1 @@
+"""Parameter servers: synchronous, asynchronous and bounded, and a master that owns the model."""

@@ -1,0 +1,253 @@
+"""Asynchronous parameter servers: each gradient is applied as it comes, to parameters that may have changed since its pull.
+
+A worker draws a ticket from the first server, pulls the parameters from all servers, computes the ticket's rows and pushes its
+gradient to all; each server applies it at once. `tickets.py` has the rules. No worker waits for another but at the bound of
+`replication.staleness` and where all ranks meet. The norm is the worker's own, and so are clipping and what is not finite.
+
+source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel
+        Parameter Server, NIPS 26
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.replication.protocol import ReplicationContext
+from mpitrain.parallel.replication.records import StepInput, StepResult, clipping, outcome_of
+from mpitrain.parallel.servers.messages import header, spread
+from mpitrain.parallel.servers.synchronous import ServerBase, WorkerBase
+from mpitrain.parallel.servers.work_queue import Report, WorkQueue
+from mpitrain.transport.base import Request
+
+DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
+"""The first number of a header, but of answers: what it asks for. SETTLE is the last pull before all ranks meet."""
+
+NO_TICKET = -1
+
+
+def _filled(*numbers: float) -> np.ndarray:
+    filled = header()
+    filled[:len(numbers)] = numbers
+    return filled
+
+
+def _numbers(step: int, outcome: StepResult) -> tuple[float, ...]:
+    """A step's outcome, as a header tells it."""
+    return step, outcome.loss, outcome.grad_norm, outcome.nonfinite, outcome.lr, outcome.updated, outcome.stop, \
+        outcome.lead, outcome.staleness
+
+
+def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
+    step, loss, norm, nonfinite, lr, updated, stop, lead, staleness = numbers[:9]
+    return int(step), StepResult(loss, norm, int(nonfinite), lr, updated > 0, stop > 0, 0.0, int(lead), int(staleness))
+
+
+class AsyncWorker(WorkerBase):
+    """A worker that computes whatever ticket it draws."""
+
+    def __init__(self, replica: ReplicationContext):
+        super().__init__(replica)
+        self._push = {server: spread(self.gradient_buffer, self._pieces[server]) for server in self._servers}
+        self._ticket: int | None = None
+        self._report = header()
+        self._report[:2] = DRAW, NO_TICKET
+        self._versions = dict.fromkeys(self._servers, 0)
+        self._known: dict[int, StepResult] = {}
+        self._is_current, self._waited_s = True, 0.0
+
+    def share(self, rows: int) -> range:
+        return super().share(rows) if self._ticket is None else share(rows, self._ticket % len(self._workers), len(self._workers))
+
+    def scale(self, predictions: int, part: int) -> float:
+        return 1 / (len(self.share(self.replica.config.batch.size)) * predictions)
+
+    def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
+        self._is_current = False
+        while step not in self._known:
+            if self._ticket is None:
+                self._ticket = self._draw()    # and what has finished meanwhile, perhaps this step
+                continue
+            self._pull_as(PULL)
+            yield self._ticket // len(self._workers)
+
+    def outcome(self, step: int, own: StepResult | None) -> StepResult:
+        waited, self._waited_s = self._waited_s, 0.0
+        return self._known.pop(step)._replace(comm_s=waited)
+
+    def finish(self, mine: StepInput) -> StepResult:
+        """Push the gradient, and wait until all servers have applied it."""
+        assert self._ticket is not None
+        loss, squares, nonfinite = self.replica.facts(mine, [self.gradient_buffer])
+        own = outcome_of(mine, (loss, squares, nonfinite, mine.stop), 0.0)
+        scale = clipping(self.replica.config.optimizer.clip, own.grad_norm)
+        requests = []
+        for server in self._servers:
+            said = _filled(PUSH if own.updated else LEAVE_OUT, self._ticket, scale, mine.lr, self._versions[server])
+            requests += self._line.start_recv(self._told[server], [], server)
+            requests += self._line.start_send(said, self._push[server] if own.updated else [], server)
+        self._wait(requests)
+        staleness, servers_stop = (max(float(told[number]) for told in self._told.values()) for number in (0, 1))
+        report = Report(self._ticket, len(self.share(self.replica.config.batch.size)), own.loss, own.grad_norm, own.lr,
+                        own.nonfinite, own.updated, bool(mine.stop or servers_stop), int(staleness))
+        self._report = _filled(DRAW, *report)
+        self._ticket = None
+        return own
+
+    def _draw(self) -> int | None:
+        """Report what is done and draw a ticket; None: there is a pause, and whatever was begun is finished."""
+        first = self._servers[0]
+        self._wait(self._line.start_send(self._report, [], first))
+        self._report = _filled(DRAW, NO_TICKET)
+        told = header()
+        while True:
+            self._wait(self._line.start_recv(told, [], first))
+            if told[0] != TELL:
+                return None if told[1] == NO_TICKET else int(told[1])
+            step, outcome = _outcome(told[1:].tolist())
+            self._known[step] = outcome
+
+    def _pull_as(self, kind: int) -> None:
+        """Pull the parameters of all servers, each as they are at some time from now on."""
+        asked = _filled(kind)
+        requests = []
+        for server in self._servers:
+            requests += self._line.start_recv(self._told[server], self._pull[server], server)
+            requests += self._line.start_send(asked, [], server)
+        self._wait(requests)
+        self._write_mirror()
+        self._versions = {server: int(told[0]) for server, told in self._told.items()}
+        self._skipped = int(self._told[self._servers[0]][1])    # all servers' own, once all have settled
+
+    def _wait(self, requests: Sequence[Request]) -> None:
+        began = time.perf_counter()
+        for request in requests:
+            request.wait()
+        self._waited_s += time.perf_counter() - began
+
+    def settle(self) -> None:
+        if not self._is_current:
+            self._pull_as(SETTLE)
+            self._is_current = True
+
+
+class AsyncServer(ServerBase):
+    """A server that applies each gradient as it comes; the first of them has the tickets."""
+
+    def __init__(self, replica: ReplicationContext):
+        super().__init__(replica)
+        settings, servers = replica.config.replication, replica.grid.servers
+        assert servers is not None
+        self._number, self._bound = servers.rank, settings.staleness if settings.update == "bounded" else None
+        self._updates = 0    # of this process
+        self._applied_before = -1    # updates before those; not known before the first step
+        self._tickets: WorkQueue | None = None    # of the first server
+        self._waiting: list[int] = []
+        self._untold: dict[int, list[tuple[int, StepResult]]] = {worker: [] for worker in self._workers}
+        self._known: dict[int, StepResult] = {}
+        self._pulls: list[Request] = []
+        self._answers: list[Request] = []
+        self._is_current, self._stops = True, False
+        self._settled = 0    # workers that have: one may before this server hears that a pause has begun
+
+    def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
+        """Serve until the step is finished; a server computes rows of none."""
+        self._is_current = False
+        if self._applied_before < 0:
+            self._applied_before = step * len(self._workers) - self._skipped
+        if self._tickets is None and self._number == 0:
+            self._tickets = WorkQueue(len(self._workers), step, self._bound, self.replica.config.next_pause)
+        if self._tickets and self._tickets.is_pause:
+            self._tickets.go_on()
+        while step not in self._known:
+            self._stops |= stop_requested()
+            self._serve()
+        return iter(())
+
+    def outcome(self, step: int, own: StepResult | None) -> StepResult:
+        return self._known.pop(step)
+
+    def _serve(self) -> None:
+        """Do what the next header asks for."""
+        source = self._line.wait_for_header(self._heard)
+        asked, *numbers = self._heard.tolist()
+        self._answers = [request for request in self._answers if not request.test()]
+        if asked in (PULL, SETTLE):
+            self._settled += asked == SETTLE
+            self._pulls += self._line.start_send(_filled(self._updates, self._skipped), self._held, source)
+        elif asked == DRAW:
+            self._take(source, numbers)
+        elif asked == TELL:
+            step, outcome = _outcome(numbers)
+            self._known[step] = outcome
+        else:
+            staleness = self._apply(source, numbers) if asked == PUSH else 0
+            self._skipped += asked == LEAVE_OUT
+            self._answer(source, staleness, self._stops)
+
+    def _answer(self, to: int, *numbers: float) -> None:
+        self._answers += self._line.start_send(_filled(*numbers), [], to)
+
+    def _apply(self, worker: int, numbers: Sequence[float]) -> int:
+        """Update from the gradient that a worker pushes; returns its staleness."""
+        _, scale, lr, version = numbers[:4]    # first the ticket
+        for request in self._line.start_recv_pieces(self._gradients_held, worker):
+            request.wait()
+        for request in self._pulls:
+            request.wait()    # nobody gets half of one version and half of another
+        self._pulls = []
+        staleness = self._updates - int(version)
+        self._update(scale, lr * self._factor(staleness), self._applied_before + self._updates)    # of those made, to AdamW
+        self._updates += 1
+        return staleness
+
+    def _factor(self, staleness: int) -> float:
+        """What the learning rate of a gradient is multiplied by."""
+        chosen = self.replica.config.replication.async_lr
+        named = {"1/workers": 1 / len(self._workers), "staleness": 1 / (1 + staleness)}
+        return named[chosen] if chosen in named else float(chosen)
+
+    def _take(self, worker: int, numbers: Sequence[float]) -> None:
+        """Take a worker's report, and hand out what tickets there are now."""
+        assert self._tickets is not None
+        ticket, rows, loss, norm, lr, nonfinite, updated, stop, staleness = numbers[:9]
+        if ticket != NO_TICKET:
+            self._tickets.report(worker, Report(int(ticket), int(rows), loss, norm, lr, int(nonfinite), updated > 0, stop > 0,
+                                                int(staleness)))
+        if self._stops:
+            self._tickets.stop()
+        self._waiting.append(worker)
+        is_pause = self._tickets.is_pause
+        if is_pause and len(self._waiting) < len(self._workers):
+            return
+        self._tell()
+        for waiting in [*self._waiting]:
+            granted = NO_TICKET if is_pause else self._tickets.grant(waiting)
+            if granted is None:
+                continue
+            for step, outcome in self._untold[waiting]:
+                self._answer(waiting, TELL, *_numbers(step, outcome))
+            self._untold[waiting] = []
+            self._answer(waiting, DRAW, granted)
+            self._waiting.remove(waiting)
+
+    def _tell(self) -> None:
+        """Tell the other servers what has finished, and remember to tell the workers."""
+        assert self._tickets is not None
+        for step, outcome in self._tickets.outcomes():
+            self._known[step] = outcome
+            for server in self._servers[1:]:
+                self._answer(server, TELL, *_numbers(step, outcome))
+            for untold in self._untold.values():
+                untold.append((step, outcome))
+
+    def settle(self) -> None:
+        if not self._is_current:
+            while self._settled < len(self._workers):
+                self._serve()
+            self._settled = 0
+            for request in (*self._pulls, *self._answers):
+                request.wait()
+            self._pulls, self._answers = [], []
+            self._is_current = True

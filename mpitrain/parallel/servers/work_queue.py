@@ -1,0 +1,113 @@
+"""WorkQueue: which worker of asynchronous parameter servers computes what next, and which steps are finished. No messages.
+
+Ticket t is share t % workers of the rows of step t // workers. A step is finished when the gradients of all its tickets are
+applied. WorkQueue are withheld at a pause: before a step after which all ranks meet, after a request to stop, and after a
+gradient that is not finite; then the steps that were begun are finished first.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpitrain.parallel.replication.records import StepResult
+
+
+class Report(NamedTuple):
+    """What a worker says of a ticket whose gradient all servers have applied, or left out if it is not finite.
+
+    loss       mean over the ticket's rows, of which there are `rows`
+    grad_norm  of this gradient, before clipping
+    staleness  updates that were applied between its pull and its push, at most, on any server
+    """
+
+    ticket: int
+    rows: int
+    loss: float
+    grad_norm: float
+    lr: float
+    nonfinite: int
+    updated: bool
+    stop: bool
+    staleness: int
+
+
+class WorkQueue:
+    """The rules of granting, from step `first` on.
+
+    bound  a worker starts step k when every worker has finished step k - 1 - bound; None: any worker draws any ticket
+    pause  (step) -> the next step before which all ranks meet
+    """
+
+    def __init__(self, workers: int, first: int, bound: int | None, pause: Callable[[int], int]):
+        self._workers, self._bound, self._pause = workers, bound, pause
+        self._limit, self._highest = pause(first), first - 1
+        self._next = first * workers
+        self._begun, self._ended = [first] * workers, [first] * workers    # by worker: steps granted to it, and finished by it
+        self._outstanding = 0
+        self._reports: dict[int, list[Report]] = {}
+        self._first_open = first
+        self._leads: dict[int, int] = {}
+        self._stops = False
+
+    def grant(self, worker: int) -> int | None:
+        """The worker's next ticket; None: it has to wait."""
+        ticket = self._next if self._bound is None else self._begun[worker] * self._workers + worker
+        step = ticket // self._workers
+        lead = step - min(self._ended)
+        if step >= self._limit or (self._bound is not None and lead > self._bound):
+            return None
+        self._next += 1
+        self._begun[worker] = step + 1
+        self._highest = max(self._highest, step)
+        self._outstanding += 1
+        self._leads[step] = max(self._leads.get(step, 0), lead)
+        return ticket
+
+    def report(self, worker: int, report: Report) -> None:
+        """The worker has finished a ticket."""
+        self._outstanding -= 1
+        step = report.ticket // self._workers
+        self._ended[worker] = step + 1
+        self._reports.setdefault(step, []).append(report)
+        self._stops |= report.stop
+        if report.stop or not report.updated:
+            self.withhold()
+
+    def stop(self) -> None:
+        """Somebody was asked to stop."""
+        self._stops = True
+        self.withhold()
+
+    def withhold(self) -> None:
+        """Begin no further step."""
+        self._limit = min(self._limit, max(self._highest, self._first_open) + 1)
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether every step that was begun is finished, and none may begin."""
+        return self._outstanding == 0 and self._next >= self._limit * self._workers
+
+    def go_on(self) -> None:
+        """The pause is over."""
+        self._limit = self._pause(self._first_open)
+
+    def outcomes(self) -> list[tuple[int, StepResult]]:
+        """Newly finished steps, in order. One whose update was left out, on which a run may end, waits for the pause."""
+        found = []
+        while len(reports := self._reports.get(self._first_open, ())) == self._workers:
+            outcome = _outcome(sorted(reports), self._leads[self._first_open])
+            if not outcome.updated and not self.is_pause:
+                break
+            del self._reports[self._first_open], self._leads[self._first_open]
+            self._first_open += 1
+            is_last = self._first_open == self._limit
+            found.append((self._first_open - 1, outcome._replace(stop=self._stops and is_last)))
+        return found
+
+
+def _outcome(reports: list[Report], lead: int) -> StepResult:
+    """Means over the rows of a step, or over its gradients."""
+    rows = sum(report.rows for report in reports)
+    return StepResult(sum(report.rows / rows * report.loss for report in reports),
+                   sum(report.grad_norm for report in reports) / len(reports), sum(report.nonfinite for report in reports),
+                   reports[0].lr, all(report.updated for report in reports), False,
+                   lead=lead, staleness=max(report.staleness for report in reports))

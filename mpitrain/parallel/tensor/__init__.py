@@ -1,0 +1,1 @@
+"""Tensor parallelism: column-, row- and vocabulary-parallel layers, and sequence parallelism."""

@@ -1,0 +1,99 @@
+"""A vocabulary that is split over the ranks of a group, raggedly: its embedding, and the loss. No rank has whole logits.
+
+B batch, T tokens, C channels, V vocabulary, M = B T rows of logits.
+"""
+
+from typing import Any
+
+from mpitrain.errors import ConfigError
+from mpitrain.layers.plain import Embedding
+from mpitrain.machine.arena import Arena
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.tensor.linear import Layers
+
+
+class VocabParallelEmbedding(Embedding):
+    """tokens (B, T) -> (B, T, C): each rank has some rows of the tokens' table, and all of the positions.
+
+    The first rank adds the positions, and all have their whole gradient.
+    """
+
+    def __init__(self, layers: Layers, vocab: int, context: int, width: int, draw: Any):
+        super().__init__(layers.ops, vocab, context, width, draw)
+        self._rows = layers.rows
+        self._rows.context = context
+        self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
+
+    def parameters(self):
+        """Rows of `tokens`, and all of `positions`."""
+        tokens, positions = super().parameters()
+        rows = (slice(self._entries.start, self._entries.stop), slice(0, self.width))
+        return [tokens._replace(slices=(rows,)), positions._replace(holders="tp")]
+
+    def output_shape(self, shape):
+        return self._rows.left(super().output_shape(shape))
+
+    def forward(self, w, x, arena):
+        if self._rows.as_sequences((*x.shape, self.width))[:2] != x.shape:
+            raise ConfigError(f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
+                              f"but these {x.shape[0]} have {x.shape[1]}.", "Pass one at a time, or longer ones.")
+        lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
+        positions = None if self._rows.group.rank else w["positions"]
+        _, saved = self.ops.embedding(x, w["tokens"], positions, arena, self._entries.start, lease.array)
+        self._rows.reduction(lease).run()
+        return self._rows.summed(lease, arena), saved
+
+    def backward_input(self, w, dy, saved, arena):
+        return None, (self._rows.sequences(self._rows.whole(dy)), saved)
+
+
+class VocabParallelCrossEntropy:
+    """Softmax cross-entropy of logits of which each rank has some columns: three numbers a row travel, one maximum and two sums.
+
+    Every rank of the group is told the loss of whole rows, the same bits.
+    vocab  entries of the whole vocabulary
+    """
+
+    def __init__(self, layers: Layers, vocab: int):
+        self._ops, self._group, self.vocab = layers.ops, layers.rows.group, vocab
+        self._first = share(vocab, self._group.rank, self._group.size).start
+
+    def gradient(self, logits: Any, targets: Any, scale: float, arena: Arena) -> tuple[Any, Any]:
+        maxima = self._maxima(logits, arena)
+        facts = self._group.exchange((2, len(logits)), _dtype_of_facts(logits))
+        self._ops.row_exponentials(logits, targets, self._first, maxima, arena, facts.array)
+        facts.all_reduce().run()
+        return self._ops.cross_entropy_split(logits, targets, self._first, maxima, facts.array, scale, arena)
+
+    def value(self, logits: Any, targets: Any, arena: Arena) -> Any:
+        copy = arena.take(logits.shape, logits.dtype)
+        copy[...] = logits
+        return self.gradient(copy, targets, 1.0, arena)[0]
+
+    def correct(self, logits: Any, targets: Any, arena: Arena) -> Any:
+        places = self._group.exchange((len(logits),), _dtype_of_facts(logits))
+        self._ops.row_argmax(logits, self._first, self._maxima(logits, arena), arena, places.array)
+        places.all_reduce("maximum").run()
+        return self._ops.count_correct_split(places.array, targets, arena)
+
+    def _maxima(self, logits: Any, arena: Arena) -> Any:
+        """The largest logit of every whole row."""
+        maxima = self._group.exchange((len(logits),), _dtype_of_facts(logits))
+        self._ops.row_maximum(logits, arena, maxima.array)
+        maxima.all_reduce("maximum").run()
+        return maxima.array
+
+    def whole(self, logits: Any, arena: Arena) -> Any:
+        """All columns of logits (..., V), on every rank."""
+        lease = self._group.exchange((*logits.shape[:-1], self.vocab), logits.dtype)
+        lease.array[...] = 0
+        lease.array[..., self._first:self._first + logits.shape[-1]] = logits
+        lease.all_reduce().run()
+        whole = arena.take(lease.array.shape, logits.dtype)    # a lease would have to end at the same time on all ranks
+        whole[...] = lease.array
+        return whole
+
+
+def _dtype_of_facts(logits: Any) -> str:
+    """What is said of a row of these logits is summed in: float32, but of float64 in that."""
+    return "float64" if logits.dtype == "float64" else "float32"

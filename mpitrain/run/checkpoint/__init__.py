@@ -1,0 +1,1 @@
+"""Checkpoints: written by all ranks, independent of the layout, verified by SHA-256."""

@@ -1,0 +1,187 @@
+"""What a rank takes from the files of a checkpoint, in ranges, whatever the layout that wrote them."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from mpitrain.errors import CheckpointError
+from mpitrain.files import contents, reading
+from mpitrain.layers.flat import Piece, Storage
+from mpitrain.machine.backend import Backend
+from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.run.checkpoint.directories import way_out
+from mpitrain.run.checkpoint.header import INNER, Located, located
+from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, Manifest, Stored
+from mpitrain.run.checkpoint.regions import HeldRegion, Region, common, described, holdings, runs
+from mpitrain.run.checkpoint.safetensors_files import MOVED, read_into
+from mpitrain.run.checkpoint.writers import PARAMETERS
+from mpitrain.strict_json import parsed
+
+OPEN = 64
+"""Files that are open at once."""
+
+ANEW, FROM_MEAN = "starts anew: it is bound to", "starts from its mean over"
+
+
+def fill(path: Path, manifest: Manifest, kept: Sequence[StateBuffer], storage: Storage, backend: Backend, layout: Mapping[str, Any],
+         rank: int) -> dict[str, str]:
+    """Fill every array for which a verified checkpoint has something; local.
+
+    layout   "dp" of it is the number of replicas, over which the sum of own state is shared out
+    returns  the names of state that does not go on as it was, and what becomes of it, in words that the layout ends
+    memory   for what the rank holds of one tensor
+    raises   CheckpointError if a tensor is missing or of another shape, or a file cannot be read
+    """
+    changed: dict[str, str] = {}
+    files = _Files(path, manifest)
+    is_same = manifest.layout == json.loads(json.dumps(layout))
+    try:
+        for held in holdings(described(storage, kept)):
+            found = files.found(held)
+            mine = [stored for stored in found if is_same and manifest.files[stored.file].rank == rank]
+            like, is_needed = kept[held.number].like, kept[held.number].needed
+            if held.kind == "bound" and [stored.part.length for stored in mine] != [held.part.length]:
+                if found if like else any(stored.kind == "bound" for stored in manifest.stored):
+                    changed[held.name] = FROM_MEAN if like else ANEW
+                found = mine = []
+            if like and not found:
+                found = files.found(held._replace(name=like))
+            kind = found[0].kind if found else held.kind
+            if mine and kind == held.kind != "agreed":
+                values = _joined(files, held, mine)
+            elif found and kind == "mean":
+                values = _summed(files, held, found) / manifest.layout["dp"]
+                changed[held.name] = FROM_MEAN
+            elif found and kind == "own":
+                values = _summed(files, held, found) / layout["dp"]
+            elif found or (is_needed and kind in ("agreed", "mean")):
+                values = _joined(files, held, found)
+            else:
+                continue
+            for piece, packed in zip(held.part.pieces, held.part.packed().pieces, strict=True):
+                kept[held.number].array[piece.place:piece.place + piece.stop - piece.start] = backend.from_host(
+                    values[packed.place:packed.place + piece.stop - piece.start])
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing.", way_out(path)) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.", way_out(path)) from None
+    finally:
+        files.close()
+    return changed
+
+
+def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
+    """The elements that a rank holds of a tensor, packed, bit for bit."""
+    joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
+    for place, values in files.elements(held, found):
+        joined[place:place + len(values)] = values
+        done.append((place, place + len(values)))
+    ends = [0, *(stop for _, stop in sorted(done))]
+    if ends[-1] != len(joined) or ends[:-1] != sorted(start for start, _ in done):    # each element once
+        raise files.unfit(held, found)
+    return joined
+
+
+def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
+    """The sum of what all ranks had of these elements, packed."""
+    if any(stored.part.shape != held.part.shape for stored in found):
+        raise files.unfit(held, found)
+    total = np.zeros(held.part.length, held.dtype)
+    for place, values in files.elements(held, found):
+        total[place:place + len(values)] += values
+    return total
+
+
+class _Index(BaseModel):
+    """What an index of safetensors files says: the file of each tensor; and more, which is for other tools."""
+
+    model_config = ConfigDict(strict=True)
+
+    weight_map: dict[str, str]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor of the parameters; ValueError if the index does not say it."""
+    try:
+        return _Index.model_validate(parsed(contents(index, INNER))).weight_map
+    except ValueError:
+        raise ValueError(f"{index.name} is no index of tensors") from None
+
+
+class _Files:
+    """The arrays in the files of a checkpoint."""
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self._path, self._listed = path, manifest.files
+        self._weight_map: dict[str, str] = {}
+        self._stored: dict[tuple[str, str], list[Stored]] = defaultdict(list)
+        for stored in manifest.stored:
+            self._stored[stored.name, stored.part.tensor].append(stored)
+        self._located: dict[str, dict[str, Located]] = {}
+        self._open: dict[str, BinaryIO] = {}
+
+    def found(self, held: HeldRegion) -> list[Stored]:
+        """Where elements of this tensor lie."""
+        tensor = held.part.tensor
+        if held.name != PARAMETERS:
+            return self._stored.get((held.name, tensor), [])
+        self._weight_map = self._weight_map or _weight_map(self._path / INDEX)
+        if tensor not in self._weight_map:
+            return []
+        file = self._weight_map[tensor]
+        shape = self._tensor(file, tensor).shape
+        return [Stored(file, tensor, PARAMETERS, "agreed", Region(tensor, shape, None, (Piece(0, prod(shape), 0),)))]
+
+    def elements(self, held: HeldRegion, found: Sequence[Stored]) -> Iterator[tuple[int, np.ndarray]]:
+        """The elements in both: where they lie among those held, packed, and their values, MOVED bytes at most at a time."""
+        mine = runs(held.part.packed())
+        for stored in found:
+            if stored.part.shape != held.part.shape:
+                continue
+            here, array = common(mine, runs(stored.part)), self._tensor(stored.file, stored.key)
+            dtype = array.numpy
+            shape = held.part.shape if stored.name == PARAMETERS else (stored.part.length,)
+            if dtype.kind != held.dtype.kind or array.shape != shape:
+                raise ValueError(f"{stored.file} has {stored.key!a} as {array.dtype} of shape {array.shape}, but "
+                                 f"{held.dtype} of shape {shape} is wanted")
+            for place, other, length in zip(*(column.tolist() for column in here), strict=True):
+                for start in range(0, length, MOVED // dtype.itemsize):
+                    values = np.empty(min(MOVED // dtype.itemsize, length - start), dtype)
+                    read_into(self._descriptor(stored.file), values, array.start + (other + start) * dtype.itemsize)
+                    yield place + start, values
+
+    def unfit(self, held: HeldRegion, found: Sequence[Stored]) -> CheckpointError:
+        """What is wrong with the elements of a tensor that the checkpoint has."""
+        shape = found[0].part.shape if found else None
+        has = "none" if shape is None else f"shape {shape}" if shape != held.part.shape else "not each element of it once"
+        full = held.part.tensor if held.name == PARAMETERS else f"{held.name}/{held.part.tensor}"
+        return CheckpointError(f"The model needs {full} of shape {held.part.shape}, but the checkpoint has {has}.",
+                               f"Use the configuration that {self._path} was trained with.")
+
+    def close(self) -> None:
+        """Close what is open."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def _tensor(self, file: str, key: str) -> Located:
+        if file not in self._listed:
+            raise ValueError(f"{INDEX} names {file!a}, which {MANIFEST} does not list")
+        if file not in self._located:
+            self._located[file] = located(self._path / file)[1]
+        if key not in self._located[file]:
+            raise ValueError(f"{file} has no tensor {key!a}")
+        return self._located[file][key]
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._open:
+            if len(self._open) == OPEN:
+                self.close()
+            self._open[file] = reading(self._path / file, INNER)
+        return self._open[file].fileno()

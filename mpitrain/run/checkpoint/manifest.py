@@ -1,0 +1,197 @@
+"""The manifest of a checkpoint: it binds all files to one run, step and layout by the SHA-256 of every block of theirs."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpitrain.errors import CheckpointError
+from mpitrain.files import contents, opened, reading
+from mpitrain.run.checkpoint.directories import way_out
+from mpitrain.run.checkpoint.header import INNER, located
+from mpitrain.run.checkpoint.regions import Region, part_of_text
+from mpitrain.run.checkpoint.safetensors_files import BLOCK, Writing
+from mpitrain.run.checkpoint.structure import INDEX as INDEX
+from mpitrain.run.checkpoint.structure import structure_of
+
+FORMAT = "mpitrain-3"
+MANIFEST = "manifest.json"
+
+
+class Done(NamedTuple):
+    """What a run has behind it.
+
+    step     optimizer steps
+    samples  rows of all global batches of those steps
+    run      the run's identity: drawn when it started from nothing, and the same ever after
+    """
+
+    step: int
+    samples: int
+    run: str
+
+
+class File(NamedTuple):
+    """A file of a checkpoint: the rank that wrote it, its bytes, and the SHA-256 of each block of them."""
+
+    rank: int
+    nbytes: int
+    digests: list[str]
+
+
+class Stored(NamedTuple):
+    """Elements of one tensor of a state, which lie in a file as an array of one dim; `part` says which.
+
+    key         its name in the file
+    name, kind  as in `Kept`
+    """
+
+    file: str
+    key: str
+    name: str
+    kind: str
+    part: Region
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint consists of.
+
+    done     where it stands
+    layout   what state that is not agreed on belongs to
+    scalars  numbers by name
+    files    by name: all there are beside the manifest
+    stored   all states
+    block    bytes that one SHA-256 is of
+    """
+
+    done: Done
+    layout: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+    files: Mapping[str, File]
+    stored: list[Stored]
+    block: int = BLOCK
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it beside the files that it lists; OSError if that cannot be done."""
+    body = {"format": FORMAT, **manifest._asdict(), **manifest.done._asdict()}
+    del body["done"]
+    file = Writing(folder / MANIFEST)
+    file.write(_text({**body, "sha256": _digest(body)}).encode())
+    file.close()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint; CheckpointError unless it is whole, unaltered, and says what a manifest may."""
+    file = path / MANIFEST
+    try:
+        text = contents(file, INNER).decode()
+        body = json.loads(text)
+        is_altered = body.pop("sha256") != _digest(body) or _text({**body, "sha256": _digest(body)}) != text
+        found = body["format"]
+    except FileNotFoundError:
+        _refuse_earlier(path)
+        raise CheckpointError(f"{file} is missing.", way_out(path)) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} is damaged: {error}.", way_out(path)) from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{file} is damaged: it is no manifest.", way_out(path)) from None
+    if is_altered:
+        raise CheckpointError(f"{file} was altered: its contents do not match its SHA-256.", way_out(path))
+    if found != FORMAT:
+        raise _of_another_format(file, str(found))
+    try:
+        read = structure_of(text.encode(), BLOCK)
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}.", way_out(path)) from None
+    done = Done(read.step, read.samples, read.run)
+    named = re.search(r"step-(\d+)", path.name)
+    if named and int(named[1]) != done.step:
+        raise CheckpointError(f"{path} holds step {done.step}, as {MANIFEST} says, and not the one that its name says.",
+                              way_out(path))
+    files = {name: File(*listed) for name, listed in read.files.items()}
+    stored = [Stored(file, key, name, kind, part_of_text(part)) for file, key, name, kind, part in read.stored]
+    return Manifest(done, read.layout, read.scalars, files, stored, read.block)
+
+
+def _text(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True) + "\n"
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(body).encode()).hexdigest()
+
+
+def _refuse_earlier(path: Path) -> None:
+    """CheckpointError if it was written before there were manifests."""
+    file = path / "model.safetensors"
+    try:
+        found = located(file)[0]["format"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return
+    raise _of_another_format(file, found)
+
+
+def _of_another_format(file: Path, found: str) -> CheckpointError:
+    return CheckpointError(f"{file} is in format {found}, but this version of mpitrain reads {FORMAT}.",
+                           "Go on with the version that wrote it, or start the run again.")
+
+
+def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
+    """Compare the `rank`-th of `ranks` equal shares of all blocks with the manifest; rank 0 also looks for other files.
+
+    raises  CheckpointError that names the file
+    """
+    blocks = [(name, block) for name, file in sorted(manifest.files.items()) for block in range(len(file.digests))]
+    mine = blocks[rank * len(blocks) // ranks:(rank + 1) * len(blocks) // ranks]
+    for name, group in groupby(mine, lambda block: block[0]):
+        _verify(path / name, manifest, [block for _, block in group])
+    listed = {path / name for name in manifest.files}
+    for extra in sorted({path / name for name in _tensor_files(path)} - listed if rank == 0 else ()):
+        raise CheckpointError(f"{extra} is none of the {len(listed)} files that {MANIFEST} lists.", way_out(path))
+
+
+def _tensor_files(path: Path) -> list[str]:
+    """The names in a checkpoint that other tools would read."""
+    try:
+        with opened(path, INNER - 1) as folder:
+            return [name for name in folder.names() if name.endswith(".safetensors")]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.", way_out(path)) from None
+
+
+def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
+    wanted, folder = manifest.files[file.name], file.parent
+    try:
+        with reading(file, INNER) as stored:
+            nbytes, altered = os.fstat(stored.fileno()).st_size, -1
+            for block in blocks:
+                stored.seek(manifest.block * block)
+                if hashlib.sha256(stored.read(manifest.block)).hexdigest() != wanted.digests[block]:
+                    altered = block
+                    break
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing.", way_out(folder)) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} is damaged: {error}.", way_out(folder)) from None
+    if nbytes == wanted.nbytes and altered < 0:
+        return
+    if others := _other_facts(file, {**manifest.done._asdict(), "rank": wanted.rank}):
+        raise CheckpointError(f"{file} and {MANIFEST} belong to different checkpoints or ranks: it has {', '.join(others)}.",
+                              way_out(folder))
+    if nbytes != wanted.nbytes:
+        raise CheckpointError(f"{file} is damaged: it has {nbytes} bytes where {MANIFEST} says {wanted.nbytes}.", way_out(folder))
+    raise CheckpointError(f"{file} was altered: block {altered} does not match its SHA-256 in {MANIFEST}.", way_out(folder))
+
+
+def _other_facts(file: Path, wanted: Mapping[str, Any]) -> list[str]:
+    """In what a file says of itself that it is another than is wanted; nothing if it says nothing."""
+    try:
+        said = located(file)[0]
+        return [f"{name} {said[name]} where {wanted[name]} is wanted" for name in wanted if said[name] != str(wanted[name])]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []

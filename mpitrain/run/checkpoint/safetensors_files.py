@@ -1,0 +1,105 @@
+"""Files that are written as their bytes come, with a SHA-256 of each block; safetensors files among them, and ranges of these."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from mpitrain.files import opened
+from mpitrain.run.checkpoint.header import DTYPES, INNER
+
+BLOCK = 16 << 20
+"""Bytes that one SHA-256 is of."""
+
+MOVED = 4 << 20
+"""Bytes that are moved at a time, between ranks and from a device."""
+
+
+class Written(NamedTuple):
+    """A file that is on disk: its bytes, and the SHA-256 of each block of them."""
+
+    nbytes: int
+    digests: list[str]
+
+
+class Writing:
+    """A new file that takes bytes. What fails is raised by `close`, so that a rank goes on to receive what others send."""
+
+    def __init__(self, path: Path):
+        self._nbytes, self._digests, self._digest = 0, list[str](), hashlib.sha256()
+        self._file: BinaryIO | None = None
+        self._error: OSError | None = None
+        try:
+            with opened(path.parent, INNER - 1) as folder:
+                self._file = os.fdopen(folder.create(path.name), "wb")
+        except OSError as error:
+            self._error = error
+
+    def write(self, data: bytes | np.ndarray) -> None:
+        """Append bytes, or the elements of a contiguous array."""
+        rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        while rest and self._file and not self._error:
+            part = rest[:BLOCK - self._nbytes % BLOCK]
+            try:
+                self._file.write(part)
+            except OSError as error:
+                self._error = error
+            self._digest.update(part)
+            self._nbytes += len(part)
+            if self._nbytes % BLOCK == 0:
+                self._end_block()
+            rest = rest[len(part):]
+
+    def close(self) -> Written:
+        """Make the file durable; OSError for whatever could not be written."""
+        try:
+            if self._error or not self._file:
+                raise self._error or OSError("it is not open")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        finally:
+            if self._file:
+                with suppress(OSError):    # of what was not written: there is an error already
+                    self._file.close()
+        if self._nbytes % BLOCK:
+            self._end_block()
+        return Written(self._nbytes, self._digests)
+
+    def _end_block(self) -> None:
+        self._digests.append(self._digest.hexdigest())
+        self._digest = hashlib.sha256()
+
+
+class WritingTensors(Writing):
+    """A new safetensors file; then `write` takes the elements of its tensors, one after the other.
+
+    tensors   {name: (dtype, shape)}, in the order in which they will come
+    metadata  texts by name
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]):
+        super().__init__(path)
+        header: dict[str, Any] = {"__metadata__": metadata}
+        stop = 0
+        for name, (dtype, shape) in tensors.items():
+            start, stop = stop, stop + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": DTYPES[dtype.name], "shape": shape, "data_offsets": [start, stop]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.write(len(text).to_bytes(8, "little") + text)
+
+
+def read_into(descriptor: int, array: np.ndarray, start: int) -> None:
+    """Fill a contiguous array with the bytes of an open file from `start`; OSError if it has fewer."""
+    rest = memoryview(array).cast("B") if array.size else memoryview(b"")
+    while rest:
+        done = os.preadv(descriptor, [rest[:BLOCK]], start)
+        if not done:
+            raise OSError(f"it ends before byte {start}")
+        rest, start = rest[done:], start + done

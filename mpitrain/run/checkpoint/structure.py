@@ -1,0 +1,142 @@
+"""What a manifest may say: the types and ranges of its entries, and how they fit together. Nothing
+else is read from then on.
+
+The manifest's own SHA-256 shows accidents alone: whoever edits the text can make the digest fit.
+"""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from math import prod
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mpitrain.parallel.replication.loss_scale import DynamicLossScale
+from mpitrain.run.checkpoint.writers import PARAMETERS
+from mpitrain.strict_json import validated
+
+INDEX = "model.safetensors.index.json"
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Size = Annotated[int, Field(ge=1, lt=1 << 63)]
+Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
+FileName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\z")]
+Word = Annotated[str, Field(pattern=r"\A[ -~]{1,100}\z")]
+"""A text that can be shown anywhere."""
+Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+Pair = tuple[Count, Count]
+PartText = tuple[
+    str,
+    Annotated[list[Count], Field(max_length=32)],
+    list[list[Pair]] | None,
+    list[tuple[Count, Count, Count]],
+]
+StoredText = tuple[FileName, str, str, Literal["agreed", "own", "mean", "bound"], PartText]
+
+
+class Structure(BaseModel):
+    """The manifest as text; `Manifest` has the meaning of each entry."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    format: str
+    step: Count
+    samples: Count
+    run: Word
+    layout: dict[Word, Count]
+    scalars: dict[Word, Annotated[float, Field(ge=0, lt=1 << 63)]]
+    files: dict[FileName, tuple[Rank, Size, list[Digest]]]
+    stored: list[StoredText]
+    block: Size
+    sha256: Digest
+
+
+def structure_of(text: bytes, largest_block: int) -> Structure:
+    """The entries of a manifest's text; ValueError, in one line, if they break a rule.
+
+    largest_block  bytes of a block at most: each is read at once
+    """
+    found = validated(Structure, text)
+    _check_numbers(found, largest_block)
+    _check_stored(found)
+    return found
+
+
+def _check_numbers(found: Structure, largest_block: int) -> None:
+    if found.block > largest_block:
+        raise ValueError(f"a block has at most {largest_block} bytes, and not {found.block}")
+    if found.layout.get("dp", 0) < 1:
+        raise ValueError("the layout has no number of replicas, dp")
+    scale = found.scalars.get("loss_scale", DynamicLossScale.FIRST)
+    if not DynamicLossScale.LEAST <= scale <= DynamicLossScale.MOST:
+        raise ValueError(
+            f"the loss scale is {scale:g}, and not from {DynamicLossScale.LEAST:g} to {DynamicLossScale.MOST:g}"
+        )
+    for name, (_, nbytes, digests) in found.files.items():
+        if len(digests) != -(-nbytes // found.block):
+            raise ValueError(
+                f"{name} of {nbytes} bytes has {len(digests)} digests, for blocks of {found.block}"
+            )
+    if INDEX not in found.files:
+        raise ValueError(f"it lists no {INDEX}")
+
+
+def _check_stored(found: Structure) -> None:
+    keys, kinds, shapes = set(), dict[tuple[str, str], str](), dict[tuple[str, str], list[int]]()
+    for file, key, name, kind, (tensor, shape, rectangles, pieces) in found.stored:
+        where = f"{key!a} in {file}"
+        if file not in found.files or file == INDEX:
+            raise ValueError(f"{where} is in no file that it lists")
+        if (file, key) in keys:
+            raise ValueError(f"it has {where} twice")
+        keys.add((file, key))
+        if name == PARAMETERS:
+            raise ValueError(f"{where} is of the parameters, which lie whole in files of their own")
+        if kinds.setdefault((name, tensor), kind) != kind:
+            raise ValueError(
+                f"{where} is {kind} where another part of its tensor is {kinds[name, tensor]}"
+            )
+        if tensor and shapes.setdefault((name, tensor), shape) != shape:
+            raise ValueError(
+                f"{where} is of shape {shape} where another part of its tensor is of {shapes[name, tensor]}"
+            )
+        _check_part(where, shape, rectangles, pieces)
+
+
+def _check_part(
+    where: str, shape: list[int], rectangles: Any, pieces: list[tuple[int, int, int]]
+) -> None:
+    """ValueError unless the rectangles lie in the tensor, apart from each other, and the packed
+    pieces within what they hold.
+    """
+    local = prod(shape) if rectangles is None else _held(where, shape, rectangles)
+    done = before = 0
+    for start, stop, place in pieces:
+        if not before <= start < stop <= local or place != done:
+            raise ValueError(f"{where} has elements {start} to {stop} of {local} at {place}")
+        before, done = stop, done + stop - start
+    if not pieces:
+        raise ValueError(f"{where} has no elements")
+
+
+def _held(where: str, shape: list[int], rectangles: list[list[tuple[int, int]]]) -> int:
+    """The elements of rectangles, which differ in one dim at most and do not overlap there."""
+    for rectangle in rectangles:
+        if len(rectangle) != len(shape) or any(
+            not 0 <= a <= b <= n for (a, b), n in zip(rectangle, shape, strict=True)
+        ):
+            raise ValueError(
+                f"{where} has the rectangle {rectangle}, which is not inside of {shape}"
+            )
+    differ = {
+        dim for other in rectangles for dim in range(len(shape)) if other[dim] != rectangles[0][dim]
+    }
+    dim = next(iter(differ), 0)
+    overlap = _overlap(rectangle[dim] for rectangle in rectangles) if shape else len(rectangles) > 1
+    if not rectangles or len(differ) > 1 or overlap:
+        raise ValueError(f"{where} has rectangles that overlap or differ in several dims")
+    return sum(prod(stop - start for start, stop in rectangle) for rectangle in rectangles)
+
+
+def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
+    return any(stop > start for (_, stop), (start, _) in pairwise(sorted(ranges)))

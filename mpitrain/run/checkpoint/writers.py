@@ -1,0 +1,174 @@
+"""Who writes what of a checkpoint: every element once, by a rank that holds it, and about the same bytes by each rank."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.layers.flat import Piece
+from mpitrain.machine.backend import Backend
+from mpitrain.parallel.replication.state import StateBuffer
+from mpitrain.run.checkpoint.regions import Common, HeldRegion, Runs, common, cut, one_run, runs, without
+from mpitrain.run.checkpoint.safetensors_files import BLOCK, MOVED, Writing
+from mpitrain.transport.base import Transport
+
+PARAMETERS = "parameters"
+"""The name of what is written as whole tensors."""
+
+Holders = list[tuple[int, HeldRegion]]
+"""(rank, what it holds of one tensor), by rank."""
+
+
+class Joined(NamedTuple):
+    """A whole tensor of the parameters, and the rank that joins and writes it."""
+
+    writer: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    holders: Holders
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Shares(NamedTuple):
+    """What every rank writes; the same on all ranks.
+
+    tensors  {full name: what is joined by whom}
+    pieces   of each rank: what it writes as it holds it
+    """
+
+    tensors: dict[str, Joined]
+    pieces: list[list[HeldRegion]]
+
+
+class Source(NamedTuple):
+    """The elements of a tensor that a rank brings: from which array of its `StateBuffer`s, and from where in it."""
+
+    rank: int
+    number: int
+    runs: Runs
+
+
+def shared_out(everyone: Sequence[Sequence[HeldRegion]]) -> Shares:
+    """Share out what the ranks hold, by rank: what only they can write, then whole tensors, the largest first, then the rest."""
+    nbytes = [0] * len(everyone)
+    shares = Shares({}, [[] for _ in everyone])
+    tensors: dict[str, Holders] = defaultdict(list)
+    states: dict[tuple[str, str], Holders] = defaultdict(list)
+    for rank, holdings in enumerate(everyone):
+        for held in holdings:
+            if held.name == PARAMETERS:
+                tensors[held.part.tensor].append((rank, held))
+            elif held.kind == "agreed":
+                states[held.name, held.part.tensor].append((rank, held))
+            else:
+                _give(held, rank, shares, nbytes)
+    for name, holders in tensors.items():
+        shares.tensors[name] = Joined(-1, holders[0][1].dtype, holders[0][1].part.shape, holders)
+    for name, joined in sorted(shares.tensors.items(), key=lambda item: -item[1].nbytes):
+        writer = _least(joined.holders, nbytes)[0]
+        nbytes[writer] += joined.nbytes
+        shares.tensors[name] = joined._replace(writer=writer)
+    for holders in states.values():
+        _share_out(holders, shares, nbytes)
+    return shares
+
+
+def _least(holders: Holders, nbytes: list[int]) -> tuple[int, HeldRegion]:
+    return min(holders, key=lambda holder: (nbytes[holder[0]], holder[0]))
+
+
+def _give(held: HeldRegion, rank: int, shares: Shares, nbytes: list[int]) -> None:
+    shares.pieces[rank].append(held)
+    nbytes[rank] += held.part.length * held.dtype.itemsize
+
+
+def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
+    """Share out one tensor of a state, in parts of a block at most."""
+    alike: dict[Any, Holders] = defaultdict(list)
+    for rank, held in holders:
+        alike[held.part.rectangles, tuple((piece.start, piece.stop) for piece in held.part.pieces)].append((rank, held))
+    taken: dict[Any, list[Piece]] = defaultdict(list)
+    for (rectangles, _), group in alike.items():
+        left = without(group[0][1].part.pieces, taken[rectangles])
+        for unit in cut(left, BLOCK // group[0][1].dtype.itemsize):
+            rank, held = _least(group, nbytes)
+            mine = next(piece for piece in held.part.pieces if piece.start <= unit.start < piece.stop)
+            here = unit._replace(place=mine.place + unit.start - mine.start)  # where this rank has it
+            _give(held._replace(part=held.part._replace(pieces=(here,))), rank, shares, nbytes)
+        taken[rectangles] += left
+
+
+def sources(name: str, joined: Joined) -> list[Source]:
+    """From whom the writer of a tensor gets it: from itself what it holds, what is missing then from the next rank that does."""
+    ranks = 1 + max(rank for rank, _ in joined.holders)
+    taken: dict[Any, list[Piece]] = defaultdict(list)
+    found, missing = [], prod(joined.shape)
+    for rank, held in sorted(joined.holders, key=lambda holder: (holder[0] - joined.writer) % ranks):
+        part = held.part._replace(pieces=tuple(without(held.part.pieces, taken[held.part.rectangles])))
+        if missing > 0 and part.pieces:
+            found.append(Source(rank, held.number, runs(part)))
+            taken[part.rectangles] += part.pieces
+            missing -= part.length
+    assert missing <= 0, f"{missing} elements of {name} are on no rank"
+    return found
+
+
+def join(shares: Shares, kept: Sequence[StateBuffer], file: Writing | None, transport: Transport, backend: Backend) -> None:
+    """Write the tensors that this rank joins to `file`, one after the other, and send what others join; collective.
+
+    It takes twice MOVED bytes of memory, and the runs of one tensor. All ranks go through tensors, windows and sources in one
+    order, so that of the messages not yet through the first can always go.
+    """
+    me = transport.rank
+    for name, joined in shares.tensors.items():
+        if all(rank != me for rank, _ in joined.holders):
+            continue
+        found = sources(name, joined)
+        for window in _windows(joined):
+            chunk = np.empty(window.length[0] if joined.writer == me else 0, joined.dtype)
+            for source in found:
+                here = common(source.runs, window)
+                if here.length.size and me in (source.rank, joined.writer):
+                    _bring(source, here, chunk, joined, kept, transport, backend)
+            if file:
+                file.write(chunk)
+
+
+def _bring(source: Source, here: Common, chunk: np.ndarray, joined: Joined, kept: Sequence[StateBuffer], transport: Transport,
+           backend: Backend) -> None:
+    """Move these elements from the rank that has them into the writer's chunk."""
+    if source.rank == transport.rank:
+        values = _picked(kept[source.number].array, here, backend)
+    else:
+        values = np.empty(here.length.sum(), joined.dtype)
+        transport.recv(values, source.rank)
+    if joined.writer != transport.rank:
+        transport.send(values, joined.writer)
+        return
+    done = 0
+    for place, length in zip(here.other.tolist(), here.length.tolist(), strict=True):
+        chunk[place:place + length] = values[done:done + length]
+        done += length
+
+
+def _picked(array: Any, here: Common, backend: Backend) -> np.ndarray:
+    """Elements of an array of the backend's, one after the other, on the host."""
+    first = int(here.one.min())
+    held = backend.to_host(array[first:int((here.one + here.length).max())])
+    if len(here.length) == 1:
+        return held
+    return np.concatenate([held[place - first:place - first + length]
+                           for place, length in zip(here.one.tolist(), here.length.tolist(), strict=True)])
+
+
+def _windows(joined: Joined) -> Iterator[Runs]:
+    """The tensor's elements in order, MOVED bytes at a time."""
+    length, count = prod(joined.shape), MOVED // joined.dtype.itemsize
+    for start in range(0, length, count):
+        yield one_run(start, min(count, length - start))

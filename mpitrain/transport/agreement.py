@@ -1,0 +1,57 @@
+"""Errors that only some ranks can see become errors on all of them, so that nobody waits for a rank that gave up."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mpitrain import errors
+from mpitrain.transport.base import Transport
+
+Result = TypeVar("Result")
+
+
+def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result:
+    """Call `function` on every rank; if it raises an MpitrainError anywhere, raise the first one everywhere.
+
+    Collective. The function must not communicate. The error raised has `on_all_ranks` set: every rank has it, so one may print
+    it and all may leave together. An error that not every rank has names the ranks that do. An OSError that the function
+    does not catch becomes a ConfigError: the system refused a path.
+    """
+    result: Any = None
+    failure = None
+    try:
+        result = function()
+    except errors.MpitrainError as error:
+        failure = [type(error).__name__, error.law, error.way_out]
+    except OSError as error:
+        failure = ["ConfigError", f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
+                   "Name another path, or look at what is there."]
+    failures = transport.gather_text(failure)
+    first = next((f for f in failures if f), None)
+    if first is None:
+        return result
+    kind, law, way_out = first
+    ranks = [rank for rank, f in enumerate(failures) if f]
+    if len(ranks) < transport.size:
+        where = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+        law = f"On rank {where}: {law}"
+    agreed_on = errors.on_every_rank(getattr(errors, kind)(law, way_out))
+    try:
+        raise agreed_on
+    finally:
+        del agreed_on, result    # an error that is named in a frame of its own traceback keeps all that the frames hold
+
+
+def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
+    """Raise an agreed ConfigError unless every rank has the same facts; collective.
+
+    what   what the facts are of, for the message
+    facts  name -> a value that JSON can carry
+    """
+    everyone = transport.gather_text(facts)
+    for rank, others in enumerate(everyone):
+        for name in facts:
+            if others[name] != everyone[0][name]:
+                raise errors.on_every_rank(errors.ConfigError(
+                    f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({transport.hosts[0]}) and "
+                    f"{others[name]!r} on rank {rank} ({transport.hosts[rank]}).",
+                    "Start all ranks with the same arguments, and let them read the same files."))

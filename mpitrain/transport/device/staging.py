@@ -1,0 +1,136 @@
+"""Messages of GPU memory by way of page-locked host memory, where MPI cannot be handed device pointers.
+
+A message travels in pieces: while one is sent, the next is copied to the host; while one arrives, the one before it is
+copied to the device. All receives of a message are posted when it starts, and all its sends before `start_send` returns.
+A message then needs nobody to move it on: a rank may wait for anything else, as with MPI's own messages. Staging memory
+is as large as the bytes under way ever were; it is used again, never given back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpitrain.errors import CommError
+from mpitrain.machine.arena import Arena, HostMemory
+from mpitrain.machine.backend import Copy, DeviceBackend
+from mpitrain.transport.base import Request, Several, Transport, check_message, named
+from mpitrain.transport.device.messages import UnderWay
+
+PIECE = 1 << 20
+"""Bytes of a piece: long enough for links and copy engines to reach their rates, short enough to overlap early."""
+
+
+class _StagingMemory(HostMemory):
+    """Host memory of an arena that a device can copy to and from by itself."""
+
+    def __init__(self, backend: DeviceBackend):
+        self._backend = backend
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        return self._backend.staging(nbytes)
+
+
+class Staged:
+    """Copies device arrays through host memory.
+
+    piece   bytes; the same on all ranks
+
+    What was split from one transport shares its staging memory.
+    """
+
+    def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE):
+        self._host, self._backend, self._piece = host, backend, piece
+        self._buffers, self.under_way = Arena(_StagingMemory(backend)), UnderWay()
+
+    def over(self, host: Transport) -> "Staged":
+        part = Staged(host, self._backend, self._piece)
+        part._buffers, part.under_way = self._buffers, self.under_way
+        return part
+
+    def start_send(self, array: Any, to: int, tag: int) -> Request:
+        check_message(array, self._host.rank, (to,), self._host.size)
+        flat, buffer = self._staged(array)
+        pieces, so_far = self._pieces(flat), self._backend.so_far()
+        copies = [self._backend.start_copy(buffer[piece], flat[piece], so_far) for piece in pieces]
+        sends: list[Request] = []
+        for piece, copy in zip(pieces, copies, strict=True):
+            while not copy.test():
+                for send in sends:
+                    send.test()  # lets MPI move the earlier pieces meanwhile
+            sends.append(self._host.start_send(buffer[piece], to, tag))
+        return Several(sends)
+
+    def start_recv(self, array: Any, source: int, tag: int) -> Request:
+        check_message(array, self._host.rank, (source,), self._host.size)
+        flat, buffer = self._staged(array)
+        pieces = self._pieces(flat)
+        receives = [self._host.start_recv(buffer[piece], source, tag) for piece in pieces]
+        return _Receive(self._backend, self.under_way, receives, [(flat[piece], buffer[piece]) for piece in pieces])
+
+    def start_recv_any(self, array: Any, tag: int) -> Request:
+        check_message(array, self._host.rank, (), self._host.size)
+        flat, buffer = self._staged(array)
+        if len(self._pieces(flat)) > 1:  # its pieces could come from several ranks
+            raise CommError(
+                f"rank {self._host.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
+                f"but this array has {array.nbytes}.",
+                "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.")
+        return _Receive(self._backend, self.under_way, [self._host.start_recv_any(buffer, tag)], [(flat, buffer)])
+
+    def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
+        self.under_way.wait_until(self._host, done, pause, what)
+
+    def native_all_reduce(self, array: Any, op: str) -> None:
+        flat, buffer = self._staged(array)
+        so_far = self._backend.so_far()
+        self._backend.start_copy(buffer, flat, so_far).wait()
+        self._host.native_all_reduce(buffer, op)
+        self._backend.start_copy(flat, buffer, so_far).wait()
+
+    def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
+        """The array as one dim, and staging for it: free again when no view of it is left."""
+        return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
+
+    def _pieces(self, flat: Any) -> list[slice]:
+        """Where a message is cut; an empty message is one empty piece."""
+        step = max(1, self._piece // flat.dtype.itemsize)
+        return [slice(start, min(start + step, flat.size)) for start in range(0, max(1, flat.size), step)]
+
+
+class _Receive:
+    """The receives of a message's pieces, each followed by its copy to the device.
+
+    ends   (device, staging) of every piece
+    """
+
+    def __init__(self, backend: DeviceBackend, under_way: UnderWay, receives: list[Request],
+                 ends: list[tuple[Any, np.ndarray]]):
+        self._backend, self._under_way, self._receives, self._ends = backend, under_way, receives, ends
+        self._copies: list[Copy] = []
+        self._before = backend.so_far()    # what reads the array still may go on while the message is on its way
+
+    @property
+    def source(self) -> int:
+        return self._receives[0].source
+
+    def test(self) -> bool:
+        while len(self._copies) < len(self._ends):
+            if not self._receives[len(self._copies)].test():
+                return False
+            self._start_copy()
+        return self._under_way.ended(self._copies)
+
+    def wait(self) -> None:
+        while len(self._copies) < len(self._ends):
+            self._receives[len(self._copies)].wait()
+            self._start_copy()
+        for copy in self._copies:
+            copy.wait()
+
+    def __str__(self) -> str:
+        return named(self._receives)
+
+    def _start_copy(self) -> None:
+        """The next piece has arrived."""
+        self._copies.append(self._backend.start_copy(*self._ends[len(self._copies)], self._before))

@@ -1,0 +1,96 @@
+"""What `mpitrain compare` measures of modes, on threads."""
+
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from mpitrain.bench.training.compare import compare, jobs
+from mpitrain.bench.training.formulas import FORMULAS
+from mpitrain.config import parse, with_settings
+from mpitrain.machine import arena
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.training import TINY
+
+APART = ("local", "gossip", "server-async", "server-bounded")
+"""Modes that have a curve of their own."""
+
+
+def measured(words, hosts, *settings):
+    found = jobs(words, [*TINY, "run.eval_rows=4", "precision.compute=float64", *settings], hosts)
+    return run_ranks(len(hosts), lambda transport: [*compare(transport, found, lambda mode, loss: None)], hosts=hosts)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts, parts", [("aa", 1), ("abc", 2), ("abab", 1), ("aaaaa", 1)])
+def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
+    rows = measured([word for word in FORMULAS if word not in ("shared", *APART)], hosts, "run.steps=2",
+                    f"batch.micro_batches={parts}")
+    for each in rows:
+        assert max(each.sent_bytes) == each.formula_bytes, each.mode
+        assert all(abs(one - other) <= 1e-9 for (_, one), (_, other) in zip(each.curve, rows[0].curve, strict=True))
+        assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
+
+
+@pytest.mark.parametrize("hosts, servers", [("aa", 1), ("abab", 2), ("aaaaa", 1)])
+def test_so_it_does_where_workers_are_apart_or_late_pauses_and_several_servers_included(hosts, servers):
+    rows = measured([*APART, "server-sync"], hosts, "run.steps=5", "replication.period=2", "checkpoint.every=2",
+                    f"replication.servers={servers}", "replication.staleness=1")
+    for each in rows:
+        if each.mode == "server-async" and servers > 1:
+            assert each.formula_bytes is None, "which worker draws most tickets is not known before"
+        else:
+            assert max(each.sent_bytes) == each.formula_bytes, each.mode
+        assert each.lead <= 1 or each.mode == "server-async"
+
+
+def allocated(ranks, *settings):
+    """What NumPy has allocated when a job is built on all ranks, as tracemalloc sees it, and what each rank says it holds.
+
+    Before the first step there are no activations, but the arena may have taken its first memory; blocks below a kilobyte are no
+    parts of a model.
+    """
+    def built(transport):
+        job = build(transport, parse(with_settings({}, [*MODEL, *settings])))
+        gc.collect()
+        transport.barrier()
+        if transport.rank == 0:
+            traces = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain), tracemalloc.Filter(False, arena.__file__)]).traces
+            found.append(sum(trace.size for trace in traces if trace.size >= 1024))
+        transport.barrier()
+        told = job.trainer.replication.held()
+        job.close()
+        return told
+
+    found = []
+    tracemalloc.start()
+    try:
+        return run_ranks(ranks, built), *found
+    finally:
+        tracemalloc.stop()
+
+
+MODEL = ["model.layers=1", "model.width=48", "model.context=32", "batch.size=8", "run.steps=4", "device.kind=cpu"]
+
+
+@pytest.mark.parametrize("settings", [
+    *([f"replication.algorithm={name}"] for name in ("ring", "star", "tree", "halving-doubling", "recursive-doubling", "shared")),
+    ["replication.algorithm=ring", "replication.wire=int8"], ["replication.wire=topk:0.1"], ["replication.wire=powersgd:2"],
+    *([f"replication.zero={stage}", "replication.algorithm=ring"] for stage in (1, 2, 3)),
+    ["replication.zero=3", "replication.gather=int8", "replication.algorithm=ring"],
+    *([f"replication.mode={mode}", "replication.algorithm=ring"] for mode in ("master", "local", "gossip")),
+    *(["replication.mode=server", f"replication.update={update}"] for update in ("sync", "async")),
+    ["precision.compute=bfloat16"], ["layout.pp=3", "pipeline.schedule=async", "batch.micro_batches=3"],
+], ids=" ".join)
+def test_a_rank_holds_what_it_has_allocated(settings):
+    told, found = allocated(3, *settings)
+    assert abs(sum(told) - found) < 0.01 * found, (told, sum(told), found)
+
+
+def test_half_precision_on_the_cpu_costs_a_quarter_of_what_is_held():
+    (whole, _), _ = allocated(2, "replication.algorithm=native")
+    (half, _), _ = allocated(2, "replication.algorithm=native", "precision.compute=bfloat16")
+    assert half / whole == pytest.approx(1.25, rel=1e-3)

@@ -1,0 +1,84 @@
+"""Figures on the pages that are exact by construction are what the code says today: bytes, parameters, bubbles, charts."""
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.bench.training.compare import USUAL, jobs
+from mpitrain.bench.training.formulas import FORMULAS
+from mpitrain.cli import commands
+from mpitrain.cli.bench.train import _configured as of_bench_train
+from mpitrain.config import parse
+from mpitrain.pipeline.instructions import with_messages
+from mpitrain.pipeline.memory import peak
+from mpitrain.pipeline.schedule_files import find_plan
+from mpitrain.pipeline.simulate import Cost, simulate
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+
+HERE = Path(__file__).parents[3]
+README, PARALLEL, PIPELINE, BENCH = (HERE / folder / "README.md" for folder in (
+    "", "mpitrain/parallel", "mpitrain/pipeline", "mpitrain/bench"))
+ROW = re.compile(r"^([\w-]+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", re.M)
+"""A mode, its workers, the bytes that its busiest rank sent, and those by formula."""
+
+
+def by_formula(hosts, settings):
+    """{mode: (workers, bytes as the table shows them)} of `compare` on these hosts; nothing is trained."""
+    def one(transport):
+        source, found = None, {}
+        for word, config in jobs([word for word in USUAL if word in FORMULAS], settings, hosts).items():
+            job = build(transport, config, source=source)
+            source, axes = job.source, job.trainer.grid.axes
+            found[word] = str(axes.ranks - axes.servers), f"{FORMULAS[word].of(job):,.0f}"
+            job.close()
+        return found
+
+    return run_ranks(len(hosts), one, hosts=hosts)[0]
+
+
+@pytest.mark.parametrize(("page", "hosts", "settings"), [
+    (README, "aaaa", ["run.steps=12", "model.context=64"]),
+    (PARALLEL, "aabbccdd", ["run.steps=8", "model.context=32", "replication.period=4"])], ids=["within-a-host", "between-hosts"])
+def test_the_bytes_of_modes_are_those_of_their_formulas(page, hosts, settings):
+    shown = {word: (workers, sent, formula) for word, workers, sent, formula in ROW.findall(page.read_text())}
+    assert set(shown) == set(USUAL)
+    right = by_formula(hosts, ["run.eval_rows=512", "model.layers=2", "model.width=64", *settings])
+    assert {word: figures for word, figures in shown.items() if word in right} == {
+        word: (workers, nbytes, nbytes) for word, (workers, nbytes) in right.items()}
+
+
+@cache
+def parameters(kind):
+    """Of the job that `train` trains unless told otherwise, or of bench train's."""
+    config = parse({}) if kind == "train" else of_bench_train(1, 1, 1, [])
+    return run_ranks(1, lambda transport: build(transport, config).trainer.parameter_count)[0]
+
+
+@pytest.mark.parametrize("page", [README, PIPELINE, BENCH], ids=["readme", "pipeline", "bench"])
+def test_numbers_of_parameters_are_those_of_the_jobs(page):
+    """With commas `train` and `plan` write them, without `bench train`."""
+    found = re.findall(r" ([\d,]+) parameters[, ]", page.read_text())
+    assert found
+    assert set(found) <= {f"{parameters('train'):,}", f"{parameters('bench')}"}
+
+
+def test_the_chart_of_a_schedule_is_what_the_command_prints():
+    block = re.search(r"^\$ mpitrain (plan schedule .*)\n((?s:.*?))```", README.read_text(), re.M)
+    done = CliRunner(env={"COLUMNS": "100"}).invoke(commands, shlex.split(block[1]))
+    assert done.exit_code == 0 and done.output == block[2]
+
+
+def test_bubbles_and_live_micro_batches_of_4_stages_and_8_micro_batches_are_those_of_the_simulator():
+    rows = re.findall(r"^\| `([\w-]+)`[^|]*\| ([\d.]+)% \| ([\d.]+) \|$", README.read_text(), re.M)
+    assert len(rows) == 8
+    for name, idle, live in rows:
+        plan = find_plan(name, 4, 8, 2 if name in ("interleaved", "breadth-first") else None)
+        costs = [Cost(1, 1, 1, saved=4 / len(plan.place))] * len(plan.place)
+        simulation = simulate(with_messages(plan), costs)
+        assert f"{100 * simulation.bubble:.1f}" == idle, name
+        assert max(peak(mine, costs).nbytes for mine in plan.lists) == pytest.approx(float(live)), name

@@ -1,0 +1,115 @@
+"""One table of all-reduces: a line in it is all that the configuration, help, auto, cost model and benchmarks need."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.bench.collectives.request import SweepRequest
+from mpitrain.bench.collectives.sweep import sweep
+from mpitrain.cli import commands
+from mpitrain.cli.bench.collectives import _request as request
+from mpitrain.collectives.bind import bind
+from mpitrain.collectives.plans import ring
+from mpitrain.collectives.plans.steps import relabel
+from mpitrain.collectives.plans.topology import Topology
+from mpitrain.collectives.selection import table as algorithm_table
+from mpitrain.collectives.selection.algorithm import Algorithm, of_plan
+from mpitrain.collectives.selection.choose import candidates, choose
+from mpitrain.collectives.selection.cost_model import predict
+from mpitrain.collectives.selection.tuning import DEFAULT
+from mpitrain.config import parse
+from mpitrain.errors import ConfigError
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.laws.collectives import coded
+from tests.training import TINY, curves
+
+NAME = "ring-backwards"
+
+
+def backwards(rank, n, count):
+    """A ring that goes the other way round: every rank sends to the one before."""
+    return relabel(ring.all_reduce(n - 1 - rank, n, count), range(n - 1, -1, -1))
+
+
+@pytest.fixture
+def added(monkeypatch):
+    monkeypatch.setitem(algorithm_table.ALL_REDUCE, NAME, of_plan(backwards))
+
+
+def test_an_added_algorithm_reduces_and_goes_its_own_way(added):
+    def reduce(transport):
+        reduction = bind(transport, array := coded(transport.rank, 1001), algorithm=NAME)
+        reduction.run()
+        return reduction.algorithm, array
+
+    for n in (1, 2, 3, 5):
+        right = sum(coded(rank, 1001) for rank in range(n))
+        for name, found in run_ranks(n, reduce):
+            assert name == NAME and np.array_equal(found, right)
+    assert {transfer.peer for step in backwards(1, 4, 1001).steps for transfer in step.sends} == {0}
+
+
+def test_an_added_algorithm_is_configured_listed_by_help_and_trained_with(added):
+    settings = [*TINY, "precision.compute=float64"]
+    alone, together = curves(1, *settings), curves(3, *settings, f"replication.algorithm={NAME}")
+    for one, other in zip(alone, together, strict=True):
+        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+    shown = CliRunner().invoke(commands, ["train", "--help-config", "replication"])
+    assert f"| {NAME} |" in " ".join(shown.output.split())
+
+
+@pytest.mark.parametrize("hosts", [("a",) * 4, ("a", "b", "c"), ("a", "a", "b")])
+def test_an_added_algorithm_is_predicted_and_a_candidate_of_auto(hosts, added, monkeypatch):
+    for count in (12, 3 << 18):  # in chunks of one length
+        one, other = (predict(DEFAULT, "allreduce", name, hosts, count, 4) for name in ("ring", NAME))
+        assert one == pytest.approx(other, rel=1e-9) and one > 0
+    assert NAME in candidates(Topology(hosts))
+    for name in set(algorithm_table.ALL_REDUCE) - {NAME}:
+        monkeypatch.setitem(algorithm_table.ALL_REDUCE, name, algorithm_table.ALL_REDUCE["star"])  # which is no rival
+    assert choose(DEFAULT, Topology(hosts), 100, 4) == NAME
+
+
+def test_an_added_algorithm_is_a_row_of_the_benchmark(added):
+    asked = SweepRequest("allreduce", (), [1 << 10], np.dtype("float32"), 1, 1, ("plain",), 1)
+    rows = run_ranks(2, lambda transport: list(sweep(transport, asked, DEFAULT)))[0]
+    assert [row.algorithm for row in rows] == [*algorithm_table.ALL_REDUCE, "auto"]
+    row = next(row for row in rows if row.algorithm == NAME)
+    assert (row.wrong, row.chosen) == (0, NAME) and row.predicted_us > 0
+    with pytest.raises(ConfigError, match=f"must be one of ring, .*{NAME}, auto, but"):
+        request("allreduce", {"algorithm": "rign"})
+
+
+def test_what_was_bound_says_what_it_became(monkeypatch):
+    def became(transport, algorithm):
+        return bind(transport, np.ones(1000, "float32"), algorithm=algorithm).algorithm
+
+    assert run_ranks(2, became, "star") == ["star"] * 2
+    assert run_ranks(3, became, "hierarchical", hosts="aab") == ["hierarchical"] * 3
+    assert run_ranks(2, became, "auto") == [choose(DEFAULT, Topology(("a", "a")), 1000, 4, "plain")] * 2
+    monkeypatch.setitem(algorithm_table.ALL_REDUCE, "shared", Algorithm(lambda *bound: None))
+    with pytest.raises(ConfigError, match="algorithm shared needs 2 x 4,000 bytes in /dev/shm"):
+        run_ranks(2, became, "shared")
+    monkeypatch.setattr("mpitrain.collectives.bind.chosen_by_model", lambda *facts: "shared")
+    assert run_ranks(2, became, "auto") == ["ring"] * 2, "where it cannot be had"
+
+
+def test_a_name_that_is_in_no_table_is_refused_on_every_rank_with_the_nearest_one():
+    def refusal(transport):
+        with pytest.raises(ConfigError) as raised:
+            build(transport, parse({"replication": {"algorithm": "rign"}}))
+        return raised.value.agreed, str(raised.value)
+
+    for agreed, text in run_ranks(2, refusal):
+        assert agreed and text.splitlines()[0] == (
+            "ConfigError: replication.algorithm must be 'ring', 'halving-doubling', 'recursive-doubling', 'tree', 'star', "
+            "'hierarchical', 'shared', 'native' or 'auto', but is 'rign'; did you mean ring?")
+    option = CliRunner().invoke(commands, ["train", "--algorithm", "rign"])
+    assert "--set replication.algorithm=rign" in option.output
+
+
+def test_the_readme_names_every_algorithm():
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    assert all(f"`{name}`" in text for name in algorithm_table.choices("allreduce"))

@@ -1,0 +1,256 @@
+"""Half precision on ranks that are threads: close to float32 and to one rank, in step after an overflow, bitwise on resume."""
+
+import json
+import threading
+from collections import defaultdict
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mpitrain.errors import TrainingError
+from mpitrain.optim import Optimizer
+from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.run import build as jobs
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.checkpoint.regions import within
+from mpitrain.run.trainer import replicas_equal
+from mpitrain.transport.threads import run_ranks
+from tests.ranks.run.test_loop import book, go, records  # noqa: F401
+from tests.saving import save
+from tests.training import TINY, configured, curves
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = {"bfloat16": 0.01, "float16": 0.002}
+
+
+@pytest.mark.parametrize("compute", TOLERANCE)
+def test_it_trains_as_float32_does_and_four_replicas_as_one(compute):
+    """`curves` sees to it that replicas end bitwise equal, their mirrors included."""
+    half, exact = [*TINY, f"precision.compute={compute}"], curves(1, *TINY)[0]
+    alone = curves(1, *half)[0]
+    assert np.ptp(exact) > 0.5 and 1e-6 < np.abs(alone - exact).max() < 0.02
+    together = curves(4, *half)[0]
+    assert np.all(np.abs(together / alone - 1) <= TOLERANCE[compute])
+
+
+def test_what_is_divided_changes_no_bit():
+    """Two ranks have one order in which to sum, and without clipping nobody asks for the norm."""
+    base = [*TINY, "precision.compute=float16", "optimizer.clip=0", "model.tied=true"]
+    losses, _, parameters = curves(2, *base)
+    for zero in (1, 2, 3):
+        divided = curves(2, *base, f"replication.zero={zero}")
+        assert np.array_equal(losses, divided[0]) and np.array_equal(parameters, divided[2]), zero
+
+
+@pytest.mark.parametrize("settings", [["layout.pp=2", "batch.micro_batches=2"], ["layout.tp=2"]], ids=["stages", "shards"])
+def test_stages_and_shards_compute_what_one_rank_does(settings):
+    half = [*TINY, "precision.compute=float16"]
+    alone = curves(1, *half)[0]
+    for outcomes in run_ranks(4, steps, configured(*half, *settings), 20):
+        assert np.all(np.abs(np.array([outcome.loss for outcome in outcomes]) / alone - 1) <= TOLERANCE["float16"])
+
+
+@pytest.mark.parametrize("settings", [
+    ["replication.mode=master", "precision.compute=float16"], ["replication.mode=server", "precision.compute=float16"],
+    ["replication.mode=server", "replication.update=bounded"], ["replication.mode=local"], ["replication.mode=gossip"]],
+    ids=lambda settings: settings[0])
+def test_half_precision_trains_in_every_mode(settings):
+    """The loss that evaluations see, which read the mirror of what is settled, is float32's, and replicas end bitwise equal."""
+    def evaluated(transport, *settings):
+        trainer, source, _ = build(transport, configured(*TINY, "replication.period=5", "run.eval_rows=20", *settings))
+        mode, first = trainer.replication, trainer.evaluate(source)[0]
+        for index in range(20):
+            for number in mode.steps(index, lambda: False):
+                trainer.step(number, *mode.batch(source, number))
+        found = trainer.evaluate(source)[0]
+        assert replicas_equal(trainer)
+        if not trainer.grid.is_server:
+            short = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(trainer.config.precision.compute, np.float32)
+            tree, parameters = mode.open(0, 0), trainer.storage.weights(trainer.parameters)[0]
+            assert np.array_equal(tree["tokens"], parameters["tokens"].astype(short).astype(np.float32))
+        return first, found
+
+    first, exact = run_ranks(2, evaluated, settings[0])[0]
+    half = run_ranks(2, evaluated, *settings, *(["precision.compute=bfloat16"] if len(settings) == 1 or "bounded" in settings[1]
+                                                else []))[0][1]
+    assert exact < first - 0.3 and 1e-7 < abs(half - exact) < 0.02
+
+
+@pytest.mark.parametrize("settings, ranks, skips", [
+    ([], 2, (0, 1)), (["replication.zero=1"], 2, (0, 1)), (["replication.mode=master"], 2, (0,)),
+    (["replication.mode=server"], 3, (2,)), (["replication.mode=local"], 2, (1,)), (["replication.mode=gossip"], 2, (1,)),
+    (["replication.mode=server", "replication.update=async"], 2, (1,))], ids=lambda value: "-".join(map(str, value))
+    if isinstance(value, list) else None)
+def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeypatch):
+    """skips: the ranks that would update in step 1, where the last worker's gradient is infinite, and do not."""
+    made, update = defaultdict(list), Optimizer.update
+
+    def noting(self, piece, *arguments, **named):
+        made[threading.get_ident()].append(arguments[4])
+        update(self, piece, *arguments, **named)
+
+    monkeypatch.setattr(Optimizer, "update", noting)
+
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*TINY, *settings))
+        mode, right = trainer.replication, trainer.replication.loss
+        workers = trainer.grid.axes.dp
+
+        def loss(logits, targets, scale):
+            value, gradient = right(logits, targets, scale)
+            if number == 1 and transport.rank == workers - 1:
+                gradient[0, 0] = np.inf
+            return value, gradient
+
+        mode.loss = loss
+        for index in range(4):
+            own = None
+            for number in mode.steps(index, lambda: False):
+                own = trainer.step(number, *mode.batch(source, number))
+            mode.outcome(index, own)
+        mode.settle()
+        return sorted(set(made[threading.get_ident()])), mode.scalars().get("skipped_updates", 0)
+
+    with np.errstate(all="ignore"):
+        found = run_ranks(ranks, run)
+    for rank, (numbers, _) in enumerate(found):
+        assert numbers in ([], [0, 1, 2] if rank in skips else [0, 1, 2, 3]), rank
+    assert all(found[rank][0] for rank in skips)
+
+
+class Frozen:
+    """A layer that is not trained."""
+
+    def __init__(self, layer):
+        self._layer = layer
+
+    def __getattr__(self, name):
+        return getattr(self._layer, name)
+
+    def parameters(self):
+        return [parameter._replace(trainable=False) for parameter in self._layer.parameters()]
+
+
+@pytest.mark.parametrize("zero", range(3))
+def test_frozen_tensors_get_their_mirror_once_and_others_with_each_update(zero, monkeypatch):
+    """Marks in the mirror of frozen units stay, which lies whole on every rank; their masters are what they were."""
+    right = jobs.model
+    monkeypatch.setattr(jobs, "model", lambda *of: [
+        replace(unit, layer=Frozen(unit.layer)) if unit.name.startswith("blocks.0.") else unit for unit in right(*of)])
+
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*TINY, "precision.compute=bfloat16", f"replication.zero={zero}"))
+        replication, entries, first = trainer.replication, trainer.storage.entries, trainer.tensors()
+        masters, = (kept for kept in replication.kept() if kept.name == "parameters")
+
+        def owned(entry):
+            """What this rank has of a tensor's masters, and of its mirror."""
+            return [(masters.array[place:place + stop - start].copy(), replication.mirror[start:stop])
+                    for start, stop, place in within(masters.pieces, entry.start, entry.stop)]
+
+        before = [owned(entry) for entry in entries]
+        assert all(np.array_equal(rounded(one), other) for pairs in before for one, other in pairs)
+        frozen = [entry.name.startswith("blocks.0.") for entry in entries]
+        for entry, is_frozen in zip(entries, frozen, strict=True):
+            if is_frozen:
+                entry.view(replication.mirror)[...] = 1 + first[entry.name]
+        for index in range(3):
+            trainer.step(index, *replication.batch(source, index))
+        found = trainer.tensors()
+        for entry, is_frozen, was in zip(entries, frozen, before, strict=True):
+            for (one, _), (other, mirror) in zip(was, owned(entry), strict=True):
+                assert np.array_equal(one, other) == (is_frozen or one.size == 0), entry.name
+                assert is_frozen or np.array_equal(rounded(other), mirror), entry.name
+            assert np.array_equal(found[entry.name], 1 + first[entry.name]) == is_frozen, entry.name
+        assert sum(frozen) > 4 and not all(frozen)
+
+    run_ranks(2, run)
+
+
+def rounded(masters):
+    return masters.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def steps(transport, config, count, saved=None, overflow=None, folder=None, own=None):
+    """Some steps; overflow: the rank and the step where a gradient is beyond float16."""
+    trainer, source, done = build(transport, config, saved)
+    if overflow and overflow[0] == transport.rank:
+        right = trainer.replication.loss
+
+        def loss(logits, targets, scale):
+            value, gradient = right(logits, targets, scale)
+            if number == overflow[1]:
+                gradient[0, 0] = np.inf
+            return value, gradient
+
+        trainer.replication.loss = loss
+    outcomes = []
+    for number in range(done.step, done.step + count):
+        outcomes.append(trainer.step(number, *trainer.replication.batch(source, number)))
+    if folder:
+        save(folder, trainer, Done(count, count * 12, "run"), keep=1)
+    if own is not None:
+        own[transport.rank] = trainer.tensors(), [kept.array.copy() for kept in trainer.replication.kept()]
+    return outcomes
+
+
+@pytest.mark.parametrize("settings", ["replication.zero=0", "replication.zero=1", "replication.mode=master",
+                                      "replication.mode=server", "replication.wire=fp16", "replication.wire=int8"])
+def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scale(settings):
+    """Nothing of it is left for later steps: a block of a wire format that is not finite lies over the padding as well."""
+    base = [*TINY, "precision.compute=float16", "optimizer.name=momentum"]    # the update of AdamW has no scale
+    with np.errstate(all="ignore"):
+        alone, = run_ranks(1, steps, configured(*base), 6, None, (0, 3))
+        everyone = run_ranks(4, steps, configured(*base, settings), 6, None, (2, 3))
+    for outcomes in everyone:
+        assert [outcome.updated for outcome in outcomes] == [True, True, True, False, True, True]
+        assert [outcome.loss_scale for outcome in outcomes] == [2.0**16] * 4 + [2.0**15] * 2
+        assert [outcome.overflows for outcome in outcomes] == [0, 0, 0, 1, 0, 0]
+        assert [outcome.loss for outcome in outcomes] == [outcome.loss for outcome in everyone[0]]
+        for mine, truth in zip(outcomes, alone, strict=True):
+            assert abs(mine.loss / truth.loss - 1) <= TOLERANCE["float16"]
+            assert not truth.updated or abs(mine.grad_norm / truth.grad_norm - 1) <= 0.01
+    assert alone[5].loss < alone[2].loss
+
+
+@pytest.mark.parametrize("zero", (0, 1))
+def test_a_run_goes_on_bitwise_where_it_stopped_the_loss_scale_and_the_count_of_updates_included(zero, tmp_path):
+    config = configured(*TINY, "precision.compute=float16", f"replication.zero={zero}")
+    with np.errstate(all="ignore"):
+        whole, rest = {}, {}
+        outcomes = run_ranks(2, steps, config, 8, None, (1, 2), None, whole)[0]
+        run_ranks(2, steps, config, 4, None, (1, 2), tmp_path)
+        resumed = run_ranks(2, steps, config, 4, newest(tmp_path), None, None, rest)[0]
+    assert [o._replace(comm_s=0) for o in outcomes[4:]] == [o._replace(comm_s=0) for o in resumed]
+    assert resumed[0].loss_scale == 2.0**15
+    count = sum(tensor.size for tensor in whole[0][0].values())
+    scalars = json.loads((newest(tmp_path) / "manifest.json").read_text())["scalars"]
+    assert scalars["loss_scale"] == 2.0**15 and scalars["skipped_updates"] == 1
+    files = [load_file(file) for file in newest(tmp_path).glob("*.safetensors")]
+    assert sum(tensor.size for file in files for tensor in file.values()) == 3 * count, "masters, moments: no mirror"
+    for rank in range(2):
+        (mirror, kept), (mirror_too, kept_too) = whole[rank], rest[rank]
+        assert all(np.array_equal(mirror[name], mirror_too[name]) for name in mirror)
+        assert all(np.array_equal(one, other) for one, other in zip(kept, kept_too, strict=True))
+
+
+def test_twenty_overflows_in_a_row_end_a_run_whatever_on_nonfinite_says(book, tmp_path, monkeypatch):  # noqa: F811
+    right = Replication.loss
+
+    def loss(self, logits, targets, scale):
+        value, gradient = right(self, logits, targets, scale)
+        gradient[0, 0] = np.inf
+        return value, gradient
+
+    monkeypatch.setattr(Replication, "loss", loss)
+    with np.errstate(all="ignore"), pytest.raises(TrainingError, match=r"The last 20 steps up to step 20 .* a loss scale of 1\."):
+        go(2, [*book, "precision.compute=float16", "run.steps=30", "run.on_nonfinite=skip"])
+    lines = [record for record in records(tmp_path) if "loss" in record]
+    assert len(lines) == 20 and all(line["overflow"] and "skipped" not in line for line in lines)
+    assert [line["loss_scale"] for line in lines[:3]] == [2.0**16, 2.0**15, 2.0**14]

@@ -1,0 +1,209 @@
+"""Law 6: the same curve on any number of ranks, with any all-reduce, in any number of micro-batches."""
+
+import numpy as np
+import pytest
+
+from mpitrain.collectives.engine import progress
+from mpitrain.collectives.selection.table import choices
+from mpitrain.errors import ConfigError
+from mpitrain.run.build import build
+from mpitrain.run.trainer import replicas_equal
+from mpitrain.transport.threads import run_ranks
+from tests.training import MLP, STEPS, TINY, by_hand, configured, curve, curves
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = [(2, "ring"), (3, "ring"), (4, "ring"), (5, "ring"), (2, "star"), (3, "star"), (4, "native"), (3, "halving-doubling"),
+           (3, "recursive-doubling"), (4, "tree"), (3, "hierarchical"), (3, "shared"),
+           (2, "auto")]
+FEW = [(5, "ring"), (3, "halving-doubling"), (3, "shared")]
+"""For update rules and models beside the first: what they compute does not depend on who has summed the gradients."""
+
+
+def test_every_algorithm_that_can_be_configured_is_trained_with():
+    assert set(choices("allreduce")) == {a for _, a in LAYOUTS}
+
+
+@pytest.mark.parametrize("model, optimizer, layouts", [
+    (TINY, "adamw", LAYOUTS), (TINY, "sgd", FEW), (TINY, "momentum", FEW),
+    (MLP, "adamw", FEW), (MLP, "sgd", FEW), (MLP, "momentum", FEW),
+], ids=["gpt-adamw", "gpt-sgd", "gpt-momentum", "mlp-adamw", "mlp-sgd", "mlp-momentum"])
+def test_in_float64_every_layout_has_the_curve_and_the_parameters_of_one_rank(model, optimizer, layouts):
+    if model is MLP:
+        pytest.importorskip("sklearn")
+    settings = [*model, "precision.compute=float64", f"optimizer.name={optimizer}"]
+    alone = curves(1, *settings)
+    assert np.ptp(alone[0]) > 0.05, "the loss must move, or equality says nothing"
+    for ranks, algorithm in layouts:
+        together = curves(ranks, *settings, f"replication.algorithm={algorithm}")
+        for one, other in zip(alone, together, strict=True):
+            assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one)), (ranks, algorithm)
+
+
+@pytest.mark.parametrize("optimizer, tolerance, layouts", [("adamw", 1e-4, LAYOUTS), ("sgd", 1e-5, FEW), ("momentum", 1e-5, FEW)])
+def test_in_float32_the_losses_of_every_layout_are_those_of_one_rank(optimizer, tolerance, layouts):
+    settings = [*TINY, f"optimizer.name={optimizer}", "optimizer.lr=0.002"]
+    alone = curves(1, *settings)[0]
+    for ranks, algorithm in layouts:
+        together = curves(ranks, *settings, f"replication.algorithm={algorithm}")[0]
+        assert np.all(np.abs(together / alone - 1) <= tolerance), (ranks, algorithm)
+
+
+@pytest.mark.parametrize("settings", [
+    ["batch.micro_batches=3"],
+    ["replication.overlap=false"],
+    ["model.tied=true", "batch.micro_batches=2"],
+    ["replication.bucket_mb=100.0"],
+])
+def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings):
+    base = [*TINY, "precision.compute=float64"]
+    tied = [s for s in settings if "tied" in s]
+    alone, together = curves(1, *base, *tied), curves(2, *base, *settings)
+    for one, other in zip(alone, together, strict=True):
+        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+
+
+@pytest.mark.parametrize("settings", [[], ["batch.micro_batches=2"], ["replication.wire=int8"], ["replication.bucket_mb=0.0"]])
+def test_between_hosts_a_thread_that_moves_reductions_leaves_every_bit_as_it_is(settings, monkeypatch):
+    started = []
+    start = progress.ProgressThread.start
+    monkeypatch.setattr(progress.ProgressThread, "start", lambda self, reduction: (started.append(self), start(self, reduction)))
+    base = [*TINY, "replication.algorithm=ring", *settings]
+    without, beside = (run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
+                       for thread in ("no", "auto"))
+    assert len(set(map(id, started))) == 3 and len(started) >= 3 * STEPS
+    for one, other in zip(without, beside, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_within_a_host_no_thread_is_started(monkeypatch):
+    monkeypatch.setattr(progress, "ProgressThread", None)
+    curves(2, *TINY)
+
+
+@pytest.mark.parametrize("algorithm", ("ring", "shared"))
+def test_a_run_repeats_bitwise(algorithm):
+    first, second = (curves(3, *TINY, f"replication.algorithm={algorithm}") for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_arena_allocates_nothing_after_the_first_step_and_gets_everything_back():
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*TINY, "batch.micro_batches=2"))
+        counts = []
+        for index in range(4):
+            trainer.step(index, *source.batch(0, index, 12, trainer.share()))
+            counts.append((trainer.arena.allocations, trainer.arena.live, trainer.arena.peak))
+        return counts
+
+    for counts in run_ranks(2, run):
+        assert counts[0][0] > 0 and counts[0][2] > 0
+        assert all(c == counts[0] for c in counts) and counts[0][1] == 0
+
+
+def test_clipping_bounds_the_update():
+    def norm_of_update(transport, clip):
+        config = configured(*TINY, "optimizer.name=sgd", "optimizer.weight_decay=0", f"optimizer.clip={clip}",
+                            "optimizer.warmup=0", "optimizer.schedule=constant", "precision.compute=float64")
+        trainer, source, _ = build(transport, config)
+        before = trainer.parameters.copy()
+        outcome = trainer.step(0, *source.batch(0, 0, 12, trainer.share()))
+        return np.linalg.norm(trainer.parameters - before) / config.optimizer.lr, outcome.grad_norm
+
+    for moved, norm in run_ranks(2, norm_of_update, 0.01):
+        assert norm > 0.01 and abs(moved - 0.01) <= 1e-9
+    for moved, norm in run_ranks(2, norm_of_update, 0):
+        assert abs(moved - norm) <= 1e-9 * norm
+
+
+@pytest.mark.parametrize("bad_rank", (0, 2))
+def test_a_nan_on_one_rank_skips_the_update_on_all(bad_rank):
+    def run(transport):
+        pytest.importorskip("sklearn")
+        trainer, source, _ = build(transport, configured(*MLP))
+        inputs, targets = source.batch(0, 0, 32, trainer.share())
+        if transport.rank == bad_rank:
+            inputs[0, 0] = np.nan
+        before = trainer.parameters.copy()
+        outcome = trainer.step(0, inputs, targets)
+        return outcome.updated, outcome.nonfinite > 0, np.array_equal(before, trainer.parameters)
+
+    assert run_ranks(3, run) == [(False, True, True)] * 3
+
+
+def test_a_stop_asked_of_one_rank_reaches_all():
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*TINY))
+        data = source.batch(0, 0, 12, trainer.share())
+        return [trainer.step(0, *data).stop, trainer.step(1, *data, stop_requested=lambda: transport.rank == 1).stop]
+
+    assert run_ranks(3, run) == [[False, True]] * 3
+
+
+@pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
+def test_updates_follow_rule_schedule_and_decay_mask_tensor_by_tensor(optimizer):
+    def run(transport):
+        config = configured(*TINY, f"optimizer.name={optimizer}", "optimizer.clip=0", "precision.compute=float64",
+                            "optimizer.schedule=linear", "optimizer.warmup=2", "run.steps=5")
+        trainer, source, _ = build(transport, config)
+        states = {entry.name: {} for entry in trainer.storage.entries}
+        for index, lr in enumerate([0.005, 0.01, 0.01, 0.007, 0.004]):  # 2 steps up to 0.01, then down to a tenth at step 5
+            before = trainer.parameters.copy()
+            outcome = trainer.step(index, *source.batch(0, index, 12, trainer.share()))
+            assert abs(outcome.lr - lr) < 1e-15
+            for entry in trainer.storage.entries:
+                gradient, value = entry.view(trainer.gradients), entry.view(before)
+                wanted = by_hand(optimizer, entry, gradient, value, states[entry.name], lr, index + 1)
+                assert np.all(np.abs(entry.view(trainer.parameters) - wanted) <= 1e-12), entry.name
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("ranks", (1, 3, 5))
+def test_the_validation_loss_is_the_plain_mean_over_all_held_out_rows(ranks):
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*MLP, "precision.compute=float64"))
+        source.held_out = 4  # fewer than the ranks, and not a multiple of them
+        loss, accuracy = trainer.evaluate(source)
+        inputs, targets = source.held_out_rows(range(4))
+        logits = trainer.logits(inputs)
+        chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        assert abs(loss + np.log(chances[np.arange(4), targets]).mean()) < 1e-12
+        assert accuracy == (logits.argmax(1) == targets).mean()
+
+    pytest.importorskip("sklearn")
+    run_ranks(ranks, run)
+
+
+def test_replicas_that_differ_in_one_bit_are_noticed():
+    def run(transport):
+        trainer, _, _ = build(transport, configured(*TINY))
+        equal = replicas_equal(trainer)
+        if transport.rank == 1:
+            trainer.parameters[3:4].view(np.uint32)[0] ^= 1
+        return equal, replicas_equal(trainer)
+
+    assert run_ranks(3, run) == [(True, False)] * 3
+
+
+def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient():
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*TINY, "optimizer.clip=0"))
+        data = source.batch(0, 0, 12, trainer.share())
+        trainer.step(0, *data)
+        layer = trainer.units[1].layer
+        layer.backward = lambda w, dy, saved, dw, arena: layer.backward_input(w, dy, saved, arena)[0]
+        trainer.step(1, *data)
+        start, stop = trainer.storage.spans[1][:2]
+        return np.abs(trainer.gradients[start:stop]).max(), np.abs(trainer.gradients).max() > 0
+
+    assert run_ranks(2, run) == [(0.0, True)] * 2
+
+
+def test_ranks_with_different_configurations_or_data_are_refused():
+    def run(transport):
+        config = configured(*TINY, f"model.context={16 - transport.rank}")
+        with pytest.raises(ConfigError, match="All ranks need one data source and checkpoint, but held_out is"):
+            build(transport, config)
+
+    run_ranks(2, run)

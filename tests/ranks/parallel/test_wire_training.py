@@ -1,0 +1,205 @@
+"""Training through wire formats: what is not sent is not lost, residuals survive a checkpoint.
+
+`curves` asserts that replicas stay bitwise equal.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mpitrain.collectives.compression.error_feedback import RECENT
+from mpitrain.errors import CheckpointError
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.trainer import replicas_equal
+from mpitrain.transport.threads import run_ranks
+from tests.saving import save
+from tests.training import TINY, configured, curves
+
+pytestmark = pytest.mark.slow
+
+WIRES = ("fp16", "bf16", "int8", "topk:0.1", "powersgd:2")
+RESIDUAL = ("topk:0.1", "powersgd:2")
+RANKS = pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+"""Whole curves are trained on two ranks among the fast tests."""
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The losses of gradients that travel whole."""
+    return curves(3, *TINY)[0]
+
+
+@pytest.mark.parametrize("wire, tolerance", [("fp16", 0.01), ("bf16", 0.02), ("int8", 0.03)])
+@RANKS
+def test_a_format_that_sends_every_element_trains_like_whole_gradients(wire, tolerance, ranks, whole):
+    losses = curves(ranks, *TINY, f"replication.wire={wire}")[0]
+    assert np.all(np.abs(losses - whole) <= tolerance) and not np.array_equal(losses, whole)
+
+
+@pytest.mark.parametrize("wire", RESIDUAL)
+@RANKS
+def test_a_format_that_sends_a_part_still_learns_most_of_it_in_the_first_steps(wire, ranks, whole):
+    losses = curves(ranks, *TINY, f"replication.wire={wire}", "replication.dense_steps=0")[0]
+    assert losses[0] - losses[-1] >= 0.6 * (whole[0] - whole[-1])
+
+
+@pytest.mark.parametrize("wire", RESIDUAL)
+def test_dense_steps_are_bitwise_those_of_whole_gradients(wire):
+    whole = curves(2, *TINY, "replication.algorithm=ring")[0]
+    mixed = curves(2, *TINY, "replication.algorithm=ring", f"replication.wire={wire}", "replication.dense_steps=7")[0]
+    assert np.array_equal(whole[:8], mixed[:8]) and not np.array_equal(whole[8:], mixed[8:])
+
+
+def test_adamw_forgets_faster_in_steps_whose_gradients_are_delayed():
+    def losses(*settings):
+        return curves(2, *TINY, "replication.algorithm=ring", *settings)[0]
+    everything = ("replication.wire=topk:1", "optimizer.beta1=0.9", "optimizer.beta1_delayed=0.4")  # which delays nothing
+    slow, fast = losses("optimizer.beta1=0.9"), losses("optimizer.beta1=0.4")
+    assert np.abs(slow - fast).max() > 0.01
+    assert np.abs(losses(*everything) - fast).max() <= 1e-3
+    assert np.abs(losses(*everything, "replication.dense_steps=20") - slow).max() <= 1e-3
+
+
+def dense_then_lossy(transport, wire):
+    """After three whole steps: the last gradient, and what the wire format expects of the next."""
+    config = configured(*TINY, f"replication.wire={wire}", "replication.dense_steps=3")
+    trainer, source, _ = build(transport, config)
+    expected = 0.0
+    for index in range(3):
+        trainer.step(index, *source.batch(0, index, 12, trainer.share()))
+        expected = expected + RECENT * (trainer.gradients.astype(np.float64) - expected)
+    for kept in trainer.replication.buckets.kept():
+        if kept.name == "residual":
+            assert not kept.array.any()
+        elif kept.name == "prediction":
+            (start, stop, _), = kept.pieces
+            wanted = expected[start:stop]
+            assert np.abs(kept.array - wanted).max() <= 1e-5 * (1e-3 + np.abs(wanted).max())
+    assert {kept.name for kept in trainer.replication.buckets.kept()} >= {"residual", "prediction"}
+
+
+@pytest.mark.parametrize("wire", RESIDUAL)
+def test_dense_steps_teach_what_to_expect(wire):
+    run_ranks(2, dense_then_lossy, wire)
+
+
+def by_tensor(trainer):
+    """{(kind, name of the state, full name of the tensor): values} of what the wire format keeps."""
+    found = {}
+    for kept in trainer.replication.buckets.kept():
+        name, array, pieces, kind = kept.name, kept.array, kept.pieces, kept.kind
+        for start, stop, place in pieces:
+            found |= {(kind, name, entry.name): array[place + entry.start - start:place + entry.stop - start].copy()
+                      for entry in trainer.storage.entries if start <= entry.start < stop}
+        if not pieces:
+            found[kind, name, ""] = array.copy()
+    return found
+
+
+def train_and_save(transport, folder, wire, first, last, load):
+    """Steps first..last of a run, from a checkpoint or from the start; saved at the end. Losses and residuals."""
+    config = configured(*TINY, f"replication.wire={wire}", "replication.dense_steps=0")
+    trainer, source, done = build(transport, config, newest(folder) if load else None)
+    assert done.step == first
+    losses = []
+    for index in range(first, last):
+        losses.append(trainer.step(index, *source.batch(0, index, 12, trainer.share())).loss)
+    assert replicas_equal(trainer)
+    before = by_tensor(trainer)
+    save(folder, trainer, done._replace(step=last), keep=1)
+    return losses, before
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_resumed_run_goes_on_bitwise_with_its_residuals(wire, tmp_path):
+    whole = run_ranks(3, train_and_save, tmp_path / "whole", wire, 0, 8, False)
+    first = run_ranks(3, train_and_save, tmp_path / "cut", wire, 0, 5, False)
+    second = run_ranks(3, train_and_save, tmp_path / "cut", wire, 5, 8, True)
+    for rank in range(3):
+        assert first[rank][0] + second[rank][0] == whole[rank][0]
+        for name, residual in whole[rank][1].items():
+            assert np.array_equal(residual, second[rank][1][name]), name
+    assert any(kept.any() for (kind, *_), kept in whole[1][1].items() if kind == "own") == (wire in RESIDUAL)
+
+
+@pytest.mark.parametrize("wire", RESIDUAL)
+@pytest.mark.parametrize("ranks", (1, 2, 4))
+def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(wire, ranks, tmp_path, capsys):
+    saved = [before for _, before in run_ranks(3, train_and_save, tmp_path, wire, 0, 3, False)]
+    loaded = [before for _, before in run_ranks(ranks, train_and_save, tmp_path, wire, 3, 3, True)]
+    said = "starts anew: it is bound to the ranks of dp 3, pp 1, servers 0, tp 1"
+    assert capsys.readouterr().err.count(said) == (wire == "powersgd:2")
+    assert any(rank[name].any() for rank in saved for name in rank if name[0] == "own")
+    for name in saved[0]:
+        if name[0] != "own":
+            assert np.array_equal(saved[0][name], loaded[0][name]) == (name[0] == "agreed")
+            continue
+        total = np.sum([rank[name] for rank in saved], axis=0, dtype=np.float64)
+        kept = np.sum([rank[name] for rank in loaded], axis=0, dtype=np.float64)
+        assert np.all(np.abs(total - kept) <= 1e-6 * np.abs(total).max()), name
+
+
+def saved(transport, folder, step, settings=()):
+    """A checkpoint of a new run, after `step` steps."""
+    trainer, source, done = build(transport, configured(*TINY, "replication.wire=topk:0.1", *settings))
+    for index in range(step):
+        trainer.step(index, *source.batch(0, index, 12, trainer.share()))
+    for now in range(1, step + 1):
+        save(folder, trainer, done._replace(step=now, samples=12 * now), keep=step)
+    return folder / f"step-{step:08d}"
+
+
+def swap(newest, before, other):
+    (newest / "state-00000.safetensors").rename(newest / "away")
+    (newest / "state-00001.safetensors").rename(newest / "state-00000.safetensors")
+    (newest / "away").rename(newest / "state-00001.safetensors")
+
+
+def stale(name):
+    """What copies a file of the checkpoint before."""
+    return lambda newest, before, other: shutil.copy(before / name, newest)
+
+
+MIXED = {
+    "stale": (stale("state-00001.safetensors"), "state-00001.safetensors and manifest.json belong to different .*: "
+              "it has step 1 where 2 is wanted, samples 12 where 24 is wanted"),
+    "stale model": (stale("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors and manifest.json belong to "
+                    "different .*: it has step 1 where 2 is wanted"),
+    "stale manifest": (stale("manifest.json"), "step-00000002 holds step 1, as manifest.json says"),
+    "another run's": (lambda newest, before, other: shutil.copy(other / "state-00000.safetensors", newest),
+                      "state-00000.safetensors and .*: it has run [0-9a-f]{32} where [0-9a-f]{32} is wanted"),
+    "swapped": (swap, r"state-0000(0|1).safetensors and .* ranks: it has rank (1|0) where (0|1) is wanted"),
+    "missing": (lambda newest, before, other: (newest / "state-00001.safetensors").unlink(),
+                "state-00001.safetensors is missing"),
+    "all missing": (lambda newest, before, other: [file.unlink() for file in newest.glob("state*")],
+                    "state-0000(0|1).safetensors is missing"),
+    "extra": (lambda newest, before, other: shutil.copy(newest / "state-00001.safetensors", newest / "state-00002.safetensors"),
+              "state-00002.safetensors is none of the 5 files"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """The checkpoints of two runs on two ranks, which nobody may change."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("this", "other"):
+        run_ranks(2, saved, folder / name, 2)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+@pytest.mark.parametrize("mix", MIXED)
+def test_a_file_of_another_checkpoint_or_rank_is_refused_by_name(mix, ranks, two_runs, tmp_path):
+    shutil.copytree(two_runs, tmp_path, dirs_exist_ok=True)
+    newest, other = (tmp_path / name / "step-00000002" for name in ("this", "other"))
+    change, complaint = MIXED[mix]
+    change(newest, newest.with_name("step-00000001"), other)
+
+    def resume(transport):
+        with pytest.raises(CheckpointError, match=complaint) as raised:
+            build(transport, configured(*TINY, "replication.wire=topk:0.1"), newest)
+        return raised.value.agreed
+
+    assert run_ranks(ranks, resume) == [True] * ranks

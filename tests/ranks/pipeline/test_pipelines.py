@@ -1,0 +1,371 @@
+"""Pipelines that train: every schedule and layout equals one rank, sends what it must, and keeps what any layout can load."""
+
+import gc
+from collections import Counter, defaultdict
+from itertools import count, cycle, islice, pairwise, product
+
+import numpy as np
+import pytest
+
+from mpitrain.bench.training.stages import stage_rows, stage_table
+from mpitrain.collectives.selection.table import choices
+from mpitrain.errors import ConfigError
+from mpitrain.parallel.grid import share
+from mpitrain.pipeline import memory
+from mpitrain.pipeline.schedule_files import write_plan
+from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.pipeline.simulate import Cost
+from mpitrain.pipeline.stage import Stage
+from mpitrain.plan.stages import end_s, measure
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.generate import tokens
+from mpitrain.run.trainer import replicas_equal
+from mpitrain.transport.base import FIRST_CLAIMED_TAG
+from mpitrain.transport.threads import ThreadTransport, run_ranks
+from tests.saving import save
+from tests.training import configured
+
+pytestmark = pytest.mark.slow
+STEPS, ROWS = 5, 13    # ragged, whatever it is divided by
+UNITS, WIDTH = 8, 24
+SMALL = ["model.layers=3", f"model.width={WIDTH}", "model.heads=24", "model.context=8", f"batch.size={ROWS}", "run.steps=5",
+         "optimizer.warmup=0", "optimizer.lr=0.01", "optimizer.clip=0.5", "precision.compute=float64", "run.eval_rows=5"]
+
+
+def layout(dp, pp, name, micro_batches=0, *settings):
+    return [f"layout.dp={dp}", f"layout.pp={pp}", f"pipeline.schedule={name}", f"batch.micro_batches={micro_batches}", *settings]
+
+
+def trained(transport, settings):
+    """Losses and norms of every step, what an evaluation says, {name: (description, values)} of this rank's parameters, their
+    number in all.
+    """
+    trainer, source, _ = build(transport, configured(*SMALL, *settings))
+    found, counts = [], []
+    for index in range(STEPS):
+        outcome = trainer.step(index, *trainer.replication.batch(source, index))
+        found.append((outcome.loss, outcome.grad_norm))
+        counts.append(trainer.arena.allocations)
+        assert trainer.arena.live == 0
+    assert len(set(counts)) == 1, "buffers are used again"
+    found.append(trainer.evaluate(source))
+    assert replicas_equal(trainer)
+    tensors = trainer.tensors()
+    return np.array(found), {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}, trainer.parameter_count
+
+
+def assert_equal_to_one_rank(truth, ranks, settings):
+    numbers, tensors, count = truth
+    names = set()
+    for found, mine, counted in run_ranks(ranks, trained, settings):
+        assert np.all(np.abs(found - numbers) <= 1e-9 + 1e-9 * np.abs(numbers)) and counted == count
+        names |= mine.keys()
+        for name, (parameter, values) in mine.items():
+            right = parameter.part_of(tensors[name][1])
+            assert np.all(np.abs(values - right) <= 1e-9 + 1e-9 * np.abs(right)), name
+    assert names == tensors.keys()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {tied: run_ranks(1, trained, [f"model.tied={tied}"])[0] for tied in ("true", "false")}
+
+
+def layouts():
+    """(dp, tp, pp) of 1, 2, 3, 4, 6 and 8 ranks, each with a schedule, tied or not, and an all-reduce: all in turns."""
+    turn, ties, algorithms = count(), cycle(("true", "false")), cycle(choices("allreduce"))
+    for n in (1, 2, 3, 4, 6, 8):
+        for dp, tp in product(range(1, n + 1), repeat=2):
+            if n % (dp * tp) == 0:
+                pp = n // dp // tp
+                served = [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1 or 2 * pp <= UNITS]
+                yield dp, tp, pp, served[next(turn) % len(served)], next(ties), next(algorithms) if dp > 1 else "auto"
+
+
+LAYOUTS = list(layouts())
+
+
+@pytest.mark.parametrize("dp, tp, pp, name, tied, algorithm", LAYOUTS, ids=["-".join(map(str, line)) for line in LAYOUTS])
+def test_every_layout_is_equal_to_one_rank(dp, tp, pp, name, tied, algorithm, alone):
+    settings = layout(dp, pp, name, max(1, min(2 * pp, ROWS // dp // pp * pp)), f"layout.tp={tp}", f"model.tied={tied}",
+                      f"replication.algorithm={algorithm}")
+    assert_equal_to_one_rank(alone[tied], dp * tp * pp, settings)
+
+
+def test_these_layouts_have_every_schedule_and_their_replicas_every_all_reduce():
+    assert len(LAYOUTS) == len({line[:3] for line in LAYOUTS}) == 32 and {line[3] for line in LAYOUTS} == set(SCHEDULES)
+    assert {line[5] for line in LAYOUTS if line[0] > 1} == set(choices("allreduce"))
+
+
+@pytest.mark.parametrize("dp, pp, micro_batches", [(1, 3, 6), (2, 2, 6)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_equal_to_one_rank(name, dp, pp, micro_batches, alone):
+    assert_equal_to_one_rank(alone["true"], dp * pp, layout(dp, pp, name, micro_batches, "model.tied=true"))
+
+
+@pytest.mark.parametrize("settings", [
+    ["replication.zero=1"], ["replication.overlap=false"], ["replication.algorithm=halving-doubling", "pipeline.partition=1,6,1"],
+    ["replication.bucket_mb=0.0001", "pipeline.partition=3,2,3"], ["pipeline.partition=time"],
+])
+def test_how_replicas_are_kept_in_step_and_where_the_model_is_cut_changes_nothing(settings, alone):
+    assert_equal_to_one_rank(alone["true"], 6, layout(2, 3, "zero-bubble", 5, "model.tied=true", *settings))
+
+
+def test_a_schedule_of_a_file_trains(alone, tmp_path):
+    plan = plan_of("breadth-first", 2, 5, 2)
+    turned = plan._replace(place=(1, 0, 1, 0), lists=plan.lists[::-1])    # the first part lies on the last stage
+    write_plan(tmp_path / "own.json", turned)
+    assert_equal_to_one_rank(alone["true"], 4, layout(2, 2, tmp_path / "own.json", 0, "model.tied=true"))
+
+
+@pytest.mark.parametrize("wire", ("fp16", "int8", "topk:0.2", "powersgd:2"))
+def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
+    settings = layout(2, 2, "1f1b", 3, "precision.compute=float32", f"replication.wire={wire}", "model.tied=true")
+    whole, *_ = run_ranks(4, trained, [*settings[:-2], "model.tied=true"])
+    for found, *_ in run_ranks(4, trained, settings):
+        assert np.all(np.abs(found[:, 0] / whole[0][:, 0] - 1) <= (1e-3 if wire == "fp16" else 0.1))
+        assert not np.array_equal(found, whole[0])
+
+
+def test_a_gradient_that_is_not_finite_on_one_stage_is_known_to_all_and_nobody_updates():
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3)))
+        told, finish = [], trainer.replication.finish
+
+        def spoilt(mine):
+            """On the middle stage of the first replica, when all micro-batches have gone back."""
+            if mine.number == 1 and transport.rank == 2:
+                trainer.gradients[0] = np.nan
+            return finish(mine)
+
+        trainer.replication.finish = spoilt
+        for index in range(3):
+            outcome = trainer.step(index, *trainer.replication.batch(source, index))
+            told.append((outcome.updated, outcome.nonfinite > 0))
+        return told, replicas_equal(trainer)
+
+    assert run_ranks(6, run) == [([(True, False), (False, True), (True, False)], True)] * 6
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_boundary_has_one_activation_and_one_gradient_for_each_micro_batch(name, monkeypatch):
+    stages, m, sent, start_send = 3, 6, Counter(), ThreadTransport.start_send
+
+    def noted(self, array, to, tag=0):
+        if tag < FIRST_CLAIMED_TAG:
+            sent[self.rank, to, tag, array.nbytes] += 1
+        return start_send(self, array, to, tag)
+
+    def step(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(1, stages, name, m)))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+
+    monkeypatch.setattr(ThreadTransport, "start_send", noted)
+    run_ranks(stages, step)
+    place = plan_of(name, stages, m).place
+    rows = [len(share(ROWS, micro, m)) for micro in range(m)]
+    expected = Counter()
+    for part, (here, there) in enumerate(pairwise(place)):
+        for nbytes in (8 * WIDTH * 8 * each for each in rows if here != there):
+            expected[here, there, 2 * (part + 1), nbytes] += 1
+            expected[there, here, 2 * part + 1, nbytes] += 1
+    assert sent == expected
+
+
+@pytest.mark.parametrize("rows_divided", (False, True))
+def test_ranks_that_share_a_stage_send_their_counterparts_whole_activations_or_their_own_rows(rows_divided, monkeypatch):
+    sent, start_send, m = Counter(), ThreadTransport.start_send, 3
+
+    def noted(self, array, to, tag=0):
+        if tag < FIRST_CLAIMED_TAG:
+            sent[self.me, self.members[to], tag, array.nbytes] += 1
+        return start_send(self, array, to, tag)
+
+    def step(transport):
+        more = ["layout.tp=2", f"layout.sequence_parallel={str(rows_divided).lower()}"]
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(1, 2, "1f1b", m, *more)))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+
+    monkeypatch.setattr(ThreadTransport, "start_send", noted)
+    run_ranks(4, step)
+    expected = Counter()
+    for tp in range(2):
+        for micro in range(m):
+            nbytes = len(share(ROWS, micro, m)) * 8 * WIDTH * 8 // (1 + rows_divided)
+            expected[tp, 2 + tp, 2, nbytes] += 1
+            expected[2 + tp, tp, 1, nbytes] += 1
+    assert sent == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypatch):
+    stages, m, live, most = 4, 8, defaultdict(int), defaultdict(int)
+
+    def counted(method, change):
+        before = getattr(Stage, method)
+
+        def changed(self, *arguments):
+            rank = self._replication.replica.grid.place.pp
+            live[rank] += max(change, 0)
+            most[rank] = max(most[rank], live[rank])
+            found = before(self, *arguments)
+            live[rank] += min(change, 0)
+            return found
+
+        monkeypatch.setattr(Stage, method, changed)
+
+    for method, change in (("forward", 1), ("backward", -1), ("backward_weight", -1)):
+        counted(method, change)
+
+    def step(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(1, stages, name, m)))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+
+    run_ranks(stages, step)
+    plan = plan_of(name, stages, m)
+    assert most == {stage: memory.peak(mine, [Cost()] * len(plan.place)).live for stage, mine in enumerate(plan.lists)}
+
+
+@pytest.mark.parametrize("name, layers", [("gpipe", 2), ("1f1b", 2), ("zero-bubble", 14), ("zb-v", 6)])
+def test_a_stage_sends_and_holds_in_a_step_what_is_told_of_it(name, layers):
+    """Peaks within a tenth: what the simulator leaves out are messages on their way, and that a fused backward holds less."""
+    stages, m = 2, 4
+    deep = [f"model.layers={layers}", "model.width=32", "model.heads=2", "model.context=32", f"batch.size={2 * m}"]
+
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *deep, *layout(1, stages, name, m)))
+        batch = trainer.replication.batch(source, 0)
+        trainer.step(0, *batch)
+        assert 0 < trainer.pipe.peak_bytes <= trainer.arena.peak
+        before = {name: tensor.copy() for name, tensor in trainer.tensors().items()}
+        rows = stage_rows(trainer, *batch)
+        assert trainer.arena.live == 0 and all(np.array_equal(before[name], now) for name, now in trainer.tensors().items())
+        return rows, stage_table(rows), len(trainer.units)
+
+    for rows, lines, units in run_ranks(stages, run):
+        assert len(lines) == 1 + stages and units in [row.units for row in rows]
+        for row in rows:
+            assert (row.activations, row.gradients) == (row.planned_activations, row.planned_gradients)
+            assert row.activations + row.gradients == (2 * m if name == "zb-v" else m)
+            assert row.sent_bytes == (row.activations + row.gradients) * 2 * 32 * 32 * 8
+            assert abs(row.peak_bytes / row.simulated_bytes - 1) <= 0.1, (name, row)
+
+
+@pytest.mark.parametrize("ranks, settings", [
+    (8, layout(2, 2, "zb-v", 2, "layout.tp=2")), (4, layout(2, 2, "breadth-first", 2, "replication.zero=3")),
+])
+def test_stages_are_measured_together_and_nothing_is_updated(ranks, settings):
+    """Costs are those of all parts on every rank; what is bound, kept and reduced afterwards is as if nobody had measured."""
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *settings, "model.tied=true"))
+        batch = trainer.replication.batch(source, 0)
+        measured = measure(trainer, *batch, [1, 3])
+        ending = end_s(trainer, *batch)
+        return measured, ending, trainer.step(0, *batch).loss, replicas_equal(trainer)
+
+    def alone(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, "model.tied=true"))
+        return trainer.step(0, *trainer.replication.batch(source, 0)).loss
+
+    loss, = run_ranks(1, alone)
+    found = run_ranks(ranks, run)
+    for measured, ending, own, is_equal in found:
+        assert measured == found[0][0] and ending == found[0][1] > 0 and is_equal and abs(own - loss) <= 1e-9 * loss
+        assert [each.rows for each in measured] == [1, 3] and sum(measured[0].way) > 0
+        for small, large in zip(*(each.costs for each in measured), strict=True):
+            assert min(small[:3]) > 0 and 2.5 * small.saved <= large.saved <= 3 * small.saved
+
+
+def everything(transport, settings, folder, saved=None):
+    """{(what, tensor): (description, values)} of what this rank keeps, NaN where it has none, and a text; saves, too."""
+    trainer, source, done = build(transport, configured(*SMALL, *settings), saved)
+    if not saved:
+        for index in range(2):
+            trainer.step(index, *trainer.replication.batch(source, index))
+        trainer.replication.settle()
+        save(folder, trainer, Done(2, 2 * ROWS, "run"), keep=1)
+    found = {}
+    for kept in trainer.replication.kept():
+        flat = np.full(trainer.storage.length, np.nan)
+        for piece in kept.pieces:
+            flat[piece.start:piece.stop] = kept.array[piece.place:piece.place + piece.stop - piece.start]
+        found |= {(kept.name, entry.name): (entry.parameter, entry.view(flat)) for entry in trainer.storage.entries}
+    text = [*islice(tokens(trainer, [10, 20], 0.8, 40, seed=0), 5)]
+    return found, text, done
+
+
+LOADED = {"alone": (1, []), "2x2": (4, layout(2, 2, "zb-v", 2, "replication.zero=1")), "1x4": (4, layout(1, 4, "1f1b", 4)),
+          "2x2x2": (8, layout(2, 2, "v-half", 2, "layout.tp=2", "replication.zero=1")),
+          "2x3": (6, layout(2, 3, "breadth-first", 3, "pipeline.partition=1,1,1,1,1,3", "replication.zero=3"))}
+
+
+@pytest.mark.parametrize("then", [name for name in LOADED if name != "2x2x2"])
+def test_checkpoints_of_any_layout_load_into_any_other_bit_for_bit_and_speak_alike(then, tmp_path):
+    tied, folder = "model.tied=true", tmp_path / "checkpoints"
+    ranks, settings = LOADED[then]
+    saved = run_ranks(ranks, everything, [*settings, tied], folder)
+    whole = {}
+    for found, *_ in saved:
+        for key, (_, values) in found.items():
+            whole[key] = np.where(np.isnan(values), whole.get(key, values), values)
+    assert not any(np.isnan(values).any() for values in whole.values()) and len({name for name, _ in whole}) == 3
+    path, = folder.iterdir()
+    for ranks, settings in LOADED.values():
+        seen = set()
+        for found, text, done in run_ranks(ranks, everything, [*settings, tied], folder, path):
+            assert done == saved[0][2]._replace(step=2, samples=2 * ROWS, run="run") and text == saved[0][1]
+            seen |= found.keys()
+            for key, (parameter, values) in found.items():
+                assert np.array_equal(values[~np.isnan(values)], parameter.part_of(whole[key])[~np.isnan(values)]), key
+        assert seen == whole.keys()
+
+
+@pytest.mark.parametrize("ranks, settings, law, way_out, mended", [
+    (3, layout(1, 3, "interleaved", 3, "model.layers=1"), "there are 4 units for 6 parts (stages x chunks).",
+     "Lower --pp or pipeline.chunks to at most 4 parts, or raise model.layers.",
+     [(2, "layout.pp=2", "batch.micro_batches=2"), (3, "pipeline.chunks=1"), (3, "model.layers=2")]),
+    (3, layout(1, 3, "1f1b", 2), "A pipeline of 3 stages is never full with fewer micro-batches, but there are 2.",
+     "Set batch.micro_batches to at least 3, or --pp to at most 2.", [(3, "batch.micro_batches=3"), (2, "layout.pp=2")]),
+    (3, layout(1, 3, "interleaved", 4), "3 stages do not divide 4 micro-batches.",
+     "Take 3 or 6 micro-batches, or schedule 1f1b or breadth-first, which serve any number.",
+     [(3, "batch.micro_batches=3"), (3, "batch.micro_batches=6"), (3, "pipeline.schedule=1f1b"),
+      (3, "pipeline.schedule=breadth-first")]),
+    (4, layout(2, 2, "1f1b", 0, "batch.size=3"), "Each of dp 2 x micro-batches 2 = 4 shares needs a sequence, but batch.size",
+     "Set batch.size to at least 4", [(4, "batch.size=4")]),
+    (2, layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"), "but '3,4' is 2 that add up to 7.", "Write 4,4, for example.",
+     [(2, "pipeline.partition=4,4")]),
+    (2, layout(1, 2, "1f1b", 4, "pipeline.chunks=2"), "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.",
+     "Leave the number of chunks out, or take one of interleaved, zb-v, v-half, breadth-first.",
+     [(2, "pipeline.chunks=0"), (2, "pipeline.schedule=zb-v")]),
+    (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", "", [(2, "pipeline.schedule=v-half")]),
+])
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(ranks, settings, law, way_out, mended):
+    with pytest.raises(ConfigError) as caught:
+        run_ranks(ranks, lambda transport: build(transport, configured(*SMALL, *settings)))
+    assert caught.value.agreed and law in caught.value.law and way_out in caught.value.way_out
+    for needed, *others in mended:
+        run_ranks(needed, lambda transport, others: build(transport, configured(*SMALL, *settings, *others)), others)
+
+
+def test_micro_batches_that_nobody_has_set_are_two_a_stage_as_far_as_there_are_rows():
+    def chosen(transport, *settings):
+        return build(transport, configured(*SMALL, *settings)).trainer.config.batch.micro_batches
+
+    for ranks, pp, rows, wanted in ((1, 1, 13, 1), (2, 2, 13, 4), (4, 2, 6, 2), (3, 3, 13, 6), (3, 3, 5, 3)):
+        assert run_ranks(ranks, chosen, f"layout.pp={pp}", f"batch.size={rows}") == [wanted] * ranks
+
+
+def test_a_closed_trainer_leaves_no_window_and_waits_for_no_collector():
+    def run(transport):
+        trainer, source, _ = build(transport, configured(*SMALL, *layout(1, 2, "1f1b", 4)))
+        trainer.step(0, *trainer.replication.batch(source, 0))
+        trainer.evaluate(source)
+        trainer.close()
+        return len(transport.windows)
+
+    gc.disable()
+    try:
+        assert run_ranks(2, run) == [0, 0]
+    finally:
+        gc.enable()

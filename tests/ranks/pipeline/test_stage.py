@@ -1,0 +1,207 @@
+"""Stages and their executor: any cut of a model, in any order a schedule gives, computes what the whole computes."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.compose import Residual, Sequential
+from mpitrain.layers.initial import normal
+from mpitrain.layers.plain import Plain
+from mpitrain.machine.arena import Arena
+from mpitrain.models.gpt import gpt
+from mpitrain.ops import host
+from mpitrain.parallel.grid import share
+from mpitrain.pipeline.channel import Channel
+from mpitrain.pipeline.execute import execute
+from mpitrain.pipeline.instructions import with_messages
+from mpitrain.pipeline.partition import balanced
+from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.pipeline.stage import Stage
+from mpitrain.run.trainer import Trainer
+from mpitrain.transport.threads import run_ranks
+from tests.ranks.parallel.test_replication import Slots
+from tests.training import configured
+from tests.unit.placing import place
+
+MICRO_BATCHES = 3
+SMALL = ["model.context=16", "batch.size=8", f"batch.micro_batches={MICRO_BATCHES}", "optimizer.clip=0"]
+GPT = {"vocab": 11, "context": 16, "width": 12, "heads": 3, "depth": 2}
+TOKENS = np.random.default_rng(0).integers(11, size=(8, 17))
+BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
+
+
+def small(transport, tied=True, loss=None):
+    return Trainer(transport, gpt(Plain(host), **GPT, tied=tied), configured(*SMALL), loss)
+
+
+def carried_out(trainer, name):
+    """The gradients after a schedule for one stage, whose parts are as many as it has chunks."""
+    plan, transport = plan_of(name, 1, MICRO_BATCHES), trainer.grid.pp.transport
+    parts, units = len(plan.place), trainer.units
+    bounds = np.cumsum([0, *balanced([1.0] * len(units), parts)])
+    stages = {part: Stage(units[start:stop], trainer.replication, trainer.arena, int(start))
+              for part, (start, stop) in enumerate(pairwise(bounds))}
+    inputs, targets = (np.split(rows, [share(8, micro, MICRO_BATCHES).start for micro in range(1, MICRO_BATCHES)])
+                       for rows in BATCH)
+
+    def loss(micro, logits):
+        right = targets[micro].reshape(-1)
+        return trainer.replication.loss(logits.reshape(len(right), -1), right, 1 / 128)[1].reshape(logits.shape)
+
+    trainer.replication.begin(0)
+    for stage in stages.values():
+        stage.begin(MICRO_BATCHES)
+    channel = Channel(transport, trainer.arena, np.float32)    # nothing is sent
+    execute(with_messages(plan)[0], stages, parts, inputs.__getitem__, loss, channel)
+    assert trainer.arena.live == 0
+    return trainer.gradients.copy()
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
+def test_any_cut_in_any_order_leaves_the_gradients_of_the_whole_bit_for_bit(name):
+    def run(transport):
+        trainer = small(transport, tied=SCHEDULES[name].chunks == 1)  # chunks may add to a tied gradient in another order
+        return carried_out(trainer, "naive"), carried_out(trainer, name)
+
+    (whole, cut), = run_ranks(1, run)
+    assert np.abs(whole).max() > 0 and np.array_equal(whole, cut)
+
+
+def test_parameters_are_used_between_open_and_close_alone_in_halves_as_well():
+    def run(transport):
+        trainer = small(transport)
+        whole = carried_out(trainer, "zero-bubble")
+        trainer.replication = Slots(trainer.replication.replica)
+        return whole, carried_out(trainer, "zero-bubble")
+
+    (whole, strict), = run_ranks(1, run)
+    assert np.all(np.abs(whole - strict) <= 1e-6 * np.abs(whole).max())
+
+
+class Later:
+    """A number that the device has not computed yet: it may be copied there, and no float can be made of it."""
+
+    def __init__(self, value):
+        self.value = np.array(value)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.value
+
+
+class HalfLoss:
+    """Half the cross-entropy, summed where nobody waits for it."""
+
+    correct = staticmethod(host.count_correct)
+
+    def gradient(self, logits, targets, scale, arena):
+        value, gradient = host.cross_entropy(logits, targets, scale / 2, arena)
+        return Later(value / 2), gradient
+
+    def value(self, logits, targets, arena):
+        return host.cross_entropy_loss(logits, targets, arena) / 2
+
+
+class Held:
+    """A source whose held-out rows are the batch."""
+
+    held_out = len(TOKENS)
+
+    def held_out_rows(self, rows):
+        return tuple(part[list(rows)] for part in BATCH)
+
+
+def test_the_loss_is_handed_in_and_read_from_the_device_once_a_step():
+    def run(transport, loss):
+        trainer, reads = small(transport, loss=loss), []
+        evaluated, _ = trainer.evaluate(Held())
+        to_host = trainer.backend.to_host
+        trainer.backend.to_host = lambda array: (reads.append(array.shape), to_host(array))[1]
+        outcome = trainer.step(0, *BATCH)
+        assert reads == [(MICRO_BATCHES + 2,)], "the losses, the squares of the gradients, and how many are not finite"
+        return np.array([evaluated, outcome.loss, outcome.grad_norm])
+
+    (whole,), (half,) = run_ranks(1, run, None), run_ranks(1, run, HalfLoss())
+    assert np.all(np.abs(whole - 2 * half) <= 1e-6 * whole) and abs(whole[0] / whole[1] - 1) <= 1e-6
+
+
+class AtOnce:
+    """A linear layer with both halves in one; notes which way it went."""
+
+    output_is_free = True
+
+    def __init__(self, way):
+        self.way, self.inner = way, Plain(host).linear(6, 6, normal(1.0))
+        self.parameters, self.forward = self.inner.parameters, self.inner.forward
+
+    def backward_input(self, w, dy, saved, arena):
+        self.way.append("input")
+        return self.inner.backward_input(w, dy, saved, arena)
+
+    def backward_weight(self, pending, dw, arena):
+        self.way.append("weight")
+        self.inner.backward_weight(pending, dw, arena)
+
+    def backward(self, w, dy, saved, dw, arena):
+        self.way.append("both")
+        return backward(self.inner, w, dy, saved, dw, arena)
+
+
+def test_a_layer_s_own_way_of_both_halves_is_taken_where_nothing_comes_between_them_however_deep_it_lies():
+    def run(transport):
+        way = []
+        units = [Unit("first", Residual(Sequential(a=Plain(host).norm(6), b=AtOnce(way)))), Unit("second", AtOnce(way))]
+        trainer = Trainer(transport, units, configured(*SMALL))
+        stage = Stage(units, trainer.replication, trainer.arena)
+        x, dy = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
+        found = []
+        for backwards in (lambda: stage.backward(0, dy), lambda: (stage.backward_input(0, dy), stage.backward_weight(0))[0]):
+            trainer.replication.begin(0)
+            stage.begin(1)
+            stage.forward(0, x)
+            found.append((backwards().copy(), trainer.gradients.copy()))
+        return way, *found
+
+    (way, fused, halves), = run_ranks(1, run)
+    assert way == ["both", "both", "input", "input", "weight", "weight"]
+    for one, other in zip(fused, halves, strict=True):
+        assert np.abs(one).max() > 0 and np.array_equal(one, other)
+
+
+def in_halves(layer, w, dy, saved, dw, arena):
+    dx, pending = layer.backward_input(w, dy, saved, arena)
+    layer.backward_weight(pending, dw, arena)
+    return dx
+
+
+@pytest.mark.parametrize("vocab", (11, 700))    # the most is held in a block, or at the head
+def test_a_step_holds_what_a_loop_over_units_written_by_hand_holds_to_the_byte(vocab):
+    model = {**GPT, "vocab": vocab}
+    units = gpt(Plain(host), **model)
+    weights, gradients, _, _ = place(units, 0, np.float32)
+
+    def by_hand(way, x, targets):
+        """The peak of one step; nothing is named that is not needed."""
+        saved, arena = [], Arena()
+        for unit in units:
+            x, kept = unit.layer.forward(weights[unit.name], x, arena)
+            saved.append(kept)
+        _, dy = host.cross_entropy(x.reshape(len(targets), -1), targets, 1.0, arena)
+        dy = dy.reshape(x.shape)
+        del x, kept
+        for unit in reversed(units):
+            dy = way(unit.layer, weights[unit.name], dy, saved.pop(), gradients[unit.name], arena)
+        return arena.peak
+
+    def run(transport):
+        trainer = Trainer(transport, gpt(Plain(host), **model), configured(*SMALL, "batch.micro_batches=1"))
+        counts = []
+        for index in range(3):
+            trainer.step(index, *BATCH)
+            counts.append((trainer.arena.allocations, trainer.arena.live))
+        assert len(set(counts)) == 1 and counts[0][1] == 0, counts
+        return trainer.arena.peak
+
+    peak, = run_ranks(1, run)
+    assert peak == by_hand(backward, BATCH[0], BATCH[1].reshape(-1)) <= by_hand(in_halves, BATCH[0], BATCH[1].reshape(-1))

@@ -1,0 +1,369 @@
+"""A run from start to end on ranks that are threads: what it evaluates, what it writes, when it stops and when it fails."""
+
+import json
+import os
+import socket
+import threading
+import time
+import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpitrain.cli.terminal.progress import Silent
+from mpitrain.config import parse, with_settings
+from mpitrain.errors import TrainingError
+from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.run import watchdog
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint import save_load
+from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.loop import train
+from mpitrain.run.open_run import configured
+from mpitrain.run.run_dir import noted_scan
+from mpitrain.run.trainer import Trainer
+from mpitrain.transport.base import Traffic
+from mpitrain.transport.threads import run_ranks
+from tests.processes import SECONDS
+
+TEXT = [f"word {n % 7} " for n in range(240)]
+TINY = ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=6", "run.steps=6", "run.log_every=1",
+        "checkpoint.every=0", "device.kind=cpu"]
+
+
+@pytest.fixture
+def book(tmp_path):
+    """Settings of a run in tmp_path / "run" on a small text: 20 held-out rows."""
+    (tmp_path / "book").write_text("".join(TEXT))
+    return [*TINY, f"data.source=text:{tmp_path / 'book'}", f"run.out={tmp_path / 'run'}"]
+
+
+def never(rank):
+    return False
+
+
+def go(ranks, settings, resume="no", stop=never, watcher=Silent):
+    """Train on so many threads; whether the run was stopped."""
+    config = parse(with_settings({}, settings))
+    return run_ranks(ranks, lambda own: train(own, config, resume, partial(stop, own.rank), watcher()).stopped)[0]
+
+
+def records(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def validated(tmp_path):
+    """Steps with a validation record, in the order of the file."""
+    return [record["step"] for record in records(tmp_path) if "val_loss" in record]
+
+
+def test_a_request_that_comes_while_a_step_is_computed_does_not_wait_for_another_step(book, tmp_path, monkeypatch):
+    computing, straggle = set(), Trainer._straggle
+
+    def compute(self, step):
+        straggle(self, step)
+        if step == 2 and self.transport.rank == 1:
+            computing.add(1)
+
+    monkeypatch.setattr(Trainer, "_straggle", compute)
+    assert go(2, book, stop=lambda rank: rank in computing)
+    assert newest(tmp_path / "run/checkpoints").name == "step-00000003"
+
+
+class Killed(Exception):
+    """Stands for a job that dies."""
+
+
+def dies(*arguments, **more):
+    raise Killed
+
+
+@pytest.mark.parametrize("ranks", (1, 3))
+@pytest.mark.parametrize("every, due, all_of_them", [(2, 2, [2, 4, 6]), (0, 6, [6])])
+def test_a_run_that_dies_between_checkpoint_and_evaluation_evaluates_when_it_resumes(
+        ranks, every, due, all_of_them, book, tmp_path, monkeypatch):
+    settings = [*book, f"run.eval_every={every}", "checkpoint.every=2"]
+    monkeypatch.setattr(Trainer, "evaluate", dies)
+    with pytest.raises(Killed):
+        go(ranks, settings)
+    monkeypatch.undo()
+    assert newest(tmp_path / "run/checkpoints").name == f"step-{due:08d}" and not validated(tmp_path)
+    go(ranks, settings, "yes")
+    assert validated(tmp_path) == all_of_them
+    losses = [record["val_loss"] for record in records(tmp_path) if "val_loss" in record]
+    go(ranks, [*settings, f"run.out={tmp_path / 'whole' / 'run'}"])
+    assert losses == [record["val_loss"] for record in records(tmp_path / "whole") if "val_loss" in record]
+
+
+def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
+    settings = [*book, "run.eval_every=2", "checkpoint.every=2"]
+    real = save_load.save
+
+    def save(*arguments):
+        if any(isinstance(argument, Done) and argument.step == 6 for argument in arguments):
+            raise Killed
+        return real(*arguments)
+
+    monkeypatch.setattr(save_load, "save", save)
+    with pytest.raises(Killed):
+        go(2, settings)
+    monkeypatch.undo()
+    go(2, settings, "yes")
+    assert validated(tmp_path) == [2, 4, 6]
+    go(2, settings, "yes")
+    assert validated(tmp_path) == [2, 4, 6], "a finished run has nothing left to evaluate"
+
+
+def test_a_stop_that_falls_on_an_evaluation_step_leaves_the_evaluation_to_the_resumed_run(book, tmp_path):
+    steps = []
+
+    def from_step_two(rank):
+        steps.append(1)
+        return len(steps) >= 2
+
+    settings = [*book, "run.eval_every=2"]
+    assert go(1, settings, stop=from_step_two)
+    assert records(tmp_path)[-1]["event"] == "stopped" and records(tmp_path)[-1]["step"] == 2 and not validated(tmp_path)
+    assert not go(1, settings, "yes")
+    assert validated(tmp_path) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("every, at", [(4, 4), (0, 6)])
+def test_a_stop_asked_of_one_rank_ends_an_evaluation_on_all_and_it_is_made_up_for(every, at, book, tmp_path, monkeypatch):
+    settings = [*book, f"run.eval_every={every}"]
+    batches = Counter()
+    losses = Trainer._losses
+    monkeypatch.setattr(Trainer, "_losses", lambda own, *asked: (batches.update([own.transport.rank]), losses(own, *asked))[1])
+    assert go(3, settings, stop=lambda rank: rank == 1 and batches[1] == 2)
+    assert batches == {0: 3, 1: 3, 2: 3}, "an evaluation of 20 rows by 3 ranks, 2 rows at a time, takes 4 batches"
+    assert records(tmp_path)[-1] == {**records(tmp_path)[-1], "event": "stopped", "step": at}
+    assert newest(tmp_path / "run/checkpoints").name == f"step-{at:08d}" and not validated(tmp_path)
+    assert not go(3, settings, "yes")
+    assert validated(tmp_path) == sorted({at, 6})
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 5))
+def test_an_evaluation_takes_the_same_rows_on_any_number_of_ranks_and_no_more_at_once_than_a_micro_batch(ranks, book):
+    seen, widest = set(), []
+
+    def run(transport):
+        trainer, source, _ = build(transport, parse(with_settings({}, [*book, "run.eval_rows=7", "batch.size=10",
+                                                                       "batch.micro_batches=2"])))
+        held_out = source.held_out_rows
+        source.held_out_rows = lambda rows: (seen.update(rows), widest.append(len(rows)), held_out(rows))[2]
+        return trainer.evaluate(source)
+
+    found = run_ranks(ranks, run)
+    assert seen == {row * 20 // 7 for row in range(7)}, "spread evenly over the 20 that are held out"
+    assert max(widest) <= max(1, 10 // (ranks * 2))
+    assert len(set(found)) == 1
+
+
+def test_eval_rows_is_a_bound_and_zero_means_all(book):
+    def run(transport, rows):
+        trainer, source, _ = build(transport, parse(with_settings({}, [*book, f"run.eval_rows={rows}"])))
+        return trainer.evaluate(source)
+
+    whole = run_ranks(1, run, 0)
+    assert run_ranks(1, run, 20) == whole == run_ranks(1, run, 1000) != run_ranks(1, run, 19)
+
+
+def test_an_opened_run_evaluates_as_many_rows_at_once_as_a_rank_trained_with(book, tmp_path):
+    go(3, [*book, "batch.size=18", "batch.micro_batches=2", "run.eval_every=-1"])
+    for ranks in (1, 2, 4):
+        config = configured(tmp_path / "run", [], ranks)
+        assert config.batch.size // (ranks * (config.batch.micro_batches or 1)) == 3
+
+
+def test_neither_a_checkpoint_nor_an_evaluation_counts_into_the_time_of_a_step(book, tmp_path, monkeypatch):
+    now = 0.0
+
+    def takes(place, name, seconds):
+        real = getattr(place, name)
+
+        def call(*rest):
+            nonlocal now
+            now += seconds
+            return real(*rest)
+
+        monkeypatch.setattr(place, name, call)
+
+    takes(save_load, "save", 100)
+    takes(Trainer, "evaluate", 10)
+    takes(Trainer, "step", 1)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    go(1, [*book, "run.steps=3", "checkpoint.every=1", "run.eval_every=1", "run.log_every=3"])
+    steps = [record for record in records(tmp_path) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 3]
+    assert [record["step_s"] for record in steps] == [1, 1]
+    assert records(tmp_path)[-1]["wall_s"] == 3 * 111, "the wall clock goes on meanwhile"
+
+
+def test_a_step_says_how_long_the_run_took_what_it_has_seen_and_how_long_it_waited_for_messages(book, tmp_path):
+    settings = [*book, "checkpoint.every=2", "run.eval_every=2"]
+    go(2, settings)
+    go(2, [*settings, "run.steps=8"], "yes")
+    lines = records(tmp_path)
+    walls = [record["wall_s"] for record in lines]
+    assert len(walls) == len(lines) and walls == sorted(walls) and walls[0] >= 0, "the clock of a resumed run goes on"
+    for record in lines:
+        if "loss" in record:
+            assert record["samples_seen"] == 6 * record["step"] and record["tokens_seen"] == 48 * record["step"]
+            assert 0 < record["comm_s"] < record["step_s"]
+
+
+def test_waiting_for_a_slow_rank_is_communication_that_was_not_hidden(book, tmp_path, monkeypatch):
+    step = Trainer.step
+
+    def slow(trainer, *rest):
+        if trainer.transport.rank == 1:
+            time.sleep(0.2)
+        return step(trainer, *rest)
+
+    monkeypatch.setattr(Trainer, "step", slow)
+    go(2, [*book, "run.steps=3"])
+    assert all(record["comm_s"] > 0.1 for record in records(tmp_path) if "loss" in record)
+
+
+class NotFinite:
+    """Makes the losses of the steps in `steps`, counted from 1, NaN."""
+
+    def __init__(self, monkeypatch, steps):
+        loss, step = Replication.loss, Trainer.step
+
+        def spoilt(replication, *rest):
+            value, gradient = loss(replication, *rest)
+            return np.nan if replication.counted in steps else value, gradient
+
+        def counted(trainer, index, *rest):
+            trainer.replication.counted = index + 1
+            return step(trainer, index, *rest)
+
+        monkeypatch.setattr(Replication, "loss", spoilt)
+        monkeypatch.setattr(Trainer, "step", counted)
+
+
+@pytest.mark.parametrize("mode", ["all-reduce", "server"])
+def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
+    diverging = ["optimizer.name=sgd", "optimizer.lr=1e9", "optimizer.clip=0", "optimizer.warmup=0", f"replication.mode={mode}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TrainingError, match="that are not finite"):
+            go(2, [*book, *diverging])
+
+
+SKIP = ["run.on_nonfinite=skip", "run.log_every=1000", "run.eval_every=-1"]
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_ten_skipped_steps_in_a_row_end_the_run(ranks, book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, range(3, 1000))
+    with pytest.raises(TrainingError, match=r"10 of 12 had .* the last 10 up to step 12") as failure:
+        go(ranks, [*book, *SKIP, "run.steps=60", "checkpoint.every=2"])
+    assert failure.value.agreed and "optimizer.lr" in failure.value.way_out and "--resume" in failure.value.way_out
+    assert records(tmp_path)[-1]["event"] == "failed" and records(tmp_path)[-1]["step"] == 12
+    monkeypatch.undo()
+    assert not go(ranks, [*book, *SKIP, "run.steps=60", "optimizer.lr=1e-4"], "yes")
+    assert records(tmp_path)[-1]["event"] == "end"
+
+
+@pytest.mark.parametrize("steps", (range(1, 7), {1, 2, 4, 5}), ids=("all", "most"))
+def test_a_run_that_skipped_more_steps_than_it_took_fails(steps, book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, steps)
+    with pytest.raises(TrainingError, match=f"{len(steps)} of 6 had"):
+        go(2, [*book, *SKIP])
+    assert records(tmp_path)[-1]["event"] == "failed"
+
+
+def test_some_skipped_steps_do_not_end_a_run(book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, {1, *range(3, 12), 20})
+    assert not go(1, [*book, *SKIP, "run.steps=22"])
+    assert records(tmp_path)[-1]["event"] == "end" and sum("skipped" in record for record in records(tmp_path)) == 11
+
+
+def test_skipped_steps_count_alike_whether_or_not_a_run_was_resumed(book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, {22, *range(24, 33), 60})
+    asks = iter(range(1, 1000))
+    assert go(1, [*book, *SKIP, "run.steps=60"], stop=lambda rank: next(asks) == 59)
+    assert not go(1, [*book, *SKIP, "run.steps=60"], "yes"), "one step is left, is skipped, and is not half of the run"
+    assert records(tmp_path)[-1]["event"] == "end"
+
+
+def test_a_resume_does_not_break_a_row_of_skipped_steps(book, tmp_path, monkeypatch):
+    NotFinite(monkeypatch, range(3, 1000))
+    asks = iter(range(1, 1000))
+    assert go(1, [*book, *SKIP, "run.steps=60"], stop=lambda rank: next(asks) == 8)
+    with pytest.raises(TrainingError, match=r"10 of 12 had .* the last 10 up to step 12"):
+        go(2, [*book, *SKIP, "run.steps=60"], "yes")
+
+
+def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
+    from mpitrain.cli.terminal.progress import Progress
+
+    go(1, book)
+    capsys.readouterr()
+    model = tmp_path / "run/checkpoints/step-00000006/model-00001-of-00001.safetensors"
+    before = model.stat().st_mtime_ns
+    assert not go(1, book, "yes", watcher=Progress)
+    said = capsys.readouterr().out
+    assert "all 6 steps were done before; to train on, set run.steps to more" in said
+    assert records(tmp_path)[-1]["event"] == "end" and model.stat().st_mtime_ns == before
+
+
+def test_what_moves_reductions_shares_no_scratch_with_what_computes(book):
+    def arenas(transport):
+        trainer = build(transport, parse(with_settings({}, [*book, "device.kind=cuda-sim"]))).trainer
+        before = trainer.arena.live, trainer.arena.allocations
+        trainer.grid.dp.arithmetic.largest(np.arange(4096, dtype=np.float32), 5)
+        return before == (trainer.arena.live, trainer.arena.allocations)
+
+    assert run_ranks(1, arenas) == [True]
+
+
+def test_a_watchdog_that_is_told_how_long_to_wait_begins_to_wait_then(monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(watchdog.os, "_exit", ended.append)
+    one = watchdog.Watchdog(0, 100.0)
+    one._since -= 50
+    one.patience(10.0)
+    assert time.monotonic() - one._since < 25
+    one.close()
+    assert not ended
+
+
+def test_a_watchdog_says_which_message_a_rank_waits_for(monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
+    one = watchdog.Watchdog(4, SECONDS, Traffic(waits_for="recv from rank 2, tag 7", content="the gradient of micro-batch 3"))
+    one.alive("step 5")
+    one.traces(Path("runs/my run"))
+    one.patience(0.01)    # not before: on a busy machine it would end the job in what comes before step 5
+    assert ended.wait(SECONDS)
+    one.close()
+    said = capfd.readouterr().err
+    assert said.startswith(f"rank 4 on {socket.gethostname()}: no progress for ")
+    assert "in step 5, waiting for the gradient of micro-batch 3: recv from rank 2, tag 7; ending the job" in said
+    assert " `mpitrain report 'runs/my run'` names the rank that the others waited for. Where it stands:\n" in said
+
+
+@pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b""))
+def test_a_note_of_tokens_that_cannot_be_read_is_none(text, tmp_path):
+    (tmp_path / "tokens.json").write_bytes(text)
+    assert noted_scan(tmp_path) is None
+
+
+def test_a_note_of_tokens_that_is_a_pipe_is_none(tmp_path):
+    os.mkfifo(tmp_path / "tokens.json")
+    assert noted_scan(tmp_path) is None
+
+
+def test_of_a_stream_whose_steps_become_known_together_each_has_its_own_time(book, tmp_path):
+    go(2, [*book, "layout.pp=2", "pipeline.schedule=async", "batch.micro_batches=2", "run.delay=0:60", "run.eval_every=3"])
+    took = {record["step"]: record["step_s"] for record in records(tmp_path) if "lr" in record}
+    assert sorted(took) == [1, 2, 3, 4, 5, 6]
+    assert all(seconds > 0.03 for step, seconds in took.items() if step % 3), (took, "but the last before all meet, which "
+                                                                               "goes back in the call before")

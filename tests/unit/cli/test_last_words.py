@@ -1,0 +1,64 @@
+"""A stop that comes from Open MPI's mpirun itself, which forwards no output meanwhile: what is heard, awaited and said then."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from mpitrain.cli import LAUNCHED
+from mpitrain.cli.terminal import last_words
+from mpitrain.cli.train import Stop
+from tests.mpi.test_commands import TINY
+from tests.processes import SECONDS
+
+# A program that is named as Open MPI's launcher, and ends its rank with CONT and TERM without forwarding what the rank prints.
+MPIRUN = """
+import os, pathlib, signal, subprocess, sys, time
+pathlib.Path("/proc/self/comm").write_text("prterun")
+os.environ.pop({launched!r}, None)
+with open("forwarded", "wb") as forwarded:
+    rank = subprocess.Popen([sys.executable, "-m", "mpitrain", *{words!r}], stdout=forwarded)
+while b"step  " not in pathlib.Path("forwarded").read_bytes() and rank.poll() is None:
+    time.sleep(0.02)
+for number in (signal.SIGCONT, signal.SIGTERM):
+    rank.send_signal(number)
+    time.sleep(0.1)
+sys.exit(rank.wait())
+"""
+
+
+def test_a_rank_that_mpirun_ends_says_so_on_the_output_of_mpirun_and_warned_before(tmp_path):
+    words = ["train", "--out", "run", *TINY, "--set", "run.steps=1000000", "--set", "run.log_every=1"]
+    done = subprocess.run([sys.executable, "-c", MPIRUN.format(launched=LAUNCHED, words=words)], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=SECONDS)
+    forwarded = (tmp_path / "forwarded").read_text()
+    step, = (path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert done.returncode == 85, done.stderr
+    assert done.stdout == f"stopped at step {int(step.removeprefix('step-'))}; --resume goes on from there\n"
+    assert forwarded.startswith(last_words.ADVICE + "\n") and "stopped at step" not in forwarded
+
+
+@pytest.fixture
+def stop():
+    """As it is once the ranks are connected; the signals of this process are as before afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCONT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield Stop()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_rank_waits_for_the_term_that_a_cont_announces_and_goes_on_where_none_comes(stop):
+    assert not stop.asked()
+    stop._announce(signal.SIGCONT, None)
+    assert not stop.asked()
+    stop._announce(signal.SIGCONT, None)
+    threading.Timer(0.05, stop._note, (signal.SIGTERM, None)).start()
+    assert stop.asked()
+
+
+def test_without_mpirun_the_last_line_is_printed(capsys):
+    last_words.say("stopped at step 3")
+    assert capsys.readouterr().out == "stopped at step 3\n"

@@ -1,0 +1,65 @@
+"""Standard output that is full, that nobody reads, that is closed, or whose encoding lacks a character."""
+
+import io
+import os
+from contextlib import suppress
+
+import pytest
+
+from mpitrain.cli import ENDED
+from mpitrain.cli.launch.launcher_output import LauncherOutput, Passage
+from mpitrain.cli.launch.launcher_output import Output as OutputWords
+from mpitrain.cli.terminal.output import Output, OutputError
+from tests.processes import SECONDS
+
+
+def stream(path, encoding="utf-8"):
+    raw = Output(path, "w")
+    return raw, io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=True)
+
+
+def test_a_full_output_is_one_error_and_then_silence():
+    _, text = stream("/dev/full")
+    with pytest.raises(OutputError, match="Standard output takes no more: No space left on device"):
+        print("one", file=text)
+    print("two", file=text)
+    text.close()
+
+
+def test_a_pipe_that_nobody_reads_is_a_broken_pipe_once():
+    read, write = os.pipe()
+    _, text = stream(write)
+    os.close(read)
+    with pytest.raises(BrokenPipeError):
+        print("one", file=text)
+    print("two", file=text)
+    text.close()
+
+
+def test_an_output_that_is_a_courtesy_raises_nothing():
+    raw, text = stream("/dev/full")
+    raw.is_courtesy = True
+    for _ in range(3):
+        print("lost", file=text)
+        text.buffer.write(b"\xff" * 100_000)
+    text.close()
+
+
+def test_what_the_encoding_lacks_is_written_as_an_escape(tmp_path):
+    _, text = stream(tmp_path / "out", "ascii")
+    print("größer 😀 \udcff", file=text)
+    text.close()
+    assert (tmp_path / "out").read_text() == "gr\\xf6\\xdfer \\U0001f600 \\udcff\n"
+
+
+@pytest.mark.parametrize("is_courtesy", [True, False])
+def test_launch_hears_a_run_to_its_end_though_its_own_output_is_full(is_courtesy):
+    read, write = os.pipe()
+    words = LauncherOutput()
+    passage = Passage(read, os.open("/dev/full", os.O_WRONLY), OutputWords(words), is_courtesy)
+    with suppress(BrokenPipeError):
+        for text in ("step 1\n" * 30_000, ENDED + "\n"):
+            os.write(write, text.encode())
+    os.close(write)
+    passage.join(SECONDS)
+    assert words.closing == (ENDED if is_courtesy else None)

@@ -1,0 +1,228 @@
+"""What somebody else may have put at a path that can be foreseen, or packed into a run directory: nothing is followed."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import commands
+from mpitrain.cli.terminal.progress import Silent
+from mpitrain.config import parse, with_settings
+from mpitrain.errors import MpitrainError
+from mpitrain.files import Directory, opened
+from mpitrain.run.loop import train
+from mpitrain.run.run_dir import configuration
+from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.startup import begun, left
+from mpitrain.transport.threads import run_ranks
+
+TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4",
+        "run.steps=2", "run.eval_every=-1", "device.kind=cpu"]
+LONG_AGO = time.time() - 10 * 86_400
+
+
+def listed(folder):
+    """Every name below a folder, with the bytes of files."""
+    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """Somebody's folder of old things."""
+    folder = tmp_path / "victim"
+    (folder / "thesis").mkdir(parents=True)
+    (folder / "thesis/chapter").write_text("years of work")
+    (folder / "file").write_text("kept")
+    (folder / "1234").mkdir()
+    (folder / "1234/rank-00000").write_text("not a trace")
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (LONG_AGO, LONG_AGO))
+    return folder
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder / f"mpitrain-{os.getuid()}"
+
+
+def start():
+    """Begin a start-up trace, and record something in it."""
+    recorder = begun(0, 2)
+    recorder.end(recorder.compute(recorder.name("a layer")))
+    return recorder
+
+
+def test_a_link_in_the_place_of_the_start_up_traces_is_not_followed(victim, temporary):
+    temporary.symlink_to(victim)
+    before = listed(victim)
+    start()
+    assert listed(victim) == before and left() == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o770])
+def test_a_folder_of_start_up_traces_that_others_can_enter_is_not_used(mode, temporary):
+    (temporary / "1").mkdir(parents=True)
+    temporary.chmod(mode)
+    os.utime(temporary / "1", (LONG_AGO, LONG_AGO))
+    start()
+    assert [path.name for path in temporary.iterdir()] == ["1"] and left() == []
+
+
+def test_of_old_start_up_traces_only_ours_are_removed(victim, temporary):
+    temporary.mkdir(mode=0o700)
+    for name in ("11/rank-00000", "11/rank-00001", "12-13/rank-00000", "14/rank-00000", "14/notes", "others/rank-00000",
+                 "15/rank-0", "16/rank-00000/deeper"):
+        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        (temporary / name).touch()
+    (temporary / "17").symlink_to(victim / "1234")
+    (temporary / "18").mkdir()
+    (temporary / "18/rank-00000").symlink_to(victim / "file")
+    (temporary / "19").touch()
+    for path in temporary.iterdir():
+        os.utime(path, (LONG_AGO, LONG_AGO), follow_symlinks=False)
+    before = listed(victim)
+    start()
+    assert {path.name for path in temporary.iterdir()} == {"14", "others", "15", "16", "17", "18", "19", str(os.getppid())}
+    assert listed(victim) == before
+    assert [path.name for path in left()][-1] == str(os.getppid()) and "17" not in [path.name for path in left()]
+
+
+def trained(folder, resume="auto", *settings):
+    tables = configuration(folder).model_dump() if (folder / "config.toml").exists() else with_settings({}, TINY)
+    run_ranks(1, train, parse(with_settings(tables, [*settings, f'run.out="{folder}"'])), resume, lambda: False, Silent())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    trained(folder)
+    return folder
+
+
+@pytest.fixture
+def handed(finished, tmp_path):
+    """That run as somebody hands it over."""
+    return shutil.copytree(finished, tmp_path / "handed")
+
+
+LEFT_OVERS = ("config.toml.partial", "metrics.jsonl.partial", "checkpoints/.step-00000003.partial",
+              "checkpoints/.step-00000001.dropped", "report/perfetto.json.partial", "report/timeline.png.partial",
+              "report/metrics.png.partial", "report/report.html.partial", "report/perfetto.json", "report/report.html",
+              "report/timeline.png", "report/metrics.png")
+
+
+def test_links_at_the_names_of_files_that_are_written_are_replaced_and_not_followed(handed, victim):
+    (handed / "report").mkdir()
+    shutil.rmtree(handed / "trace")
+    (handed / "trace").symlink_to(victim)
+    for name in LEFT_OVERS:
+        (handed / name).symlink_to(victim if ".step" in name else victim / "file")
+    before = listed(victim)
+    trained(handed, "yes", "run.steps=3")
+    shown = CliRunner().invoke(commands, ["report", str(handed)])
+    assert shown.exit_code == 0, shown.output
+    assert listed(victim) == before
+    assert not [path for path in handed.rglob("*") if path.is_symlink()]
+    assert sorted(path.name for path in (handed / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("name, command", [
+    ("lock", "train"), ("config.toml", "train"), ("metrics.jsonl", "train"), ("checkpoints", "train"),
+    ("checkpoints/step-00000002", "train"), ("checkpoints/step-00000002/manifest.json", "train"),
+    ("checkpoints/step-00000002/state-00000.safetensors", "train"), ("metrics.jsonl", "plot"),
+    ("report", "report"), ("trace", "report"), ("trace/rank-00000", "report"), ("metrics.jsonl", "report")])
+def test_a_link_at_the_name_of_what_is_read_or_entered_is_refused_by_name(name, command, handed, victim, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    if (handed / name).exists():
+        (handed / name).rename(tmp_path / "elsewhere/it")
+    else:
+        (tmp_path / "elsewhere/it").mkdir()
+    (handed / name).symlink_to(tmp_path / "elsewhere/it")
+    before = listed(tmp_path / "elsewhere")
+    if command == "train":
+        with pytest.raises(MpitrainError) as raised:
+            trained(handed, "yes", "run.steps=3")
+        said, code = str(raised.value), raised.value.exit_code
+    else:
+        words = ["--out", str(tmp_path / "curves.png")] if command == "plot" else []
+        shown = CliRunner().invoke(commands, [command, str(handed), *words])
+        said = shown.output + str(shown.exception or "")
+        code = 2 if isinstance(shown.exception, OSError) else getattr(shown.exception, "exit_code", shown.exit_code)
+    assert listed(tmp_path / "elsewhere") == before
+    if name == "checkpoints/step-00000002":
+        assert "ended before its first checkpoint" in said    # a link is no checkpoint
+    else:
+        assert "symbolic link" in said and name in said
+    assert code == (0 if name == "trace/rank-00000" else 2)
+
+
+def test_a_run_directory_that_is_named_by_a_link_works(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    trained(tmp_path / "link", "yes", "run.steps=3")
+    assert (tmp_path / "run/checkpoints/step-00000003").is_dir()
+    assert CliRunner().invoke(commands, ["report", str(tmp_path / "link")]).exit_code == 0
+    assert (tmp_path / "run/report/perfetto.json").is_file()
+
+
+def test_a_lock_is_not_cut_off_before_it_is_held(handed):
+    with opened(handed) as run:
+        held = run.append("lock")
+        os.ftruncate(held, 0)
+        os.write(held, b"process 1 on somewhere")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(MpitrainError, match=r"A run is going on in .* \(process 1 on somewhere\)"):
+            trained(handed, "yes", "run.steps=3")
+        os.close(held)
+    assert (handed / "lock").read_text() == "process 1 on somewhere"
+
+
+@pytest.mark.parametrize("name", ["config.toml.partial", "metrics.jsonl.partial", "checkpoints/.step-00000003.partial"])
+def test_what_is_in_the_way_is_named_and_nobody_is_told_to_make_room(name, handed):
+    if name.startswith("checkpoints"):
+        (handed / name).touch()    # a leftover that is swept, whatever it is
+        trained(handed, "yes", "run.steps=3")
+        return
+    (handed / name).mkdir()
+    with pytest.raises(MpitrainError) as raised:
+        trained(handed, "yes", "run.steps=3")
+    assert f"a directory named {name} is in the way" in str(raised.value)
+    assert f"Remove {handed / name}" in str(raised.value) and "oom" not in str(raised.value)
+
+
+def test_a_checkpoint_that_was_half_dropped_is_swept_at_the_next_start(handed):
+    (handed / "checkpoints/.step-00000001.dropped").mkdir()
+    (handed / "checkpoints/.step-00000001.dropped/state").touch()
+    shutil.copytree(handed / "checkpoints/step-00000002", handed / "checkpoints/.step-00000002.replaced")
+    trained(handed, "yes")
+    assert [path.name for path in (handed / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_control_characters_in_a_trace_are_shown_and_not_obeyed(handed):
+    recorder = Recorder()
+    recorder.facts(rank=0, ranks=1, host="\x1b]0;owned\x07\x9b2J<b>", run="r")
+    recorder.begin(2, recorder.name("\x1b[31mred\u202e"), peer=0)
+    recorder.keep(handed / "trace/rank-00000")
+    (handed / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    shown = CliRunner().invoke(commands, ["report", str(handed)])
+    page = (handed / "report/report.html").read_text()
+    for text in (shown.output, page):
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*text}
+        assert "\\x1b]0;owned\\x07\\x9b2J" in text and "\\x1b[31mred\\u202e" in text
+    assert "<b>" not in page
+
+
+def test_names_that_lead_out_of_a_directory_are_refused(tmp_path):
+    with opened(tmp_path) as folder:
+        for name in ("..", ".", "", "a/b", "/etc/passwd"):
+            for use in (Directory.open, Directory.create, Directory.subdirectory, Directory.remove, Directory.remove_tree):
+                with pytest.raises(OSError, match="not the name of one file"):
+                    use(folder, name)

@@ -1,0 +1,100 @@
+"""The direction of imports and the single doors, read from the source."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run
+
+PACKAGE = Path(__file__).parents[3] / "mpitrain"
+
+# Ground floor first: a room imports only from itself and from rooms above it in this list.
+FLOORS = [
+    "errors", "files", "plots", "strict_json", "machine", "config", "data", "kernels", "ops", "trace", "transport", "layers",
+    "optim", "models", "collectives", "parallel", "pipeline", "run", "plan", "bench", "report", "cli", "__main__",
+]
+
+DOORS = {
+    "mpi4py": ("transport/",),
+    "cupy": ("machine/", "kernels/"),
+    "click": ("cli/",),
+    "os.environ": ("machine/process.py", "cli/"),
+}
+
+SOURCES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def imported_names(tree: ast.AST) -> set[str]:
+    """Every module a file imports, lazily or not, and "os.environ" where it reads the environment."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the direction"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+            names.add("os.environ")
+    return names
+
+
+def room(dotted: str) -> str:
+    """The room of a module path such as mpitrain.ops.host or of a file such as ops/host.py."""
+    return dotted.removeprefix("mpitrain.").replace("/", ".").removesuffix(".py").split(".")[0]
+
+
+def test_every_room_has_its_floor_and_every_floor_its_room():
+    assert {room(source) for source in SOURCES} - {"__init__"} == set(FLOORS)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_file_imports_only_from_floors_above_it(source):
+    if source == "__init__.py":
+        return
+    own = FLOORS.index(room(source))
+    for name in imported_names(ast.parse((PACKAGE / source).read_text())):
+        if name.startswith("mpitrain.") and name != "mpitrain.__version__":
+            assert FLOORS.index(room(name)) <= own, f"{source} imports {name} from a higher floor"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Not even lazily or for type checkers alone: a module is understood with those it imports."""
+    names = {"mpitrain." + source.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): source for source in SOURCES}
+
+    def modules_in(source):
+        for name in imported_names(ast.parse((PACKAGE / source).read_text())):
+            while name and name not in names:
+                name = name.rpartition(".")[0]
+            if name:
+                yield name
+
+    rest = {name: set(modules_in(source)) - {name} for name, source in names.items()}
+    while leaves := [name for name, imported in rest.items() if not imported & rest.keys()]:
+        for name in leaves:
+            del rest[name]
+    assert not rest, f"these import each other, or what does: {', '.join(sorted(rest))}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_library_enters_by_its_own_door(source):
+    names = imported_names(ast.parse((PACKAGE / source).read_text()))
+    for library, doors in DOORS.items():
+        if any(name == library or name.startswith(library + ".") for name in names):
+            assert source.startswith(doors), f"{source} uses {library}; its door is {' or '.join(doors)}"
+
+
+def test_help_loads_nothing_that_takes_long_to_load():
+    code = (
+        "import sys\n"
+        "from mpitrain.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "heavy = {'numpy', 'mpi4py', 'cupy', 'pydantic', 'torch', 'safetensors', 'tqdm', 'importlib.metadata'}\n"
+        "heavy &= set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout

@@ -1,0 +1,109 @@
+"""What the pages say of folders, files, commands, keys and headings is so."""
+
+import re
+import shlex
+from itertools import groupby
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mpitrain.cli import COMMANDS, commands
+from mpitrain.config import keys, parse, with_settings
+from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
+from mpitrain.run.resolve import check_names
+from tests.unit.house.test_imports import FLOORS
+
+HERE = Path(__file__).parents[3]
+HOUSE, TESTS = HERE / "mpitrain" / "README.md", HERE / "tests" / "README.md"
+PAGES = [HERE / "README.md", TESTS, *sorted((HERE / "mpitrain").rglob("README.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.parent.relative_to(HERE)) for page in PAGES])
+
+
+def test_the_picture_of_the_house_shows_every_floor_from_the_roof_down():
+    picture = HOUSE.read_text().split("```")[1]
+    shown = re.findall(r"^ (\w+)  +\w", picture, re.M)
+    assert [*reversed(shown)] == [floor for floor in FLOORS if floor != "__main__"]
+
+
+def test_the_page_of_the_tests_lists_every_room_of_theirs():
+    listed = re.findall(r"^\| `(\w+)/` \|", TESTS.read_text(), re.M)
+    assert sorted(listed) == sorted(folder.parent.name for folder in TESTS.parent.glob("*/__init__.py"))
+
+
+def test_the_page_of_pipelines_lists_every_schedule():
+    text = (HERE / "mpitrain" / "pipeline" / "README.md").read_text()
+    assert re.findall(r"^\| `([\w-]+)`[^|]*\|[^|]*\|[^|]*\|$", text, re.M) == list(SCHEDULES)
+    assert all(f"`{name}`" in text for name in STREAMS)
+
+
+@pytest.mark.parametrize("page", (HOUSE, TESTS), ids=("house", "tests"))
+def test_the_files_that_a_page_names_are_there(page):
+    text = page.read_text()
+    named = {*re.findall(r"`([\w.]+/[\w/.]*)`", text), *re.findall(r"`(\w+\.py)`", text)}
+    assert len(named) > 10
+    missing = {name for name in named if not any((folder / name).exists() for folder in (page.parent, HERE))}
+    assert not missing
+
+
+@every_page
+def test_links_of_a_page_lead_to_a_file_and_to_a_heading_in_it(page):
+    links = re.findall(r"\]\((?!https:)([^)#]*)#?([^)]*)\)", page.read_text())
+    assert links or page == TESTS
+    for name, heading in links:
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        assert not heading or heading in headings(target), (name, heading)
+
+
+def headings(page):
+    """As links name them."""
+    lines = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.M)
+    return [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines]
+
+
+@every_page
+def test_tests_and_jobs_that_a_page_names_are_there(page):
+    named = re.findall(r"(?<![\w/.])(?:tests|jobs)/[\w./*-]*\w", page.read_text())
+    assert all(any(HERE.glob(name)) for name in named), named
+
+
+@every_page
+def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(page, monkeypatch):
+    read = []
+    monkeypatch.setattr(click.Command, "invoke", lambda self, context: read.append(context.params))    # and does nothing
+    for words in commands_on(page):
+        while words:
+            read.clear()
+            done = CliRunner().invoke(commands, words)
+            assert done.exit_code == 0, (words, done.output)
+            found = read[-1] if read else {}
+            check_names(parse(with_settings({}, [*found.get("settings", ()), *found.get("others", ())])))
+            words = list(found.get("arguments", ()))    # of `launch`: the command that it runs, or a program of the user's
+            words = [] if words[:1] == ["python"] else words
+
+
+def commands_on(page):
+    """The words behind `mpitrain` of each command in a block, and of each in a sentence that is given an option."""
+    text = page.read_text()
+    for language, block in FENCE.findall(text):
+        lines = block.replace("\\\n", " ").splitlines()
+        for line in {"bash": lines, "": [line[2:] for line in lines if line.startswith("$ ")]}.get(language, ()):
+            for _, group in groupby(shlex.split(line, comments=True), "&&".__eq__):
+                words = list(group)
+                called = [place for place, word in enumerate(words) if Path(word).name == "mpitrain"]
+                yield from [words[called[0] + 1:]] if called else []
+    for code in re.findall(r"`([^`]+)`", FENCE.sub("", text)):
+        words = shlex.split(code) if code.split()[0] in ("mpitrain", *COMMANDS) else []
+        if any(word.startswith("-") for word in words):
+            yield words[words[0] == "mpitrain":]
+
+
+@every_page
+def test_configuration_keys_that_a_page_names_are_there(page):
+    names = {key.name for key in keys()}
+    sections = {name.partition(".")[0] for name in names}
+    for code in re.findall(r"`(\w+\.\w+)(?:=[^`]*)?`", page.read_text()):
+        assert code in names or code.partition(".")[0] not in sections or (HERE / "mpitrain" / code).exists(), code

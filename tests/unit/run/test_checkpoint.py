@@ -1,0 +1,263 @@
+"""Checkpoints and metrics: atomic, verified, strict."""
+
+import itertools
+import json
+import math
+import os
+import shutil
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from mpitrain.config import parse, with_settings
+from mpitrain.errors import CheckpointError, TrainingError
+from mpitrain.files import Directory
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint import manifest, save_load
+from mpitrain.run.checkpoint.directories import newest, steps
+from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST, Done
+from mpitrain.run.metrics import MetricsFile, cut_after, read_metrics, strict
+from mpitrain.transport.threads import run_ranks
+from tests.saving import load, save
+
+TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=4"]
+
+
+def after(step):
+    return Done(step, 4 * step, "run")
+
+
+def trained(*settings, steps=2, seed=0):
+    """A trainer of one rank after a few steps."""
+    def run(transport):
+        trainer, source, _ = build(transport, parse(with_settings({}, [*TINY, f"run.seed={seed}", *settings])))
+        for index in range(steps):
+            trainer.step(index, *source.batch(0, index, 4, range(4)))
+        return trainer
+
+    return run_ranks(1, run)[0]
+
+
+MODEL, STATE = "model-00001-of-00001.safetensors", "state-00000.safetensors"
+
+
+def read(path):
+    """A verified checkpoint; of one rank."""
+    return run_ranks(1, save_load.read_beside, path)[0]
+
+
+@pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
+@pytest.mark.parametrize("precision", ("float32", "float64"))
+def test_parameters_and_optimizer_state_come_back_bitwise(tmp_path, optimizer, precision):
+    settings = [f"optimizer.name={optimizer}", f"precision.compute={precision}", "model.tied=true"]
+    first, other = trained(*settings), trained(*settings, steps=0, seed=1)
+    save(tmp_path, first, after(2), keep=1)
+    assert load(newest(tmp_path), other).done == after(2)
+    assert np.array_equal(first.parameters, other.parameters)
+    for name, buffer in first.replication.optimizer.state.items():
+        assert np.array_equal(buffer, other.replication.optimizer.state[name])
+
+
+def test_any_tool_can_read_the_parameters(tmp_path):
+    trainer = trained("model.tied=true")
+    folder = save(tmp_path, trainer, after(2), keep=1)
+    index = json.loads((folder / INDEX).read_text())
+    tensors = load_file(folder / MODEL)
+    assert index["weight_map"] == dict.fromkeys((entry.name for entry in trainer.storage.entries), MODEL)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for entry in trainer.storage.entries:
+        assert np.array_equal(tensors[entry.name], entry.view(trainer.parameters))
+    with safe_open(folder / STATE, "numpy") as file:
+        assert file.metadata()["step"] == "2"
+        assert file.get_tensor("first_moment/embedding.tokens/0").shape == (256 * 16,)
+
+
+def test_only_the_newest_are_kept_and_one_can_be_written_again(tmp_path):
+    trainer = trained()
+    for step in (1, 2, 3, 10, 10):
+        save(tmp_path, trainer, after(step), keep=2)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000010"]
+
+
+def test_one_that_was_given_another_steps_name_is_refused(tmp_path):
+    save(tmp_path, trained(), after(2), keep=1)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000003")
+    with pytest.raises(CheckpointError, match="step-00000003 holds step 2"):
+        read(newest(tmp_path))
+
+
+@pytest.mark.parametrize("module, moment", [(os, "fsync"), (Directory, "create"), (Directory, "sync")])
+def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, module, moment):
+    trainer = trained()
+    save(tmp_path, trainer, after(1), keep=1)
+
+    def full(*arguments, **more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, moment, full)
+    with pytest.raises(TrainingError, match=r"cannot be written.*No space left"):
+        save(tmp_path, trainer, after(2), keep=1)
+    monkeypatch.undo()
+    assert read(newest(tmp_path)).done == after(1)
+    save(tmp_path, trainer, after(2), keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted(file):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", lambda old, new, **more: (events.append(new), rename(old, new, **more))[1])
+    save(tmp_path / "c", trained(), after(5), keep=1)
+    assert events == [MODEL, STATE, INDEX, MANIFEST, ".step-00000005.partial", "step-00000005", "c"]
+
+
+def test_what_is_dropped_is_gone_at_once_and_left_overs_are_swept(tmp_path, monkeypatch):
+    trainer = trained()
+    save(tmp_path, trainer, after(1), keep=1)
+    listed = []
+    monkeypatch.setattr(shutil, "rmtree", lambda name, **_: listed.append([p.name for p in steps(tmp_path)]))
+    save(tmp_path, trainer, after(2), keep=1)
+    monkeypatch.undo()
+    assert listed == [["step-00000002"]]
+    assert (tmp_path / ".step-00000001.dropped").exists(), "the process died here"
+    save(tmp_path, trainer, after(3), keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("moment", ("_verified", "fill"))
+@pytest.mark.parametrize("ranks", (1, 3))
+def test_one_that_a_live_run_drops_while_it_is_read_is_followed_by_the_next(tmp_path, monkeypatch, ranks, moment):
+    trainer = trained()
+    first = save(tmp_path, trainer, after(1), keep=1)
+    real, calls = getattr(save_load, moment), []
+
+    def look(path, *rest):
+        rank = rest[-1] if moment == "fill" else rest[0]
+        if rank == 0:
+            calls.append(path.name)
+            if len(calls) < 3:
+                save(tmp_path, trainer, after(1 + len(calls)), keep=1)
+        return real(path, *rest)
+
+    monkeypatch.setattr(save_load, moment, look)
+
+    def run(transport):
+        other = build(transport, parse(with_settings({}, TINY))).trainer
+        assert load(first, other).done == after(3)
+        for one, same in zip(trainer.storage.entries, other.storage.entries, strict=True):
+            assert np.array_equal(one.view(trainer.parameters), same.view(other.parameters))
+
+    run_ranks(ranks, run)
+    assert calls == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("name", (MODEL, STATE, INDEX, MANIFEST))
+def test_one_that_is_still_listed_and_cannot_be_read_is_called_damaged(tmp_path, name):
+    trainer = trained()
+    for step in (1, 2):
+        last = save(tmp_path, trainer, after(step), keep=2)
+    (last / name).unlink()
+
+    def run(transport):
+        with pytest.raises(CheckpointError, match=rf"{name} is missing.[^$]*to go on from step-00000001") as raised:
+            save_load.read_beside(transport, last)
+        return raised.value.agreed
+
+    assert run_ranks(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("earlier", ("mpitrain-1", "mpitrain-2"))
+def test_a_checkpoint_of_an_earlier_format_is_refused_in_words(tmp_path, earlier):
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    save_file({"a": np.zeros(3)}, folder / "model.safetensors", {"format": earlier, "step": "1"})
+    with pytest.raises(CheckpointError, match=rf"is in format {earlier}, but this version of mpitrain reads mpitrain-3"):
+        read(folder)
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_in_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT", "mpitrain-4")
+    folder = save(tmp_path, trained(), after(1), keep=1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"is in format mpitrain-4, but this version of mpitrain reads mpitrain-3"):
+        read(folder)
+
+
+def test_one_that_was_being_replaced_still_counts_and_other_names_do_not(tmp_path):
+    trainer = trained()
+    for step in (1, 2):
+        save(tmp_path, trainer, after(step), keep=3)
+    (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.replaced")
+    others = ("step-00000009.bak", ".step-junk.replaced", ".step-.replaced", "step-٠٠٠٠٠٠٠٩", "step-" + "9" * 200)
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000008").touch()
+    assert read(newest(tmp_path)).done == after(2)
+    save(tmp_path, trainer, after(2), keep=1)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-00000002", "step-00000008", *others}
+
+
+@pytest.mark.parametrize("name", (STATE, MANIFEST))
+def test_a_pipe_in_a_checkpoint_is_refused_at_once(tmp_path, name):
+    folder = save(tmp_path, trained(), after(1), keep=1)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: .*it is not a regular file"):
+        read(folder)
+
+
+def test_another_models_checkpoint_names_the_first_tensor_that_differs(tmp_path):
+    folder = save(tmp_path, trained(), after(1), keep=1)
+    with pytest.raises(CheckpointError, match=r"needs embedding.tokens of shape \(256, 32\)"):
+        load(folder, trained("model.width=32"))
+    with pytest.raises(CheckpointError, match=r"blocks.1.attention.\S+ of shape .* but the checkpoint has none"):
+        load(folder, trained("model.layers=2"))
+    with pytest.raises(CheckpointError, match=r"needs momentum/embedding.tokens of shape .* but the checkpoint has none"):
+        load(folder, trained("optimizer.name=momentum"))
+
+
+def test_metrics_are_strict_json_and_a_cut_drops_what_came_after(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for record in ({"event": "start", "step": 0}, {"step": 1, "loss": math.nan}, {"step": 2, "loss": 0.5},
+                   {"step": 1, "val_loss": 2.0}, {"event": "stopped", "step": 2}):
+        metrics.write(record)
+    metrics.close()
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert read_metrics(path)[1] == {"step": 1, "loss": None, "nonfinite": True}
+    cut_after(path, 1)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 1]
+
+
+GOOD = ['{"step": 1, "loss": 1.0}', '{"event": "start", "step": 0, "note": "a\u2028b\x85c"}', '{"step": 2.0}', '{"note": 3}',
+        '{"step": 1e-400, "a": 1e999, "b": "\\ud800"}']
+ODD = [b"3", b"null", b'"text"', b"[1, 2]", b"", b"\x00\x00", b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 100_000, b'{"step": "5"}',
+       b'{"step": null}', b'{"step": [1]}', b'{"step": {"a": 1}}', b'{"step": 1, "loss": NaN}', b'{"step": ' + b"9" * 5000 + b"}",
+       b'{"step": 3, "lo']
+
+
+def test_lines_that_are_no_records_are_skipped_and_all_others_stay_as_they_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    mixed = [line for pair in zip(ODD, itertools.cycle(line.encode() for line in GOOD), strict=False) for line in pair]
+    path.write_bytes(b"\n".join(mixed[:-1]))
+    wanted = (GOOD * 4)[:len(ODD) - 1]
+    assert len(read_metrics(path)) == len(wanted)
+    cut_after(path, 2)
+    assert path.read_bytes().decode() == "".join(line + "\n" for line in wanted)
+    path.write_text('{"val_loss": 3}\n{"step": 5, "event": ["end"]}\n{"step": 2, "event": ["end"]}\n')
+    cut_after(path, 2)
+    assert path.read_text() == '{"val_loss": 3}\n{"step": 2, "event": ["end"]}\n'
+
+
+def test_infinities_are_null_and_numbers_stay():
+    assert strict({"a": math.inf, "b": 1.0, "c": None}) == {"a": None, "b": 1.0, "c": None, "nonfinite": True}
+    assert strict({"b": 1.0, "c": None}) == {"b": 1.0, "c": None}
