@@ -38,20 +38,39 @@ if TYPE_CHECKING:
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.threads import run_ranks as run_ranks
 else:  # hidden from type checkers, which would believe that any name is offered
+
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
-            raise AttributeError(f"module 'mpitrain' has no attribute {name!r}; it offers {', '.join(_HOMES)}")
+            raise AttributeError(
+                f"module 'mpitrain' has no attribute {name!r}; it offers {', '.join(_HOMES)}"
+            )
         return getattr(_import_module(f"mpitrain.{_HOMES[name]}"), name)
+
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ColumnParallelLinear": "parallel.tensor.linear", "Config": "config", "Group": "collectives.group", "MpitrainError": "errors",
-    "Plain": "layers.plain", "Residual": "layers.compose", "RowParallelLinear": "parallel.tensor.linear",
-    "Sequential": "layers.compose", "Trainer": "run.trainer", "Unit": "layers.base", "bind": "collectives.bind",
-    "build": "run.build", "connect": "transport.mpi", "from_communicator": "transport.mpi", "gpt": "models.gpt",
-    "mlp": "models.mlp", "normal": "layers.initial", "ops_for": "ops.device", "parse": "config",
-    "replicas_equal": "run.trainer", "run_ranks": "transport.threads",
+    "ColumnParallelLinear": "parallel.tensor.linear",
+    "Config": "config",
+    "Group": "collectives.group",
+    "MpitrainError": "errors",
+    "Plain": "layers.plain",
+    "Residual": "layers.compose",
+    "RowParallelLinear": "parallel.tensor.linear",
+    "Sequential": "layers.compose",
+    "Trainer": "run.trainer",
+    "Unit": "layers.base",
+    "bind": "collectives.bind",
+    "build": "run.build",
+    "connect": "transport.mpi",
+    "from_communicator": "transport.mpi",
+    "gpt": "models.gpt",
+    "mlp": "models.mlp",
+    "normal": "layers.initial",
+    "ops_for": "ops.device",
+    "parse": "config",
+    "replicas_equal": "run.trainer",
+    "run_ranks": "transport.threads",
 }
 """Where each public name lives: for programs, as the imports above are for type checkers."""
 
@@ -60,4 +79,13 @@ __all__ = [name for name in _HOMES if name != "Config"]
 
 
 def __dir__() -> list[str]:
-    return sorted({*_HOMES, *(name for name in globals() if name.startswith("__") and name not in ("__dir__", "__getattr__"))})
+    return sorted(
+        {
+            *_HOMES,
+            *(
+                name
+                for name in globals()
+                if name.startswith("__") and name not in ("__dir__", "__getattr__")
+            ),
+        }
+    )

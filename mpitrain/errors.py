@@ -12,8 +12,12 @@ def brief(message: str) -> str:
 
 def visible(text: str) -> str:
     """The text with control characters escaped, as \\x1b: a trace may hold what controls a terminal."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else
-                   c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c
+        if c in "\n\t" or unicodedata.category(c)[0] != "C"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def multiples_near(number: int, unit: int) -> str:

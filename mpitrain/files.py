@@ -21,9 +21,16 @@ IS_LINK = "it is a symbolic link, and links are not followed here"
 OTHER = "Name a file in a folder that exists and that you may write to."
 NOT_REGULAR = "it is not a regular file"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-IN_THE_WAY = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP, errno.EINVAL,
-              errno.ENXIO)
-BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC    # of every name in an open directory
+IN_THE_WAY = (
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.ELOOP,
+    errno.EINVAL,
+    errno.ENXIO,
+)
+BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC  # of every name in an open directory
 
 
 class Directory:
@@ -227,7 +234,10 @@ def check_writable(path: Path) -> None:
         if path.is_dir():
             raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
         if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
-            raise ConfigError(f"{path} cannot be written: it is a device or a pipe, which a file would replace.", "Name a file.")
+            raise ConfigError(
+                f"{path} cannot be written: it is a device or a pipe, which a file would replace.",
+                "Name a file.",
+            )
         check_room(path)
     except OSError as error:
         raise cannot_write(path, error) from None
@@ -249,9 +259,13 @@ def mend(error: OSError) -> str:
 def cannot_write(path: Path, error: OSError, other: str = OTHER) -> ConfigError:
     """The refusal of a path that the system did not write. other: the way out of any other reason."""
     at = f" {error.filename}:" if error.filename and error.filename != str(path) else ""
-    way_out = ("Choose a shorter name." if error.errno == errno.ENAMETOOLONG else
-               f"{mend(error)}, or choose another place."
-               if error.errno in NO_ROOM + IN_THE_WAY else other)
+    way_out = (
+        "Choose a shorter name."
+        if error.errno == errno.ENAMETOOLONG
+        else f"{mend(error)}, or choose another place."
+        if error.errno in NO_ROOM + IN_THE_WAY
+        else other
+    )
     return ConfigError(f"{path} cannot be written:{at} {error.strerror or error}.", way_out)
 
 

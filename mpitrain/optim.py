@@ -35,15 +35,37 @@ class Optimizer:
     state    {name: compact buffer}: element `place` of a piece belongs to element `start` of the flat buffer
     """
 
-    def __init__(self, settings: config.Optimizer, storage: Storage, pieces: Sequence[Piece], ops: Ops, backend: Backend,
-                 arena: Arena):
-        self.settings, self.storage, self.pieces, self._ops, self._arena = settings, storage, list(pieces), ops, arena
+    def __init__(
+        self,
+        settings: config.Optimizer,
+        storage: Storage,
+        pieces: Sequence[Piece],
+        ops: Ops,
+        backend: Backend,
+        arena: Arena,
+    ):
+        self.settings, self.storage, self.pieces, self._ops, self._arena = (
+            settings,
+            storage,
+            list(pieces),
+            ops,
+            arena,
+        )
         length = sum(piece.stop - piece.start for piece in pieces)
         self.state = {name: backend.zeros(length, storage.dtype) for name in STATE[settings.name]}
         self._runs = {piece: list(storage.runs(piece.start, piece.stop)) for piece in pieces}
 
-    def update(self, piece: Piece, parameters: Any, gradients: Any, scale: float, lr: float, step: int,
-               delayed: bool = False, mirror: Any = None) -> None:
+    def update(
+        self,
+        piece: Piece,
+        parameters: Any,
+        gradients: Any,
+        scale: float,
+        lr: float,
+        step: int,
+        delayed: bool = False,
+        mirror: Any = None,
+    ) -> None:
         """Update the parameters of a piece in place from scale x its gradients; both are as long as the piece.
 
         step     of the updates that were made, from 0
@@ -55,12 +77,21 @@ class Optimizer:
         rules: dict[str, Writes] = {
             "sgd": self._ops.sgd,
             "momentum": partial(self._ops.momentum, beta=s.momentum),
-            "adamw": partial(self._ops.adamw, beta1=beta1, beta2=s.beta2, eps=s.epsilon, step=step + 1),
+            "adamw": partial(
+                self._ops.adamw, beta1=beta1, beta2=s.beta2, eps=s.epsilon, step=step + 1
+            ),
         }
         rule = rules[s.name]
         for run in self._runs[piece]:
             here = slice(run.start - piece.start, run.stop - piece.start)
             kept = slice(piece.place + here.start, piece.place + here.stop)
-            rule(parameters[here], gradients[here], *(buffer[kept] for buffer in self.state.values()), scale=scale, lr=lr,
-                 weight_decay=s.weight_decay if run.decayed else 0.0, arena=self._arena,
-                 **({} if mirror is None else {"mirror": mirror[here]}))
+            rule(
+                parameters[here],
+                gradients[here],
+                *(buffer[kept] for buffer in self.state.values()),
+                scale=scale,
+                lr=lr,
+                weight_decay=s.weight_decay if run.decayed else 0.0,
+                arena=self._arena,
+                **({} if mirror is None else {"mirror": mirror[here]}),
+            )

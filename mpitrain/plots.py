@@ -25,11 +25,15 @@ def check_drawable(path: Path, option: str = "--plot") -> None:
         painter()
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ConfigError(f"{option} needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'") from None
+        raise ConfigError(
+            f"{option} needs matplotlib, which is not installed.", "pip install 'mpitrain[report]'"
+        ) from None
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
-        raise ConfigError(f"{option} draws files that end in {', '.join(sorted(known))}, but this is {path}.",
-                          "Name it rows.png.")
+        raise ConfigError(
+            f"{option} draws files that end in {', '.join(sorted(known))}, but this is {path}.",
+            "Name it rows.png.",
+        )
     check_writable(path)
 
 

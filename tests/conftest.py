@@ -27,9 +27,13 @@ SETTINGS = {
 
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # where it is set, each of some hundred ranks compiles all that it imports
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # where it is set, each of some hundred ranks compiles all that it imports
 sys.dont_write_bytecode = False
-os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the mpirun of this environment
+os.environ["PATH"] = (
+    f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the mpirun of this environment
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,4 +78,6 @@ def pytest_configure(config):
     if config.option.timeout is None:
         config.option.timeout = 3 * SECONDS
     if hasattr(config.option, "maxworkerrestart"):
-        config.option.maxworkerrestart = 0  # a worker that dies fails the run at once, and nobody waits for its tests
+        config.option.maxworkerrestart = (
+            0  # a worker that dies fails the run at once, and nobody waits for its tests
+        )

@@ -16,8 +16,16 @@ PROGRAM = [sys.executable, "-m", "mpitrain"]
 
 def run(words, **more):
     """Run a program to its end, its output caught as text."""
-    return begun(lambda: subprocess.run([*map(str, words)], capture_output=True, text=True, errors="surrogateescape",
-                                        timeout=SECONDS, **more))
+    return begun(
+        lambda: subprocess.run(
+            [*map(str, words)],
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=SECONDS,
+            **more,
+        )
+    )
 
 
 def begun(start, pauses=(1, 5, 20)):
@@ -45,16 +53,20 @@ def python_ranks(ranks, code, folder):
 
 def calls_of_one_start(ranks, calls, folder, code):
     """What ranks of one start say of each call, one call after another, and print; each must end with `code` on all ranks."""
-    program = ("import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
-               f"for words in {calls!r}:\n"
-               "    ended = []\n"
-               "    try: main(words)\n"
-               "    except SystemExit as end: ended = [end.code]\n"
-               "    everyone = MPI.COMM_WORLD.gather(ended)\n"
-               "    for stream in (sys.stdout, sys.stderr):\n"
-               "        if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=stream, flush=True)\n")
+    program = (
+        "import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
+        f"for words in {calls!r}:\n"
+        "    ended = []\n"
+        "    try: main(words)\n"
+        "    except SystemExit as end: ended = [end.code]\n"
+        "    everyone = MPI.COMM_WORLD.gather(ended)\n"
+        "    for stream in (sys.stdout, sys.stderr):\n"
+        "        if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=stream, flush=True)\n"
+    )
     done = python_ranks(ranks, program, folder)
-    said, printed = (stream.split(f"=== {[[code]] * ranks}\n") for stream in (done.stderr, done.stdout))
+    said, printed = (
+        stream.split(f"=== {[[code]] * ranks}\n") for stream in (done.stderr, done.stdout)
+    )
     assert len(said) == len(printed) == len(calls) + 1, done.stderr[-2000:] + done.stdout[-2000:]
     return said[:-1], printed[:-1]
 

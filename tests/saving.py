@@ -6,14 +6,29 @@ from mpitrain.run.checkpoint import save_load
 def save(folder, trainer, done, keep):
     """Write one as a run does."""
     trainer.settle()
-    return save_load.save(folder, trainer.replication.kept(), trainer.storage, trainer.transport, trainer.backend, done,
-                           trainer.resolved.axes._asdict(), trainer.replication.scalars(), keep)
+    return save_load.save(
+        folder,
+        trainer.replication.kept(),
+        trainer.storage,
+        trainer.transport,
+        trainer.backend,
+        done,
+        trainer.resolved.axes._asdict(),
+        trainer.replication.scalars(),
+        keep,
+    )
 
 
 def load(path, trainer):
     """Read one as a run does; returns what was loaded."""
     found = save_load.read_beside(trainer.transport, path)
-    found = save_load.load(found, trainer.replication.kept(), trainer.storage, trainer.transport, trainer.backend,
-                            trainer.resolved.axes._asdict())
+    found = save_load.load(
+        found,
+        trainer.replication.kept(),
+        trainer.storage,
+        trainer.transport,
+        trainer.backend,
+        trainer.resolved.axes._asdict(),
+    )
     trainer.replication.restore(found.manifest.scalars)
     return found

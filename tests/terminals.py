@@ -22,7 +22,7 @@ def rendered(data, columns):
         elif piece == "\n":
             row, column = row + 1, column if column < columns else columns - 1
         elif piece == "\x1b[K":
-            rows[row][min(column, columns - 1):] = []
+            rows[row][min(column, columns - 1) :] = []
         elif piece == "\x1b[A":
             row = max(0, row - 1)
         elif not piece.startswith("\x1b"):
@@ -30,7 +30,7 @@ def rendered(data, columns):
                 row, column = row + 1, 0
             rows += [[] for _ in range(row + 1 - len(rows))]
             rows[row] += [" "] * (column - len(rows[row]))
-            rows[row][column:column + 1], column = [piece], column + 1
+            rows[row][column : column + 1], column = [piece], column + 1
         rows += [[] for _ in range(row + 1 - len(rows))]
     return ["".join(row).rstrip() for row in rows]
 
@@ -42,7 +42,9 @@ def on_a_terminal(words, columns=80, seen=lambda data, job: None, **more):
     """
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, columns))
-    job = subprocess.Popen([*map(str, words)], **{"stdin": slave, "stdout": slave, "stderr": slave} | more)
+    job = subprocess.Popen(
+        [*map(str, words)], **{"stdin": slave, "stdout": slave, "stderr": slave} | more
+    )
     os.close(slave)
     data, until = b"", time.monotonic() + SECONDS
     while True:
@@ -50,7 +52,7 @@ def on_a_terminal(words, columns=80, seen=lambda data, job: None, **more):
         if select.select([master], [], [], 0.05)[0]:
             try:
                 data += os.read(master, 1 << 16)
-            except OSError:    # the other end is closed
+            except OSError:  # the other end is closed
                 break
             seen(data, job)
         elif has_ended:

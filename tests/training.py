@@ -8,10 +8,26 @@ from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
 STEPS = 20
-TINY = ["model.layers=2", "model.width=16", "model.heads=2", "model.context=16", "batch.size=12", "run.steps=20",
-        "optimizer.warmup=3", "optimizer.lr=0.01", "replication.bucket_mb=0.004"]
-MLP = ["data.source=digits", "model.kind=mlp", "model.layers=2", "model.width=24", "batch.size=32", "run.steps=20",
-       "optimizer.lr=0.01"]
+TINY = [
+    "model.layers=2",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=16",
+    "batch.size=12",
+    "run.steps=20",
+    "optimizer.warmup=3",
+    "optimizer.lr=0.01",
+    "replication.bucket_mb=0.004",
+]
+MLP = [
+    "data.source=digits",
+    "model.kind=mlp",
+    "model.layers=2",
+    "model.width=24",
+    "batch.size=32",
+    "run.steps=20",
+    "optimizer.lr=0.01",
+]
 
 
 def configured(*settings):

@@ -74,7 +74,7 @@ def collect(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
     for compute in ("float32", "bfloat16"):
         try:
             settings = config(kind, compute, layers=1)
-        except MpitrainError:    # which the part that trains says
+        except MpitrainError:  # which the part that trains says
             continue
         run_ranks(1, step, kind, settings)
     return collector.found
@@ -120,13 +120,20 @@ def main(kind: str) -> None:
     found = collect(kind, kernels.engine)
     collected, processes = time.perf_counter() - start, min(PROCESSES, processors())
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        jobs = [(stem, macros, pool.submit(compile_one, kind, capability, stem, macros, kernel))
-                for (stem, macros), kernel in found.items()]
+        jobs = [
+            (stem, macros, pool.submit(compile_one, kind, capability, stem, macros, kernel))
+            for (stem, macros), kernel in found.items()
+        ]
         wrong = [(stem, macros, said) for stem, macros, job in jobs if (said := job.result())]
     for stem, macros, said in wrong:
-        emit(f"{stem} does not compile: {said.splitlines()[-1][:80]}", ok=False, macros=dict(macros))
-    emit(f"{len(found)} modules compiled by {processes} processes, found in {collected:.1f} s",
-         micro(time.perf_counter() - start - collected), ok=bool(found))
+        emit(
+            f"{stem} does not compile: {said.splitlines()[-1][:80]}", ok=False, macros=dict(macros)
+        )
+    emit(
+        f"{len(found)} modules compiled by {processes} processes, found in {collected:.1f} s",
+        micro(time.perf_counter() - start - collected),
+        ok=bool(found),
+    )
 
 
 if __name__ == "__main__":

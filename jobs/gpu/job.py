@@ -77,7 +77,7 @@ class Results:
 
     def add(self, part: str, row: dict[str, Any]) -> None:
         """Write a result, and print the table."""
-        if self._device != "cuda":    # there times say nothing about a GPU
+        if self._device != "cuda":  # there times say nothing about a GPU
             row = row | {"required": None}
         with self._path.open("a") as file:
             file.write(json.dumps({"part": part, **row}) + "\n")
@@ -87,7 +87,10 @@ class Results:
 
     def note(self, part: str, what: str, ok: bool) -> None:
         """A result in words alone."""
-        self.add(part, {"what": what, "ours": "-", "peer": "-", "ratio": None, "required": None, "ok": ok})
+        self.add(
+            part,
+            {"what": what, "ours": "-", "peer": "-", "ratio": None, "required": None, "ok": ok},
+        )
 
     @property
     def misses(self) -> int:
@@ -98,7 +101,13 @@ class Results:
 def command(part: Part, device: str, folder: Path) -> list[str]:
     """What starts a part."""
     start = ["mpirun", "-n", str(part.ranks)] if part.ranks else []
-    return [*start, sys.executable, str(HERE / part.program), device, *(word.format(folder=folder) for word in part.words)]
+    return [
+        *start,
+        sys.executable,
+        str(HERE / part.program),
+        device,
+        *(word.format(folder=folder) for word in part.words),
+    ]
 
 
 def run(part: Part, words: Sequence[str], seconds: float, results: Results, log: Path) -> None:
@@ -110,15 +119,24 @@ def run(part: Part, words: Sequence[str], seconds: float, results: Results, log:
         child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, start_new_session=True)
         assert child.stdout is not None
         try:
-            found, ended = listen(child, time.monotonic() + seconds, lambda row: results.add(part.name, row), file)
+            found, ended = listen(
+                child, time.monotonic() + seconds, lambda row: results.add(part.name, row), file
+            )
         finally:
             if child.poll() is None or part.ranks:
                 stop(child)
     if not ended:
         results.note(part.name, f"{part.name}: stopped after its {seconds:.0f} s", False)
     elif child.returncode or not found:
-        said = [line.strip() for line in log.read_bytes()[begins:].decode(errors="replace").splitlines() if line.strip()]
-        word = next((line for line in reversed(said) if "Error" in line or "error:" in line), said[-1] if said else "no result")
+        said = [
+            line.strip()
+            for line in log.read_bytes()[begins:].decode(errors="replace").splitlines()
+            if line.strip()
+        ]
+        word = next(
+            (line for line in reversed(said) if "Error" in line or "error:" in line),
+            said[-1] if said else "no result",
+        )
         results.note(part.name, f"{part.name}: exit code {child.returncode}: {word[:110]}", False)
 
 
@@ -168,9 +186,13 @@ def main(mode: str, device: str, folder: Path, since: float) -> int:
     for part in MODES[mode]:
         left = LIMIT * factor - (time.time() - since)
         if part.ranks and not has_mpi:
-            results.note(part.name, f"{part.name}: skipped, there is no MPI here (mpirun and mpi4py)", True)
+            results.note(
+                part.name, f"{part.name}: skipped, there is no MPI here (mpirun and mpi4py)", True
+            )
         elif left < 5:
-            results.note(part.name, f"{part.name}: not begun, the seconds of the job are over", False)
+            results.note(
+                part.name, f"{part.name}: not begun, the seconds of the job are over", False
+            )
         else:
             run(part, command(part, device, folder), min(part.seconds * factor, left), results, log)
     return 1 if results.misses else 0

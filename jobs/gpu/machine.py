@@ -30,8 +30,12 @@ def version(module: str) -> str:
 def described(kind: str) -> str:
     """The device and its driver."""
     if kind == "cuda" and shutil.which("nvidia-smi"):
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
-                              capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
         return done.stdout.strip().replace("\n", "; ") or "nvidia-smi says nothing"
     return kind
 
@@ -39,14 +43,22 @@ def described(kind: str) -> str:
 def main(kind: str) -> None:
     """Three results."""
     modules = ["numpy", "torch", *(["cupy"] if kind == "cuda" else [])]
-    emit(f"{described(kind)}; {processors()} cores, Python {platform.python_version()}, {', '.join(map(version, modules))}")
+    emit(
+        f"{described(kind)}; {processors()} cores, Python {platform.python_version()}, {', '.join(map(version, modules))}"
+    )
     start = time.perf_counter()
     device = device_for(kind)
     x = np.random.default_rng(0).standard_normal((64, 768)).astype(np.float32)
     gain, arena = device.backend.from_host(np.ones(768, np.float32)), device.arena()
-    y = device.backend.to_host(device.ops.layer_norm(device.backend.from_host(x), gain, gain, arena)[0])
+    y = device.backend.to_host(
+        device.ops.layer_norm(device.backend.from_host(x), gain, gain, arena)[0]
+    )
     truth = reference.layer_norm(x, np.ones(768, np.float32), np.ones(768, np.float32), None)[0]
-    emit("the first launch, from nothing", micro(time.perf_counter() - start), ok=bool(np.abs(y - truth).max() < 1e-4))
+    emit(
+        "the first launch, from nothing",
+        micro(time.perf_counter() - start),
+        ok=bool(np.abs(y - truth).max() < 1e-4),
+    )
     copy = next(measure(device))
     emit("copy", f"{copy.rate:,.1f} GB/s", ok=copy.wrong == 0, rate=copy.rate)
 

@@ -17,15 +17,32 @@ OF_A_COPY, OF_THE_PEER = 0.85, 1 / 1.5
 def report(row: Row, copy: float) -> None:
     """One kernel."""
     if row.unit == "GB/s":
-        emit(f"{row.name} against a copy{wrong_words(row.wrong)}", f"{row.rate:,.1f} GB/s", f"{copy:,.1f} GB/s",
-             ratio=row.rate / copy, required=OF_A_COPY, ok=row.wrong == 0)
+        emit(
+            f"{row.name} against a copy{wrong_words(row.wrong)}",
+            f"{row.rate:,.1f} GB/s",
+            f"{copy:,.1f} GB/s",
+            ratio=row.rate / copy,
+            required=OF_A_COPY,
+            ok=row.wrong == 0,
+        )
     elif row.name.startswith("attention"):
         has_peer = row.peer_us == row.peer_us
-        emit(f"{row.name} against scaled_dot_product_attention{wrong_words(row.wrong)}", micro(row.time_us / 1e6),
-             micro(row.peer_us / 1e6) if has_peer else "-", ratio=row.peer_us / row.time_us if has_peer else None,
-             required=OF_THE_PEER if has_peer else None, ok=row.wrong == 0, gflops=row.rate)
+        emit(
+            f"{row.name} against scaled_dot_product_attention{wrong_words(row.wrong)}",
+            micro(row.time_us / 1e6),
+            micro(row.peer_us / 1e6) if has_peer else "-",
+            ratio=row.peer_us / row.time_us if has_peer else None,
+            required=OF_THE_PEER if has_peer else None,
+            ok=row.wrong == 0,
+            gflops=row.rate,
+        )
     else:
-        emit(f"{row.name}{wrong_words(row.wrong)}", micro(row.time_us / 1e6), ok=row.wrong == 0, gflops=row.rate)
+        emit(
+            f"{row.name}{wrong_words(row.wrong)}",
+            micro(row.time_us / 1e6),
+            ok=row.wrong == 0,
+            gflops=row.rate,
+        )
 
 
 def main(kind: str) -> None:

@@ -16,8 +16,10 @@ from mpitrain.ops.cuda import product
 from mpitrain.ops.device import device_for
 
 REQUIRED = {"float32": 0.9, "bfloat16": 0.7}
-WORDS = {"NT+gelu": " + bias + GELU, against library and a kernel",
-         "TN+sums": " + bias gradient, against library and kernels"}
+WORDS = {
+    "NT+gelu": " + bias + GELU, against library and a kernel",
+    "TN+sums": " + bias gradient, against library and kernels",
+}
 
 
 def report(row: Row, used: dict[str, int]) -> None:
@@ -25,9 +27,16 @@ def report(row: Row, used: dict[str, int]) -> None:
     required = 1.0 if "+" in row.product else REQUIRED[row.dtype]
     words = WORDS.get(row.product, " against library") + wrong_words(row.wrong)
     taken = f"; {used['registers']} registers, {used['local_bytes']} bytes spilled" if used else ""
-    emit(f"{row.product[:2]} {row.m}x{row.n}x{row.k} {row.dtype}{words}, tile {row.plan}{taken}", micro(row.time_us / 1e6),
-         micro(row.library_us / 1e6), ratio=row.library_us / row.time_us, required=required, ok=row.wrong == 0,
-         gflops=row.gflops, **used)
+    emit(
+        f"{row.product[:2]} {row.m}x{row.n}x{row.k} {row.dtype}{words}, tile {row.plan}{taken}",
+        micro(row.time_us / 1e6),
+        micro(row.library_us / 1e6),
+        ratio=row.library_us / row.time_us,
+        required=required,
+        ok=row.wrong == 0,
+        gflops=row.gflops,
+        **used,
+    )
 
 
 class Noting:
@@ -56,7 +65,9 @@ def main(kind: str) -> None:
     assert device.kernels is not None
     for shape, dtype, name in all_products(kind):
         engine = Noting(device.kernels.engine)
-        noting = device._replace(kernels=Kernels(engine), multiply=partial(product.gemm, table=table()))
+        noting = device._replace(
+            kernels=Kernels(engine), multiply=partial(product.gemm, table=table())
+        )
         for row in measure(noting, [shape], [dtype], [name]):
             report(row, engine.used())
 

@@ -47,24 +47,44 @@ def main(kind: str) -> None:
     if kind != "cuda" or not shutil.which("ncu"):
         emit(f"ncu: skipped, {'it is not installed' if kind == 'cuda' else 'there is no GPU here'}")
         return
-    words = ["ncu", "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), sys.executable, __file__, kind, "launch"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+    words = [
+        "ncu",
+        "--clock-control",
+        "none",
+        "--csv",
+        "--metrics",
+        ",".join(METRICS),
+        sys.executable,
+        __file__,
+        kind,
+        "launch",
+    ]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
         assert child.stdout is not None
         text = child.stdout.read()
     print(text, flush=True)
     start = text.find('"ID"')
     if start < 0:
-        emit(f"ncu: refused: {next((line for line in text.splitlines() if 'ERROR' in line), 'no profile')[:100]}")
+        emit(
+            f"ncu: refused: {next((line for line in text.splitlines() if 'ERROR' in line), 'no profile')[:100]}"
+        )
         return
     found: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(io.StringIO(text[start:])):
         if row.get("Metric Name") in METRICS:
-            found.setdefault(f"{row['ID']} {row['Kernel Name']}", {})[METRICS[row["Metric Name"]]] = row["Metric Value"]
+            found.setdefault(f"{row['ID']} {row['Kernel Name']}", {})[
+                METRICS[row["Metric Name"]]
+            ] = row["Metric Value"]
     for name, facts in found.items():
         numbers = {key: float(value.replace(",", "")) for key, value in facts.items()}
-        emit(f"profile of {name[:60]}: {numbers.get('sm', 0):.0f}% of peak, memory {numbers.get('memory', 0):.0f}%, "
-             f"{numbers.get('registers', 0):.0f} registers, {numbers.get('occupancy', 0):.0f}% of warps",
-             micro(numbers.get("ns", 0) / 1e9), **numbers)
+        emit(
+            f"profile of {name[:60]}: {numbers.get('sm', 0):.0f}% of peak, memory {numbers.get('memory', 0):.0f}%, "
+            f"{numbers.get('registers', 0):.0f} registers, {numbers.get('occupancy', 0):.0f}% of warps",
+            micro(numbers.get("ns", 0) / 1e9),
+            **numbers,
+        )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,16 @@ import json
 from typing import Any
 
 
-def emit(what: str, ours: str = "-", peer: str = "-", *, ratio: float | None = None, required: float | None = None,
-         ok: bool = True, **facts: Any) -> None:
+def emit(
+    what: str,
+    ours: str = "-",
+    peer: str = "-",
+    *,
+    ratio: float | None = None,
+    required: float | None = None,
+    ok: bool = True,
+    **facts: Any,
+) -> None:
     """Print a result.
 
     what          in words; `ours` and `peer` with their units
@@ -14,7 +22,15 @@ def emit(what: str, ours: str = "-", peer: str = "-", *, ratio: float | None = N
     ok            False if something is wrong, whatever the ratio
     facts         numbers beside it, for whoever reads the file
     """
-    line = {"what": what, "ours": ours, "peer": peer, "ratio": ratio, "required": required, "ok": ok, **facts}
+    line = {
+        "what": what,
+        "ours": ours,
+        "peer": peer,
+        "ratio": ratio,
+        "required": required,
+        "ok": ok,
+        **facts,
+    }
     print(json.dumps(line), flush=True)
 
 

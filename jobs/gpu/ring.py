@@ -52,7 +52,9 @@ def measure(host: Any, device: Any, what: str, way: str) -> None:
     mine = np.arange(array.size, dtype=np.float32) % 1009 + host.rank
     truth = host.size * (mine - host.rank) + sum(range(host.size))
     original = backend.from_host(mine)
-    reduction = Group(transport, "shared" if way == "ipc" else "ring", arithmetic=arithmetic_of(device)).bind(array)
+    reduction = Group(
+        transport, "shared" if way == "ipc" else "ring", arithmetic=arithmetic_of(device)
+    ).bind(array)
     if way == "ipc" and reduction.algorithm != "shared":
         refuse(host, f"{what}: refused by the driver, {reduction.algorithm} stands in")
     times, wrong = [], 0
@@ -69,8 +71,11 @@ def measure(host: Any, device: Any, what: str, way: str) -> None:
     everywhere = sum(host.gather_text(wrong))
     bus = 2 * (host.size - 1) / host.size * array.nbytes / seconds / 1e9
     if host.rank == 0:
-        emit(f"{what}, {array.nbytes:,} bytes, {bus:.2f} GB/s bus bandwidth{wrong_words(everywhere)}", micro(seconds),
-             ok=everywhere == 0)
+        emit(
+            f"{what}, {array.nbytes:,} bytes, {bus:.2f} GB/s bus bandwidth{wrong_words(everywhere)}",
+            micro(seconds),
+            ok=everywhere == 0,
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def is_short(row: dict[str, Any]) -> bool:
     """Whether a ratio is less than it must be, or is not known though one is required."""
-    return row["required"] is not None and not (row["ratio"] is not None and row["ratio"] >= row["required"])
+    return row["required"] is not None and not (
+        row["ratio"] is not None and row["ratio"] >= row["required"]
+    )
 
 
 def misses(rows: Iterable[dict[str, Any]]) -> int:
@@ -35,12 +37,19 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     width = min(WIDEST, max((len(row["what"]) for row in rows), default=4))
     lines = [f"{'what':<{width}}  {'ours':>16} {'peer':>16} {'ratio':>7} {'required':>8}"]
     for row in rows:
-        ratio, required = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "required"))
+        ratio, required = (
+            "-" if row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "required")
+        )
         mark = "  failed" if not row["ok"] else "  short" if is_short(row) else ""
         first, *rest = wrap(row["what"], width) or [""]
-        lines += [f"{first:<{width}}  {row['ours']:>16} {row['peer']:>16} {ratio:>7} {required:>8}{mark}",
-                  *(f"  {line}" for line in rest)]
-    return [*lines, f"{len(rows)} lines, {misses(rows)} of them short of what is required, or failed"]
+        lines += [
+            f"{first:<{width}}  {row['ours']:>16} {row['peer']:>16} {ratio:>7} {required:>8}{mark}",
+            *(f"  {line}" for line in rest),
+        ]
+    return [
+        *lines,
+        f"{len(rows)} lines, {misses(rows)} of them short of what is required, or failed",
+    ]
 
 
 if __name__ == "__main__":

@@ -38,7 +38,12 @@ class Times(NamedTuple):
 class Events:
     """Marks the device's time by PyTorch's or CuPy's events; where there is no GPU, by the host's clock."""
 
-    def __init__(self, make: Callable[[], Any] | None, elapsed_ms: Callable[[Any, Any], float], wait: Callable[[], None]):
+    def __init__(
+        self,
+        make: Callable[[], Any] | None,
+        elapsed_ms: Callable[[Any, Any], float],
+        wait: Callable[[], None],
+    ):
         self._make, self._elapsed_ms, self._wait = make, elapsed_ms, wait
 
     def times(self, step: Callable[[int], Any], indices: range) -> tuple[list[float], list[float]]:
@@ -79,14 +84,30 @@ class Rival:
 
         m, o = settings.model, settings.optimizer
         self._torch, self._place, self._settings = torch, placed(kind), settings
-        self.model = GPT(vocab=vocabulary, context=m.context, width=m.width, heads=m.heads, depth=m.layers, tied=m.tied)
+        self.model = GPT(
+            vocab=vocabulary,
+            context=m.context,
+            width=m.width,
+            heads=m.heads,
+            depth=m.layers,
+            tied=m.tied,
+        )
         copy_weights(tensors, self.model)
         self.model.to(self._place)
-        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == decays],
-                   "weight_decay": o.weight_decay * decays} for decays in (True, False)]
-        self._optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.epsilon, fused=True)
+        groups = [
+            {
+                "params": [p for p in self.model.parameters() if (p.dim() > 1) == decays],
+                "weight_decay": o.weight_decay * decays,
+            }
+            for decays in (True, False)
+        ]
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.epsilon, fused=True
+        )
         is_half = settings.precision.compute == "bfloat16"
-        self._cast = (lambda: torch.autocast(self._place.type, torch.bfloat16)) if is_half else nullcontext
+        self._cast = (
+            (lambda: torch.autocast(self._place.type, torch.bfloat16)) if is_half else nullcontext
+        )
         self.losses: list[float] = []
         self._last: Any = None
 
@@ -99,7 +120,9 @@ class Rival:
         if self._place.type != "cuda":
             return Events(None, lambda *_: 0.0, lambda: None)
         cuda = self._torch.cuda
-        return Events(lambda: cuda.Event(enable_timing=True), lambda a, b: a.elapsed_time(b), cuda.synchronize)
+        return Events(
+            lambda: cuda.Event(enable_timing=True), lambda a, b: a.elapsed_time(b), cuda.synchronize
+        )
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> None:
         """As ours: the loss is read at its end."""
@@ -125,8 +148,15 @@ def compare(transport: Any, kind: str, compute: str) -> Callable[[], None] | Non
         return None
     losses: list[float] = []
     size = settings.batch.size
-    rows = [job.data.batch(0, index, size, range(size)) for index in range(WARM_UP + BLOCKS[kind] * STEPS[kind])]
-    rival = Rival(kind, settings, job.data.inputs, job.trainer.tensors()) if find_spec("torch") else None
+    rows = [
+        job.data.batch(0, index, size, range(size))
+        for index in range(WARM_UP + BLOCKS[kind] * STEPS[kind])
+    ]
+    rival = (
+        Rival(kind, settings, job.data.inputs, job.trainer.tensors())
+        if find_spec("torch")
+        else None
+    )
 
     def ours(index: int) -> None:
         losses.append(job.trainer.step(index, *rows[index]).loss)
@@ -140,15 +170,29 @@ def compare(transport: Any, kind: str, compute: str) -> Callable[[], None] | Non
         emit(f"{what}, {words}: PyTorch is not installed", milli(found[0].event), **facts(found))
         return None
     apart = max(abs(a - b) for a, b in zip(losses, rival.losses, strict=True))
-    emit(f"{what}, {words}, against PyTorch eager, losses {apart:.0e} apart", *(milli(times.event) for times in found),
-         ratio=found[1].event / found[0].event, required=1.0, ok=apart <= APART[compute], **facts(found))
-    emit(f"{what}, the host's part", *(milli(times.host) for times in found), ratio=found[1].host / found[0].host)
+    emit(
+        f"{what}, {words}, against PyTorch eager, losses {apart:.0e} apart",
+        *(milli(times.event) for times in found),
+        ratio=found[1].event / found[0].event,
+        required=1.0,
+        ok=apart <= APART[compute],
+        **facts(found),
+    )
+    emit(
+        f"{what}, the host's part",
+        *(milli(times.host) for times in found),
+        ratio=found[1].host / found[0].host,
+    )
 
     def again() -> None:
         rival.compiled()
         found = measured(kind, sides)
-        emit(f"{what}, against torch.compile", *(milli(times.event) for times in found), ratio=found[1].event / found[0].event,
-             **facts(found))
+        emit(
+            f"{what}, against torch.compile",
+            *(milli(times.event) for times in found),
+            ratio=found[1].event / found[0].event,
+            **facts(found),
+        )
 
     return again if kind == "cuda" else None
 

@@ -23,9 +23,14 @@ def main(kind: str, path: Path) -> None:
             measured.append(best)
             write_tiles(path, device.kernels.engine.name, measured)
             tile = "x".join(map(str, best.tiling.tile[:3])) + f"/{best.tiling.splits}"
-            emit(f"{best.stored} {best.m}x{best.n}x{best.k} {best.elements}: {tile} of {row.tried} tiles, against the usual one"
-                 f"{wrong_words(row.wrong)}", micro(row.time_us / 1e6), micro(row.usual_us / 1e6),
-                 ratio=row.usual_us / row.time_us, ok=row.wrong == 0)
+            emit(
+                f"{best.stored} {best.m}x{best.n}x{best.k} {best.elements}: {tile} of {row.tried} tiles, against the usual one"
+                f"{wrong_words(row.wrong)}",
+                micro(row.time_us / 1e6),
+                micro(row.usual_us / 1e6),
+                ratio=row.usual_us / row.time_us,
+                ok=row.wrong == 0,
+            )
 
 
 if __name__ == "__main__":

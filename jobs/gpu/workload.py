@@ -24,14 +24,20 @@ class Products(NamedTuple):
     products: tuple[str, ...]
 
 
-FORMS = ("NT", "NN", "TN")    # forward, input half, weight half
+FORMS = ("NT", "NN", "TN")  # forward, input half, weight half
 PRODUCTS = {
     # A cube; of 8 sequences of 1024 tokens the layers of GPT-2 124M, their gradients and its logits.
-    "cuda": (Products((4096, 4096, 4096), FORMS), Products((8192, 3072, 768), ("NT", "NT+gelu")),
-             Products((8192, 768, 3072), ("NT", "NN")), Products((3072, 768, 8192), ("TN", "TN+sums")),
-             Products((8192, VOCABULARY, 768), ("NT",)), Products((8192, 768, VOCABULARY), ("NN",)),
-             Products((VOCABULARY, 768, 8192), ("TN",)), Products((768, 768, 8192), ("TN",)),
-             Products((8192, 2304, 768), ("NT",))),
+    "cuda": (
+        Products((4096, 4096, 4096), FORMS),
+        Products((8192, 3072, 768), ("NT", "NT+gelu")),
+        Products((8192, 768, 3072), ("NT", "NN")),
+        Products((3072, 768, 8192), ("TN", "TN+sums")),
+        Products((8192, VOCABULARY, 768), ("NT",)),
+        Products((8192, 768, VOCABULARY), ("NN",)),
+        Products((VOCABULARY, 768, 8192), ("TN",)),
+        Products((768, 768, 8192), ("TN",)),
+        Products((8192, 2304, 768), ("NT",)),
+    ),
     "cuda-sim": (Products((33, 20, 41), ("NT", "TN+sums")),),
 }
 DTYPES = ("float32", "bfloat16")
@@ -65,7 +71,13 @@ def config(kind: str, compute: str, layers: int = 0) -> Config:
 
     raises  ConfigError for what this version does not train
     """
-    changes = [*MODELS[kind].split(), f"device.kind={kind}", f"precision.compute={compute}", "optimizer.clip=0", "run.steps=1000"]
+    changes = [
+        *MODELS[kind].split(),
+        f"device.kind={kind}",
+        f"precision.compute={compute}",
+        "optimizer.clip=0",
+        "run.steps=1000",
+    ]
     if os.environ.get("TILES"):
         changes.append(f"device.tiles={os.environ['TILES']}")
     return parse(with_settings({}, [*changes, *([f"model.layers={layers}"] if layers else [])]))
@@ -74,15 +86,22 @@ def config(kind: str, compute: str, layers: int = 0) -> Config:
 def source(kind: str, settings: Config) -> TokenSource:
     """Tokens drawn at random."""
     context, vocabulary = settings.model.context, VOCABULARIES[kind]
-    tokens = np.random.default_rng(0).integers(vocabulary, size=100 * (context + 1)).astype(np.uint16)
+    tokens = (
+        np.random.default_rng(0).integers(vocabulary, size=100 * (context + 1)).astype(np.uint16)
+    )
     return TokenSource(tokens, vocabulary, context, "random tokens")
 
 
-def operands(shape: tuple[int, int, int], dtype: Any, stored: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def operands(
+    shape: tuple[int, int, int], dtype: Any, stored: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """a, b, c of a product, not filled."""
     m, n, k = shape
-    return (np.empty((k, m) if stored[0] == "T" else (m, k), dtype), np.empty((n, k) if stored[1] == "T" else (k, n), dtype),
-            np.empty((m, n), dtype))
+    return (
+        np.empty((k, m) if stored[0] == "T" else (m, k), dtype),
+        np.empty((n, k) if stored[1] == "T" else (k, n), dtype),
+        np.empty((m, n), dtype),
+    )
 
 
 def multiply(kernels: Any, arena: Any, shape: tuple[int, int, int], dtype: Any, name: str) -> None:
@@ -90,8 +109,21 @@ def multiply(kernels: Any, arena: Any, shape: tuple[int, int, int], dtype: Any, 
     a, b, c = operands(shape, dtype, name[:2])
     extras: dict[str, Any] = {}
     if name.endswith("+gelu"):
-        extras = {"bias": np.empty(shape[1], dtype), "activation": "gelu", "saved": np.empty_like(c)}
+        extras = {
+            "bias": np.empty(shape[1], dtype),
+            "activation": "gelu",
+            "saved": np.empty_like(c),
+        }
     elif name.endswith("+sums"):
         extras = {"row_sums": np.empty(shape[0], np.float32)}
     for one in (partial(product.gemm, table=table()), product.library):
-        one(kernels, arena, a, b, c, transposed_a=name[0] == "T", transposed_b=name[1] == "T", **extras)
+        one(
+            kernels,
+            arena,
+            a,
+            b,
+            c,
+            transposed_a=name[0] == "T",
+            transposed_b=name[1] == "T",
+            **extras,
+        )

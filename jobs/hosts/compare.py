@@ -15,7 +15,9 @@ CODED = {"wire fp16": 516 / 1024, "wire bf16": 1 / 2}  # bytes that a byte of fl
 folder = Path(sys.argv[1])
 times: dict[str, dict[int, float]] = {}
 bounds, stars, mbit = {}, {}, {}
-print(f"{'hosts':>5} {'B MB/s':>7} {'algorithm':<17} {'ms':>9} {'bound ms':>9} {'ratio':>6} {'ring is':>9}")
+print(
+    f"{'hosts':>5} {'B MB/s':>7} {'algorithm':<17} {'ms':>9} {'bound ms':>9} {'ratio':>6} {'ring is':>9}"
+)
 for n in sorted(set(map(int, sys.argv[2:]))):
     path = folder / f"{n}.json"
     rate = float(path.with_suffix(".rate").read_text())
@@ -28,8 +30,10 @@ for n in sorted(set(map(int, sys.argv[2:]))):
         times.setdefault(name, {})[n] = ms
         bound = stars[n] if name == "star" else bounds[n] * CODED.get(name, 1)
         against_ring = rows["ring"]["time_us"] / 1e3 / ms
-        print(f"{n:5} {rate / 1e6:7.2f} {name:<17} {ms:9.1f} {bound:9.1f} {ms / bound:6.2f} {against_ring:8.2f}x"
-              + (f"  {row['wrong']} WRONG" if row["wrong"] else ""))
+        print(
+            f"{n:5} {rate / 1e6:7.2f} {name:<17} {ms:9.1f} {bound:9.1f} {ms / bound:6.2f} {against_ring:8.2f}x"
+            + (f"  {row['wrong']} WRONG" if row["wrong"] else "")
+        )
     mbit[n] = rate * 8 / 1e6
 print(f"{results['header']['mpi']}; star's bound is 2(n-1) S/B, that of fp16 516/1024 of a ring's")
 
@@ -40,17 +44,33 @@ except ImportError:
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
-styles: dict[str, dict[str, Any]] = {  # ring and halving-doubling nearly coincide: one is broad, the other lies on it
-    "star": {"color": "#d55e00"}, "native": {"color": "#7f7f7f"}, "halving-doubling": {"color": "#9ecae1", "linewidth": 7},
-    "ring": {"color": "#08306b"}, "wire fp16": {"color": "#009e73"},
+styles: dict[
+    str, dict[str, Any]
+] = {  # ring and halving-doubling nearly coincide: one is broad, the other lies on it
+    "star": {"color": "#d55e00"},
+    "native": {"color": "#7f7f7f"},
+    "halving-doubling": {"color": "#9ecae1", "linewidth": 7},
+    "ring": {"color": "#08306b"},
+    "wire fp16": {"color": "#009e73"},
 }
 figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
 for name, style in styles.items():
-    axes.plot(list(times[name]), [times[name][n] / bounds[n] for n in times[name]], marker="o", label=name, **style)
-axes.plot(list(bounds), [1] * len(bounds), "k:", label="bound: 2(n-1)/n of the array through one link")
-axes.set(ylabel="time over the bound", ylim=(0, None),
-         xlabel=f"{results['header']['mpi']}; hosts are namespaces of one machine of {results['header']['cores']} cores",
-         title="All-reduce of 8 MiB: a star's root is the bottleneck, a ring has none")
+    axes.plot(
+        list(times[name]),
+        [times[name][n] / bounds[n] for n in times[name]],
+        marker="o",
+        label=name,
+        **style,
+    )
+axes.plot(
+    list(bounds), [1] * len(bounds), "k:", label="bound: 2(n-1)/n of the array through one link"
+)
+axes.set(
+    ylabel="time over the bound",
+    ylim=(0, None),
+    xlabel=f"{results['header']['mpi']}; hosts are namespaces of one machine of {results['header']['cores']} cores",
+    title="All-reduce of 8 MiB: a star's root is the bottleneck, a ring has none",
+)
 axes.set_xticks(list(bounds), labels=[f"{n} hosts\n{mbit[n]:.0f} Mbit/s" for n in bounds])
 axes.grid(alpha=0.3)
 axes.legend()

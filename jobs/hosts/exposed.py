@@ -68,33 +68,61 @@ def seconds(transport, trainer, steps):
 
 def measure(transport, units, elements, milliseconds, blocks, steps):
     """Print the table; how many modes expose too much."""
+
     def trainer(where, *settings):
-        model = [Unit(f"unit{number}", Sleeping(elements, milliseconds / 1e3)) for number in range(units)]
-        return Trainer(where, model, parse(with_settings({}, [
-            "device.kind=cpu", "optimizer.name=sgd", "replication.algorithm=ring", f"batch.size={where.size}",
-            f"replication.bucket_mb={4e-6 * elements}", *settings])))
+        model = [
+            Unit(f"unit{number}", Sleeping(elements, milliseconds / 1e3)) for number in range(units)
+        ]
+        return Trainer(
+            where,
+            model,
+            parse(
+                with_settings(
+                    {},
+                    [
+                        "device.kind=cpu",
+                        "optimizer.name=sgd",
+                        "replication.algorithm=ring",
+                        f"batch.size={where.size}",
+                        f"replication.bucket_mb={4e-6 * elements}",
+                        *settings,
+                    ],
+                )
+            ),
+        )
 
     sides = {("alone", ""): trainer(transport.split(transport.rank))}
     for name, stage in MODES.items():
         for overlap in ("true", "false"):
-            sides[name, overlap] = trainer(transport, f"replication.zero={stage}", f"replication.overlap={overlap}")
+            sides[name, overlap] = trainer(
+                transport, f"replication.zero={stage}", f"replication.overlap={overlap}"
+            )
     times: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
     for _ in range(blocks):
         for side, made in sides.items():
             times[side].append(seconds(transport, made, steps))
     if transport.rank:
         return 0
-    print(f"{transport.size} hosts, {units} units of {4e-6 * elements:.2f} MB, which sleep {milliseconds} ms forward and "
-          f"{2 * milliseconds} backward: {median(times['alone', '']):.3f} s alone; medians of {blocks} blocks of {steps} steps")
-    print(f"{'mode':<11} {'overlap':>9} {'without':>9} {'exposed':>9} {'without':>9}   share, least .. most of a block")
+    print(
+        f"{transport.size} hosts, {units} units of {4e-6 * elements:.2f} MB, which sleep {milliseconds} ms forward and "
+        f"{2 * milliseconds} backward: {median(times['alone', '']):.3f} s alone; medians of {blocks} blocks of {steps} steps"
+    )
+    print(
+        f"{'mode':<11} {'overlap':>9} {'without':>9} {'exposed':>9} {'without':>9}   share, least .. most of a block"
+    )
     failures = 0
     for name in MODES:
         on, off = times[name, "true"], times[name, "false"]
-        exposed = [[step - alone for step, alone in zip(side, times["alone", ""], strict=True)] for side in (on, off)]
+        exposed = [
+            [step - alone for step, alone in zip(side, times["alone", ""], strict=True)]
+            for side in (on, off)
+        ]
         shares = [a / b for a, b in zip(*exposed, strict=True)]
         failures += not median(shares) <= MOST
-        print(f"{name:<11} {median(on):7.3f} s {median(off):7.3f} s {median(exposed[0]):7.3f} s {median(exposed[1]):7.3f} s   "
-              f"{median(shares):5.0%}   {min(shares):.0%} .. {max(shares):.0%}")
+        print(
+            f"{name:<11} {median(on):7.3f} s {median(off):7.3f} s {median(exposed[0]):7.3f} s {median(exposed[1]):7.3f} s   "
+            f"{median(shares):5.0%}   {min(shares):.0%} .. {max(shares):.0%}"
+        )
     return failures
 
 

@@ -39,30 +39,56 @@ class Reductions(Ours):
 
 def measure(transport, rows, blocks, steps, changes):
     """Print the table."""
-    def job(where, *settings):
-        shape = {**SHAPE, "batch.size": rows * where.size, "replication.algorithm": "ring", "device.kind": "cpu"}
-        return build(where, parse(with_settings({}, [*(f"{key}={value}" for key, value in shape.items()), *settings, *changes])))
 
-    transport.hosts = tuple(name.replace("mth", "10.77.0.") for name in transport.hosts)  # nobody knows hosts.sh's hosts by name
+    def job(where, *settings):
+        shape = {
+            **SHAPE,
+            "batch.size": rows * where.size,
+            "replication.algorithm": "ring",
+            "device.kind": "cpu",
+        }
+        return build(
+            where,
+            parse(
+                with_settings(
+                    {}, [*(f"{key}={value}" for key, value in shape.items()), *settings, *changes]
+                )
+            ),
+        )
+
+    transport.hosts = tuple(
+        name.replace("mth", "10.77.0.") for name in transport.hosts
+    )  # nobody knows hosts.sh's hosts by name
     jobs = [job(transport, *settings) for settings in WAYS.values()]
-    sides = {"each rank alone": Ours(job(transport.split(transport.rank))), "reductions alone": Reductions(jobs[-1])}
+    sides = {
+        "each rank alone": Ours(job(transport.split(transport.rank))),
+        "reductions alone": Reductions(jobs[-1]),
+    }
     sides |= {name: Ours(job) for name, job in zip(WAYS, jobs, strict=True)}
     trainer = jobs[0].trainer
     if find_spec("torch"):
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         arrays = {entry.name: entry.view(trainer.parameters) for entry in trainer.storage.entries}
-        sides["torch DDP, gloo"] = peer_class("torch", trainer.config)(transport, trainer.config, 256, arrays)
-    results = dict(zip(sides, alternate(transport, jobs[0], list(sides.values()), blocks, steps), strict=True))
+        sides["torch DDP, gloo"] = peer_class("torch", trainer.config)(
+            transport, trainer.config, 256, arrays
+        )
+    results = dict(
+        zip(sides, alternate(transport, jobs[0], list(sides.values()), blocks, steps), strict=True)
+    )
     if transport.rank:
         return
     compute, bare = results["each rank alone"].blocks, results["reductions alone"].blocks
     megabytes = 1e-6 * trainer.storage.length * trainer.storage.dtype.itemsize
-    print(f"{transport.size} hosts, {rows} rows per rank, {megabytes:.1f} MB of gradients, "
-          f"{len(jobs[-1].trainer.replication.buckets)} buckets chosen; median of {blocks} blocks of {steps} steps, least, most")
+    print(
+        f"{transport.size} hosts, {rows} rows per rank, {megabytes:.1f} MB of gradients, "
+        f"{len(jobs[-1].trainer.replication.buckets)} buckets chosen; median of {blocks} blocks of {steps} steps, least, most"
+    )
     for name, result in results.items():
         exposed = [(s - c) / b for s, c, b in zip(result.blocks, compute, bare, strict=True)]
         share = f"   exposed {median(exposed):4.0%}" if name in WAYS else ""
-        print(f"{name:<22} {result.step_s:6.3f} s   {min(result.blocks):6.3f} .. {max(result.blocks):6.3f}{share}")
+        print(
+            f"{name:<22} {result.step_s:6.3f} s   {min(result.blocks):6.3f} .. {max(result.blocks):6.3f}{share}"
+        )
 
 
 with mpi_session() as transport:

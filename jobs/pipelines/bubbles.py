@@ -36,7 +36,11 @@ def overhead(transport: Transport, part_s: float) -> float:
     """
     alone = transport.split(transport.rank)
     assert alone is not None
-    config = configured(f"batch.micro_batches={MICRO_BATCHES}", f"batch.size={MICRO_BATCHES}", f"run.steps={WARM_UP + 1}")
+    config = configured(
+        f"batch.micro_batches={MICRO_BATCHES}",
+        f"batch.size={MICRO_BATCHES}",
+        f"run.steps={WARM_UP + 1}",
+    )
     trainer, slept = sleeper(alone, config, 1, ((part_s, 0.0),) * 3, 2)
     rows = np.zeros((MICRO_BATCHES, 1), np.float32)
     for step in range(WARM_UP + 1):
@@ -45,7 +49,9 @@ def overhead(transport: Transport, part_s: float) -> float:
         trainer.step(step, rows, rows.astype(np.int64))
     trainer.close()
     gaps = [start - end for (_, end), (start, _) in pairwise(slept)]
-    gaps = [gap for at, gap in enumerate(gaps) if at % 3 != 1]    # one instruction computes both halves of a backward here
+    gaps = [
+        gap for at, gap in enumerate(gaps) if at % 3 != 1
+    ]  # one instruction computes both halves of a backward here
     return median(gap for mine in transport.gather_text(gaps) for gap in mine)
 
 
@@ -53,8 +59,13 @@ def measured(transport: Transport, name: str, width: int, sent: Way) -> tuple[fl
     """The simulated bubble, and those of the steps."""
     stages, chunks = transport.size, CHUNKS[name]
     host_s = overhead(transport, HALF_S / chunks)
-    config = configured(f"layout.pp={stages}", f"pipeline.schedule={name}", f"batch.micro_batches={MICRO_BATCHES}",
-                        f"batch.size={MICRO_BATCHES}", f"run.steps={WARM_UP + STEPS}")
+    config = configured(
+        f"layout.pp={stages}",
+        f"pipeline.schedule={name}",
+        f"batch.micro_batches={MICRO_BATCHES}",
+        f"batch.size={MICRO_BATCHES}",
+        f"run.steps={WARM_UP + STEPS}",
+    )
     part_s, parts = HALF_S / chunks, stages * chunks
     trainer, slept = sleeper(transport, config, parts, ((part_s, 0.0),) * 3, width)
     found, rows = [], np.zeros((MICRO_BATCHES, 1), np.float32)
@@ -68,28 +79,42 @@ def measured(transport: Transport, name: str, width: int, sent: Way) -> tuple[fl
         found.append(1 - sum(end - start for start, end in spans) / (stages * took))
     plan = fused_at_the_input(trainer.resolved.plan)
     trainer.close()
-    return simulate(with_messages(plan), [Cost(part_s, part_s, part_s)] * parts, *sent, host_s).bubble, found[WARM_UP:]
+    return simulate(
+        with_messages(plan), [Cost(part_s, part_s, part_s)] * parts, *sent, host_s
+    ).bubble, found[WARM_UP:]
 
 
 def compared(transport: Transport, message: str, names: list[str]) -> bool:
     """Print a line for each schedule; whether all are near enough."""
     width = MESSAGES[message]
-    lower = transport.rank // 2 * 2    # every second boundary at once: in a pipeline, too, stages receive at the same time
+    lower = (
+        transport.rank // 2 * 2
+    )  # every second boundary at once: in a pipeline, too, stages receive at the same time
     has_peer = lower + 1 < transport.size
-    told = transport.gather_text(way(transport, np.zeros(width, np.float32), lower, lower + 1, 1) if has_peer else Way(0.0, 0.0))
+    told = transport.gather_text(
+        way(transport, np.zeros(width, np.float32), lower, lower + 1, 1)
+        if has_peer
+        else Way(0.0, 0.0)
+    )
     sent = slowest(told)
     if transport.rank == 0:
         protocol = "eagerly" if sent.is_eager else "by rendezvous"
-        print(f"{transport.size} stages, {MICRO_BATCHES} micro-batches, messages of {message}, sent {protocol}: "
-              f"{1e3 * sent.transfer:.2f} ms each beside compute, {1e3 * sent.receive:.2f} ms of the receiver's", flush=True)
+        print(
+            f"{transport.size} stages, {MICRO_BATCHES} micro-batches, messages of {message}, sent {protocol}: "
+            f"{1e3 * sent.transfer:.2f} ms each beside compute, {1e3 * sent.receive:.2f} ms of the receiver's",
+            flush=True,
+        )
     is_near = True
     for name in names:
         simulated, found = measured(transport, name, width, sent)
         apart = median(found) - simulated
         is_near &= abs(apart) <= MOST
         if transport.rank == 0:
-            print(f"  {name:<12} {100 * simulated:8.2f}% {100 * median(found):8.2f}% {100 * min(found):8.2f}% .. "
-                  f"{100 * max(found):5.2f}% {100 * apart:+8.2f}{'' if abs(apart) <= MOST else '  beyond 3 points'}", flush=True)
+            print(
+                f"  {name:<12} {100 * simulated:8.2f}% {100 * median(found):8.2f}% {100 * min(found):8.2f}% .. "
+                f"{100 * max(found):5.2f}% {100 * apart:+8.2f}{'' if abs(apart) <= MOST else '  beyond 3 points'}",
+                flush=True,
+            )
     return is_near
 
 
@@ -99,8 +124,13 @@ def main(transport: Transport, stages: str, names: str = "") -> bool:
     if unknown := [name for name in wanted if name not in CHUNKS]:
         raise on_every_rank(ConfigError(f"{unknown[0]} is none of {', '.join(CHUNKS)}."))
     if transport.rank == 0:
-        print(f"  {'schedule':<12} {'simulated':>9} {'measured':>9} {'all steps':>18} {'apart':>8}", flush=True)
-    return all(transport.gather_text([compared(transport, message, wanted) for message in MESSAGES])[0])
+        print(
+            f"  {'schedule':<12} {'simulated':>9} {'measured':>9} {'all steps':>18} {'apart':>8}",
+            flush=True,
+        )
+    return all(
+        transport.gather_text([compared(transport, message, wanted) for message in MESSAGES])[0]
+    )
 
 
 if __name__ == "__main__":

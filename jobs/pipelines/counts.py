@@ -25,8 +25,13 @@ MOST = 1.05
 
 def built(transport: Transport, name: str, micro_batches: int) -> Trainer:
     """A trainer of one sleeping layer a stage."""
-    config = configured(f"layout.pp={transport.size}", f"pipeline.schedule={name}", f"batch.micro_batches={micro_batches}",
-                        f"batch.size={ROWS}", "run.steps=100")
+    config = configured(
+        f"layout.pp={transport.size}",
+        f"pipeline.schedule={name}",
+        f"batch.micro_batches={micro_batches}",
+        f"batch.size={ROWS}",
+        "run.steps=100",
+    )
     return sleeper(transport, config, transport.size, SECONDS, WIDTH)[0]
 
 
@@ -37,7 +42,14 @@ def compared(transport: Transport, name: str) -> bool:
     trainer = built(transport, name, transport.size)
     found = counts(trainer.config, transport.size, ROWS)
     measured = measure(trainer, inputs, targets, sizes(found, ROWS))
-    predicted = predict(trainer.config, transport.size, ROWS, found, measured, end_s(trainer, inputs[:1], targets[:1]))
+    predicted = predict(
+        trainer.config,
+        transport.size,
+        ROWS,
+        found,
+        measured,
+        end_s(trainer, inputs[:1], targets[:1]),
+    )
     trainer.close()
     trainers = [built(transport, name, each.micro_batches) for each in predicted]
     times: list[list[float]] = [[] for _ in trainers]
@@ -49,16 +61,24 @@ def compared(transport: Transport, name: str) -> bool:
             mine.append(max(transport.gather_text(time.perf_counter() - start)))
     for trainer in trainers:
         trainer.close()
-    took = {each.micro_batches: median(mine[1:]) for each, mine in zip(predicted, times, strict=True)}
+    took = {
+        each.micro_batches: median(mine[1:]) for each, mine in zip(predicted, times, strict=True)
+    }
     named, fastest = best(predicted).micro_batches, min(took, key=took.__getitem__)
     is_near = took[named] <= MOST * took[fastest]
     if transport.rank == 0:
         print(f"{name}, {transport.size} stages, {ROWS} rows: predicted and measured ms of a step")
-        pairs = [f"{each.micro_batches:3}: {1e3 * each.step_s:6.1f} {1e3 * took[each.micro_batches]:6.1f}" for each in predicted]
+        pairs = [
+            f"{each.micro_batches:3}: {1e3 * each.step_s:6.1f} {1e3 * took[each.micro_batches]:6.1f}"
+            for each in predicted
+        ]
         for start in range(0, len(pairs), 6):
-            print("  " + "   ".join(pairs[start:start + 6]))
-        print(f"  named {named}; best {fastest}; {took[named] / took[fastest]:.3f} times as long"
-              f"{'' if is_near else ': more than 1.05'}", flush=True)
+            print("  " + "   ".join(pairs[start : start + 6]))
+        print(
+            f"  named {named}; best {fastest}; {took[named] / took[fastest]:.3f} times as long"
+            f"{'' if is_near else ': more than 1.05'}",
+            flush=True,
+        )
     return is_near
 
 

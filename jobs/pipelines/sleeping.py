@@ -74,22 +74,38 @@ class NoLoss:
 
 def configured(*settings: str) -> Config:
     """A configuration of anything but the model."""
-    usual = ["model.kind=mlp", "data.source=digits", "optimizer.name=sgd", "optimizer.warmup=0", "device.kind=cpu"]
+    usual = [
+        "model.kind=mlp",
+        "data.source=digits",
+        "optimizer.name=sgd",
+        "optimizer.warmup=0",
+        "device.kind=cpu",
+    ]
     return parse(with_settings({}, [*usual, *settings]))
 
 
-def sleepers(units: int, seconds: tuple[Span, Span, Span], width: int) -> tuple[list[Unit], NoLoss, list[Span]]:
+def sleepers(
+    units: int, seconds: tuple[Span, Span, Span], width: int
+) -> tuple[list[Unit], NoLoss, list[Span]]:
     """A model of layers that all sleep alike, its loss, and where they note when they slept.
 
     width  of what crosses boundaries: 4 x rows x width bytes
     """
     slept: list[Span] = []
-    model = [Unit(f"sleeping.{i}", Sleeping(seconds, width if i < units - 1 else 2, slept)) for i in range(units)]
+    model = [
+        Unit(f"sleeping.{i}", Sleeping(seconds, width if i < units - 1 else 2, slept))
+        for i in range(units)
+    ]
     return model, NoLoss(), slept
 
 
-def sleeper(transport: Transport, config: Config, units: int, seconds: tuple[Span, Span, Span], width: int,
-            ) -> tuple[Trainer, list[Span]]:
+def sleeper(
+    transport: Transport,
+    config: Config,
+    units: int,
+    seconds: tuple[Span, Span, Span],
+    width: int,
+) -> tuple[Trainer, list[Span]]:
     """A trainer of such a model, and where its layers note when they slept. Collective."""
     model, loss, slept = sleepers(units, seconds, width)
     return Trainer(transport, model, config, loss), slept
@@ -102,10 +118,12 @@ def started(main: Callable[..., bool], ranks: int, *words: str) -> int:
     from mpitrain.machine import process
 
     if process.launched().size == 1:
-        line, settings = command_line(ranks, [], [])    # which ends in python -m mpitrain
+        line, settings = command_line(ranks, [], [])  # which ends in python -m mpitrain
         one = dict.fromkeys(process.BLAS_VARIABLES, "1")
         program = [*line[:-2], sys.argv[0], *words]
-        return subprocess.run(program, env={**os.environ, **settings, **one}, stdin=subprocess.DEVNULL).returncode
+        return subprocess.run(
+            program, env={**os.environ, **settings, **one}, stdin=subprocess.DEVNULL
+        ).returncode
     with connected() as transport:
         is_right = main(transport, *words)
     return int(not is_right)

@@ -23,17 +23,25 @@ MOST = 0.85
 def main(transport: Transport, stages: str) -> bool:
     """Whether the partition by time is as it must be."""
     p = transport.size
-    units = 2 * (2 * p - 1)    # twice as many on each but the last
+    units = 2 * (2 * p - 1)  # twice as many on each but the last
     seconds = ((LAYER_S * (1 + (transport.rank == p - 1)), 0.0),) * 3
     model, loss, _ = sleepers(units, seconds, WIDTH)
     inputs = np.zeros((ROWS, 1), np.float32)
     found = transport.gather_text(
-        unit_seconds(model, inputs[:1], lambda y: y, backend_for("cpu"), Arena(), "float32", "float32"))
+        unit_seconds(
+            model, inputs[:1], lambda y: y, backend_for("cpu"), Arena(), "float32", "float32"
+        )
+    )
     counts = by_time(found, range(p), range(p))
     took = {}
     for name, partition in (("time", ",".join(map(str, counts))), ("parameters", "")):
-        config = configured(f"layout.pp={p}", f"batch.micro_batches={ROWS}", f"batch.size={ROWS}", f"run.steps={1 + STEPS}",
-                            f"pipeline.partition={partition}")
+        config = configured(
+            f"layout.pp={p}",
+            f"batch.micro_batches={ROWS}",
+            f"batch.size={ROWS}",
+            f"run.steps={1 + STEPS}",
+            f"pipeline.partition={partition}",
+        )
         trainer = Trainer(transport, model, config, loss)
         times = []
         for step in range(1 + STEPS):
@@ -45,8 +53,11 @@ def main(transport: Transport, stages: str) -> bool:
         each = transport.gather_text(len(trainer.units))
         trainer.close()
         if transport.rank == 0:
-            print(f"{p} stages, the last half as fast, {units} units by {name:<10}: {', '.join(map(str, each))}; "
-                  f"{1e3 * took[name]:.1f} ms a step", flush=True)
+            print(
+                f"{p} stages, the last half as fast, {units} units by {name:<10}: {', '.join(map(str, each))}; "
+                f"{1e3 * took[name]:.1f} ms a step",
+                flush=True,
+            )
     ratio = took["time"] / took["parameters"]
     if transport.rank == 0:
         print(f"  by time {ratio:.3f} times as long as by parameters", flush=True)

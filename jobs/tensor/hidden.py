@@ -38,8 +38,14 @@ def main(rows):
 
         n = transport.size
         group = Group(transport, "ring")
-        layer = Sleeping(layers_for(ops_for("cpu"), group, Layout(tp=n)), WIDTH, n, normal(1), bias=False)
-        w, x, dy = {"weight": np.ones((1, WIDTH), "f4")}, np.ones((rows, WIDTH), "f4"), np.ones((rows, 1), "f4")
+        layer = Sleeping(
+            layers_for(ops_for("cpu"), group, Layout(tp=n)), WIDTH, n, normal(1), bias=False
+        )
+        w, x, dy = (
+            {"weight": np.ones((1, WIDTH), "f4")},
+            np.ones((rows, WIDTH), "f4"),
+            np.ones((rows, 1), "f4"),
+        )
 
         def exposed(at_once):
             """Seconds, on the slowest rank."""
@@ -59,9 +65,12 @@ def main(rows):
         ratios = sorted(one / other for one, other in times)
         at_once, in_turn = (1e3 * median(side) / LAYERS for side in zip(*times, strict=True))
         if transport.rank == 0:
-            print(f"column-parallel layers, sums of {rows * WIDTH * 4 / 1e6:.1f} MB, weight halves of {1e3 * WEIGHT_S:.0f} ms: "
-                  f"{in_turn:.1f} ms a layer are exposed in turn, {at_once:.1f} at once, "
-                  f"{100 * median(ratios):.0f} % ({100 * ratios[0]:.0f} .. {100 * ratios[-1]:.0f})", flush=True)
+            print(
+                f"column-parallel layers, sums of {rows * WIDTH * 4 / 1e6:.1f} MB, weight halves of {1e3 * WEIGHT_S:.0f} ms: "
+                f"{in_turn:.1f} ms a layer are exposed in turn, {at_once:.1f} at once, "
+                f"{100 * median(ratios):.0f} % ({100 * ratios[0]:.0f} .. {100 * ratios[-1]:.0f})",
+                flush=True,
+            )
         return int(median(transport.gather_text(ratios)[0]) > MOST)
 
 

@@ -7,9 +7,12 @@ from mpitrain.cli.session import mpi_session
 
 BLOCKS, STEPS = 6, 3
 ROWS, KEPT = "layout.sequence_parallel=true", "layout.keep_gathered=true"
-WAYS = {    # settings, and whether a column-parallel layer sums the gradient of its input while it computes that of its weights
-    "tp 2": ([], True), "tp 2, no overlap": ([], False),
-    "own rows": ([ROWS], True), "own rows, no overlap": ([ROWS], False), "own rows, kept": ([ROWS, KEPT], True),
+WAYS = {  # settings, and whether a column-parallel layer sums the gradient of its input while it computes that of its weights
+    "tp 2": ([], True),
+    "tp 2, no overlap": ([], False),
+    "own rows": ([ROWS], True),
+    "own rows, no overlap": ([ROWS], False),
+    "own rows, kept": ([ROWS, KEPT], True),
     "two replicas": (["layout.tp=1"], True),
 }
 
@@ -30,14 +33,18 @@ def main(settings):
 
             def step(self, index, inputs, targets):
                 if self.overlaps:
-                    Column.backward = fused    # type: ignore[method-assign]
+                    Column.backward = fused  # type: ignore[method-assign]
                 elif "backward" in vars(Column):
                     del Column.backward
                 return super().step(index, inputs, targets)
 
         sides, source = [], None
         for name, (more, overlaps) in WAYS.items():
-            job = build(transport, _configured(transport.size, BLOCKS, STEPS, ["layout.tp=2", *settings, *more]), source=source)
+            job = build(
+                transport,
+                _configured(transport.size, BLOCKS, STEPS, ["layout.tp=2", *settings, *more]),
+                source=source,
+            )
             source = job.source
             sides.append(Way(job, name))
             sides[-1].overlaps = overlaps

@@ -53,8 +53,11 @@ class Group(click.Group):
             formatter.write_dl(self.sentences(context))
 
     def sentences(self, context: click.Context) -> list[tuple[str, str]]:
-        return [(name, found.get_short_help_str(1000)) for name in self.list_commands(context)
-                if (found := self.get_command(context, name))]
+        return [
+            (name, found.get_short_help_str(1000))
+            for name in self.list_commands(context)
+            if (found := self.get_command(context, name))
+        ]
 
 
 def similar(name: str) -> str | None:
@@ -73,12 +76,16 @@ class LazyGroup(Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         return _loaded(name) if name in COMMANDS else None
 
-    def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name in COMMANDS or name.startswith("-"):
             return super().resolve_command(context, args)
         close = similar(name)
-        raise click.UsageError(f"No such command {name!r}" + (f"; did you mean {close!r}?" if close else "."), context)
+        raise click.UsageError(
+            f"No such command {name!r}" + (f"; did you mean {close!r}?" if close else "."), context
+        )
 
     def sentences(self, context: click.Context) -> list[tuple[str, str]]:
         return list(COMMANDS.items())
@@ -94,14 +101,22 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.message = brief(error.message)  # type: ignore[misc]  # final, but `show` of every subclass reads it
         leave_usage(error.show, error.exit_code)
-    except MpitrainError as error:  # of a command that is rank 0's alone: no other rank would meet it at a barrier
+    except (
+        MpitrainError
+    ) as error:  # of a command that is rank 0's alone: no other rank would meet it at a barrier
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:  # a path of the user's that the system refuses
-        print(ConfigError(f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
-                          "Name another path, or look at what is there."), file=sys.stderr, flush=True)
+        print(
+            ConfigError(
+                f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
+                "Name another path, or look at what is there.",
+            ),
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(USAGE)
     except click.Abort:
         sys.exit(130)

@@ -18,7 +18,9 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
 
-SMALL_SHM = 64 << 20  # bytes: what containers are given by default, too little for ranks that share memory
+SMALL_SHM = (
+    64 << 20
+)  # bytes: what containers are given by default, too little for ranks that share memory
 MKL = "mkl"  # a library without a module of its name
 EXTRAS = {  # module: what it is for
     "matplotlib": "pictures",
@@ -38,9 +40,20 @@ def command() -> None:
     with mpi_session(allow_alone=True) as transport:
         from mpitrain.transport.device.cuda_aware import cuda_messages
 
-        everyone = [Rank(*seen) for seen in transport.gather_text(Rank(
-            transport.hosts[transport.rank], sorted(os.sched_getaffinity(0)), process.processors(), _blas()[1],
-            process.shared_memory(), process.free_memory("cpu"), _kinds()))]
+        everyone = [
+            Rank(*seen)
+            for seen in transport.gather_text(
+                Rank(
+                    transport.hosts[transport.rank],
+                    sorted(os.sched_getaffinity(0)),
+                    process.processors(),
+                    _blas()[1],
+                    process.shared_memory(),
+                    process.free_memory("cpu"),
+                    _kinds(),
+                )
+            )
+        ]
         aware = cuda_messages(transport, "auto")
         if transport.rank == 0 and process.launched().rank == 0:
             for name, value in facts(everyone, aware):
@@ -72,7 +85,10 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
 
     mpi, started = library(), process.launched()
     yield "mpitrain", f"{__version__}, Python {platform.python_version()} ({sys.executable})"
-    yield "MPI", f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {version('mpi4py')}"
+    yield (
+        "MPI",
+        f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {version('mpi4py')}",
+    )
     yield "", f"{mpi.path or 'library path unknown'}, thread level {mpi.thread_level}"
     yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, {aware.how}"
     yield "GPUs", gpus()
@@ -81,13 +97,33 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     yield "products", "by MKL" if mkl() else "by NumPy's BLAS"
     yield "g++", _compiler()
     usable = extras()
-    yield "extras", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if module in usable) or "none"
-    yield "not here", ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if module not in usable) or "nothing"
-    yield "ranks", f"{len(everyone)} on {len({r.host for r in everyone})} host(s), " + (
-        f"{started.size} started by {started.launcher}" if started.launcher != "none" else "started by hand")
+    yield (
+        "extras",
+        ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if module in usable)
+        or "none",
+    )
+    yield (
+        "not here",
+        ", ".join(f"{module} ({use})" for module, use in EXTRAS.items() if module not in usable)
+        or "nothing",
+    )
+    yield (
+        "ranks",
+        f"{len(everyone)} on {len({r.host for r in everyone})} host(s), "
+        + (
+            f"{started.size} started by {started.launcher}"
+            if started.launcher != "none"
+            else "started by hand"
+        ),
+    )
     for host, here in _by_host(everyone).items():
-        yield "host", (f"{host}: {len(here)} rank(s), {share_of_cores([rank.cores for rank in here])}; free: "
-                       f"{here[0].memory / 1e9:.1f} GB of memory, {here[0].shared / 1e9:.1f} GB in /dev/shm")
+        yield (
+            "host",
+            (
+                f"{host}: {len(here)} rank(s), {share_of_cores([rank.cores for rank in here])}; free: "
+                f"{here[0].memory / 1e9:.1f} GB of memory, {here[0].shared / 1e9:.1f} GB in /dev/shm"
+            ),
+        )
 
 
 def extras() -> set[str]:
@@ -112,7 +148,11 @@ def verdict(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
     if started.size > len(everyone):
         yield "verdict      this start does not work:"
     else:
-        wrong = f"{len(found)} thing(s) will go wrong:" if found else "nothing will go wrong that can be told."
+        wrong = (
+            f"{len(found)} thing(s) will go wrong:"
+            if found
+            else "nothing will go wrong that can be told."
+        )
         yield f"verdict      {len(everyone)} rank(s) can train with --device {' or '.join(kinds)}; {wrong}"
     yield from (f"warning: {warning}" for warning in found)
 
@@ -120,23 +160,34 @@ def verdict(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
 def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
     """What will go wrong, and the way out."""
     if started.size > len(everyone):
-        yield (f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
-               "write the same files. Use the launcher of the MPI named above: `mpitrain launch` finds it.")
+        yield (
+            f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
+            "write the same files. Use the launcher of the MPI named above: `mpitrain launch` finds it."
+        )
     for host, here in _by_host(everyone).items():
         cores = here[0].processors
         if len(here) > cores:
-            yield (f"{host} has {cores} cores for {len(here)} ranks: they take turns, and timings mean little. "
-                   f"Start at most {cores} ranks there.")
+            yield (
+                f"{host} has {cores} cores for {len(here)} ranks: they take turns, and timings mean little. "
+                f"Start at most {cores} ranks there."
+            )
         elif sum(rank.threads for rank in here) > cores:
-            yield (f"{len(here)} ranks on {host} use {here[0].threads} BLAS threads each, more than its {cores} cores. "
-                   "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower.")
+            yield (
+                f"{len(here)} ranks on {host} use {here[0].threads} BLAS threads each, more than its {cores} cores. "
+                "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower."
+            )
         if len(here) > 1 and here[0].shared < SMALL_SHM:
-            yield (f"/dev/shm of {host} has {here[0].shared / 1e6:.0f} MB free: ranks of one host share memory there. "
-                   "In a container, start it with --shm-size=1g.")
+            yield (
+                f"/dev/shm of {host} has {here[0].shared / 1e6:.0f} MB free: ranks of one host share memory there. "
+                "In a container, start it with --shm-size=1g."
+            )
 
 
 def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
-    return {host: [rank for rank in everyone if rank.host == host] for host in dict.fromkeys(rank.host for rank in everyone)}
+    return {
+        host: [rank for rank in everyone if rank.host == host]
+        for host in dict.fromkeys(rank.host for rank in everyone)
+    }
 
 
 def _kinds() -> list[str]:
@@ -155,7 +206,9 @@ def _compiler() -> str:
     """The g++ that compiles kernels for the simulator."""
     if not shutil.which("g++"):
         return "none; only --device cuda-sim needs it"
-    return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.split("\n")[0]
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.split("\n")[
+        0
+    ]
 
 
 def gpus() -> str:
@@ -185,4 +238,8 @@ def _blas() -> tuple[str, int]:
     from threadpoolctl import threadpool_info
 
     found = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return (f"{found[0]['internal_api']} {found[0]['version']}", found[0]["num_threads"]) if found else ("unknown", 1)
+    return (
+        (f"{found[0]['internal_api']} {found[0]['version']}", found[0]["num_threads"])
+        if found
+        else ("unknown", 1)
+    )

@@ -12,15 +12,33 @@ from mpitrain.errors import TrainingError, on_every_rank, visible
 @click.command()
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--data", metavar="SOURCE", help="Evaluate on this source instead of the run's own.")
-@click.option("--rows", type=click.IntRange(min=0), metavar="N",
-              help="Held-out rows to take, spread evenly; 0: all (default: as in training).")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Held-out rows to take, spread evenly; 0: all (default: as in training).",
+)
 @click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
-def command(run: Path, data: str | None, rows: int | None, tp: int | None, pp: int | None, device: str | None) -> None:
+@click.option(
+    "--device", metavar="KIND", help="Compute on this kind of device instead of the run's own."
+)
+def command(
+    run: Path,
+    data: str | None,
+    rows: int | None,
+    tp: int | None,
+    pp: int | None,
+    device: str | None,
+) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
-    settings = settings_of(("data.source", data), ("run.eval_rows", rows), ("layout.tp", tp), ("layout.pp", pp),
-                           ("device.kind", device))
+    settings = settings_of(
+        ("data.source", data),
+        ("run.eval_rows", rows),
+        ("layout.tp", tp),
+        ("layout.pp", pp),
+        ("device.kind", device),
+    )
     with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.data import TENTH
         from mpitrain.run.open_run import open_run
@@ -33,9 +51,15 @@ def command(run: Path, data: str | None, rows: int | None, tp: int | None, pp: i
         if transport.rank == 0:
             held_out = job.trainer.config.data.validation
             where = job.trainer.config.data.source if held_out in ("", TENTH) else held_out
-            click.echo(f"{visible(str(run))} at step {job.step} on {visible(where)}: "
-                       f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
-                       f"({evaluated_rows(job.trainer.config, job.data)} of {job.data.held_out} held-out rows)")
+            click.echo(
+                f"{visible(str(run))} at step {job.step} on {visible(where)}: "
+                f"validation loss {loss:.4f} nats, {accuracy:.1%} of predictions right "
+                f"({evaluated_rows(job.trainer.config, job.data)} of {job.data.held_out} held-out rows)"
+            )
         if not math.isfinite(loss):
-            raise on_every_rank(TrainingError(f"The model's output is not finite: its validation loss is {loss}.",
-                                              "The run has diverged: train again with a lower optimizer.lr."))
+            raise on_every_rank(
+                TrainingError(
+                    f"The model's output is not finite: its validation loss is {loss}.",
+                    "The run has diverged: train again with a lower optimizer.lr.",
+                )
+            )

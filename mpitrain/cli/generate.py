@@ -27,18 +27,57 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
 
 @click.command()
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
-@click.option("--prompt", default="\n", help="Text to go on from (default: a line break); token numbers for tokens: sources.")
-@click.option("--tokens", "count", type=click.IntRange(1, MOST), default=400, show_default=True, help="How many to draw.")
-@click.option("--temperature", type=click.FloatRange(min=0), callback=_finite, default=0.8, show_default=True,
-              help="0 takes the likeliest.")
-@click.option("--top-k", type=click.IntRange(0, MOST), default=40, show_default=True, help="Draw among so many; 0: all.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws.")
-@click.option("--raw", is_flag=True, help="Write the bytes as they are drawn, also where they are not text.")
+@click.option(
+    "--prompt",
+    default="\n",
+    help="Text to go on from (default: a line break); token numbers for tokens: sources.",
+)
+@click.option(
+    "--tokens",
+    "count",
+    type=click.IntRange(1, MOST),
+    default=400,
+    show_default=True,
+    help="How many to draw.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    callback=_finite,
+    default=0.8,
+    show_default=True,
+    help="0 takes the likeliest.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(0, MOST),
+    default=40,
+    show_default=True,
+    help="Draw among so many; 0: all.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws."
+)
+@click.option(
+    "--raw", is_flag=True, help="Write the bytes as they are drawn, also where they are not text."
+)
 @click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option("--device", metavar="KIND", help="Compute on this kind of device instead of the run's own.")
-def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int, raw: bool,
-            tp: int | None, pp: int | None, device: str | None) -> None:
+@click.option(
+    "--device", metavar="KIND", help="Compute on this kind of device instead of the run's own."
+)
+def command(
+    run: Path,
+    prompt: str,
+    count: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    raw: bool,
+    tp: int | None,
+    pp: int | None,
+    device: str | None,
+) -> None:
     """Write text with the newest checkpoint of RUN_DIR.
 
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
@@ -65,7 +104,10 @@ def command(run: Path, prompt: str, count: int, temperature: float, top_k: int, 
 def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
     """Bytes as text for a terminal or a log: what is not UTF-8, what standard output cannot show and what controls a terminal
     become \\x.. and the like."""
-    decoder, encoding = codecs.getincrementaldecoder("utf-8")("backslashreplace"), sys.stdout.encoding or "utf-8"
+    decoder, encoding = (
+        codecs.getincrementaldecoder("utf-8")("backslashreplace"),
+        sys.stdout.encoding or "utf-8",
+    )
     for part in chain(parts, [None]):
         text = decoder.decode(part or b"", final=part is None)
         yield visible(text).encode(encoding, "backslashreplace")
@@ -76,18 +118,28 @@ def _prompt(prompt: str, is_text: bool, source: "Source | Unopened") -> list[int
     from mpitrain.errors import ConfigError
 
     if source.model != "gpt":
-        raise ConfigError("Only a gpt writes text, but this run trained a " + source.model + ".", "Name another run.")
+        raise ConfigError(
+            "Only a gpt writes text, but this run trained a " + source.model + ".",
+            "Name another run.",
+        )
     if not prompt:
-        raise ConfigError("A prompt needs at least one token.", "Leave out --prompt to begin with a line break.")
+        raise ConfigError(
+            "A prompt needs at least one token.", "Leave out --prompt to begin with a line break."
+        )
     if is_text:
         return list(os.fsencode(prompt))
     try:
-        if not re.fullmatch(r"[0-9\s+-]*", prompt, re.ASCII):    # Python would take 1_0 for 10
+        if not re.fullmatch(r"[0-9\s+-]*", prompt, re.ASCII):  # Python would take 1_0 for 10
             raise ValueError
         numbers = [int(word) for word in prompt.split()] or [0]
     except ValueError:
-        raise ConfigError(f"A model of token numbers takes numbers as its prompt, but got {prompt!r}.",
-                          'For example: --prompt "17 4 120"') from None
+        raise ConfigError(
+            f"A model of token numbers takes numbers as its prompt, but got {prompt!r}.",
+            'For example: --prompt "17 4 120"',
+        ) from None
     if not all(0 <= number < source.inputs for number in numbers):
-        raise ConfigError(f"Tokens must lie in 0..{source.inputs - 1}, but the prompt is {prompt!r}.", "Use known tokens.")
+        raise ConfigError(
+            f"Tokens must lie in 0..{source.inputs - 1}, but the prompt is {prompt!r}.",
+            "Use known tokens.",
+        )
     return numbers

@@ -29,9 +29,13 @@ def _plain(kind: Any) -> Any:
     """A copy of a type of numbers that refuses what is not plain."""
     plain, convert = copy.copy(kind), kind.convert
 
-    def checked(value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def checked(
+        value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
         if isinstance(value, str) and not re.fullmatch(PLAIN, value):
-            kind.fail(f"{value!r} is not a valid {kind.name.removesuffix(' range')}.", parameter, context)
+            kind.fail(
+                f"{value!r} is not a valid {kind.name.removesuffix(' range')}.", parameter, context
+            )
         return convert(value, parameter, context)
 
     plain.convert = checked

@@ -11,7 +11,7 @@ from mpitrain.files import cannot_write
 def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
     """ConfigError unless rank 0 can write these files, and draw this one."""
     if rank != 0 or not any((*written, drawn)):
-        return    # what charts a pipeline loads no NumPy
+        return  # what charts a pipeline loads no NumPy
     from mpitrain.files import check_writable
     from mpitrain.plots import check_drawable
 
@@ -32,7 +32,7 @@ class Outputs:
         """Write a file within this; if the system refuses, `settle` says so, unless the file can be written later."""
         try:
             yield
-        except BrokenPipeError:    # of what is printed within
+        except BrokenPipeError:  # of what is printed within
             raise
         except OSError as error:
             self._refusals[path] = cannot_write(path, error)

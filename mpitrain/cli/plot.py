@@ -9,10 +9,27 @@ from mpitrain.machine import process
 
 
 @click.command()
-@click.argument("runs", metavar="RUN_DIR [RUN_DIR ...]", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), default=Path("curves.png"), show_default=True, help="The picture.")
-@click.option("--over", type=click.Choice(["steps", "tokens", "samples", "time"]), default="steps", show_default=True,
-              help="What the curves are drawn over.")
+@click.argument(
+    "runs",
+    metavar="RUN_DIR [RUN_DIR ...]",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("curves.png"),
+    show_default=True,
+    help="The picture.",
+)
+@click.option(
+    "--over",
+    type=click.Choice(["steps", "tokens", "samples", "time"]),
+    default="steps",
+    show_default=True,
+    help="What the curves are drawn over.",
+)
 @click.option("--log", "is_log", is_flag=True, help="A logarithmic axis of losses.")
 def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     """Draw the training and validation losses of runs. Needs matplotlib: pip install 'mpitrain[report]'."""
@@ -29,7 +46,9 @@ def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     found = {str(run): read_metrics(run / METRICS) for run in runs}
     for run, records in found.items():
         if not records and not os.path.lexists(os.path.join(run, METRICS)):
-            raise ConfigError(f"There is no run in {run}: it has no {METRICS}.", "Name directories of runs.")
+            raise ConfigError(
+                f"There is no run in {run}: it has no {METRICS}.", "Name directories of runs."
+            )
     try:
         draw(found, over, is_log, out)
     except OSError as error:

@@ -18,11 +18,19 @@ if TYPE_CHECKING:
 
     Drawn = tuple[Timeline, range | None]
 
-FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = "report", "report.html", "timeline.png", "metrics.png", "perfetto.json"
+FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = (
+    "report",
+    "report.html",
+    "timeline.png",
+    "metrics.png",
+    "perfetto.json",
+)
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]")
+@click.argument(
+    "runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]"
+)
 def command(runs: tuple[Path, ...]) -> None:
     """Say where the time of runs went, by what their ranks noted last; of a run that died, what each rank did.
 
@@ -43,7 +51,9 @@ def command(runs: tuple[Path, ...]) -> None:
     outputs.settle()
 
 
-def _write_page(runs: "Sequence[Path]", sections: "Mapping[str, Section]", outputs: Outputs) -> None:
+def _write_page(
+    runs: "Sequence[Path]", sections: "Mapping[str, Section]", outputs: Outputs
+) -> None:
     """Write the page with all sections, and the picture of all metrics that it shows, into the first run's folder."""
     from mpitrain.report.page import write_page
     from mpitrain.report.plots import draw_metrics
@@ -52,7 +62,9 @@ def _write_page(runs: "Sequence[Path]", sections: "Mapping[str, Section]", outpu
 
     folder = runs[0] / FOLDER
     with outputs.to(folder):
-        draw_metrics({str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE)
+        draw_metrics(
+            {str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE
+        )
         write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
         click.echo(f"{folder / PAGE} has all of it, with pictures")
 
@@ -77,8 +89,15 @@ def reported(run: Path, outputs: Outputs) -> "Section":
     records = read_metrics(run / METRICS)
     if not records and not is_early and CONFIG not in names and TRACE not in names:
         starts = ", ".join(map(str, left()[-3:]))
-        raise ConfigError(f"There is no run in {run}.", "Name the directory of a run" + (
-            f", or that of a start which had none yet; on this host {starts}." if starts else "."))
+        raise ConfigError(
+            f"There is no run in {run}.",
+            "Name the directory of a run"
+            + (
+                f", or that of a start which had none yet; on this host {starts}."
+                if starts
+                else "."
+            ),
+        )
     lines = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"]
     drawn: Drawn | None = None
     if is_early or (TRACE in names and trace_files(run)[1]):
@@ -111,10 +130,15 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
     lines = list(whose_traces_are_missing(timeline))
     found = shares(timeline)
     if found:
-        lines += [*where_the_time_went(found, timeline), *what_was_predicted(run, timeline, found.steps),
-                  what_the_trace_cost(found, timeline)]
+        lines += [
+            *where_the_time_went(found, timeline),
+            *what_was_predicted(run, timeline, found.steps),
+            what_the_trace_cost(found, timeline),
+        ]
     elif timeline.missing:
-        lines.append("Where the time went cannot be said without the traces of all ranks, for they wait for each other.")
+        lines.append(
+            "Where the time went cannot be said without the traces of all ranks, for they wait for each other."
+        )
     else:
         lines.append("No step was finished by all ranks.")
     if not records or records[-1].get("event") not in CLOSING:

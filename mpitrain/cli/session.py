@@ -14,15 +14,20 @@ from mpitrain.machine import process
 if TYPE_CHECKING:  # NumPy must not be loaded before `mpi_session` has limited its threads
     from mpitrain.transport.base import Transport
 
-STALL_SECONDS = 600.0  # for ranks to find each other, and until a configuration says run.stall_seconds
+STALL_SECONDS = (
+    600.0  # for ranks to find each other, and until a configuration says run.stall_seconds
+)
 MOST = 10**6  # of anything that an option counts
 LONGEST = 1e9  # seconds that a timer of the system can be set to
 
 
 @contextmanager
-def mpi_session(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cpu",
-          patience: Callable[[], float] = lambda: STALL_SECONDS,
-          does_trace: Callable[[], bool] = lambda: False) -> "Iterator[Transport]":
+def mpi_session(
+    allow_alone: bool = False,
+    kind: Callable[[], str] = lambda: "cpu",
+    patience: Callable[[], float] = lambda: STALL_SECONDS,
+    does_trace: Callable[[], bool] = lambda: False,
+) -> "Iterator[Transport]":
     """Connect to the other ranks; when the body has run, all pass a barrier before any leaves.
 
     An error that every rank has is printed by rank 0, and all leave with its exit code. Anything else that is raised ends
@@ -68,14 +73,18 @@ def mpi_session(allow_alone: bool = False, kind: Callable[[], str] = lambda: "cp
             transport.abort("nobody reads its output any more")
         sys.exit(1)
     except MemoryError as error:
-        transport.abort(f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches; "
-                        "of a benchmark, lower --max-bytes.")
+        transport.abort(
+            f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches; "
+            "of a benchmark, lower --max-bytes."
+        )
     except BaseException as error:
         if transport.size == 1 and isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         import traceback
 
-        transport.abort(f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}")
+        transport.abort(
+            f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}"
+        )
 
 
 def settings_of(*options: tuple[str, Any]) -> list[str]:
@@ -102,11 +111,16 @@ def refuse_strangers(transport: "Transport") -> None:
     if started.size == 1 or transport.size > 1:
         return
     if started.rank > 0:
-        time.sleep(1)  # no barrier joins these processes, and the first to leave may end the one that prints
+        time.sleep(
+            1
+        )  # no barrier joins these processes, and the first to leave may end the one that prints
         sys.exit(ConfigError.exit_code)
-    raise on_every_rank(ConfigError(
-        f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
-        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both."))
+    raise on_every_rank(
+        ConfigError(
+            f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
+            "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
+        )
+    )
 
 
 def leave_together(transport: "Transport", show: Callable[[], None], exit_code: int) -> None:

@@ -32,7 +32,9 @@ class TrainCommand(click.Command):
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         given: list[str] = []
         for word in args:
-            if word == "auto" and given[-1:] == ["--resume=yes"]:  # what else follows it is an argument of its own
+            if word == "auto" and given[-1:] == [
+                "--resume=yes"
+            ]:  # what else follows it is an argument of its own
                 given[-1] = "--resume=auto"
             else:
                 given.append("--resume=yes" if word == "--resume" else word)
@@ -40,7 +42,9 @@ class TrainCommand(click.Command):
             return super().parse_args(context, list(given))
         except click.NoSuchOption as error:
             if meant := _meant(error.option_name, given):
-                raise click.UsageError(f"No such option: {error.option_name}{meant}", context) from None
+                raise click.UsageError(
+                    f"No such option: {error.option_name}{meant}", context
+                ) from None
             raise
 
 
@@ -64,20 +68,58 @@ def _meant(option: str, args: list[str]) -> str:
 
 
 @click.command(cls=TrainCommand)
-@click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one configuration key (repeatable).")
+@click.argument(
+    "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set one configuration key (repeatable).",
+)
 @click.option("--out", metavar="DIR", help="Run directory (default runs/<date>-<n>).")
-@click.option("--resume", type=click.Choice(["yes", "auto"]), default=None, metavar="[=auto]",
-              help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.")
+@click.option(
+    "--resume",
+    type=click.Choice(["yes", "auto"]),
+    default=None,
+    metavar="[=auto]",
+    help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.",
+)
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
 @click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages, each with some of the layers (default: 1).")
+@click.option(
+    "--pp",
+    type=int,
+    metavar="N",
+    help="Pipeline stages, each with some of the layers (default: 1).",
+)
 @click.option("--device", metavar="KIND", help=f"Where to compute: auto, {', '.join(KINDS)}.")
-@click.option("--gemm", metavar="WHO", help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).")
-@click.option("--help-config", "described", is_flag=False, flag_value="all", metavar="[SECTION]",
-              help="Print the configuration keys, all or of a section, and exit.")
-def command(config_file: Path | None, settings: tuple[str, ...], out: str | None, resume: str | None, dp: int | None,
-            tp: int | None, pp: int | None, device: str | None, gemm: str | None, described: str | None) -> None:
+@click.option(
+    "--gemm",
+    metavar="WHO",
+    help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
+)
+@click.option(
+    "--help-config",
+    "described",
+    is_flag=False,
+    flag_value="all",
+    metavar="[SECTION]",
+    help="Print the configuration keys, all or of a section, and exit.",
+)
+def command(
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    out: str | None,
+    resume: str | None,
+    dp: int | None,
+    tp: int | None,
+    pp: int | None,
+    device: str | None,
+    gemm: str | None,
+    described: str | None,
+) -> None:
     """Train a network, on all the ranks this was started with.
 
     Without arguments: a small GPT on the text of Python's own documentation. A step takes 32 sequences of 128 tokens over
@@ -88,13 +130,22 @@ def command(config_file: Path | None, settings: tuple[str, ...], out: str | None
         print_keys(described)
         return
     be_courtesy()
-    options = settings_of(("layout.dp", dp), ("layout.tp", tp), ("layout.pp", pp), ("device.kind", device), ("device.gemm", gemm),
-                          ("run.out", out))
+    options = settings_of(
+        ("layout.dp", dp),
+        ("layout.tp", tp),
+        ("layout.pp", pp),
+        ("device.kind", device),
+        ("device.gemm", gemm),
+        ("run.out", out),
+    )
     overrides = [*settings, *options]
     configured = partial(_configured, config_file, overrides, resume or "no")
     stop = Stop()
-    with mpi_session(kind=lambda: configured().device.kind, patience=lambda: configured().run.stall_seconds,
-               does_trace=lambda: configured().run.trace) as transport:
+    with mpi_session(
+        kind=lambda: configured().device.kind,
+        patience=lambda: configured().run.stall_seconds,
+        does_trace=lambda: configured().run.trace,
+    ) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
 
@@ -129,7 +180,9 @@ class Stop:
         self._is_noted = True
 
     def _note(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and self.requested and self._is_noted:  # schedulers repeat TERM, a person means it
+        if (
+            number == signal.SIGINT and self.requested and self._is_noted
+        ):  # schedulers repeat TERM, a person means it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.requested = True
@@ -182,7 +235,12 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
         print(last_words.ADVICE, flush=True)
     watcher = Progress(stop.say) if transport.rank == 0 else Silent()
     finished = train(transport, config, resume, stop.asked, watcher, stop.note, watchdog)
-    if finished.job.step < config.run.steps and config.run.sample and finished.job.source.model == "gpt" and not finished.stopped:
+    if (
+        finished.job.step < config.run.steps
+        and config.run.sample
+        and finished.job.source.model == "gpt"
+        and not finished.stopped
+    ):
         _print_sample(finished, stop.asked)
     return finished
 
@@ -207,11 +265,20 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
         return parse(with_settings({}, settings))
     then = configuration(Path(out))
-    stored = {**then.model_dump(), "layout": {}, "pipeline": {}}  # a resumed run may have other ranks
+    stored = {
+        **then.model_dump(),
+        "layout": {},
+        "pipeline": {},
+    }  # a resumed run may have other ranks
     stored["data"] = held_out_as_before(then, settings)
     config = parse(with_settings(stored, settings))
-    if config.layout.pp > config.batch.micro_batches and not any(one.startswith("batch.micro_batches") for one in settings):
-        settings = [*settings, "batch.micro_batches=0"]    # more stages than those of the run before need more
+    if config.layout.pp > config.batch.micro_batches and not any(
+        one.startswith("batch.micro_batches") for one in settings
+    ):
+        settings = [
+            *settings,
+            "batch.micro_batches=0",
+        ]  # more stages than those of the run before need more
         config = parse(with_settings(stored, settings))
     return config
 
@@ -225,12 +292,23 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
     from mpitrain.run.generate import tokens
 
     trainer = finished.job.trainer
-    is_text, until = not trainer.config.data.source.startswith("tokens:"), time.monotonic() + SAMPLE_SECONDS
+    is_text, until = (
+        not trainer.config.data.source.startswith("tokens:"),
+        time.monotonic() + SAMPLE_SECONDS,
+    )
     try:
-        drawn = tokens(trainer, [ord("\n") if is_text else 0], temperature=0.8, top_k=40, seed=0,
-                       stop_requested=lambda: time.monotonic() > until or stop_requested())
+        drawn = tokens(
+            trainer,
+            [ord("\n") if is_text else 0],
+            temperature=0.8,
+            top_k=40,
+            seed=0,
+            stop_requested=lambda: time.monotonic() > until or stop_requested(),
+        )
         sample = list(islice(drawn, trainer.config.run.sample))
-        text = b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
+        text = (
+            b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
+        )
         said = b"a sample of what it writes:\n" + text + b"\n"
     except TrainingError as error:
         said = f"no sample of what it writes: {error.law}\n".encode()
@@ -249,17 +327,39 @@ def print_keys(section: str) -> None:
     from mpitrain.run.resolve import choices
 
     names = choices()
-    sections = {name: list(rows) for name, rows in groupby(keys(), lambda key: key.name.partition(".")[0])}
+    sections = {
+        name: list(rows) for name, rows in groupby(keys(), lambda key: key.name.partition(".")[0])
+    }
     if section != "all" and section not in sections:
-        raise click.BadParameter(f"{section!r} is no section; there are {', '.join(sections)}.", param_hint="--help-config")
+        raise click.BadParameter(
+            f"{section!r} is no section; there are {', '.join(sections)}.",
+            param_hint="--help-config",
+        )
     width = min(130, shutil.get_terminal_size((100, 24)).columns)
-    click.echo(fill("Every path in a configuration file counts from the folder of that file; behind --set, from the current "
-                    "directory.", width))
+    click.echo(
+        fill(
+            "Every path in a configuration file counts from the folder of that file; behind --set, from the current "
+            "directory.",
+            width,
+        )
+    )
     for name in sections if section == "all" else [section]:
         click.echo(f"\n[{name}]")
         for key in sections[name]:
             allowed = " | ".join(names.get(key.name, ())) or key.range
             law = f"{key.type}, {allowed}" if allowed else key.type
             head = f"{key.name} = {json.dumps(key.default)}"
-            click.echo(fill(f"  {head:<40} {law}", width, subsequent_indent=" " * 43, break_on_hyphens=False))
-            click.echo(fill(key.help, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False))
+            click.echo(
+                fill(
+                    f"  {head:<40} {law}", width, subsequent_indent=" " * 43, break_on_hyphens=False
+                )
+            )
+            click.echo(
+                fill(
+                    key.help,
+                    width,
+                    initial_indent="      ",
+                    subsequent_indent="      ",
+                    break_on_hyphens=False,
+                )
+            )

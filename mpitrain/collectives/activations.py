@@ -55,7 +55,11 @@ class Buffer:
     """
 
     def __init__(self, number: int, raw: Any, count: int, dtype: np.dtype):
-        self.number, self.raw, self.elements = number, raw, raw[:count * dtype.itemsize].view(dtype)
+        self.number, self.raw, self.elements = (
+            number,
+            raw,
+            raw[: count * dtype.itemsize].view(dtype),
+        )
         self.bound: dict[tuple[str, str], TimedReduction] = {}
 
     def settle(self) -> None:
@@ -78,9 +82,21 @@ class TimedReduction:
     It does not know its group, which would refer to itself then, and keep what lies in windows beyond its last use.
     """
 
-    def __init__(self, inner: Reduction, waited: StallTime, transport: Transport, progress_thread: str):
-        self._inner, self._waited, self._transport, self._progress_thread = inner, waited, transport, progress_thread
-        self.algorithm, self.is_messages, self.state, self.learn = inner.algorithm, inner.is_messages, inner.state, inner.learn
+    def __init__(
+        self, inner: Reduction, waited: StallTime, transport: Transport, progress_thread: str
+    ):
+        self._inner, self._waited, self._transport, self._progress_thread = (
+            inner,
+            waited,
+            transport,
+            progress_thread,
+        )
+        self.algorithm, self.is_messages, self.state, self.learn = (
+            inner.algorithm,
+            inner.is_messages,
+            inner.state,
+            inner.learn,
+        )
         self.start, self.poll, self.scratch_bytes = inner.start, inner.poll, inner.scratch_bytes
 
     def run(self) -> None:
@@ -121,7 +137,9 @@ class ActivationBuffer:
 
     def reduce_scatter(self, op: str = "add") -> TimedReduction:
         """The reduction ends in `own`, or `own_rows`; the rest is scratch. Collective where the buffer has none yet."""
-        return self._found("reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op))
+        return self._found(
+            "reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op)
+        )
 
     def all_gather(self) -> TimedReduction:
         """`own`, or `own_rows`, of every rank ends in the array. Collective where the buffer has none yet."""
@@ -141,15 +159,20 @@ class ActivationBuffer:
         """
         rows, n = math.prod(self.array.shape[:-1]), self._group.size
         if rows % n:
-            raise CommError(f"rank {self._group.rank}: every rank needs equally many rows of an activation, but {rows} rows are "
-                            f"to be divided by {n} ranks.", f"Use {multiples_near(rows, n)} rows.")
+            raise CommError(
+                f"rank {self._group.rank}: every rank needs equally many rows of an activation, but {rows} rows are "
+                f"to be divided by {n} ranks.",
+                f"Use {multiples_near(rows, n)} rows.",
+            )
         return self.own.reshape(rows // n, self.array.shape[-1])
 
     def _found(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> TimedReduction:
         bound, key = self._buffer.bound, (operation, op)
         if key not in bound:
             group = self._group
-            bound[key] = TimedReduction(bind(self._buffer.elements), self._waited, group.transport, group.progress_thread)
+            bound[key] = TimedReduction(
+                bind(self._buffer.elements), self._waited, group.transport, group.progress_thread
+            )
         return bound[key]
 
 
@@ -181,7 +204,9 @@ class ActivationPool:
             buffer.settle()
         else:
             buffer = self._made(group, count, dtype)
-        return ActivationBuffer(group, self.waited, buffer, self._arena.lend(buffer.raw, shape, dtype, buffer, free))
+        return ActivationBuffer(
+            group, self.waited, buffer, self._arena.lend(buffer.raw, shape, dtype, buffer, free)
+        )
 
     def close(self) -> None:
         """Wait for what is under way, and keep no buffer; those that are leased go with their leases. Collective."""
@@ -192,8 +217,15 @@ class ActivationPool:
     def _made(self, group: Binder, count: int, dtype: np.dtype) -> Buffer:
         """A new buffer; collective. CommError on every rank if they do not want the same."""
         number, nbytes = len(self._buffers), padded(count * dtype.itemsize)
-        agree(group.transport, "exchange", np.empty(0, dtype), choices("allreduce"), group.algorithm, size=count,
-              buffer=number)
+        agree(
+            group.transport,
+            "exchange",
+            np.empty(0, dtype),
+            choices("allreduce"),
+            group.algorithm,
+            size=count,
+            buffer=number,
+        )
         if self._rest.nbytes < nbytes:
             taken = sum(buffer.raw.nbytes for buffer in self._buffers)
             self._rest = group.transport.allocate(max(nbytes, min(taken, SLAB)), np.uint8)

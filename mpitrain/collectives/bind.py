@@ -22,8 +22,14 @@ from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.base import Transport
 
 
-def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
-         tuning: Tuning | None = None, arithmetic: Arithmetic | None = None) -> Reduction:
+def bind(
+    transport: Transport,
+    array: np.ndarray,
+    op: str = "add",
+    algorithm: str = "ring",
+    tuning: Tuning | None = None,
+    arithmetic: Arithmetic | None = None,
+) -> Reduction:
     """Bind an all-reduce of `array`, in place, over all ranks (as MPI_Allreduce_init); collective.
 
     Parameters
@@ -57,8 +63,14 @@ def bind(transport: Transport, array: np.ndarray, op: str = "add", algorithm: st
     return _bind(transport, array, op, "allreduce", algorithm, tuning, arithmetic)
 
 
-def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add", algorithm: str = "ring",
-                        tuning: Tuning | None = None, arithmetic: Arithmetic | None = None) -> Reduction:
+def bind_reduce_scatter(
+    transport: Transport,
+    array: np.ndarray,
+    op: str = "add",
+    algorithm: str = "ring",
+    tuning: Tuning | None = None,
+    arithmetic: Arithmetic | None = None,
+) -> Reduction:
     """Bind a reduce-scatter: chunk r (plans.chunk_bounds) ends as the reduction on rank r, the rest as scratch.
 
     Parameters and errors are those of `bind`.
@@ -66,14 +78,22 @@ def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str = "add"
     return _bind(transport, array, op, "reduce-scatter", algorithm, tuning, arithmetic)
 
 
-def bind_all_gather(transport: Transport, array: np.ndarray, algorithm: str = "ring",
-                    tuning: Tuning | None = None) -> Reduction:
+def bind_all_gather(
+    transport: Transport, array: np.ndarray, algorithm: str = "ring", tuning: Tuning | None = None
+) -> Reduction:
     """Bind an all-gather: chunk r of rank r ends in everyone's array. Parameters and errors are those of `bind`."""
     return _bind(transport, array, "add", "all-gather", algorithm, tuning, None)
 
 
-def _bind(transport: Transport, array: np.ndarray, op: str, operation: str, algorithm: str,
-          tuning: Tuning | None, arithmetic: Arithmetic | None) -> Reduction:
+def _bind(
+    transport: Transport,
+    array: np.ndarray,
+    op: str,
+    operation: str,
+    algorithm: str,
+    tuning: Tuning | None,
+    arithmetic: Arithmetic | None,
+) -> Reduction:
     """Bind what has a table of algorithms, by default with the built-in constants and NumPy."""
     tuning, arithmetic = tuning or DEFAULT, arithmetic or HOST
     asked, table, name = algorithm, TABLES[operation], operation.replace("allreduce", "all-reduce")
@@ -100,9 +120,18 @@ def situation(transport: Transport, array: np.ndarray) -> Topology:
     return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
 
 
-def chosen_by_model(transport: Transport, array: np.ndarray, tuning: Tuning, operation: str = "allreduce") -> str:
+def chosen_by_model(
+    transport: Transport, array: np.ndarray, tuning: Tuning, operation: str = "allreduce"
+) -> str:
     """What "auto" is for this array. Collective."""
-    return choose(tuning, situation(transport, array), array.size, array.itemsize, memory_of(transport, array), operation)
+    return choose(
+        tuning,
+        situation(transport, array),
+        array.size,
+        array.itemsize,
+        memory_of(transport, array),
+        operation,
+    )
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:
@@ -111,23 +140,32 @@ def memory_of(transport: Transport, array: np.ndarray) -> str:
     return "window" if all(transport.gather_text(found is not None)) else "plain"
 
 
-def bind_broadcast(transport: Transport, array: np.ndarray, root: int = 0, algorithm: str = "binomial") -> Reduction:
+def bind_broadcast(
+    transport: Transport, array: np.ndarray, root: int = 0, algorithm: str = "binomial"
+) -> Reduction:
     """Bind a broadcast of root's array to everyone's."""
     tag = agree(transport, "broadcast", array, choices("broadcast"), algorithm, root=root)
     plan = PLANS["broadcast"][algorithm](transport.rank, transport.size, array.size, root)
     return Execution(transport, array, "add", plan, tag)
 
 
-def bind_reduce(transport: Transport, array: np.ndarray, op: str = "add", root: int = 0,
-                algorithm: str = "binomial", arithmetic: Arithmetic = HOST) -> Reduction:
+def bind_reduce(
+    transport: Transport,
+    array: np.ndarray,
+    op: str = "add",
+    root: int = 0,
+    algorithm: str = "binomial",
+    arithmetic: Arithmetic = HOST,
+) -> Reduction:
     """Bind a reduction to root's array; the other ranks' arrays end as scratch."""
     tag = agree(transport, "reduce", array, choices("reduce"), algorithm, op=op, root=root)
     plan = PLANS["reduce"][algorithm](transport.rank, transport.size, array.size, root)
     return Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
 
 
-def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.ndarray,
-                    algorithm: str = "pairwise") -> Reduction:
+def bind_all_to_all(
+    transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, algorithm: str = "pairwise"
+) -> Reduction:
     """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`.
 
     raises   CommError also if the two arrays differ in count or dtype, or do not divide into as many chunks as ranks
@@ -135,18 +173,30 @@ def bind_all_to_all(transport: Transport, outgoing: np.ndarray, incoming: np.nda
     tag = agree(transport, "all-to-all", outgoing, choices("all-to-all"), algorithm)
     agree(transport, "all-to-all", incoming, choices("all-to-all"), algorithm)
     if any(transport.gather_text(overlap(outgoing, incoming))):
-        raise on_every_rank(CommError(f"rank {transport.rank}: all-to-all needs two arrays that overlap on no rank.",
-                                      "Receive into an array of its own."))
-    if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
-        raise on_every_rank(CommError(
-            f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
-            f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
-            f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements."))
+        raise on_every_rank(
+            CommError(
+                f"rank {transport.rank}: all-to-all needs two arrays that overlap on no rank.",
+                "Receive into an array of its own.",
+            )
+        )
+    if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (
+        incoming.size,
+        incoming.dtype,
+    ):
+        raise on_every_rank(
+            CommError(
+                f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
+                f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
+                f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements.",
+            )
+        )
     plan = PLANS["all-to-all"][algorithm](transport.rank, transport.size, outgoing.size)
     return Execution(transport, incoming, "add", plan, tag, outgoing)
 
 
-def bind_ping_pong(transport: Transport, array: np.ndarray, algorithm: str = "ping-pong") -> Reduction:
+def bind_ping_pong(
+    transport: Transport, array: np.ndarray, algorithm: str = "ping-pong"
+) -> Reduction:
     """Bind a message from rank 0 to the last rank and back."""
     tag = agree(transport, "sendrecv", array, choices("sendrecv"), algorithm)
     plan = PLANS["sendrecv"][algorithm](transport.rank, transport.size, array.size)

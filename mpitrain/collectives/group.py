@@ -64,8 +64,15 @@ class Group:
         By every method, on every rank, for an algorithm that is unknown or cannot run here.
     """
 
-    def __init__(self, transport: Transport, algorithm: str = "auto", tuning: Tuning | None = None,
-                 arithmetic: Arithmetic | None = None, arena: Arena | None = None, progress_thread: str = "auto"):
+    def __init__(
+        self,
+        transport: Transport,
+        algorithm: str = "auto",
+        tuning: Tuning | None = None,
+        arithmetic: Arithmetic | None = None,
+        arena: Arena | None = None,
+        progress_thread: str = "auto",
+    ):
         self.progress_thread = progress_thread
         self.transport, self.algorithm = transport, algorithm
         self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
@@ -85,29 +92,52 @@ class Group:
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce; op is "add" or "maximum"."""
-        return self._noted("all-reduce", array, lambda: bind(
-            self.transport, array, op, self.algorithm, self.tuning, self.arithmetic))
+        return self._noted(
+            "all-reduce",
+            array,
+            lambda: bind(self.transport, array, op, self.algorithm, self.tuning, self.arithmetic),
+        )
 
-    def bind_lossy(self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()) -> Reduction:
+    def bind_lossy(
+        self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()
+    ) -> Reduction:
         """Bind a sum of a float32 array that travels in a wire format: nearly the sum, with the same bits on all ranks."""
-        return self._noted("all-reduce", array, lambda: bind_lossy(self.transport, array, wire, matrices, self.arithmetic))
+        return self._noted(
+            "all-reduce",
+            array,
+            lambda: bind_lossy(self.transport, array, wire, matrices, self.arithmetic),
+        )
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind a reduce-scatter: chunk r ends as the reduction on rank r; the other chunks are scratch."""
         algorithm = half_of("reduce-scatter", self.algorithm)
-        return self._noted("reduce-scatter", array, lambda: bind_reduce_scatter(
-            self.transport, array, op, algorithm, self.tuning, self.arithmetic))
+        return self._noted(
+            "reduce-scatter",
+            array,
+            lambda: bind_reduce_scatter(
+                self.transport, array, op, algorithm, self.tuning, self.arithmetic
+            ),
+        )
 
     def bind_all_gather(self, array: np.ndarray) -> Reduction:
         """Bind an all-gather: chunk r of rank r ends in the array of every rank."""
-        return self._noted("all-gather", array, lambda: bind_all_gather(
-            self.transport, array, half_of("all-gather", self.algorithm), self.tuning))
+        return self._noted(
+            "all-gather",
+            array,
+            lambda: bind_all_gather(
+                self.transport, array, half_of("all-gather", self.algorithm), self.tuning
+            ),
+        )
 
     def bind_coded_all_gather(self, array: np.ndarray, wire: Wire) -> Reduction:
         """Bind an all-gather of equally long float32 chunks that travel in a wire format."""
         before = self.scratch_bytes
-        reduction = bind_coded_all_gather(self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather)
-        self.scratch_bytes = before + reduction.scratch_bytes    # that of the gather of bytes is in it
+        reduction = bind_coded_all_gather(
+            self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather
+        )
+        self.scratch_bytes = (
+            before + reduction.scratch_bytes
+        )  # that of the gather of bytes is in it
         return reduction
 
     def bind_broadcast(self, array: np.ndarray, root: int = 0) -> Reduction:
@@ -116,11 +146,17 @@ class Group:
 
     def bind_reduce(self, array: np.ndarray, op: str = "add", root: int = 0) -> Reduction:
         """Bind a reduction into the root's array; the arrays of other ranks are scratch."""
-        return self._noted("reduce", array, lambda: bind_reduce(self.transport, array, op, root, arithmetic=self.arithmetic))
+        return self._noted(
+            "reduce",
+            array,
+            lambda: bind_reduce(self.transport, array, op, root, arithmetic=self.arithmetic),
+        )
 
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
         """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`."""
-        return self._noted("all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming))
+        return self._noted(
+            "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
+        )
 
     def _noted(self, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
         reduction = bind_traced(self.transport, operation, array, bind)

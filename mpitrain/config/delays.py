@@ -20,13 +20,22 @@ class Delay(NamedTuple):
 def delays(text: str) -> list[Delay]:
     """The delays that a text names which matches PATTERN."""
     named = [one.split(":") for one in text.split(",") if one]
-    return [Delay(None if who == "random" else int(who), float(ms) / 1e3, float(probability[0]) if probability else 1.0)
-            for who, ms, *probability in named]
+    return [
+        Delay(
+            None if who == "random" else int(who),
+            float(ms) / 1e3,
+            float(probability[0]) if probability else 1.0,
+        )
+        for who, ms, *probability in named
+    ]
 
 
 def delay_s(delays: Sequence[Delay], rank: int, *drawn_from: int) -> float:
     """Seconds that a step of this rank takes longer. Each delay is drawn for itself, and the same from the same numbers."""
     chance = random.Random(repr(drawn_from))
     draws = [chance.random() for _ in delays]
-    return sum(delay.seconds for delay, draw in zip(delays, draws, strict=True)
-               if delay.rank in (None, rank) and draw < delay.probability)
+    return sum(
+        delay.seconds
+        for delay, draw in zip(delays, draws, strict=True)
+        if delay.rank in (None, rank) and draw < delay.probability
+    )

@@ -16,14 +16,20 @@ from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
-LABELLED = ("digits", "idx:")    # how the names of sources begin whose model.kind is mlp
+LABELLED = ("digits", "idx:")  # how the names of sources begin whose model.kind is mlp
 # Keys that hold paths, which in a configuration file count from its folder.
-BESIDE = (("data", "source"), ("data", "validation"), ("replication", "tuning"), ("device", "tiles"), ("pipeline", "schedule"),
-          ("run", "out"))
+BESIDE = (
+    ("data", "source"),
+    ("data", "validation"),
+    ("replication", "tuning"),
+    ("device", "tiles"),
+    ("pipeline", "schedule"),
+    ("run", "out"),
+)
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
 NOT_YET = {"model.kind": "cnn"}  # values that are meant to work one day
-PATTERNS = {    # what each says, in words
+PATTERNS = {  # what each says, in words
     "data.validation": "must be tokens:FILE or tenth, or empty",
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
@@ -31,8 +37,18 @@ PATTERNS = {    # what each says, in words
     "replication.async_lr": "must be 1/workers, staleness or a number",
 }
 SYNONYMS = {
-    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "f16": "float16", "fp32": "float32", "f32": "float32",
-    "single": "float32", "fp64": "float64", "f64": "float64", "double": "float64", "gpu": "cuda", "allreduce": "all-reduce",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "single": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+    "gpu": "cuda",
+    "allreduce": "all-reduce",
 }
 
 
@@ -44,14 +60,23 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
     try:
         tables = tomllib.loads(contents(path, inner).decode("utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.", "Name a TOML file.") from None
-    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, a number of 5000 digits, 1000 brackets
-        raise ConfigError(f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys.") from None
+        raise ConfigError(
+            f"The configuration file {path} cannot be read: {error.strerror}.", "Name a TOML file."
+        ) from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # bytes that are not UTF-8, a number of 5000 digits, 1000 brackets
+        raise ConfigError(
+            f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys."
+        ) from None
     for section, key in BESIDE:
         table = tables.get(section)
         if isinstance(table, dict) and isinstance(name := table.get(key), str):
             kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
-            is_path = key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()  # or a schedule's name
+            is_path = (
+                key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()
+            )  # or a schedule's name
             if place and is_path:
                 table[key] = f"{kind}{colon}{path.parent / place}"
     return tables
@@ -59,16 +84,23 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
 
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:
     """The tables with each `section.key=value` put in; a value is TOML, or else a bare string."""
-    merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    merged = {
+        name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()
+    }
     for setting in settings:
         name, equals, text = setting.partition("=")
         section, dot, key = name.strip().partition(".")
         if not (equals and dot and key):
-            raise ConfigError(f"A setting is section.key=value, but got {setting!r}.", "For example: --set optimizer.lr=1e-3")
+            raise ConfigError(
+                f"A setting is section.key=value, but got {setting!r}.",
+                "For example: --set optimizer.lr=1e-3",
+            )
         table = merged.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{section} must be a table, but the configuration says {section} = {table!r}.",
-                              f"Write a [{section}] table.")
+            raise ConfigError(
+                f"{section} must be a table, but the configuration says {section} = {table!r}.",
+                f"Write a [{section}] table.",
+            )
         table[key] = _toml_value(text.strip())
     return merged
 
@@ -82,7 +114,9 @@ def _toml_value(text: str) -> Any:
         return text
     if len(found) != 1:
         return text  # a line break in the text would begin another key
-    is_spaced = isinstance(found["value"], int | float) and "_" in text  # as 1_000, for a file; here more likely a slip
+    is_spaced = (
+        isinstance(found["value"], int | float) and "_" in text
+    )  # as 1_000, for a file; here more likely a slip
     return text if is_spaced else found["value"]
 
 
@@ -105,14 +139,21 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
         return Config.model_validate(_with_kind(tables))
     except ValidationError as error:
         said = "\n".join(_complaint(item) for item in error.errors())
-        raise ConfigError(said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED) from None
+        raise ConfigError(
+            said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED
+        ) from None
 
 
 def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """The tables with the model.kind of their data.source, where they have none."""
     data, model = tables.get("data", {}), tables.get("model", {})
     source = data.get("source") if isinstance(data, Mapping) else None
-    if isinstance(source, str) and source.startswith(LABELLED) and isinstance(model, Mapping) and "kind" not in model:
+    if (
+        isinstance(source, str)
+        and source.startswith(LABELLED)
+        and isinstance(model, Mapping)
+        and "kind" not in model
+    ):
         return {**tables, "model": {**model, "kind": "mlp"}}
     return tables
 
@@ -121,18 +162,32 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """ConfigError, in the words of `parse`, unless the key's value is among choices that only a room above knows."""
     if value not in choices:
         *others, last = map(repr, choices)
-        raise ConfigError(_no_choice(name, f"must be {', '.join(others)} or {last}", value, choices), LISTED)
+        raise ConfigError(
+            _no_choice(name, f"must be {', '.join(others)} or {last}", value, choices), LISTED
+        )
 
 
 def nearest(word: str) -> list[str]:
     """Keys that somebody may mean by a word such as lr, optimizer.lr, batch-size or leraning_rate."""
     names = [key.name for key in keys()]
     word = word.replace("-", "_")
-    for spelled in (lambda name: name.partition(".")[2], lambda name: name, lambda name: name.replace(".", "_")):
+    for spelled in (
+        lambda name: name.partition(".")[2],
+        lambda name: name,
+        lambda name: name.replace(".", "_"),
+    ):
         if found := [name for name in names if spelled(name) == word]:
             return found
-    spellings = {spelling: name for name in names for spelling in (name, name.replace(".", "_"), name.partition(".")[2])}
-    return list(dict.fromkeys(spellings[close] for close in difflib.get_close_matches(word, spellings, 2, 0.75)))
+    spellings = {
+        spelling: name
+        for name in names
+        for spelling in (name, name.replace(".", "_"), name.partition(".")[2])
+    }
+    return list(
+        dict.fromkeys(
+            spellings[close] for close in difflib.get_close_matches(word, spellings, 2, 0.75)
+        )
+    )
 
 
 def _complaint(item: Mapping[str, Any]) -> str:
@@ -144,11 +199,15 @@ def _complaint(item: Mapping[str, Any]) -> str:
         return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
     law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
     if item["type"] == "literal_error":
-        choices = [choice for key in keys() if key.name == name for choice in key.range.split(" | ")]
+        choices = [
+            choice for key in keys() if key.name == name for choice in key.range.split(" | ")
+        ]
         return _no_choice(name, law, item["input"], choices)
     if item["type"] == "string_pattern_mismatch":
         law = PATTERNS[name]
-    if item["type"] == "finite_number" or (isinstance(item["input"], float) and math.isnan(item["input"])):
+    if item["type"] == "finite_number" or (
+        isinstance(item["input"], float) and math.isnan(item["input"])
+    ):
         law = "must be a finite number"
     return f"{name} {law}, but is {_shown(item['input'])}."
 

@@ -51,7 +51,9 @@ class Config(Section):
                 f"{self.replication.wire}.",
                 "Set replication.wire to none, or precision.compute to float32.",
             )
-        if self.precision.compute == "float16" and self.replication.wire.startswith(("topk", "powersgd")):
+        if self.precision.compute == "float16" and self.replication.wire.startswith(
+            ("topk", "powersgd")
+        ):
             raise ConfigError(
                 f"Wire format {self.replication.wire} keeps what it leaves out for later steps, which an overflow of float16 "
                 "would spoil, but precision.compute is float16.",
@@ -68,7 +70,9 @@ class Config(Section):
                 f"replication.shard {self.replication.shard} says among whom ZeRO divides, but replication.zero is 0.",
                 "Set replication.zero to 1, 2 or 3, or replication.shard to all.",
             )
-        if self.replication.gather != "none" and (self.replication.zero != 3 or self.precision.compute != "float32"):
+        if self.replication.gather != "none" and (
+            self.replication.zero != 3 or self.precision.compute != "float32"
+        ):
             raise ConfigError(
                 f"replication.gather {self.replication.gather} is of float32 parameters that no rank has whole, but "
                 f"replication.zero is {self.replication.zero} and precision.compute {self.precision.compute}.",
@@ -92,21 +96,34 @@ class Config(Section):
 
     def _check_stream(self) -> None:
         """Refuse what stages that update by themselves cannot agree on."""
-        schedule, replication, compute = self.pipeline.schedule, self.replication, self.precision.compute
+        schedule, replication, compute = (
+            self.pipeline.schedule,
+            self.replication,
+            self.precision.compute,
+        )
         if schedule not in ASYNCHRONOUS:
             return
         if self.model.tied:
-            raise ConfigError(f"With schedule {schedule} each stage updates by itself, but model.tied has two share a tensor.",
-                              "Set model.tied to false, or pipeline.schedule to 1f1b.")
+            raise ConfigError(
+                f"With schedule {schedule} each stage updates by itself, but model.tied has two share a tensor.",
+                "Set model.tied to false, or pipeline.schedule to 1f1b.",
+            )
         if compute == "float16":
             raise ConfigError(
                 f"With schedule {schedule} no stage waits until all know of an overflow, but the loss scale of float16 adapts to "
-                "them.", "Set precision.compute to bfloat16 or float32, or pipeline.schedule to 1f1b.")
-        for key, value, only in (("replication.mode", replication.mode, "all-reduce"), ("replication.zero", replication.zero, 0),
-                                 ("replication.wire", replication.wire, "none")):
+                "them.",
+                "Set precision.compute to bfloat16 or float32, or pipeline.schedule to 1f1b.",
+            )
+        for key, value, only in (
+            ("replication.mode", replication.mode, "all-reduce"),
+            ("replication.zero", replication.zero, 0),
+            ("replication.wire", replication.wire, "none"),
+        ):
             if value != only:
-                raise ConfigError(f"Schedule {schedule} needs {key} {only}, but it is {value}.",
-                                  f"Set {key} to {only}, or pipeline.schedule to 1f1b.")
+                raise ConfigError(
+                    f"Schedule {schedule} needs {key} {only}, but it is {value}.",
+                    f"Set {key} to {only}, or pipeline.schedule to 1f1b.",
+                )
 
     def _check_mode(self) -> None:
         """Refuse what only all-reduce can do."""
@@ -114,40 +131,66 @@ class Config(Section):
         if replication.mode == "all-reduce":
             return
         if self.precision.compute == "float16" and not replication.has_common_step:
-            update = f" with replication.update {replication.update}" if replication.mode == "server" else ""
+            update = (
+                f" with replication.update {replication.update}"
+                if replication.mode == "server"
+                else ""
+            )
             raise ConfigError(
                 "In float16 all ranks change the loss scale together after each step, but in mode "
                 f"{replication.mode}{update} they have no step in common.",
                 "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",
             )
-        for key, value, only in (("replication.wire", replication.wire, "none"), ("replication.zero", replication.zero, 0),
-                                  ("layout.tp", layout.tp, 1), ("layout.pp", layout.pp, 1)):
+        for key, value, only in (
+            ("replication.wire", replication.wire, "none"),
+            ("replication.zero", replication.zero, 0),
+            ("layout.tp", layout.tp, 1),
+            ("layout.pp", layout.pp, 1),
+        ):
             if value != only:
-                raise ConfigError(f"Mode {replication.mode} needs {key} {only}, but it is {value}.",
-                                  f"Set {key} to {only}, or replication.mode to all-reduce.")
+                raise ConfigError(
+                    f"Mode {replication.mode} needs {key} {only}, but it is {value}.",
+                    f"Set {key} to {only}, or replication.mode to all-reduce.",
+                )
 
     def _check_shared(self) -> None:
         """Refuse what so many ranks cannot share."""
         tp, model = self.layout.tp, self.model
         if self.layout.sequence_parallel and model.kind != "gpt":
-            raise ConfigError(f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
-                              "Set layout.sequence_parallel to false.")
-        if (self.device.kind in ("cuda", "cuda-sim") and self.precision.is_half and tp > 1 and self.layout.algorithm == "native"
-                and not self.layout.sequence_parallel):
+            raise ConfigError(
+                f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
+                "Set layout.sequence_parallel to false.",
+            )
+        if (
+            self.device.kind in ("cuda", "cuda-sim")
+            and self.precision.is_half
+            and tp > 1
+            and self.layout.algorithm == "native"
+            and not self.layout.sequence_parallel
+        ):
             raise ConfigError(
                 f"layout.algorithm native sums activations by MPI, but they are {self.precision.compute} on {self.device.kind}, "
-                "which MPI has no type for.", "Set layout.algorithm to auto, or precision.compute to float32.")
-        key, count = ("model.heads", model.heads) if model.kind == "gpt" else ("model.width", model.width)
+                "which MPI has no type for.",
+                "Set layout.algorithm to auto, or precision.compute to float32.",
+            )
+        key, count = (
+            ("model.heads", model.heads) if model.kind == "gpt" else ("model.width", model.width)
+        )
         if count % tp == 0:
             return
         near = sorted({max(tp, count // tp * tp), count // tp * tp + tp})
-        if model.kind == "gpt":    # heads must divide the width as well
+        if model.kind == "gpt":  # heads must divide the width as well
             near = [heads for heads in range(tp, model.width + 1, tp) if model.width % heads == 0]
             near = sorted(sorted(near, key=lambda heads: abs(heads - count))[:2])
         divisors = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
         ways = [f"{key} to {' or '.join(map(str, near))}"] if near else []
-        ways.append(f"layout.tp to {' or '.join(map(str, sorted(sorted(divisors, key=lambda ranks: abs(ranks - tp))[:2])))}")
-        raise ConfigError(f"layout.tp must divide {key}, but {tp} does not divide {count}.", f"Set {', or '.join(ways)}.")
+        ways.append(
+            f"layout.tp to {' or '.join(map(str, sorted(sorted(divisors, key=lambda ranks: abs(ranks - tp))[:2])))}"
+        )
+        raise ConfigError(
+            f"layout.tp must divide {key}, but {tp} does not divide {count}.",
+            f"Set {', or '.join(ways)}.",
+        )
 
     def next_pause(self, step: int) -> int:
         """The number of steps done when all ranks meet next, after `step`: for a checkpoint, an evaluation or the end."""
@@ -163,7 +206,11 @@ class Config(Section):
 
     def flat(self) -> dict[str, Any]:
         """{section.key: value}."""
-        return {f"{section}.{key}": value for section, table in self.model_dump().items() for key, value in table.items()}
+        return {
+            f"{section}.{key}": value
+            for section, table in self.model_dump().items()
+            for key, value in table.items()
+        }
 
 
 class Key(NamedTuple):

@@ -10,9 +10,17 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.source import Parameter, Signature
 
 C_TYPES = {
-    "float": "float32", "double": "float64", "__half": "float16", "__nv_bfloat16": "bfloat16",
-    "signed char": "int8", "unsigned char": "uint8", "unsigned short": "uint16",
-    "int": "int32", "unsigned": "uint32", "long long": "int64", "unsigned long long": "uint64",
+    "float": "float32",
+    "double": "float64",
+    "__half": "float16",
+    "__nv_bfloat16": "bfloat16",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "unsigned short": "uint16",
+    "int": "int32",
+    "unsigned": "uint32",
+    "long long": "int64",
+    "unsigned long long": "uint64",
 }
 """The types that parameters may have, by their C++ names."""
 
@@ -59,21 +67,37 @@ def _refuse(kernel: str, parameter: Parameter, is_what: str, way_out: str) -> No
     raise KernelError(f"{kernel}: argument `{parameter.name}` {is_what}.", way_out)
 
 
-def _array_check(kernel: str, parameter: Parameter, dtype: str, fresh: bool, strided: bool) -> Callable[[Any], Argument]:
+def _array_check(
+    kernel: str, parameter: Parameter, dtype: str, fresh: bool, strided: bool
+) -> Callable[[Any], Argument]:
     def check(value: Any) -> Argument:
         argument = value if isinstance(value, Argument) else Argument(value, fresh, strided)
         array = argument.array
         if array is None:
             return argument
         if not hasattr(array, "flags"):
-            _refuse(kernel, parameter, f"is {array!r}, not an array of {dtype}",
-                    "Pass an array, or None to leave it out.")
+            _refuse(
+                kernel,
+                parameter,
+                f"is {array!r}, not an array of {dtype}",
+                "Pass an array, or None to leave it out.",
+            )
         if name_of(array.dtype) != dtype:
-            _refuse(kernel, parameter, f"is an array of {array.dtype.name}, the kernel takes {dtype}",
-                    "Cast it first, or launch the kernel for that element type.")
-        if not array.flags.c_contiguous and not (argument.strided and array.strides[-1] == array.itemsize):
-            _refuse(kernel, parameter, f"of shape {array.shape} and strides {array.strides} bytes is not contiguous",
-                    "Copy it first; only `strided` arguments may skip elements, and never in the last dim.")
+            _refuse(
+                kernel,
+                parameter,
+                f"is an array of {array.dtype.name}, the kernel takes {dtype}",
+                "Cast it first, or launch the kernel for that element type.",
+            )
+        if not array.flags.c_contiguous and not (
+            argument.strided and array.strides[-1] == array.itemsize
+        ):
+            _refuse(
+                kernel,
+                parameter,
+                f"of shape {array.shape} and strides {array.strides} bytes is not contiguous",
+                "Copy it first; only `strided` arguments may skip elements, and never in the last dim.",
+            )
         return argument
 
     return check
@@ -84,21 +108,34 @@ def _scalar_check(kernel: str, parameter: Parameter, dtype: str) -> Callable[[An
     limits = (int(np.iinfo(kind).min), int(np.iinfo(kind).max)) if kind.kind in "iu" else None
 
     def check(value: Any) -> np.generic:
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(
+            value, (int, float, np.integer, np.floating)
+        ):
             _refuse(kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass a number.")
         if limits is None:
             return kind.type(value)
         if isinstance(value, (float, np.floating)):
-            _refuse(kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass an integer.")
+            _refuse(
+                kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass an integer."
+            )
         if not limits[0] <= value <= limits[1]:
-            _refuse(kernel, parameter, f"is {value}, beyond what {dtype} holds", "Split the arrays into smaller ones.")
+            _refuse(
+                kernel,
+                parameter,
+                f"is {value}, beyond what {dtype} holds",
+                "Split the arrays into smaller ones.",
+            )
         return kind.type(value)
 
     return check
 
 
-def argument_checks(signature: Signature, defines: Mapping[str, Any], fresh: Collection[str] = (),
-                    strided: Collection[str] = ()) -> tuple[list[Callable[[Any], Any]], tuple[tuple[Any, bool], ...]]:
+def argument_checks(
+    signature: Signature,
+    defines: Mapping[str, Any],
+    fresh: Collection[str] = (),
+    strided: Collection[str] = (),
+) -> tuple[list[Callable[[Any], Any]], tuple[tuple[Any, bool], ...]]:
     """One function per parameter: it returns the argument as launched, or raises KernelError; and as in `loader.Ready.wants`.
 
     fresh, strided  names of parameters; KernelError if there is no such array
@@ -109,8 +146,10 @@ def argument_checks(signature: Signature, defines: Mapping[str, Any], fresh: Col
     for parameter in signature.parameters:
         name = str(types.get(parameter.type, parameter.type))
         if name not in C_TYPES:
-            raise KernelError(f"{signature.name}: parameter `{parameter.name}` has the unknown type `{name}`.",
-                              f"Define it at the launch, or use one of {', '.join(C_TYPES)}.")
+            raise KernelError(
+                f"{signature.name}: parameter `{parameter.name}` has the unknown type `{name}`.",
+                f"Define it at the launch, or use one of {', '.join(C_TYPES)}.",
+            )
         how = signature.name, parameter, C_TYPES[name]
         if parameter.is_pointer:
             checks.append(_array_check(*how, parameter.name in fresh, parameter.name in strided))
@@ -120,5 +159,7 @@ def argument_checks(signature: Signature, defines: Mapping[str, Any], fresh: Col
             wants.append((None, False))
     arrays = [parameter.name for parameter in signature.parameters if parameter.is_pointer]
     if wrong := [name for name in (*fresh, *strided) if name not in arrays]:
-        raise KernelError(f"{signature.name} has no array `{wrong[0]}`.", f"Its arrays: {', '.join(arrays)}.")
+        raise KernelError(
+            f"{signature.name} has no array `{wrong[0]}`.", f"Its arrays: {', '.join(arrays)}."
+        )
     return checks, tuple(wants)

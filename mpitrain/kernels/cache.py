@@ -14,10 +14,14 @@ from mpitrain.files import opened
 def cache_of(what: str) -> Path:
     """This user's folder for kernels compiled for `what`: a place where nobody else can put one, for they are loaded from it."""
     temporary = Path(tempfile.gettempdir()) / f"mpitrain-{what}-{os.getuid()}"
-    at_home = Path(os.path.expanduser(f"~/.cache/mpitrain/{what}"))  # as it is, for a user without any home
+    at_home = Path(
+        os.path.expanduser(f"~/.cache/mpitrain/{what}")
+    )  # as it is, for a user without any home
     if at_home.is_absolute() and _is_own(at_home):
         return at_home
-    return temporary if _keeps_names(temporary.parent) and _is_own(temporary) else _fresh_folder(what)
+    return (
+        temporary if _keeps_names(temporary.parent) and _is_own(temporary) else _fresh_folder(what)
+    )
 
 
 def _is_own(folder: Path) -> bool:

@@ -22,5 +22,8 @@ def simulated(checked: bool = False) -> Kernels:
     return Kernels(Simulator(checked=checked))
 
 
-KERNELS: dict[Kind, Callable[[], Kernels]] = {"cuda": lambda: _on_gpu(cupy_with_gpu()), "cuda-sim": simulated}
+KERNELS: dict[Kind, Callable[[], Kernels]] = {
+    "cuda": lambda: _on_gpu(cupy_with_gpu()),
+    "cuda-sim": simulated,
+}
 """What makes them; ConfigError where this machine lacks what the kind needs."""

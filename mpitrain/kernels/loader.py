@@ -50,7 +50,9 @@ class Engine(Protocol):
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
         """Compile the source under the defines (or take it from a cache) and return one of its kernels."""
 
-    def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
+    def multiply(
+        self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool
+    ) -> None:
         """c = op(a) op(b), or added to it, by a library; sums in float32, of float64 in float64.
 
         a, b, c   (rows, columns), the last dim contiguous; stored transposed where so flagged; none may be empty
@@ -91,11 +93,23 @@ class Kernels:
         self.launches = 0
         self.plans: dict[tuple, Any] = {}
         self._takes_plain = engine.takes_plain
-        self._sources = {name: source for source in package_sources(folder).values() for name in source.kernels}
+        self._sources = {
+            name: source for source in package_sources(folder).values() for name in source.kernels
+        }
         self._ready: dict[tuple, Ready] = {}
 
-    def launch(self, name: str, grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared: int = 0,
-               macros: Macros | None = None, fresh: str = "", strided: str = "", **defines: Any) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: Sequence[Any],
+        shared: int = 0,
+        macros: Macros | None = None,
+        fresh: str = "",
+        strided: str = "",
+        **defines: Any,
+    ) -> None:
         """Start one kernel; with an empty grid do nothing.
 
         grid, block   blocks and threads, up to three numbers each
@@ -111,19 +125,31 @@ class Kernels:
         ready = self._ready.get((name, block, macros or tuple(defines.items()), fresh, strided))
         if ready is None:
             ready = self._first(name, block, macros, fresh, strided, defines)
-        elif self._takes_plain and len(arguments) == len(ready.wants) and (
-                len(grid) == 1 or max(grid) <= MOST_BLOCKS[1]):
+        elif (
+            self._takes_plain
+            and len(arguments) == len(ready.wants)
+            and (len(grid) == 1 or max(grid) <= MOST_BLOCKS[1])
+        ):
             try:
                 for value, (dtype, may_skip) in zip(arguments, ready.wants, strict=True):
-                    if dtype is not None and value is not None and (value.dtype is not dtype or not (
-                            value.flags.c_contiguous or (may_skip and value.strides[-1] == value.itemsize))):
+                    if (
+                        dtype is not None
+                        and value is not None
+                        and (
+                            value.dtype is not dtype
+                            or not (
+                                value.flags.c_contiguous
+                                or (may_skip and value.strides[-1] == value.itemsize)
+                            )
+                        )
+                    ):
                         break
                 else:
                     ready.function(grid, block, arguments, shared)
                     self.launches += 1
                     return
             except (struct.error, AttributeError):
-                pass    # before the launch: the checks say more
+                pass  # before the launch: the checks say more
         ready.function(grid, block, self._checked(name, grid, ready, arguments), shared)
         self.launches += 1
 
@@ -132,27 +158,50 @@ class Kernels:
         kept: Macros = self.plans.setdefault(("macros", *defines.items()), Macros(**defines))
         return kept
 
-    def _checked(self, name: str, grid: tuple[int, ...], ready: Ready, arguments: Sequence[Any]) -> list[Any]:
+    def _checked(
+        self, name: str, grid: tuple[int, ...], ready: Ready, arguments: Sequence[Any]
+    ) -> list[Any]:
         """The arguments as the engine takes them, each of which has been looked at."""
         if len(arguments) != len(ready.checks):
-            raise KernelError(f"{name} takes {len(ready.checks)} arguments, but {len(arguments)} were passed.",
-                              f"Its parameters: {self._parameters(name)}.")
+            raise KernelError(
+                f"{name} takes {len(ready.checks)} arguments, but {len(arguments)} were passed.",
+                f"Its parameters: {self._parameters(name)}.",
+            )
         if any(count > most for count, most in zip(grid, MOST_BLOCKS, strict=False)):
-            raise KernelError(f"{name}: a grid of {tuple(grid)} blocks is beyond {MOST_BLOCKS}.",
-                              "Let each block do more, or split the arrays.")
+            raise KernelError(
+                f"{name}: a grid of {tuple(grid)} blocks is beyond {MOST_BLOCKS}.",
+                "Let each block do more, or split the arrays.",
+            )
         checked = [check(argument) for check, argument in zip(ready.checks, arguments, strict=True)]
-        return [each.array if isinstance(each, Argument) else each for each in checked] if self._takes_plain else checked
+        return (
+            [each.array if isinstance(each, Argument) else each for each in checked]
+            if self._takes_plain
+            else checked
+        )
 
-    def _first(self, name: str, block: tuple[int, ...], macros: Macros | None, fresh: str, strided: str,
-               defines: dict[str, Any]) -> Ready:
+    def _first(
+        self,
+        name: str,
+        block: tuple[int, ...],
+        macros: Macros | None,
+        fresh: str,
+        strided: str,
+        defines: dict[str, Any],
+    ) -> Ready:
         """Load a kernel, and see what can be seen of a launch before its arguments."""
         if name not in self._sources:
-            raise KernelError(f"There is no kernel `{name}`.", f"There are: {', '.join(sorted(self._sources))}.")
+            raise KernelError(
+                f"There is no kernel `{name}`.", f"There are: {', '.join(sorted(self._sources))}."
+            )
         if not 0 < prod(block) <= MOST_THREADS:
             raise KernelError(
                 f"{name}: a block of {tuple(block)} is {prod(block)} threads; 1 to {MOST_THREADS} are possible.",
-                "Use a smaller block and a larger grid.")
-        source, words = self._sources[name], {key: str(value) for key, value in (macros.defines if macros else defines).items()}
+                "Use a smaller block and a larger grid.",
+            )
+        source, words = (
+            self._sources[name],
+            {key: str(value) for key, value in (macros.defines if macros else defines).items()},
+        )
         signature = source.kernels[name]
         checks, wants = argument_checks(signature, words, fresh.split(), strided.split())
         ready = Ready(wants, checks, self.engine.load(source, signature, words))
@@ -160,7 +209,9 @@ class Kernels:
         return ready
 
     def _parameters(self, name: str) -> str:
-        return ", ".join(parameter.name for parameter in self._sources[name].kernels[name].parameters)
+        return ", ".join(
+            parameter.name for parameter in self._sources[name].kernels[name].parameters
+        )
 
 
 __all__ = ["Argument", "Engine", "Function", "Kernels", "Macros"]

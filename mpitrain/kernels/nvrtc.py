@@ -58,16 +58,22 @@ class Compiler:
         self._cupy, self._folder = cupy, folder
         try:
             self._version = cupy.cuda.nvrtc.getVersion()
-        except RuntimeError as error:    # CuPy loads it when it is first asked for, and its wheels come without
+        except (
+            RuntimeError
+        ) as error:  # CuPy loads it when it is first asked for, and its wheels come without
             said = str(error).strip().partition("\n")[0]
-            raise ConfigError(f"Kernels are compiled by NVRTC, but CuPy cannot load it: {said}",
-                              "Install it: pip install 'mpitrain[cuda13]', or [cuda12].") from None
+            raise ConfigError(
+                f"Kernels are compiled by NVRTC, but CuPy cannot load it: {said}",
+                "Install it: pip install 'mpitrain[cuda13]', or [cuda12].",
+            ) from None
         driver = cupy.cuda.runtime.driverGetVersion()
         if self._version[0] > driver // 1000:
             raise ConfigError(
                 "NVRTC {}.{} compiles for newer drivers than the one here, which is of CUDA {}.{}.".format(
-                    *self._version, driver // 1000, driver % 1000 // 10),
-                "CuPy takes the newest NVRTC that is installed: uninstall nvidia-cuda-nvrtc, or update the driver.")
+                    *self._version, driver // 1000, driver % 1000 // 10
+                ),
+                "CuPy takes the newest NVRTC that is installed: uninstall nvidia-cuda-nvrtc, or update the driver.",
+            )
         self.architecture = architecture(capability, cupy.cuda.nvrtc.getSupportedArchs())
         """As NVRTC's option names it."""
 
@@ -84,7 +90,14 @@ class Compiler:
         if not path.exists():
             # Where the headers of CUDA and CuPy lie. Not in the key: it is another on every machine.
             headers = tuple(self._cupy._core.core.assemble_cupy_compiler_options(()))
-            self._write(path, self._compiled(source, (*options, *(each for each in headers if each.startswith("-I"))), is_code))
+            self._write(
+                path,
+                self._compiled(
+                    source,
+                    (*options, *(each for each in headers if each.startswith("-I"))),
+                    is_code,
+                ),
+            )
         return path
 
     def _compiled(self, source: SourceFile, options: tuple[str, ...], is_code: bool) -> bytes:
@@ -96,9 +109,10 @@ class Compiler:
             # CuPy takes the last byte for the end of a text. Of machine code it is the last one of its headers, a 0.
             return nvrtc.getCUBIN(program) + b"\0" if is_code else nvrtc.getPTX(program)
         except nvrtc.NVRTCError:
-            raise KernelError(f"NVRTC cannot compile {source.path.name} for {self.architecture}:\n{nvrtc.getProgramLog(program)}",
-                              "CuPy and its CUDA headers must be of one version: reinstall mpitrain[cuda13] or [cuda12].",
-                              ) from None
+            raise KernelError(
+                f"NVRTC cannot compile {source.path.name} for {self.architecture}:\n{nvrtc.getProgramLog(program)}",
+                "CuPy and its CUDA headers must be of one version: reinstall mpitrain[cuda13] or [cuda12].",
+            ) from None
         finally:
             nvrtc.destroyProgram(program)
 

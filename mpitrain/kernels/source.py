@@ -17,7 +17,9 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUND = r"(?:__launch_bounds__\((?P<bound>[^),]*)(?:,[^)]*)?\)\s*)?"
 _KERNEL = re.compile(rf'extern "C" __global__ void {_BOUND}(?P<name>\w+)\((?P<parameters>[^)]*)\)')
-_PARAMETER = re.compile(r"(?P<const>const )?(?P<type>[\w ]+?)\s*(?P<star>\*)?\s*(?:__restrict__ )?(?P<name>\w+)")
+_PARAMETER = re.compile(
+    r"(?P<const>const )?(?P<type>[\w ]+?)\s*(?P<star>\*)?\s*(?:__restrict__ )?(?P<name>\w+)"
+)
 
 
 class Parameter(NamedTuple):
@@ -54,7 +56,7 @@ def _expand(path: Path, seen: set[Path]) -> str:
     for include in _INCLUDE.finditer(text):
         line = text.count("\n", 0, include.end()) + 2
         header = _expand(path.parent / include[1], seen)
-        parts += [text[end:include.start()], header, f'\n#line {line} "{path.name}"']
+        parts += [text[end : include.start()], header, f'\n#line {line} "{path.name}"']
         end = include.end()
     return "".join([*parts, text[end:]])
 
@@ -64,9 +66,13 @@ def _signature(match: re.Match[str]) -> Signature:
     for text in filter(None, (part.strip() for part in match["parameters"].split(","))):
         part = _PARAMETER.fullmatch(" ".join(text.split()))
         if part is None:
-            raise KernelError(f"{match['name']}: cannot read the parameter `{text}`.",
-                              "Write `type name`, `type* name` or `const type* __restrict__ name`.")
-        parameters.append(Parameter(part["name"], part["type"], bool(part["star"]), bool(part["const"])))
+            raise KernelError(
+                f"{match['name']}: cannot read the parameter `{text}`.",
+                "Write `type name`, `type* name` or `const type* __restrict__ name`.",
+            )
+        parameters.append(
+            Parameter(part["name"], part["type"], bool(part["star"]), bool(part["const"]))
+        )
     return Signature(match["name"], tuple(parameters), match["bound"])
 
 

@@ -69,7 +69,10 @@ class Parameter(NamedTuple):
             return self.shape
         shapes = [tuple(s.stop - s.start for s in rectangle) for rectangle in self.slices]
         joined = self._joined_along
-        return tuple(sum(shape[dim] for shape in shapes) if dim == joined else length for dim, length in enumerate(shapes[0]))
+        return tuple(
+            sum(shape[dim] for shape in shapes) if dim == joined else length
+            for dim, length in enumerate(shapes[0])
+        )
 
     def part_of(self, whole: np.ndarray) -> np.ndarray:
         """The part held here of the whole tensor."""
@@ -82,7 +85,10 @@ class Parameter(NamedTuple):
         """The dim in which the rectangles differ; 0 if there is but one."""
         assert self.slices is not None
         first = self.slices[0]
-        return next((dim for other in self.slices for dim in range(len(first)) if other[dim] != first[dim]), 0)
+        return next(
+            (dim for other in self.slices for dim in range(len(first)) if other[dim] != first[dim]),
+            0,
+        )
 
 
 @dataclass
@@ -121,23 +127,40 @@ class Layer(Protocol):
     def forward(self, w: Weights, x: np.ndarray, arena: Arena) -> tuple[np.ndarray, Any]:
         """The output, and whatever `backward_input` will need."""
 
-    def backward_input(self, w: Weights, dy: np.ndarray, saved: Any, arena: Arena) -> tuple[np.ndarray | None, Any]:
+    def backward_input(
+        self, w: Weights, dy: np.ndarray, saved: Any, arena: Arena
+    ) -> tuple[np.ndarray | None, Any]:
         """The gradient of the input (None where the input has none), and whatever the weight half still needs."""
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write or add the gradients of the parameters, as `Gradient.claim` says."""
 
 
-def backward(layer: Layer, w: Weights, dy: np.ndarray, saved: Any, dw: Gradients, arena: Arena,
-             residual: np.ndarray | None = None) -> np.ndarray | None:
+def backward(
+    layer: Layer,
+    w: Weights,
+    dy: np.ndarray,
+    saved: Any,
+    dw: Gradients,
+    arena: Arena,
+    residual: np.ndarray | None = None,
+) -> np.ndarray | None:
     """Both halves of a layer, in its own way where it has one; returns the gradient of the input.
 
     residual: where the layer `adds_to_input`, or None
     """
     both, half = getattr(layer, "backward", None), cast(Any, layer).backward_input
     if both:
-        return both(w, dy, saved, dw, arena) if residual is None else both(w, dy, saved, dw, arena, residual=residual)
-    dx, pending = half(w, dy, saved, arena) if residual is None else half(w, dy, saved, arena, residual=residual)
+        return (
+            both(w, dy, saved, dw, arena)
+            if residual is None
+            else both(w, dy, saved, dw, arena, residual=residual)
+        )
+    dx, pending = (
+        half(w, dy, saved, arena)
+        if residual is None
+        else half(w, dy, saved, arena, residual=residual)
+    )
     del saved  # its buffers may serve the weight half
     layer.backward_weight(pending, dw, arena)
     return dx
@@ -149,7 +172,9 @@ class Loss(Protocol):
     Sums over the rows are numbers, or arrays without dims that the device may still be computing.
     """
 
-    def gradient(self, logits: np.ndarray, targets: np.ndarray, scale: float, arena: Arena) -> tuple[Any, np.ndarray]:
+    def gradient(
+        self, logits: np.ndarray, targets: np.ndarray, scale: float, arena: Arena
+    ) -> tuple[Any, np.ndarray]:
         """The summed loss, and the gradient of scale x that sum, which may be written over the logits."""
 
     def value(self, logits: np.ndarray, targets: np.ndarray, arena: Arena) -> Any:

@@ -31,14 +31,18 @@ class Sequential:
 
     def __init__(self, *layers: Any, **children: Any):
         if bool(layers) == bool(children):
-            raise ConfigError("Sequential takes layers, all of them with names or none, but got "
-                              f"{len(layers)} without and {len(children)} with names.",
-                              "Write Sequential(a, b) or Sequential(up=a, down=b).")
+            raise ConfigError(
+                "Sequential takes layers, all of them with names or none, but got "
+                f"{len(layers)} without and {len(children)} with names.",
+                "Write Sequential(a, b) or Sequential(up=a, down=b).",
+            )
         children = children or {str(number): layer for number, layer in enumerate(layers)}
         for name, child in children.items():
             if not hasattr(child, "forward"):
-                raise ConfigError(f"Sequential takes layers, but {name!r} is of type {type(child).__name__}.",
-                                  "Write Sequential(a, b); with a list of layers Sequential(*layers).")
+                raise ConfigError(
+                    f"Sequential takes layers, but {name!r} is of type {type(child).__name__}.",
+                    "Write Sequential(a, b); with a list of layers Sequential(*layers).",
+                )
         first, *_, last = (*children, *children)
         self.children, self._first, self._last = children, first, last
         self.output_is_free = children[last].output_is_free
@@ -48,7 +52,9 @@ class Sequential:
         self._back: dict[str, Any] = dict(children)
         self._gelus, self._takers = set(), set()
         for (name, child), (after, taker) in pairwise(children.items()):
-            if getattr(taker, "takes_gelu", False) and (without := getattr(child, "without_gelu", None)):
+            if getattr(taker, "takes_gelu", False) and (
+                without := getattr(child, "without_gelu", None)
+            ):
                 self._back[name] = without
                 self._gelus.add(name)
                 self._takers.add(after)
@@ -57,7 +63,8 @@ class Sequential:
         """The parameters of all children."""
         return [
             parameter._replace(name=f"{name}.{parameter.name}")
-            for name, child in self.children.items() for parameter in child.parameters()
+            for name, child in self.children.items()
+            for parameter in child.parameters()
         ]
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -72,20 +79,30 @@ class Sequential:
         for name, child in self.children.items():
             own = w.get(name, NOTHING)
             adds = residual is not None and name == self._last
-            x, kept = child.forward(own, x, arena, residual=residual) if adds else child.forward(own, x, arena)
+            x, kept = (
+                child.forward(own, x, arena, residual=residual)
+                if adds
+                else child.forward(own, x, arena)
+            )
             saved.append(kept)
         return x, saved
 
-    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
+    def backward_input(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, residual: Any = None
+    ) -> tuple[Any, Any]:
         """The gradient of the input, and what `backward_weight` needs."""
         pending = {}
         for name, child in reversed(self._back.items()):
             # Popped, so that each child's buffers return to the arena before the next child asks for some.
             own = w.get(name, NOTHING)
             if name in self._takers:
-                dy, pending[name] = child.backward_input(own, dy, self._popped(name, saved), arena, gelu=saved[-1][1])
+                dy, pending[name] = child.backward_input(
+                    own, dy, self._popped(name, saved), arena, gelu=saved[-1][1]
+                )
             elif residual is not None and name == self._first:
-                dy, pending[name] = child.backward_input(own, dy, self._popped(name, saved), arena, residual=residual)
+                dy, pending[name] = child.backward_input(
+                    own, dy, self._popped(name, saved), arena, residual=residual
+                )
             else:
                 dy, pending[name] = child.backward_input(own, dy, self._popped(name, saved), arena)
         return dy, pending
@@ -96,12 +113,16 @@ class Sequential:
             name, wanted = pending.popitem()
             self.children[name].backward_weight(wanted, dw.get(name, NOTHING), arena)
 
-    def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, residual: Any = None) -> Any:
+    def backward(
+        self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, residual: Any = None
+    ) -> Any:
         """Both halves of backward, child by child; returns the gradient of the input."""
         for name, child in reversed(self._back.items()):
             own, gradients = w.get(name, NOTHING), dw.get(name, NOTHING)
             if name in self._takers:
-                dy, pending = child.backward_input(own, dy, self._popped(name, saved), arena, gelu=saved[-1][1])
+                dy, pending = child.backward_input(
+                    own, dy, self._popped(name, saved), arena, gelu=saved[-1][1]
+                )
                 child.backward_weight(pending, gradients, arena)
                 del pending
             else:
@@ -130,7 +151,10 @@ class Residual:
 
     def __init__(self, inner: Any, add: Writes | None = None):
         self.inner, self.add = inner, add or reference.add
-        self._output_is_sum, self._input_is_sum = getattr(inner, "adds_to_output", False), getattr(inner, "adds_to_input", False)
+        self._output_is_sum, self._input_is_sum = (
+            getattr(inner, "adds_to_output", False),
+            getattr(inner, "adds_to_input", False),
+        )
 
     def parameters(self) -> list[Parameter]:
         """The parameters of the inner layer."""

@@ -32,11 +32,13 @@ class Entry(NamedTuple):
 
     @property
     def stop(self) -> int:
-        return self.start + math.prod(self.parameter.local_shape)  # NumPy's product would wrap at 64 bits
+        return self.start + math.prod(
+            self.parameter.local_shape
+        )  # NumPy's product would wrap at 64 bits
 
     def view(self, flat: np.ndarray) -> np.ndarray:
         """This tensor's part of a flat buffer, in its shape."""
-        return flat[self.start:self.stop].reshape(self.parameter.local_shape)
+        return flat[self.start : self.stop].reshape(self.parameter.local_shape)
 
 
 class Piece(NamedTuple):
@@ -97,14 +99,21 @@ class Storage:
         self.length = 0
         for kind in sorted({("", False), *((p.holders, p.partial) for own in stored for p in own)}):
             for index, own in enumerate(stored):
-                mine = sorted((p for p in own if (p.holders, p.partial) == kind), key=lambda p: (p.trainable, p.decayed))
+                mine = sorted(
+                    (p for p in own if (p.holders, p.partial) == kind),
+                    key=lambda p: (p.trainable, p.decayed),
+                )
                 if mine or kind == ("", False):
                     self._lay_out(index, kind, mine, dp * GRAIN)
 
-    def _lay_out(self, unit: int, kind: tuple[str, bool], parameters: Sequence[Parameter], grain: int) -> None:
+    def _lay_out(
+        self, unit: int, kind: tuple[str, bool], parameters: Sequence[Parameter], grain: int
+    ) -> None:
         start = stop = self.length
         for parameter in parameters:
-            self.entries.append(Entry(parameter.name, parameter, unit, start + _padded(stop - start, GRAIN)))
+            self.entries.append(
+                Entry(parameter.name, parameter, unit, start + _padded(stop - start, GRAIN))
+            )
             stop = self.entries[-1].stop
         self.length = start + _padded(stop - start, grain)
         self.spans.append(Span(start, self.length, unit, *kind))
@@ -112,9 +121,15 @@ class Storage:
     @property
     def parameter_count(self) -> int:
         """Elements of all logical tensors, each counted once, whatever part of them is held here, and none that is a copy."""
-        return sum(math.prod(entry.parameter.shape) for entry in self.entries if not entry.parameter.is_copy)
+        return sum(
+            math.prod(entry.parameter.shape)
+            for entry in self.entries
+            if not entry.parameter.is_copy
+        )
 
-    def initialize(self, flat: Any, seed: int, backend: Backend, pieces: Sequence[Piece] | None = None) -> None:
+    def initialize(
+        self, flat: Any, seed: int, backend: Backend, pieces: Sequence[Piece] | None = None
+    ) -> None:
         """Fill a buffer with initial values, which depend on (seed, full name) alone: draw the whole, keep the part.
 
         They are drawn on the host whatever the backend, so that they are the same on any device; a `flat` of another dtype holds
@@ -126,12 +141,19 @@ class Storage:
             parameter = entry.parameter
             generator = np.random.default_rng([seed, zlib.crc32(entry.name.encode())])
             whole = parameter.draw(generator, parameter.shape)
-            values = parameter.part_of(whole).astype(self.dtype).astype(flat.dtype, copy=False).reshape(-1)
+            values = (
+                parameter.part_of(whole)
+                .astype(self.dtype)
+                .astype(flat.dtype, copy=False)
+                .reshape(-1)
+            )
             for piece in [Piece(0, self.length, 0)] if pieces is None else pieces:
                 low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
                 if low < high:
                     place = piece.place - piece.start
-                    flat[place + low:place + high] = backend.from_host(values[low - entry.start:high - entry.start])
+                    flat[place + low : place + high] = backend.from_host(
+                        values[low - entry.start : high - entry.start]
+                    )
 
     def used(self, unit: int) -> list[Entry]:
         """The tensors that a unit computes with, tied ones included."""
@@ -145,7 +167,10 @@ class Storage:
     def gradients(self, flat: np.ndarray) -> tuple[list[Gradients], list[list[Gradient]]]:
         """Gradient leaves over a flat buffer: nested for each unit, and those that each unit stores. Tied tensors share one."""
         leaves = {entry.name: Gradient(entry.view(flat)) for entry in self.entries}
-        stored = [[leaves[entry.name] for entry in self.entries if entry.unit == unit] for unit in range(len(self.units))]
+        stored = [
+            [leaves[entry.name] for entry in self.entries if entry.unit == unit]
+            for unit in range(len(self.units))
+        ]
         return self.nested(leaves), stored
 
     def nested(self, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -192,7 +217,9 @@ class Storage:
             is_last = before is None or before[3:] != span[3:] or span.unit in firsts
             if is_last or (stop - span.start) * self.dtype.itemsize >= nbytes:
                 if span.start < stop:
-                    buckets.append(Bucket(span.start, stop, tuple(units), span.holders, span.partial))
+                    buckets.append(
+                        Bucket(span.start, stop, tuple(units), span.holders, span.partial)
+                    )
                 stop, units = span.start, []
         return buckets
 
@@ -204,8 +231,11 @@ def _padded(count: int, grain: int) -> int:
 def _stored(unit: Unit) -> list[Parameter]:
     """The tensors that a unit stores, named in full: its own, and of tied ones those that no earlier unit of this rank does."""
     own = unit.layer.parameters()
-    return [unit.held.get(p.name, p._replace(name=f"{unit.name}.{p.name}")) for p in own
-            if p.name in unit.held or p.name not in unit.tied]
+    return [
+        unit.held.get(p.name, p._replace(name=f"{unit.name}.{p.name}"))
+        for p in own
+        if p.name in unit.held or p.name not in unit.tied
+    ]
 
 
 def dealt(spans: Sequence[Span], hands: int) -> list[list[Piece]]:
@@ -236,6 +266,8 @@ def shard(buckets: Sequence[Bucket], rank: int, ranks: int) -> list[Piece]:
     pieces, place = [], 0
     for bucket in sorted(buckets):
         length = (bucket.stop - bucket.start) // ranks
-        pieces.append(Piece(bucket.start + rank * length, bucket.start + (rank + 1) * length, place))
+        pieces.append(
+            Piece(bucket.start + rank * length, bucket.start + (rank + 1) * length, place)
+        )
         place += length
     return pieces

@@ -24,8 +24,15 @@ class Linear:
     activation: None, "gelu" (tanh form) or "relu"
     """
 
-    def __init__(self, ops: Ops, inputs: int, outputs: int, draw: Draw, activation: str | None = None,
-                 bias: bool = True):
+    def __init__(
+        self,
+        ops: Ops,
+        inputs: int,
+        outputs: int,
+        draw: Draw,
+        activation: str | None = None,
+        bias: bool = True,
+    ):
         self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
         self.activation = activation
         self.output_is_free = activation is None
@@ -38,7 +45,11 @@ class Linear:
     def parameters(self) -> list[Parameter]:
         """The weight and, where there is one, the bias."""
         weight = Parameter("weight", (self.outputs, self.inputs), self.draw, decayed=True)
-        return [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)] if self.bias else [weight]
+        return (
+            [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)]
+            if self.bias
+            else [weight]
+        )
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the output for an input of this shape."""
@@ -63,9 +74,13 @@ class Linear:
         dx, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
-    def backward_input_through_gelu(self, w: Weights, dy: Any, saved: Any, gelu: Any, arena: Arena) -> tuple[Any, Any]:
+    def backward_input_through_gelu(
+        self, w: Weights, dy: Any, saved: Any, gelu: Any, arena: Arena
+    ) -> tuple[Any, Any]:
         """As `backward_input`, times the derivative of the GELU before this layer."""
-        dx, pending = self.ops.gelu_linear_backward_input(flat_rows(dy), w["weight"], saved, gelu, arena)
+        dx, pending = self.ops.gelu_linear_backward_input(
+            flat_rows(dy), w["weight"], saved, gelu, arena
+        )
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
@@ -88,7 +103,9 @@ class FusedLinear(Linear):
     def forward(self, w, x, arena, residual=None):
         if residual is None:
             return super().forward(w, x, arena)
-        y, saved = self.ops.linear(flat_rows(x), w["weight"], w.get("bias"), arena, residual=flat_rows(residual))
+        y, saved = self.ops.linear(
+            flat_rows(x), w["weight"], w.get("bias"), arena, residual=flat_rows(residual)
+        )
         return y.reshape(residual.shape), saved
 
     def backward_input(self, w, dy, saved, arena, gelu=None):
@@ -129,7 +146,9 @@ class LayerNorm:
 
     def backward_input(self, w, dy, saved, arena, residual=None):
         residual = None if residual is None else flat_rows(residual)
-        dx, pending = self.ops.layer_norm_backward_input(flat_rows(dy), w["gain"], saved, arena, residual)
+        dx, pending = self.ops.layer_norm_backward_input(
+            flat_rows(dy), w["gain"], saved, arena, residual
+        )
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
@@ -163,8 +182,12 @@ class Embedding:
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending
-        self.ops.embedding_backward_table(dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena)
-        self.ops.embedding_backward_positions(dy, dw["positions"].array, dw["positions"].claim(), arena)
+        self.ops.embedding_backward_table(
+            dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena
+        )
+        self.ops.embedding_backward_positions(
+            dy, dw["positions"].array, dw["positions"].claim(), arena
+        )
 
 
 class Attention:
@@ -196,7 +219,11 @@ class CrossEntropy:
     """Softmax cross-entropy over whole rows of logits: the `Loss` of a rank that holds the whole vocabulary."""
 
     def __init__(self, ops: Ops):
-        self.gradient, self.value, self.correct = ops.cross_entropy, ops.cross_entropy_loss, ops.count_correct
+        self.gradient, self.value, self.correct = (
+            ops.cross_entropy,
+            ops.cross_entropy_loss,
+            ops.count_correct,
+        )
 
 
 class Plain:
@@ -234,19 +261,29 @@ class Plain:
     def attention(self, width: int, heads: int) -> Attention:
         """Causal attention, (B, T, 3 width) to (B, T, width); ConfigError if heads do not divide width."""
         if heads < 1 or width % heads:
-            near = min((h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads))
-            raise ConfigError(f"{heads} heads do not divide a width of {width}.", f"Nearest that does: {near}.")
+            near = min(
+                (h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads)
+            )
+            raise ConfigError(
+                f"{heads} heads do not divide a width of {width}.", f"Nearest that does: {near}."
+            )
         return Attention(self.ops, heads)
 
-    def column_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
+    def column_linear(
+        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+    ) -> Linear:
         """A linear layer; layout.tp splits its outputs. activation: "gelu", "relu" or None."""
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
-    def row_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
+    def row_linear(
+        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+    ) -> Linear:
         """A linear layer; layout.tp splits its inputs."""
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
-    def linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> Linear:
+    def linear(
+        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+    ) -> Linear:
         """A linear layer that layout.tp does not split."""
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 

@@ -39,13 +39,22 @@ class HostMemory:
     def allocate(self, nbytes: int) -> np.ndarray:
         if len(self._rest) < nbytes:
             raw = np.empty(max(nbytes, SLAB) + ALIGNMENT, np.uint8)
-            self._rest = raw[-raw.ctypes.data % ALIGNMENT:]
+            self._rest = raw[-raw.ctypes.data % ALIGNMENT :]
         buffer, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return buffer
 
-    def array(self, buffer: np.ndarray, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        typestr = f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str  # of bfloat16, which no typestr tells
-        lease.__array_interface__ = {"data": (buffer.ctypes.data, False), "shape": shape, "typestr": typestr, "version": 3}
+    def array(
+        self, buffer: np.ndarray, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
+    ) -> np.ndarray:
+        typestr = (
+            f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str
+        )  # of bfloat16, which no typestr tells
+        lease.__array_interface__ = {
+            "data": (buffer.ctypes.data, False),
+            "shape": shape,
+            "typestr": typestr,
+            "version": 3,
+        }
         return np.asarray(lease).view(dtype)
 
 
@@ -78,7 +87,9 @@ class Arena:
     def __init__(self, memory: Memory | None = None) -> None:
         self.live = self.peak = self.held = self.allocations = 0
         self._memory = memory or HostMemory()
-        self._free: dict[int, list[tuple[int, Any]]] = {}    # by class, the buffers with their numbers
+        self._free: dict[
+            int, list[tuple[int, Any]]
+        ] = {}  # by class, the buffers with their numbers
 
     def rewind(self) -> None:
         """Lease what is free now in the order in which it was made, whatever the order in which it came back."""
@@ -94,7 +105,15 @@ class Arena:
         leased = free.pop() if free else self._allocated(size)
         return self.lend(leased[1], shape, dtype, leased, free, nbytes)
 
-    def lend(self, buffer: Any, shape: tuple[int, ...], dtype: np.dtype, leased: Any, free: list[Any], nbytes: int = 0) -> Any:
+    def lend(
+        self,
+        buffer: Any,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        leased: Any,
+        free: list[Any],
+        nbytes: int = 0,
+    ) -> Any:
         """The first bytes of a buffer as an array. When that and its views have died, `leased` is added to `free`.
 
         buffer  of bytes, contiguous, in this arena's memory; `leased` keeps it alive

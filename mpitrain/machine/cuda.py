@@ -74,7 +74,13 @@ class CudaBackend:
     def start_copy(self, target: Any, source: Any, after: Any) -> Copy:
         runtime = self._cupy.cuda.runtime
         self._messages.wait_event(after.event)
-        runtime.memcpyAsync(address(target), address(source), source.nbytes, runtime.memcpyDefault, self._messages.ptr)
+        runtime.memcpyAsync(
+            address(target),
+            address(source),
+            source.nbytes,
+            runtime.memcpyDefault,
+            self._messages.ptr,
+        )
         return self._placed(self._messages, target, source)
 
     def _placed(self, stream: Any, *ends: Any) -> "_CudaPlace":
@@ -98,7 +104,9 @@ class CudaBackend:
             opened = _Opened(cuda.runtime, bytes.fromhex(handle))
         except cuda.runtime.CUDARuntimeError as error:
             raise CommError(f"GPU memory of another process cannot be opened: {error}.") from None
-        memory = cuda.UnownedMemory(opened.address + offset, like.nbytes, opened, like.data.device_id)
+        memory = cuda.UnownedMemory(
+            opened.address + offset, like.nbytes, opened, like.data.device_id
+        )
         return self._cupy.ndarray(like.shape, like.dtype, cuda.MemoryPointer(memory, 0))
 
 
@@ -113,7 +121,9 @@ class _CudaMemory:
 
     def array(self, buffer: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         # A view keeps its memory object, and that its owner: the lease lives as long as the last of them.
-        memory = self._cupy.cuda.UnownedMemory(buffer.data.ptr, buffer.nbytes, lease, buffer.data.device_id)
+        memory = self._cupy.cuda.UnownedMemory(
+            buffer.data.ptr, buffer.nbytes, lease, buffer.data.device_id
+        )
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
 
@@ -144,7 +154,9 @@ def _allocation_start(address: int) -> int:
     raises  OSError if the driver is not there or does not know the address
     """
     start = ctypes.c_uint64()
-    status = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(ctypes.byref(start), None, ctypes.c_uint64(address))
+    status = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(
+        ctypes.byref(start), None, ctypes.c_uint64(address)
+    )
     if status:
         raise OSError(f"the driver does not know address {address:#x} (error {status})")
     return start.value
@@ -157,13 +169,18 @@ def cupy_with_gpu() -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"device.kind cuda needs CuPy, but it cannot be imported: {error}.",
-            "Install it for your driver: pip install 'mpitrain[cuda13]', or [cuda12]; or use --device cpu.") from None
+            "Install it for your driver: pip install 'mpitrain[cuda13]', or [cuda12]; or use --device cpu.",
+        ) from None
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise ConfigError(f"device.kind cuda needs a GPU and its driver, but CuPy {cupy.__version__} says {error}.",
-                          "Install NVIDIA's driver (`nvidia-smi` must list a GPU), or use --device cpu.") from None
+        raise ConfigError(
+            f"device.kind cuda needs a GPU and its driver, but CuPy {cupy.__version__} says {error}.",
+            "Install NVIDIA's driver (`nvidia-smi` must list a GPU), or use --device cpu.",
+        ) from None
     if not count:
-        raise ConfigError(f"device.kind cuda needs a GPU, but CuPy {cupy.__version__} sees none.",
-                          "Look at CUDA_VISIBLE_DEVICES, or use --device cpu.")
+        raise ConfigError(
+            f"device.kind cuda needs a GPU, but CuPy {cupy.__version__} sees none.",
+            "Look at CUDA_VISIBLE_DEVICES, or use --device cpu.",
+        )
     return cupy

@@ -32,17 +32,23 @@ def compiler() -> str:
     path, machine = shutil.which("g++"), platform.machine()
     if machine != "x86_64" or path is None:
         missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
-        raise ConfigError(f"device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but {missing}.",
-                          "Install g++ on an x86-64 machine (apt install g++), or use --device cpu.")
+        raise ConfigError(
+            f"device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but {missing}.",
+            "Install g++ on an x86-64 machine (apt install g++), or use --device cpu.",
+        )
     return path
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    backend.kind: backend for backend in (HostBackend, SimulatorBackend, CudaBackend)}
+    backend.kind: backend for backend in (HostBackend, SimulatorBackend, CudaBackend)
+}
 
 
 def backend_for(kind: str) -> Backend:
     """The backend of a resolved device.kind; ConfigError where this machine lacks what the kind needs."""
     if kind not in KINDS:
-        raise ConfigError(f"There is no device of kind {kind!r} to compute on.", f"Name one of {', '.join(KINDS)}.")
+        raise ConfigError(
+            f"There is no device of kind {kind!r} to compute on.",
+            f"Name one of {', '.join(KINDS)}.",
+        )
     return BACKENDS[kind]()

@@ -37,4 +37,4 @@ class CudaMark:
         return self._event.done
 
     def since(self, earlier: "CudaMark") -> float:
-        return self._cuda.get_elapsed_time(earlier._event, self._event) / 1e3    # CUDA tells ms
+        return self._cuda.get_elapsed_time(earlier._event, self._event) / 1e3  # CUDA tells ms

@@ -11,14 +11,38 @@ from typing import NamedTuple
 # launcher, local rank, ranks on this host, rank, ranks in all. Under `mpirun` inside a Slurm job the SLURM_ variables
 # describe the batch step (local rank 0 of 1), so Slurm comes last, and only counts where `srun` started this process.
 LAUNCHERS = (
-    ("Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MVAPICH", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    (
+        "Open MPI",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+    ),
+    (
+        "MVAPICH",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+    ),
     ("MPICH or Intel MPI", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),
     ("Slurm", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 # What makes a process believe that it is a rank. What tunes an MPI library (OMPI_MCA_, UCX_, MPIR_CVAR_) is not among it.
-RANK_VARIABLES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PMI2_", "MPI_LOCAL", "MPIRUN_", "HYDI_", "HYDRA_",
-                  "PRTE_LAUNCHED", "MV2_COMM_WORLD_", "SLURM_")
+RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_",
+    "PMIX_",
+    "PMI_",
+    "PMI2_",
+    "MPI_LOCAL",
+    "MPIRUN_",
+    "HYDI_",
+    "HYDRA_",
+    "PRTE_LAUNCHED",
+    "MV2_COMM_WORLD_",
+    "SLURM_",
+)
 SHARED_MEMORY = "/dev/shm"  # where ranks of one host share memory; Docker gives it 64 MiB unless told otherwise (--shm-size)
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -38,8 +62,12 @@ def launched() -> Launched:
     for launcher, *names in LAUNCHERS:
         values = [os.environ.get(name, "") for name in names]
         if values[0].isdigit() and values[3].isdigit():
-            local_size = values[1].split("(")[0].split(",")[0]  # Slurm writes 2(x4) for two tasks on each of four hosts
-            return Launched(launcher, int(values[0]), int(local_size or 1), int(values[2] or 0), int(values[3]))
+            local_size = (
+                values[1].split("(")[0].split(",")[0]
+            )  # Slurm writes 2(x4) for two tasks on each of four hosts
+            return Launched(
+                launcher, int(values[0]), int(local_size or 1), int(values[2] or 0), int(values[3])
+            )
     return Launched("none", 0, 1, 0, 1)
 
 
@@ -120,7 +148,11 @@ def free_memory(kind: str) -> int:
 
         return cupy.cuda.runtime.memGetInfo()[0]
     free = []
-    for path in ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for path in (
+        "/proc/meminfo",
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ):
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             text = file.read()
             if found := re.search(r"MemAvailable: +(\d+) kB", text):
@@ -137,4 +169,6 @@ def environment() -> dict[str, str]:
 
 def environment_of_one() -> dict[str, str]:
     """This process's environment without what tells it that it is one rank of many: for a child that starts MPI alone."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)
+    }

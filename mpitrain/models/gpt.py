@@ -8,7 +8,16 @@ from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 
 
-def gpt(layers: Plain, *, vocab: int, context: int, width: int, heads: int, depth: int, tied: bool = False) -> list[Unit]:
+def gpt(
+    layers: Plain,
+    *,
+    vocab: int,
+    context: int,
+    width: int,
+    heads: int,
+    depth: int,
+    tied: bool = False,
+) -> list[Unit]:
     """Units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
     Parameters

@@ -10,7 +10,9 @@ from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 
 
-def mlp(layers: Plain, *, features: int, hidden: Sequence[int], classes: int, activation: str = "relu") -> list[Unit]:
+def mlp(
+    layers: Plain, *, features: int, hidden: Sequence[int], classes: int, activation: str = "relu"
+) -> list[Unit]:
     """Units of a multi-layer perceptron: features (B, features) to logits (B, classes).
 
     Parameters

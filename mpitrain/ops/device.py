@@ -54,7 +54,9 @@ class Device(NamedTuple):
         return self.backend.arena()
 
 
-def device_for(kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = False, compute: str = "float32") -> Device:
+def device_for(
+    kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = False, compute: str = "float32"
+) -> Device:
     """The device of a resolved device.kind. Kernels are one set a process, the rest is made anew.
 
     gemm, tiles  as in the configuration of the device; where operations are NumPy's neither is read
@@ -63,7 +65,10 @@ def device_for(kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = 
     raises       ConfigError where this machine lacks what the kind needs, or the tiles' file is no table of tiles
     """
     if checked and kind != "cuda-sim":
-        raise ConfigError(f"Only the simulator can check kernels, but --device is {kind}.", "Use --device cuda-sim --checked.")
+        raise ConfigError(
+            f"Only the simulator can check kernels, but --device is {kind}.",
+            "Use --device cuda-sim --checked.",
+        )
     backend = backend_for(kind)
     if backend.kind not in KERNELS:
         if compute not in TYPES:
@@ -73,7 +78,11 @@ def device_for(kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = 
     multiply = cuda.multiply(gemm, tiles)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
     device = Device(backend, cast(Ops, cuda.body(kernels, multiply, backend)), kernels, multiply)
-    return device._replace(mirror=partial(cuda.mirror, kernels), half=HALVES[compute]) if compute in HALVES else device
+    return (
+        device._replace(mirror=partial(cuda.mirror, kernels), half=HALVES[compute])
+        if compute in HALVES
+        else device
+    )
 
 
 def ops_for(kind: str, gemm: str = "tiled", tiles: str = "", compute: str = "float32") -> Ops:

@@ -71,15 +71,28 @@ def axes(config: Config, ranks: int) -> Axes:
     micro_batches, size = config.batch.micro_batches or 1, config.batch.size
     shares = dp * micro_batches
     if shares > size:
-        ways = [way for way, helps in (("lower batch.micro_batches", micro_batches > 1), ("start fewer ranks", dp > 1)) if helps]
+        ways = [
+            way
+            for way, helps in (
+                ("lower batch.micro_batches", micro_batches > 1),
+                ("start fewer ranks", dp > 1),
+            )
+            if helps
+        ]
         raise ConfigError(
             f"Each of dp {dp} x micro-batches {micro_batches} = {shares} shares needs a sequence, but batch.size is {size}.",
             f"Set batch.size to at least {shares}, or {' or '.join(ways)}.",
         )
     computing = found.ranks - servers
-    if absent := [delay.rank for delay in delays(config.run.delay) if delay.rank is not None and delay.rank >= computing]:
-        raise ConfigError(f"run.delay names rank {absent[0]}, but ranks that compute rows are 0 to {computing - 1}.",
-                          "Name one of these in run.delay, or leave it empty.")
+    if absent := [
+        delay.rank
+        for delay in delays(config.run.delay)
+        if delay.rank is not None and delay.rank >= computing
+    ]:
+        raise ConfigError(
+            f"run.delay names rank {absent[0]}, but ranks that compute rows are 0 to {computing - 1}.",
+            "Name one of these in run.delay, or leave it empty.",
+        )
     return found
 
 
@@ -91,11 +104,15 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
     """
     if shard == "all":
         return axes.dp
-    replicas = Counter((axes.place(rank)._replace(dp=0), hosts[rank]) for rank in range(axes.ranks - axes.servers))
+    replicas = Counter(
+        (axes.place(rank)._replace(dp=0), hosts[rank]) for rank in range(axes.ranks - axes.servers)
+    )
     if len(set(replicas.values())) > 1:
         counts = ", ".join(f"{count} on {host}" for (_, host), count in replicas.items())
-        raise ConfigError(f"With replication.shard host every host has as many replicas as any other, but there are {counts}.",
-                          "Start as many ranks on each host, or set replication.shard to all.")
+        raise ConfigError(
+            f"With replication.shard host every host has as many replicas as any other, but there are {counts}.",
+            "Start as many ranks on each host, or set replication.shard to all.",
+        )
     return next(iter(replicas.values()))
 
 
@@ -112,9 +129,17 @@ class Grid:
     algorithm   of all groups but tp, whose own may be named
     """
 
-    def __init__(self, transport: Transport, axes: Axes, algorithm: str = "auto", tuning: Tuning = DEFAULT,
-                 arithmetic: Arithmetic = HOST, arena: Arena | None = None, tp_algorithm: str = "",
-                 progress_thread: str = "auto"):
+    def __init__(
+        self,
+        transport: Transport,
+        axes: Axes,
+        algorithm: str = "auto",
+        tuning: Tuning = DEFAULT,
+        arithmetic: Arithmetic = HOST,
+        arena: Arena | None = None,
+        tp_algorithm: str = "",
+        progress_thread: str = "auto",
+    ):
         assert axes.ranks == transport.size
         self.axes, self.transport = axes, transport
         self._parts: list[Transport] = []
@@ -126,7 +151,7 @@ class Grid:
 
         def group_of(part: Transport) -> Group:
             groups.append(Group(part, algorithm, tuning, arithmetic, arena, progress_thread))
-            return groups[-1]    # without a reference to the grid, which would then refer to itself
+            return groups[-1]  # without a reference to the grid, which would then refer to itself
 
         self._group_of = group_of
 
@@ -141,7 +166,7 @@ class Grid:
         self.tp.algorithm = tp_algorithm or algorithm
         self.dp = axis(here.tp + axes.tp * here.pp)
         if axes.tp > 1 and not self._lie_alike(self.dp):
-            self.dp.algorithm = "ring"    # sums in one order, whatever hosts there are
+            self.dp.algorithm = "ring"  # sums in one order, whatever hosts there are
         self.pp = axis(here.tp + axes.tp * here.dp)
         self.servers = self._along(0 if self.is_server else None)
         self.holders: dict[str, Group] = {"tp": self.tp}
@@ -173,7 +198,9 @@ class Grid:
 
         Other groups may lie elsewhere, on one host for example: whoever calls this sees to it that all ranks hear of it.
         """
-        for group in {id(group): group for group in (self.tp, self.dp, *self.holders.values())}.values():
+        for group in {
+            id(group): group for group in (self.tp, self.dp, *self.holders.values())
+        }.values():
             algorithm = algorithm_table.ALL_REDUCE.get(group.algorithm)
             if refusal := algorithm and algorithm.refusal(Topology(group.transport.hosts)):
                 raise refusal
@@ -192,7 +219,10 @@ class Grid:
         transport = self.dp.transport
         here = transport.hosts[transport.rank]
         near = [rank for rank, host in enumerate(transport.hosts) if shard == "all" or host == here]
-        dividing, alike = self._along(near[0], transport), self._along(near.index(transport.rank), transport)
+        dividing, alike = (
+            self._along(near[0], transport),
+            self._along(near.index(transport.rank), transport),
+        )
         assert dividing is not None and alike is not None
         dividing.algorithm = alike.algorithm = self.dp.algorithm
         return dividing, alike

@@ -35,7 +35,10 @@ MODES: dict[tuple[str, int], Callable[[ReplicationContext], Replication]] = {
 """By replication.mode and replication.zero. A line here is all it takes for the trainer to know a mode."""
 
 
-STREAMS: dict[str, Callable[[ReplicationContext], Replication]] = {"async": PipeDream, "async-2bw": PipeDream2BW}
+STREAMS: dict[str, Callable[[ReplicationContext], Replication]] = {
+    "async": PipeDream,
+    "async-2bw": PipeDream2BW,
+}
 """By pipeline.schedule, where stages update by themselves; they reduce as all-reduce does."""
 
 

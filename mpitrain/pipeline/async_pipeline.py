@@ -69,7 +69,9 @@ def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instr
 
 def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[Instruction, ...]:
     """The same with other micro-batches, counted in a circle of so many numbers if there is one."""
-    return tuple(i._replace(micro=(i.micro + by) % numbers if numbers else i.micro + by) for i in program)
+    return tuple(
+        i._replace(micro=(i.micro + by) % numbers if numbers else i.micro + by) for i in program
+    )
 
 
 class Updating(Stage):
@@ -105,12 +107,17 @@ class AsyncPipeline(Pipeline):
     def _stage(self, units: Any, replication: Any, *rest: Any) -> Stage:
         return Updating(units, replication, *rest)
 
-    def train(self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
+    def train(
+        self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]
+    ) -> None:
         """Take the micro-batches of a step forward; back what follows, and all of it where the pipe is to be empty then."""
         m = self._micro_batches
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
-        self._run(self._pieces.next if self._steps else self._pieces.first, lambda micro: first(micro % m),
-                  lambda micro, y: loss(micro % m, y))
+        self._run(
+            self._pieces.next if self._steps else self._pieces.first,
+            lambda micro: first(micro % m),
+            lambda micro, y: loss(micro % m, y),
+        )
         self._steps += 1
         if self._stashed.ends:
             self.drain()
@@ -123,9 +130,21 @@ class AsyncPipeline(Pipeline):
             self._steps = 0
             self._stashed.settle()
 
-    def _run(self, program: Sequence[Instruction], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
+    def _run(
+        self,
+        program: Sequence[Instruction],
+        first: Callable[[int], Any],
+        loss: Callable[[int, Any], Any],
+    ) -> None:
         m = self._micro_batches
-        execute(self._turning(moved(program, self._steps * m, 2 * m)), self.stages, len(self._parts), first, loss, self.channel)
+        execute(
+            self._turning(moved(program, self._steps * m, 2 * m)),
+            self.stages,
+            len(self._parts),
+            first,
+            loss,
+            self.channel,
+        )
 
     def _turning(self, program: Iterable[Instruction]) -> Iterator[Instruction]:
         """The program, in which a stage learns that a backward is next before it waits for the gradient that this needs.

@@ -21,7 +21,9 @@ class Channel:
         """transport: of the stages, by rank; dtype: of all messages."""
         self._transport, self._arena, self._dtype = transport, arena, dtype
         self._recorder = recorder = transport.recorder
-        self._names = {what: recorder.name(what, transport.members) for what in (ACTIVATION, GRADIENT)}
+        self._names = {
+            what: recorder.name(what, transport.members) for what in (ACTIVATION, GRADIENT)
+        }
         self._sends: dict[Message, tuple[Request, Any]] = {}
         self._receives: dict[Message, tuple[Request, Any]] = {}
 

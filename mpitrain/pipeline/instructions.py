@@ -143,8 +143,13 @@ def _fused(mine: Sequence[Compute]) -> Iterator[Compute]:
 
 def forward_alone(place: Sequence[int]) -> Plan:
     """What every stage computes to ask the model: one micro-batch's forwards alone."""
-    return Plan(tuple(place), tuple(tuple(Forward(part, 0) for part, home in enumerate(place) if home == stage)
-                                    for stage in range(1 + max(place))))
+    return Plan(
+        tuple(place),
+        tuple(
+            tuple(Forward(part, 0) for part, home in enumerate(place) if home == stage)
+            for stage in range(1 + max(place))
+        ),
+    )
 
 
 def with_messages(plan: Plan, ahead: int = 1) -> Program:
@@ -157,11 +162,18 @@ def with_messages(plan: Plan, ahead: int = 1) -> Program:
     parts = len(plan.place)
     made_at = {made(i, parts): index for mine in plan.lists for index, i in enumerate(mine)}
     used_at = {needed(i, parts): index for mine in plan.lists for index, i in enumerate(mine)}
-    return tuple(_with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.lists)))
+    return tuple(
+        _with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.lists))
+    )
 
 
-def _with_messages(stage: int, plan: Plan, ahead: int, made_at: Mapping[Message | None, int],
-                   used_at: Mapping[Message | None, int]) -> tuple[Instruction, ...]:
+def _with_messages(
+    stage: int,
+    plan: Plan,
+    ahead: int,
+    made_at: Mapping[Message | None, int],
+    used_at: Mapping[Message | None, int],
+) -> tuple[Instruction, ...]:
     """made_at, used_at: the place of the instruction that makes or uses a message in its stage's list."""
     place, mine = plan.place, plan.lists[stage]
     before: list[list[Instruction]] = [[] for _ in mine]
@@ -174,8 +186,14 @@ def _with_messages(stage: int, plan: Plan, ahead: int, made_at: Mapping[Message 
     sent: list[Send] = []
     for instruction, receives in zip(mine, before, strict=True):
         program += receives
-        if (message := needed(instruction, len(place))) and (peer := place[_source(message)]) != stage:
-            arrived = [i for i in sent if i.peer == peer and used_at.get(i[:3], len(mine)) <= made_at.get(message, -1)]
+        if (message := needed(instruction, len(place))) and (
+            peer := place[_source(message)]
+        ) != stage:
+            arrived = [
+                i
+                for i in sent
+                if i.peer == peer and used_at.get(i[:3], len(mine)) <= made_at.get(message, -1)
+            ]
             program += [Complete(*i) for i in arrived]
             sent = [i for i in sent if i not in arrived]
         program.append(instruction)

@@ -43,8 +43,12 @@ def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
             case Backward():
                 during += cost.input_bytes - cost.saved
                 whole, nbytes = whole - 1, nbytes - cost.saved
-        most = Peak(max(most.live, whole + pending), max(most.whole, whole), max(most.pending, pending),
-                    max(most.nbytes, nbytes, during))
+        most = Peak(
+            max(most.live, whole + pending),
+            max(most.whole, whole),
+            max(most.pending, pending),
+            max(most.nbytes, nbytes, during),
+        )
     return most
 
 
@@ -90,8 +94,11 @@ def versions(mine: Sequence[Compute], every: int = 0) -> int:
 
 def staleness(mine: Sequence[Compute], every: int = 0) -> int:
     """The most updates between the version of a gradient and the version it is applied to. every: as of `weights`."""
-    lasts = (each for each, instruction in zip(weights(mine, every), mine, strict=True)
-             if isinstance(instruction, BackwardWeight | Backward))
+    lasts = (
+        each
+        for each, instruction in zip(weights(mine, every), mine, strict=True)
+        if isinstance(instruction, BackwardWeight | Backward)
+    )
     return max((each.newest - each.used for each in lasts), default=0)
 
 
@@ -106,4 +113,7 @@ def goes_in_passes(mine: Sequence[Compute]) -> bool:
 
 def turns(mine: Sequence[Compute]) -> int:
     """How often a stage comes to a part, its first included: what ZeRO gathers per step if it holds one part at a time."""
-    return sum(index == 0 or mine[index - 1].part != instruction.part for index, instruction in enumerate(mine))
+    return sum(
+        index == 0 or mine[index - 1].part != instruction.part
+        for index, instruction in enumerate(mine)
+    )

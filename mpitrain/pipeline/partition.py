@@ -13,7 +13,9 @@ TIME = "time"
 """The partition by measured time, which whoever builds a run replaces by numbers."""
 
 
-def balanced(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> list[int]:
+def balanced(
+    costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
+) -> list[int]:
     """How many units each part has, so that the slowest part is as fast as can be, and then all are as even as can be.
 
     costs    of each unit: parameters, or measured seconds
@@ -31,13 +33,19 @@ def balanced(costs: Sequence[float], parts: int, speeds: Sequence[float] | None 
     slowest = max(_times(_cut(len(costs), parts, seconds, max), seconds))
 
     def unevenness(part: int, start: int, stop: int) -> float:
-        return seconds(part, start, stop) ** 2 if seconds(part, start, stop) <= slowest else float("inf")
+        return (
+            seconds(part, start, stop) ** 2
+            if seconds(part, start, stop) <= slowest
+            else float("inf")
+        )
 
     bounds = _cut(len(costs), parts, unevenness, lambda before, last: before + last)
     return [stop - start for start, stop in pairwise(bounds)]
 
 
-def assign_units(units: Sequence[Unit], counts: Sequence[int], place: Sequence[int]) -> tuple[list[list[Unit]], dict[str, list[int]]]:
+def assign_units(
+    units: Sequence[Unit], counts: Sequence[int], place: Sequence[int]
+) -> tuple[list[list[Unit]], dict[str, list[int]]]:
     """The units of each part, and {full name: the stages that hold it} of the tied tensors that several stages hold.
 
     Each of these stages stores such a tensor in the first of its units that uses it, as the layer describes it that the tensor
@@ -48,17 +56,25 @@ def assign_units(units: Sequence[Unit], counts: Sequence[int], place: Sequence[i
     bounds = [0, *accumulate(counts)]
     stage_of = [stage for stage, count in zip(place, counts, strict=True) for _ in range(count)]
     described = {f"{unit.name}.{p.name}": p for unit in units for p in unit.layer.parameters()}
-    users: dict[str, list[tuple[int, str]]] = {}  # of each tied tensor: units in order, and its name there
+    users: dict[
+        str, list[tuple[int, str]]
+    ] = {}  # of each tied tensor: units in order, and its name there
     for full in sorted({full for unit in units for full in unit.tied.values()}):
-        users[full] = [(index, p.name) for index, unit in enumerate(units) for p in unit.layer.parameters()
-                       if unit.full_name(p) == full]
+        users[full] = [
+            (index, p.name)
+            for index, unit in enumerate(units)
+            for p in unit.layer.parameters()
+            if unit.full_name(p) == full
+        ]
     tied = {full: sorted({stage_of[index] for index, _ in uses}) for full, uses in users.items()}
     tied = {full: stages for full, stages in tied.items() if len(stages) > 1}
     marked = list(units)
     for full, stages in tied.items():
         for stage in stages:
             index, name = next(use for use in users[full] if stage_of[use[0]] == stage)
-            tensor = described[full]._replace(name=full, holders=full, partial=True, is_copy=stage != stages[0])
+            tensor = described[full]._replace(
+                name=full, holders=full, partial=True, is_copy=stage != stages[0]
+            )
             marked[index] = replace(marked[index], held={**marked[index].held, name: tensor})
     return [marked[start:stop] for start, stop in pairwise(bounds)], tied
 
@@ -67,18 +83,31 @@ def _times(bounds: Sequence[int], seconds: Callable[[int, int, int], float]) -> 
     return [seconds(part, start, stop) for part, (start, stop) in enumerate(pairwise(bounds))]
 
 
-def _cut(units: int, parts: int, cost: Callable[[int, int, int], float],
-         joined: Callable[[float, float], float]) -> list[int]:
+def _cut(
+    units: int,
+    parts: int,
+    cost: Callable[[int, int, int], float],
+    joined: Callable[[float, float], float],
+) -> list[int]:
     """Where to cut, from 0 to `units`, for the least joined cost of all parts: by dynamic programming, hence exactly.
 
     cost    (part, start, stop) -> of these units as that part
     joined  (cost of the parts before, cost of a part) -> cost of both; rises with the first
     """
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # of each number of parts: {units in them: (cost, last cut)}
+    best: list[dict[int, tuple[float, int]]] = [
+        {0: (0.0, 0)}
+    ]  # of each number of parts: {units in them: (cost, last cut)}
     for part in range(parts):
-        best.append({stop: min((joined(best[part][start][0], cost(part, start, stop)), start)
-                               for start in range(part, stop) if start in best[part])
-                     for stop in range(part + 1, units - (parts - 1 - part) + 1)})
+        best.append(
+            {
+                stop: min(
+                    (joined(best[part][start][0], cost(part, start, stop)), start)
+                    for start in range(part, stop)
+                    if start in best[part]
+                )
+                for stop in range(part + 1, units - (parts - 1 - part) + 1)
+            }
+        )
     bounds = [units]
     for part in reversed(range(parts)):
         bounds.append(best[part + 1][bounds[-1]][1])
@@ -95,8 +124,11 @@ def explicit(text: str, units: int, parts: int) -> list[int]:
     counts = [int(word) for word in words if re.fullmatch(r" *[0-9]{1,9} *", word)]
     if len(counts) != len(words) or len(counts) != parts or min(counts) < 1 or sum(counts) != units:
         even = ",".join(map(str, balanced([1.0] * units, parts)))
-        raise ConfigError(f"A partition by hand is {parts} numbers of at least 1 that add up to {units} units, but {text!r} is "
-                          f"{len(words)} that add up to {sum(counts)}.", f"Write {even}, for example.")
+        raise ConfigError(
+            f"A partition by hand is {parts} numbers of at least 1 that add up to {units} units, but {text!r} is "
+            f"{len(words)} that add up to {sum(counts)}.",
+            f"Write {even}, for example.",
+        )
     return counts
 
 
@@ -106,15 +138,22 @@ def cut(units: Sequence[Unit], parts: int, partition: str) -> list[int]:
     raises   ConfigError for what `explicit` refuses, and for TIME: the data that units are timed with is not known here
     """
     if partition == TIME:
-        raise ConfigError("A Trainer of your own units is not cut by time, but pipeline.partition is time.",
-                          "Time them with pipeline.timed, and write the numbers into pipeline.partition; or leave it empty.")
+        raise ConfigError(
+            "A Trainer of your own units is not cut by time, but pipeline.partition is time.",
+            "Time them with pipeline.timed, and write the numbers into pipeline.partition; or leave it empty.",
+        )
     if partition:
         return explicit(partition, len(units), parts)
-    return balanced([sum(math.prod(p.shape) for p in unit.layer.parameters()) for unit in units], parts)
+    return balanced(
+        [sum(math.prod(p.shape) for p in unit.layer.parameters()) for unit in units], parts
+    )
 
 
 def check_enough(units: int, parts: int) -> None:
     """ConfigError unless every part can have a unit."""
     if units < parts:
-        raise ConfigError(f"Every part of a pipeline needs a unit of the model, but there are {units} units for {parts} parts "
-                          "(stages x chunks).", f"Lower --pp or pipeline.chunks to at most {units} parts, or raise model.layers.")
+        raise ConfigError(
+            f"Every part of a pipeline needs a unit of the model, but there are {units} units for {parts} parts "
+            "(stages x chunks).",
+            f"Lower --pp or pipeline.chunks to at most {units} parts, or raise model.layers.",
+        )

@@ -11,7 +11,13 @@ from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline.channel import Channel
 from mpitrain.pipeline.execute import execute
-from mpitrain.pipeline.instructions import Instruction, Plan, forward_alone, fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import (
+    Instruction,
+    Plan,
+    forward_alone,
+    fused_at_the_input,
+    with_messages,
+)
 from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.transport.base import Transport
 
@@ -28,8 +34,15 @@ class Pipeline:
     bytes sent  for each micro-batch an activation and a gradient over each boundary between parts of different stages
     """
 
-    def __init__(self, plan: Plan, parts: Sequence[Sequence[Unit]], transport: Transport, replication: Replication, arena: Arena,
-                 dtype: Any):
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Sequence[Sequence[Unit]],
+        transport: Transport,
+        replication: Replication,
+        arena: Arena,
+        dtype: Any,
+    ):
         """parts: the units of each part of the model; transport: of the stages, by rank; dtype: of what crosses boundaries."""
         here, self._last = transport.rank, plan.place[-1]
         self._transport, self._parts = transport, parts
@@ -42,10 +55,16 @@ class Pipeline:
 
         self.stages, self._asked, first = dict[int, Stage](), {}, 0
         for part in own(plan.place, here):
-            self.stages[part] = self._stage(parts[part], replication, arena, first, poll, transport.recorder)
-            self._asked[part] = ForwardOnly(parts[part], replication, arena, first, poll, transport.recorder)
+            self.stages[part] = self._stage(
+                parts[part], replication, arena, first, poll, transport.recorder
+            )
+            self._asked[part] = ForwardOnly(
+                parts[part], replication, arena, first, poll, transport.recorder
+            )
             first += len(parts[part])
-        transport.recorder.facts(parts={part: [unit.name for unit in parts[part]] for part in self.stages})
+        transport.recorder.facts(
+            parts={part: [unit.name for unit in parts[part]] for part in self.stages}
+        )
         self._program: Sequence[Instruction] = with_messages(fused_at_the_input(plan))[here]
         self._question = with_messages(forward_alone(plan.place))[here]
         self.input_shape = cache(partial(input_shape, parts))
@@ -54,7 +73,9 @@ class Pipeline:
         """A part of the model, to be trained."""
         return Stage(units, replication, *rest)
 
-    def train(self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]) -> None:
+    def train(
+        self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]
+    ) -> None:
         """Take the micro-batches of a step forward and back.
 
         shapes  of the model's input in each micro-batch
@@ -76,8 +97,14 @@ class Pipeline:
         """The model's output for an input of this shape on the last part's stage, None on the others."""
         found: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
-        execute(self._question, self._asked, len(self._parts), lambda micro: first(), lambda micro, y: found.append(y),
-                self.channel)
+        execute(
+            self._question,
+            self._asked,
+            len(self._parts),
+            lambda micro: first(),
+            lambda micro, y: found.append(y),
+            self.channel,
+        )
         return found.pop() if found else None
 
     def output_shape(self, shape: Shape) -> Shape:
@@ -102,7 +129,9 @@ def input_shape(parts: Sequence[Sequence[Unit]], part: int, shape: Shape) -> Sha
     return shape
 
 
-def shape_in(input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], part: int, micro: int) -> Shape:
+def shape_in(
+    input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], part: int, micro: int
+) -> Shape:
     """The shape of a part's input in a micro-batch. shapes: of the model's input, by micro-batch of a step"""
     return input_shape(part, shapes[micro % len(shapes)])
 

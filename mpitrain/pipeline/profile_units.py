@@ -18,8 +18,16 @@ REPEATS = 3
 """Times that each unit computes; the fastest counts."""
 
 
-def unit_seconds(units: Sequence[Unit], x: Any, loss: Callable[[Any], Any], backend: Backend, arena: Arena, stored: Any,
-                 computed: Any, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+def unit_seconds(
+    units: Sequence[Unit],
+    x: Any,
+    loss: Callable[[Any], Any],
+    backend: Backend,
+    arena: Arena,
+    stored: Any,
+    computed: Any,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Seconds that each unit takes there and back on this rank, the loss counted with the last. Holds one unit at a time.
 
     units  of layers that this rank shares with no other
@@ -34,7 +42,7 @@ def unit_seconds(units: Sequence[Unit], x: Any, loss: Callable[[Any], Any], back
 
     for index, unit in enumerate(units):
         storage = Storage([replace(unit, tied={}, held={})], stored)
-        weights, = storage.weights(drawn((storage.length,), 0.02))
+        (weights,) = storage.weights(drawn((storage.length,), 0.02))
         (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, stored))
         end = loss if index == len(units) - 1 else None
         given: Any = None if end else drawn(unit.layer.output_shape(x.shape), 1e-3)
@@ -56,7 +64,9 @@ def unit_seconds(units: Sequence[Unit], x: Any, loss: Callable[[Any], Any], back
     return found
 
 
-def by_time(seconds: Sequence[Sequence[float]], stages: Sequence[int], place: Sequence[int]) -> list[int]:
+def by_time(
+    seconds: Sequence[Sequence[float]], stages: Sequence[int], place: Sequence[int]
+) -> list[int]:
     """How many units each part has, so that the slowest stage is as fast as can be.
 
     A unit costs the mean of its shares of what a rank takes for all units; a stage is as fast as its slowest rank.
@@ -66,6 +76,12 @@ def by_time(seconds: Sequence[Sequence[float]], stages: Sequence[int], place: Se
     raises   ConfigError if there are fewer units than parts
     """
     totals = [sum(mine) for mine in seconds]
-    costs = [fmean(one / total for one, total in zip(each, totals, strict=True)) for each in zip(*seconds, strict=True)]
-    slowest = {stage: max(total for total, its in zip(totals, stages, strict=True) if its == stage) for stage in {*stages}}
+    costs = [
+        fmean(one / total for one, total in zip(each, totals, strict=True))
+        for each in zip(*seconds, strict=True)
+    ]
+    slowest = {
+        stage: max(total for total, its in zip(totals, stages, strict=True) if its == stage)
+        for stage in {*stages}
+    }
     return balanced(costs, len(place), [1 / slowest[stage] for stage in place])

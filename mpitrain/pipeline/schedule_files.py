@@ -20,7 +20,15 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
-from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Plan, with_messages
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Plan,
+    with_messages,
+)
 from mpitrain.pipeline.schedules import KINDS, NAMED, plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
 
@@ -47,69 +55,119 @@ def read_plan(path: Path) -> Plan:
     try:
         found = json.loads(contents(path))
     except OSError as error:
-        raise ConfigError(f"The schedule {path} cannot be read: {error.strerror}.", "Name a file.") from None
+        raise ConfigError(
+            f"The schedule {path} cannot be read: {error.strerror}.", "Name a file."
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"The schedule {path} is no JSON: {error}.", f"Write it like {EXAMPLE}.") from None
-    is_table = isinstance(found, dict) and set(found) == {"place", "stages"} and all(
-        isinstance(found[name], list) and all(type(entry) is kind for entry in found[name])
-        for name, kind in (("place", int), ("stages", str)))
+        raise ConfigError(
+            f"The schedule {path} is no JSON: {error}.", f"Write it like {EXAMPLE}."
+        ) from None
+    is_table = (
+        isinstance(found, dict)
+        and set(found) == {"place", "stages"}
+        and all(
+            isinstance(found[name], list) and all(type(entry) is kind for entry in found[name])
+            for name, kind in (("place", int), ("stages", str))
+        )
+    )
     if not is_table:
-        raise ConfigError(f"The schedule {path} must hold a list of stages, `place`, and a list of strings, `stages`, alone.",
-                          f"Write it like {EXAMPLE}.")
-    plan = Plan(tuple(found["place"]), tuple(
-        tuple(_instruction(text, f"{path}, stage {stage}") for text in mine.split())
-        for stage, mine in enumerate(found["stages"])))
+        raise ConfigError(
+            f"The schedule {path} must hold a list of stages, `place`, and a list of strings, `stages`, alone.",
+            f"Write it like {EXAMPLE}.",
+        )
+    plan = Plan(
+        tuple(found["place"]),
+        tuple(
+            tuple(_instruction(text, f"{path}, stage {stage}") for text in mine.split())
+            for stage, mine in enumerate(found["stages"])
+        ),
+    )
     check(plan, str(path))
     return plan
 
 
-def find_plan(name: str, stages: int | None = None, micro_batches: int | None = None, chunks: int | None = None) -> Plan:
+def find_plan(
+    name: str,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    chunks: int | None = None,
+) -> Plan:
     """The plan of a schedule by name, on 4 stages with 8 micro-batches unless said otherwise, or that of a file.
 
     raises   ConfigError if there is neither, if the schedule cannot serve these numbers, or if the file holds others
     """
     if name in NAMED or not os.path.exists(name):  # of a name that no file can have, too
-        return plan_of(name, STAGES if stages is None else stages, MICRO_BATCHES if micro_batches is None else micro_batches,
-                       chunks)
+        return plan_of(
+            name,
+            STAGES if stages is None else stages,
+            MICRO_BATCHES if micro_batches is None else micro_batches,
+            chunks,
+        )
     found = read_plan(Path(name))
     theirs = len(found.lists), found.micro_batches
-    if stages not in (None, theirs[0]) or micro_batches not in (None, theirs[1]) or chunks is not None:
+    if (
+        stages not in (None, theirs[0])
+        or micro_batches not in (None, theirs[1])
+        or chunks is not None
+    ):
         asked = ((stages, "stages"), (micro_batches, "micro-batches"), (chunks, "chunks"))
-        raise ConfigError(f"The schedule {name} is for {theirs[0]} stages and {theirs[1]} micro-batches, and has its own chunks; "
-                          f"asked for were {', '.join(f'{number} {what}' for number, what in asked if number is not None)}.",
-                          f"Ask for {theirs[0]} stages, leave the numbers of micro-batches and chunks out, or name another "
-                          "file.")
+        raise ConfigError(
+            f"The schedule {name} is for {theirs[0]} stages and {theirs[1]} micro-batches, and has its own chunks; "
+            f"asked for were {', '.join(f'{number} {what}' for number, what in asked if number is not None)}.",
+            f"Ask for {theirs[0]} stages, leave the numbers of micro-batches and chunks out, or name another "
+            "file.",
+        )
     return found
 
 
 def _instruction(text: str, where: str) -> Compute:
     parsed = re.fullmatch(r"(F|B|W|BW)(\d{1,4})\.(\d{1,4})", text)
     if not parsed:
-        raise ConfigError(f"{where}: {text!r} is no instruction.",
-                          "F0.3 is the forward of part 0 for micro-batch 3; B is the input half, W the weight half, BW both.")
+        raise ConfigError(
+            f"{where}: {text!r} is no instruction.",
+            "F0.3 is the forward of part 0 for micro-batch 3; B is the input half, W the weight half, BW both.",
+        )
     return KINDS[parsed[1]](int(parsed[2]), int(parsed[3]))
 
 
 def check(plan: Plan, name: str) -> None:
     """ConfigError, with the first faults, unless the plan computes everything once, in an order that cannot deadlock."""
-    faults = _misplaced(plan) or _incomplete(plan) or simulate(with_messages(plan), [Cost()] * len(plan.place)).waits
+    faults = (
+        _misplaced(plan)
+        or _incomplete(plan)
+        or simulate(with_messages(plan), [Cost()] * len(plan.place)).waits
+    )
     if faults:
         more = f"\n... and {len(faults) - FIRST} more" if len(faults) > FIRST else ""
-        raise ConfigError(f"The schedule {name} cannot be run:\n" + "\n".join(faults[:FIRST]) + more,
-                          "`mpitrain plan schedule --json FILE` writes one that can.")
+        raise ConfigError(
+            f"The schedule {name} cannot be run:\n" + "\n".join(faults[:FIRST]) + more,
+            "`mpitrain plan schedule --json FILE` writes one that can.",
+        )
 
 
 def _misplaced(plan: Plan) -> Sequence[str]:
     """Parts that are on no stage, or computed on another one than their own."""
     stages = len(plan.lists)
-    faults = [f"part {part} lies on stage {stage}, but there are stages 0 to {stages - 1}"
-              for part, stage in enumerate(plan.place) if not 0 <= stage < stages]
+    faults = [
+        f"part {part} lies on stage {stage}, but there are stages 0 to {stages - 1}"
+        for part, stage in enumerate(plan.place)
+        if not 0 <= stage < stages
+    ]
     faults += [f"stage {stage} has no part" for stage in range(stages) if stage not in plan.place]
     for stage, mine in enumerate(plan.lists):
-        faults += [f"{word(i)} is on stage {stage}, but its part lies on {_home(plan, i.part)}"
-                   for i in mine if i.part >= len(plan.place) or plan.place[i.part] != stage]
-    return faults or [f"there are no {what}" for what, number in (("stages", stages), ("micro-batches", plan.micro_batches))
-                      if not number][:1]
+        faults += [
+            f"{word(i)} is on stage {stage}, but its part lies on {_home(plan, i.part)}"
+            for i in mine
+            if i.part >= len(plan.place) or plan.place[i.part] != stage
+        ]
+    return (
+        faults
+        or [
+            f"there are no {what}"
+            for what, number in (("stages", stages), ("micro-batches", plan.micro_batches))
+            if not number
+        ][:1]
+    )
 
 
 def _home(plan: Plan, part: int) -> str:
@@ -121,15 +179,26 @@ def _incomplete(plan: Plan) -> Sequence[str]:
     faults = []
     for part, stage in enumerate(plan.place):
         mine = [i for i in plan.lists[stage] if i.part == part]
-        for which, kinds in (("forward", Forward), ("input half", BackwardInput | Backward),
-                             ("weight half", BackwardWeight | Backward)):
+        for which, kinds in (
+            ("forward", Forward),
+            ("input half", BackwardInput | Backward),
+            ("weight half", BackwardWeight | Backward),
+        ):
             micros = [i.micro for i in mine if isinstance(i, kinds)]
             counts = Counter(micros)
-            faults += [f"part {part} has the {which} of micro-batch {k} {counts[k]} times, not once"
-                       for k in range(plan.micro_batches) if counts[k] != 1]
-            if which != "weight half":  # on either side of a message one tag serves all micro-batches
-                faults += [f"part {part} has the {which} of micro-batch {after} after that of {before}, but messages keep order"
-                           for before, after in pairwise(micros) if before > after]
+            faults += [
+                f"part {part} has the {which} of micro-batch {k} {counts[k]} times, not once"
+                for k in range(plan.micro_batches)
+                if counts[k] != 1
+            ]
+            if (
+                which != "weight half"
+            ):  # on either side of a message one tag serves all micro-batches
+                faults += [
+                    f"part {part} has the {which} of micro-batch {after} after that of {before}, but messages keep order"
+                    for before, after in pairwise(micros)
+                    if before > after
+                ]
         if not faults:
             faults += _early(part, mine)
     return faults
@@ -137,9 +206,16 @@ def _incomplete(plan: Plan) -> Sequence[str]:
 
 def _early(part: int, mine: Sequence[Compute]) -> list[str]:
     """Halves of a part before what they build on; everything is there once."""
-    at = {(kind, i.micro): index for index, i in enumerate(mine) for kind in (Forward, BackwardInput, BackwardWeight)
-          if isinstance(i, kind) or (isinstance(i, Backward) and kind is not Forward)}
-    return [f"part {part} computes {word(mine[at[after, i.micro]])} before {word(mine[at[before, i.micro]])}"
-            for i in mine if isinstance(i, Forward)
-            for before, after in ((Forward, BackwardInput), (BackwardInput, BackwardWeight))
-            if at[before, i.micro] > at[after, i.micro]]
+    at = {
+        (kind, i.micro): index
+        for index, i in enumerate(mine)
+        for kind in (Forward, BackwardInput, BackwardWeight)
+        if isinstance(i, kind) or (isinstance(i, Backward) and kind is not Forward)
+    }
+    return [
+        f"part {part} computes {word(mine[at[after, i.micro]])} before {word(mine[at[before, i.micro]])}"
+        for i in mine
+        if isinstance(i, Forward)
+        for before, after in ((Forward, BackwardInput), (BackwardInput, BackwardWeight))
+        if at[before, i.micro] > at[after, i.micro]
+    ]

@@ -10,12 +10,24 @@ from itertools import count
 from typing import NamedTuple
 
 from mpitrain.errors import ConfigError, multiples_near
-from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Plan
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Plan,
+)
 
 Keyed = tuple[float, Compute]
 
 
-KINDS: dict[str, Callable[[int, int], Compute]] = {"F": Forward, "B": BackwardInput, "W": BackwardWeight, "BW": Backward}
+KINDS: dict[str, Callable[[int, int], Compute]] = {
+    "F": Forward,
+    "B": BackwardInput,
+    "W": BackwardWeight,
+    "BW": Backward,
+}
 """Instructions by the letters they are printed and written with: forward, input half, weight half, both halves."""
 
 
@@ -26,13 +38,20 @@ def by_key(keyed: Iterable[Keyed]) -> list[Compute]:
 
 def naive(s: int, p: int, m: int) -> list[Compute]:
     """One micro-batch after the other, through all stages and back: what the others are compared with."""
-    return by_key(pair for k in range(m)
-                  for pair in ((s + 2 * p * k, Forward(s, k)), (2 * p - 1 - s + 2 * p * k, Backward(s, k))))
+    return by_key(
+        pair
+        for k in range(m)
+        for pair in ((s + 2 * p * k, Forward(s, k)), (2 * p - 1 - s + 2 * p * k, Backward(s, k)))
+    )
 
 
 def gpipe(s: int, p: int, m: int) -> list[Compute]:
     """All forwards, then all backwards: m micro-batches live. Huang et al. 2019, NeurIPS."""
-    return by_key(pair for k in range(m) for pair in ((s + k, Forward(s, k)), (m + 2 * p - 2 - s + k, Backward(s, k))))
+    return by_key(
+        pair
+        for k in range(m)
+        for pair in ((s + k, Forward(s, k)), (m + 2 * p - 2 - s + k, Backward(s, k)))
+    )
 
 
 def one_f_one_b(s: int, p: int, m: int) -> list[Compute]:
@@ -40,15 +59,28 @@ def one_f_one_b(s: int, p: int, m: int) -> list[Compute]:
 
     The gradient leaves before the weight half: a third less bubble, and no message holds up the steady state.
     """
-    return by_key(pair for k in range(m) for pair in (
-        (s + 2 * k, Forward(s, k)), (_turn(s, p, k), BackwardInput(s, k)), (_turn(s, p, k) + 0.5, BackwardWeight(s, k))))
+    return by_key(
+        pair
+        for k in range(m)
+        for pair in (
+            (s + 2 * k, Forward(s, k)),
+            (_turn(s, p, k), BackwardInput(s, k)),
+            (_turn(s, p, k) + 0.5, BackwardWeight(s, k)),
+        )
+    )
 
 
 def zero_bubble(s: int, p: int, m: int) -> list[Compute]:
     """ZB-H1: as 1F1B, but weight halves come later and fill the bubble. Qi et al. 2024, ICLR."""
-    return by_key(pair for k in range(m) for pair in (
-        (s + 2 * k, Forward(s, k)), (_turn(s, p, k), BackwardInput(s, k)),
-        (2 * p - 1 + s + 2 * k + 0.5, BackwardWeight(s, k))))
+    return by_key(
+        pair
+        for k in range(m)
+        for pair in (
+            (s + 2 * k, Forward(s, k)),
+            (_turn(s, p, k), BackwardInput(s, k)),
+            (2 * p - 1 + s + 2 * k + 0.5, BackwardWeight(s, k)),
+        )
+    )
 
 
 def _turn(s: int, p: int, k: int) -> int:
@@ -63,17 +95,25 @@ def interleaved(s: int, p: int, m: int, v: int) -> list[Compute]:
         for k in range(m):
             group, within = divmod(k, p)
             forward, backward = ((group * v + chunk) * p + within for chunk in (c, v - 1 - c))
-            keyed += [(2 * (s + forward), Forward(c * p + s, k)),
-                      (2 * (v * p + p - 1 - s + backward) - 1, Backward(c * p + s, k))]
+            keyed += [
+                (2 * (s + forward), Forward(c * p + s, k)),
+                (2 * (v * p + p - 1 - s + backward) - 1, Backward(c * p + s, k)),
+            ]
     return by_key(keyed)
 
 
 def breadth_first(s: int, p: int, m: int, v: int) -> list[Compute]:
     """All micro-batches through a chunk before the next one: each is gathered and reduced once. Lamy-Poirier 2022."""
     n = max(m, p)
-    return by_key(pair for c in range(v) for k in range(m) for pair in (
-        (s + c * n + k, Forward(c * p + s, k)),
-        (2 * v * n + p + (p - 1 - s) + (v - 1 - c) * n + k, Backward(c * p + s, k))))
+    return by_key(
+        pair
+        for c in range(v)
+        for k in range(m)
+        for pair in (
+            (s + c * n + k, Forward(c * p + s, k)),
+            (2 * v * n + p + (p - 1 - s) + (v - 1 - c) * n + k, Backward(c * p + s, k)),
+        )
+    )
 
 
 def zb_v(s: int, p: int, m: int) -> list[Compute]:
@@ -82,8 +122,17 @@ def zb_v(s: int, p: int, m: int) -> list[Compute]:
     The order is written as runs, which count the micro-batches of each kind up; those beyond m are left out.
     """
     n = max(m, 2 * p - 1)
-    runs = ((2 * (p - s) - 1, "F0"), (s, "F1 F0"), (p - s, "F1 B1 W1"), (n - 2 * p + 1 + s, "F0 B0 W0 F1 B1 W1"),
-            (p - 1 - s, "B0 W0 F1 B1 W1"), (s, "B0 B1"), (p - s, "B0 W0"), (s, "W1"), (s, "W0"))
+    runs = (
+        (2 * (p - s) - 1, "F0"),
+        (s, "F1 F0"),
+        (p - s, "F1 B1 W1"),
+        (n - 2 * p + 1 + s, "F0 B0 W0 F1 B1 W1"),
+        (p - 1 - s, "B0 W0 F1 B1 W1"),
+        (s, "B0 B1"),
+        (p - s, "B0 W0"),
+        (s, "W1"),
+        (s, "W0"),
+    )
     parts = {"0": s, "1": 2 * p - 1 - s}
     counters: dict[str, Iterator[int]] = {}
     mine: list[Compute] = []
@@ -105,10 +154,16 @@ def v_half(s: int, p: int, m: int) -> list[Compute]:
     keyed: list[Keyed] = []
     for k in range(m):
         forward_down, forward_up, backward_up, backward_down = (first + 6 * k for first in firsts)
-        keyed += [(forward_down, Forward(down, k)), (forward_up, Forward(up, k)),
-                  (backward_up, BackwardInput(up, k)), (backward_down, BackwardInput(down, k))]
+        keyed += [
+            (forward_down, Forward(down, k)),
+            (forward_up, Forward(up, k)),
+            (backward_up, BackwardInput(up, k)),
+            (backward_down, BackwardInput(down, k)),
+        ]
     taken, slot = {first % 6 for first in firsts}, 0
-    for key, instruction in sorted((pair for pair in keyed if isinstance(pair[1], BackwardInput)), key=lambda pair: pair[0]):
+    for key, instruction in sorted(
+        (pair for pair in keyed if isinstance(pair[1], BackwardInput)), key=lambda pair: pair[0]
+    ):
         slot = next(free for free in count(max(slot, int(key)) + 1) if free % 6 not in taken)
         keyed.append((slot, BackwardWeight(*instruction)))
     return by_key(keyed)
@@ -139,8 +194,11 @@ class Schedule(NamedTuple):
     grouped: bool = False
 
 
-def of_chunks(compute: Callable[[int, int, int], list[Compute]], chunks: int,
-              place: Callable[[int, int], tuple[int, ...]]) -> Schedule:
+def of_chunks(
+    compute: Callable[[int, int, int], list[Compute]],
+    chunks: int,
+    place: Callable[[int, int], tuple[int, ...]],
+) -> Schedule:
     """A schedule whose number of chunks is fixed."""
     return Schedule(lambda s, p, m, v: compute(s, p, m), chunks, place)
 
@@ -159,7 +217,8 @@ SCHEDULES = {
 
 STREAMS: dict[str, Callable[[int], int]] = {"async": lambda p: 0, "async-2bw": lambda p: p}
 """Those that go on over the ends of steps, in the order of 1f1b, while each stage updates by itself: (stages) -> `every` of
-`memory.versions`, the least that there can be. What they do in a step says `stream.py`, how they update `parallel/data/weight_stashing.py`."""
+`memory.versions`, the least that there can be. What they do in a step says
+`async_pipeline.py`, how they update `parallel/data/weight_stashing.py`."""
 
 NAMED = {**SCHEDULES, **dict.fromkeys(STREAMS, SCHEDULES["1f1b"])}
 
@@ -171,20 +230,32 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
     raises   ConfigError for a name that the table lacks, and for numbers that the schedule cannot serve
     """
     if name not in NAMED:
-        raise ConfigError(f"The schedule must be one of {', '.join(NAMED)}, or a file, but {name!r} is neither.")
+        raise ConfigError(
+            f"The schedule must be one of {', '.join(NAMED)}, or a file, but {name!r} is neither."
+        )
     schedule = NAMED[name]
     many = chunks if chunks is not None else schedule.chunks or 2
     if min(stages, micro_batches, many) < 1:
-        raise ConfigError(f"A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are {stages}, "
-                          f"{micro_batches} and {many}.")
+        raise ConfigError(
+            f"A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are {stages}, "
+            f"{micro_batches} and {many}."
+        )
     if schedule.chunks not in (None, many):
         others = ", ".join(other for other, line in NAMED.items() if line.chunks in (None, many))
-        raise ConfigError(f"Schedule {name} has {schedule.chunks} chunk(s) a stage, but {many} were asked for.",
-                          f"Leave the number of chunks out, or take one of {others}.")
+        raise ConfigError(
+            f"Schedule {name} has {schedule.chunks} chunk(s) a stage, but {many} were asked for.",
+            f"Leave the number of chunks out, or take one of {others}.",
+        )
     if schedule.grouped and micro_batches % stages:
-        raise ConfigError(f"Schedule {name} takes as many micro-batches at a time as there are stages, but {stages} stages do "
-                          f"not divide {micro_batches} micro-batches.",
-                          f"Take {multiples_near(micro_batches, stages)} micro-batches, or schedule 1f1b or breadth-first, which "
-                          "serve any number.")
-    return Plan(schedule.place(stages, many),
-                tuple(tuple(schedule.compute(stage, stages, micro_batches, many)) for stage in range(stages)))
+        raise ConfigError(
+            f"Schedule {name} takes as many micro-batches at a time as there are stages, but {stages} stages do "
+            f"not divide {micro_batches} micro-batches.",
+            f"Take {multiples_near(micro_batches, stages)} micro-batches, or schedule 1f1b or breadth-first, which "
+            "serve any number.",
+        )
+    return Plan(
+        schedule.place(stages, many),
+        tuple(
+            tuple(schedule.compute(stage, stages, micro_batches, many)) for stage in range(stages)
+        ),
+    )

@@ -73,7 +73,9 @@ class Simulation(NamedTuple):
     def makespan(self) -> float:
         """From the first start to the last end, over all stages."""
         events = [event for mine in self.timeline for event in mine]
-        return max((event.end for event in events), default=0) - min((event.start for event in events), default=0)
+        return max((event.end for event in events), default=0) - min(
+            (event.start for event in events), default=0
+        )
 
     @property
     def busy(self) -> float:
@@ -86,8 +88,14 @@ class Simulation(NamedTuple):
         return 1 - self.busy / (len(self.timeline) * self.makespan) if self.makespan else 0.0
 
 
-def simulate(program: Program, costs: Sequence[Cost], transfer: float = 0, receive: float = 0,
-             is_eager: bool = False, overhead: float = 0) -> Simulation:
+def simulate(
+    program: Program,
+    costs: Sequence[Cost],
+    transfer: float = 0,
+    receive: float = 0,
+    is_eager: bool = False,
+    overhead: float = 0,
+) -> Simulation:
     """Run a program, by default under rendezvous semantics: whether it ends is proven for these alone.
 
     A message sent by rendezvous travels when its send and its receive have both begun. An eager
@@ -109,10 +117,22 @@ def simulate(program: Program, costs: Sequence[Cost], transfer: float = 0, recei
 class _Running:
     """All stages at one moment: how far each has come, and which ends of messages have begun, and when."""
 
-    def __init__(self, program: Program, costs: Sequence[Cost], transfer: float, receive: float, is_eager: bool,
-                 overhead: float):
+    def __init__(
+        self,
+        program: Program,
+        costs: Sequence[Cost],
+        transfer: float,
+        receive: float,
+        is_eager: bool,
+        overhead: float,
+    ):
         self.timeline: list[list[Event]] = [[] for _ in program]
-        self._program, self._costs, self._transfer, self._receive = program, costs, transfer, receive
+        self._program, self._costs, self._transfer, self._receive = (
+            program,
+            costs,
+            transfer,
+            receive,
+        )
         self._is_eager, self._overhead = is_eager, overhead
         self._next = [0] * len(program)
         self._clocks: list[float] = [0] * len(program)
@@ -138,7 +158,11 @@ class _Running:
             case Handoff():
                 self._handed.add(instruction)
             case Complete(what, part, micro):
-                freed = self._sent.get((what, part, micro)) if self._is_eager else self._arrival((what, part, micro))
+                freed = (
+                    self._sent.get((what, part, micro))
+                    if self._is_eager
+                    else self._arrival((what, part, micro))
+                )
                 if freed is None:
                     return False
                 self._clocks[stage] = max(clock, freed)
@@ -163,11 +187,18 @@ class _Running:
         sent, posted = self._sent.get(message), self._posted.get(message)
         if sent is None or posted is None:
             return None
-        return max(sent + self._transfer, posted) if self._is_eager else max(sent, posted) + self._transfer
+        return (
+            max(sent + self._transfer, posted)
+            if self._is_eager
+            else max(sent, posted) + self._transfer
+        )
 
     def waits(self) -> tuple[str, ...]:
         """Where each stage stands, unless all have finished."""
-        standing = [mine[at] if at < len(mine) else None for at, mine in zip(self._next, self._program, strict=True)]
+        standing = [
+            mine[at] if at < len(mine) else None
+            for at, mine in zip(self._next, self._program, strict=True)
+        ]
         return tuple(map(self._wait, range(len(standing)), standing)) if any(standing) else ()
 
     def _wait(self, stage: int, instruction: Instruction | None) -> str:
@@ -179,5 +210,8 @@ class _Running:
         message = needed(instruction, len(self._costs))
         assert message is not None  # nothing else waits
         what, part, micro = message
-        source = next((i.peer for i in self._program[stage] if isinstance(i, Receive) and i[:3] == message), stage)
+        source = next(
+            (i.peer for i in self._program[stage] if isinstance(i, Receive) and i[:3] == message),
+            stage,
+        )
         return f"stage {stage} waits for the {what} of micro-batch {micro} for part {part}, from stage {source}"

@@ -17,15 +17,25 @@ class Stage:
     the next returns to the arena as soon as that has used it.
     """
 
-    def __init__(self, units: Sequence[Unit], replication: Replication, arena: Arena, first: int = 0,
-                 poll: Callable[[], None] | None = None, recorder: Recorder = SILENT):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        replication: Replication,
+        arena: Arena,
+        first: int = 0,
+        poll: Callable[[], None] | None = None,
+        recorder: Recorder = SILENT,
+    ):
         """first: the number of the first unit, as replication counts them on this rank.
 
         poll  called between layers, to move messages along; None: those of replication
         """
         self._layers = [(first + index, unit.layer) for index, unit in enumerate(units)]
         self._replication, self._arena, self._poll = replication, arena, poll or replication.poll
-        self._recorder, self._names = recorder, {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
+        self._recorder, self._names = (
+            recorder,
+            {first + index: recorder.name(unit.name) for index, unit in enumerate(units)},
+        )
         self._saved: dict[int, list[Any]] = {}  # by micro-batch, of each unit
         self._pending: dict[int, list[Any]] = {}
         self._left = 0
@@ -52,7 +62,9 @@ class Stage:
         replication, saved, pending = self._replication, self._saved.pop(micro), []
         for number, layer in reversed(self._layers):
             span = self._recorder.compute(self._names[number], BACKWARD_INPUT, number, micro)
-            dy, kept = layer.backward_input(replication.open(number, micro), dy, saved.pop(), self._arena)
+            dy, kept = layer.backward_input(
+                replication.open(number, micro), dy, saved.pop(), self._arena
+            )
             replication.close(number, micro)
             self._poll()
             pending.append(kept)
@@ -77,8 +89,14 @@ class Stage:
         self._left -= 1
         for number, layer in reversed(self._layers):
             span = self._recorder.compute(self._names[number], BACKWARD, number, micro)
-            dy = backward(layer, replication.open(number, micro), dy, saved.pop(), replication.gradients(number, micro),
-                          self._arena)
+            dy = backward(
+                layer,
+                replication.open(number, micro),
+                dy,
+                saved.pop(),
+                replication.gradients(number, micro),
+                self._arena,
+            )
             replication.close(number, micro)
             replication.gradient_ready(number, self._left == 0)
             self._poll()

@@ -19,11 +19,22 @@ TICK = 10
 def labels(plan: Plan) -> Callable[[Compute], str]:
     """What stands for an instruction: kind, micro-batch, and where a stage has several parts which of them, a, b or c."""
     place = plan.place
-    chunks = [chr(97 + place[:part].count(stage)) if place.count(stage) > 1 else "" for part, stage in enumerate(place)]
-    return lambda instruction: f"{LETTERS[type(instruction)]}{instruction.micro}{chunks[instruction.part]}"
+    chunks = [
+        chr(97 + place[:part].count(stage)) if place.count(stage) > 1 else ""
+        for part, stage in enumerate(place)
+    ]
+    return lambda instruction: (
+        f"{LETTERS[type(instruction)]}{instruction.micro}{chunks[instruction.part]}"
+    )
 
 
-def chart(plan: Plan, simulation: Simulation, width: int, notes: Sequence[Sequence[str]] = (), name: str = "") -> list[str]:
+def chart(
+    plan: Plan,
+    simulation: Simulation,
+    width: int,
+    notes: Sequence[Sequence[str]] = (),
+    name: str = "",
+) -> list[str]:
     """A row per stage, in bands of at most `width` columns, each under a ruler of times in ms.
 
     notes  for each stage a text for each of its events, which a row called `name` shows below the stage
@@ -33,11 +44,22 @@ def chart(plan: Plan, simulation: Simulation, width: int, notes: Sequence[Sequen
     room, label = width - margin, labels(plan)
     shortest = min(event.end - event.start for event in events if event.end > event.start)
     texts = [[label(event.instruction) for event in mine] for mine in simulation.timeline]
-    lengths = [max(map(len, pair)) for rows in zip(texts, notes or texts, strict=True) for pair in zip(*rows, strict=True)]
-    widest = max((1 + length) * shortest / (event.end - event.start)
-                 for length, event in zip(lengths, events, strict=True) if event.end > event.start)
+    lengths = [
+        max(map(len, pair))
+        for rows in zip(texts, notes or texts, strict=True)
+        for pair in zip(*rows, strict=True)
+    ]
+    widest = max(
+        (1 + length) * shortest / (event.end - event.start)
+        for length, event in zip(lengths, events, strict=True)
+        if event.end > event.start
+    )
     units = simulation.makespan / shortest
-    fitting = (cell for cell in range(math.ceil(widest), 0, -1) if units * cell <= BANDS * (room // cell * cell))
+    fitting = (
+        cell
+        for cell in range(math.ceil(widest), 0, -1)
+        if units * cell <= BANDS * (room // cell * cell)
+    )
     cell = next(fitting, 1)  # columns of the shortest instruction
     scale, band = min(cell / shortest, BANDS * room / simulation.makespan), room // cell * cell
     columns = math.ceil(simulation.makespan * scale)
@@ -48,11 +70,15 @@ def chart(plan: Plan, simulation: Simulation, width: int, notes: Sequence[Sequen
             rows.append((name, _row(mine, notes[stage], scale, columns, "  ")))
     lines = []
     for start in range(0, columns, band):
-        lines += [f"{name:<{margin}}{row[start:start + band]}".rstrip() for name, row in rows] + [""]
+        lines += [f"{name:<{margin}}{row[start : start + band]}".rstrip() for name, row in rows] + [
+            ""
+        ]
     return lines[:-1]
 
 
-def _row(mine: Sequence[Event], texts: Sequence[str], scale: float, columns: int, fills: str) -> str:
+def _row(
+    mine: Sequence[Event], texts: Sequence[str], scale: float, columns: int, fills: str
+) -> str:
     """A text for each event, at its columns. fills: what fills the row between events, and events up."""
     row, at = "", 0
     for event, text in zip(mine, texts, strict=True):
@@ -64,8 +90,14 @@ def _row(mine: Sequence[Event], texts: Sequence[str], scale: float, columns: int
 
 def _cell(text: str, columns: int, fill: str) -> str:
     """A text in so many columns, filled up but for a gap at the end; of one that does not fit, its letter or its star."""
-    shown = text if len(text) < columns else text[:1] if text[:1].isalpha() else "*" * text.endswith("*")
-    return shown.ljust(columns - 1, fill)[:max(columns - 1, 1)].ljust(columns)[:max(columns, 0)]
+    shown = (
+        text
+        if len(text) < columns
+        else text[:1]
+        if text[:1].isalpha()
+        else "*" * text.endswith("*")
+    )
+    return shown.ljust(columns - 1, fill)[: max(columns - 1, 1)].ljust(columns)[: max(columns, 0)]
 
 
 def _ruler(makespan: float, scale: float, band: int) -> str:
@@ -83,27 +115,38 @@ def _ruler(makespan: float, scale: float, band: int) -> str:
 
 def summary(plan: Plan, simulation: Simulation, costs: Sequence[Cost]) -> list[str]:
     """What the letters mean, makespan, bubble, and what each stage holds at most, in words."""
-    makespan = (f"makespan {simulation.makespan:.6g} ms, of which a stage computes {simulation.busy / len(plan.lists):.6g}: "
-                f"bubble {100 * simulation.bubble:.1f}%")
+    makespan = (
+        f"makespan {simulation.makespan:.6g} ms, of which a stage computes {simulation.busy / len(plan.lists):.6g}: "
+        f"bubble {100 * simulation.bubble:.1f}%"
+    )
     return [letters(plan), makespan, *holds(plan, costs)]
 
 
 def letters(plan: Plan) -> str:
     """What the letters of a chart mean."""
     kinds = {LETTERS[type(instruction)] for mine in plan.lists for instruction in mine}
-    return (", ".join(f"{kind} {meaning}" for kind, meaning in NAMES.items() if kind in kinds)
-            + ", dots idle" + ("; parts of a stage a, b, ..." if len(plan.place) > len(plan.lists) else ""))
+    return (
+        ", ".join(f"{kind} {meaning}" for kind, meaning in NAMES.items() if kind in kinds)
+        + ", dots idle"
+        + ("; parts of a stage a, b, ..." if len(plan.place) > len(plan.lists) else "")
+    )
 
 
 def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
     """What each stage holds at most."""
     peaks = [peak(mine, costs) for mine in plan.lists]
-    held = "micro-batches" if len(plan.place) == len(plan.lists) else "micro-batches of one part each"
+    held = (
+        "micro-batches" if len(plan.place) == len(plan.lists) else "micro-batches of one part each"
+    )
     lines = [f"peak live, by stage: {listed(each.live for each in peaks)} {held}"]
     if any(each.pending for each in peaks):
-        lines.append(f"of these wait for their weight half: at most {listed(each.pending for each in peaks)}")
+        lines.append(
+            f"of these wait for their weight half: at most {listed(each.pending for each in peaks)}"
+        )
     if any(each.nbytes for each in peaks):
-        lines.append(f"peak activations, by stage: {listed(each.nbytes / 1e6 for each in peaks)} MB")
+        lines.append(
+            f"peak activations, by stage: {listed(each.nbytes / 1e6 for each in peaks)} MB"
+        )
     return lines
 
 

@@ -50,21 +50,33 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
     """
     name = config.pipeline.schedule
     if stages == 1:
-        raise ConfigError("A model on one stage has no bubble that micro-batches would fill, but layout.pp is 1.",
-                          "Start with several ranks and --pp 2, or more.")
+        raise ConfigError(
+            "A model on one stage has no bubble that micro-batches would fill, but layout.pp is 1.",
+            "Start with several ranks and --pp 2, or more.",
+        )
     if name in STREAMS:
-        raise ConfigError(f"Steps of schedule {name} do not end one by one, so none has a time that could be told.",
-                          f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.")
+        raise ConfigError(
+            f"Steps of schedule {name} do not end one by one, so none has a time that could be told.",
+            f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.",
+        )
     if name not in SCHEDULES:
         find_plan(name)
-        raise ConfigError(f"A schedule in a file has its number of micro-batches, and {name} is one.",
-                          f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.")
+        raise ConfigError(
+            f"A schedule in a file has its number of micro-batches, and {name} is one.",
+            f"Set pipeline.schedule to one of {', '.join(SCHEDULES)}.",
+        )
     step = stages if SCHEDULES[name].grouped else 1
     fitting = sequences_of(config)
-    found = [count for count in range(stages, rows + 1, step) if fitting == 1 or rows % (count * fitting) == 0]
+    found = [
+        count
+        for count in range(stages, rows + 1, step)
+        if fitting == 1 or rows % (count * fitting) == 0
+    ]
     if not found:
-        raise ConfigError(f"A pipeline of {stages} stages needs as many micro-batches, but a replica has {rows} row(s).",
-                          f"Set batch.size to at least {stages} for each of the dp replicas.")
+        raise ConfigError(
+            f"A pipeline of {stages} stages needs as many micro-batches, but a replica has {rows} row(s).",
+            f"Set batch.size to at least {stages} for each of the dp replicas.",
+        )
     if len(found) > MOST:
         found = sorted({found[round((len(found) ** (i / (MOST - 1))) - 1)] for i in range(MOST)})
     return found
@@ -76,7 +88,13 @@ def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
     fitting  what all sizes are multiples of
     """
     least, most = rows // counts[-1], -(-rows // counts[0])
-    return sorted({least, most, *(fitting << i for i in range(most.bit_length()) if least < fitting << i < most)})
+    return sorted(
+        {
+            least,
+            most,
+            *(fitting << i for i in range(most.bit_length()) if least < fitting << i < most),
+        }
+    )
 
 
 def around(measured: Sequence[Measured], rows: float) -> tuple[Measured, Measured]:
@@ -98,18 +116,32 @@ def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]
     return [Cost(*mixed(a, b)) for a, b in zip(low.costs, high.costs, strict=True)], way
 
 
-def predict(config: Config, stages: int, rows: int, counts: Sequence[int], measured: Sequence[Measured],
-            end_s: float) -> list[Predicted]:
+def predict(
+    config: Config,
+    stages: int,
+    rows: int,
+    counts: Sequence[int],
+    measured: Sequence[Measured],
+    end_s: float,
+) -> list[Predicted]:
     """What each count comes to. end_s: what a step takes after its last gradient, however many micro-batches it had."""
     found = []
     for count in counts:
-        plan = fused_at_the_input(find_plan(config.pipeline.schedule, stages, count, config.pipeline.chunks or None))
+        plan = fused_at_the_input(
+            find_plan(config.pipeline.schedule, stages, count, config.pipeline.chunks or None)
+        )
         costs, way = between(measured, rows / count)
         simulation = simulate(with_messages(plan), costs, *way)
         most = max(peak(mine, costs).nbytes for mine in plan.lists)
         near = around(measured, rows / count)
-        is_spoilt = any(each.is_spoilt for each in [each for each in near if each.rows == rows / count] or near)
-        found.append(Predicted(count, rows / count, simulation.makespan + end_s, simulation.bubble, most, is_spoilt))
+        is_spoilt = any(
+            each.is_spoilt for each in [each for each in near if each.rows == rows / count] or near
+        )
+        found.append(
+            Predicted(
+                count, rows / count, simulation.makespan + end_s, simulation.bubble, most, is_spoilt
+            )
+        )
     return found
 
 
@@ -121,7 +153,9 @@ def best(predicted: Sequence[Predicted]) -> Predicted:
 def advice(predicted: Sequence[Predicted]) -> list[str]:
     """What to set, and how many counts have no say in it."""
     spoilt = sum(each.is_spoilt for each in predicted)
-    lines = [f"~ {spoilt} of {len(predicted)} counts: measured while other work ran, the median above {FAR:g} times the fastest"]
+    lines = [
+        f"~ {spoilt} of {len(predicted)} counts: measured while other work ran, the median above {FAR:g} times the fastest"
+    ]
     lines = lines if spoilt else []
     if spoilt == len(predicted):
         return [*lines, "No count can be named: measure again while nothing else runs."]
@@ -131,7 +165,7 @@ def advice(predicted: Sequence[Predicted]) -> list[str]:
 def neighbours(predicted: Sequence[Predicted]) -> list[Predicted]:
     """The best one between those before and after."""
     at = predicted.index(best(predicted))
-    return [*predicted[max(0, at - 1):at + 2]]
+    return [*predicted[max(0, at - 1) : at + 2]]
 
 
 def table(predicted: Sequence[Predicted]) -> list[str]:
@@ -141,11 +175,18 @@ def table(predicted: Sequence[Predicted]) -> list[str]:
     room = max(1, SHOWN - len(near))
     if len(others) > room:
         others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
-    lines = [f"{'micro-batches':>13} {'rows each':>10} {'step ms':>10} {'bubble':>8} {'peak MB':>9}"]
+    lines = [
+        f"{'micro-batches':>13} {'rows each':>10} {'step ms':>10} {'bubble':>8} {'peak MB':>9}"
+    ]
     for each in sorted([*near, *others]):
-        mark, noisy = "   <- best" if each == best(predicted) and not each.is_spoilt else "", "~" if each.is_spoilt else " "
-        lines.append(f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f}{noisy}{100 * each.bubble:>7.1f}% "
-                     f"{each.peak_bytes / 1e6:>9.2f}{mark}")
+        mark, noisy = (
+            "   <- best" if each == best(predicted) and not each.is_spoilt else "",
+            "~" if each.is_spoilt else " ",
+        )
+        lines.append(
+            f"{each.micro_batches:>13} {each.rows:>10.4g} {1e3 * each.step_s:>10.2f}{noisy}{100 * each.bubble:>7.1f}% "
+            f"{each.peak_bytes / 1e6:>9.2f}{mark}"
+        )
     return lines
 
 
@@ -155,16 +196,24 @@ def explanation(config: Config, stages: int, rows: int, measured: Sequence[Measu
     name = config.pipeline.schedule
     worth = WORTH.get(name, 1 / chunks if SCHEDULES[name].chunks is None else 0.0)
     if measured[0].is_spoilt or measured[-1].is_spoilt:
-        return ["Other work ran while the smallest or the largest size was measured: what a micro-batch costs is not known."]
-    low, high = (max(sum(cost[:3]) for cost in each.costs) * chunks for each in (measured[0], measured[-1]))
+        return [
+            "Other work ran while the smallest or the largest size was measured: what a micro-batch costs is not known."
+        ]
+    low, high = (
+        max(sum(cost[:3]) for cost in each.costs) * chunks for each in (measured[0], measured[-1])
+    )
     width = measured[-1].rows - measured[0].rows
     if not width or not worth:
         return []
     each = (high - low) / width
     fixed = low - each * measured[0].rows
     if min(fixed, each) <= 0:
-        return ["By the smallest and the largest size a micro-batch costs the slowest stage nothing besides its rows."]
+        return [
+            "By the smallest and the largest size a micro-batch costs the slowest stage nothing besides its rows."
+        ]
     ideal = math.sqrt(worth * (stages - 1) * each * rows / fixed)
     root = f"sqrt({worth:.2g} x {stages - 1} x {1e3 * each * rows:.3g} / {1e3 * fixed:.3g})"
-    return [f"On the slowest stage a row takes {1e3 * each:.3g} ms, and a micro-batch {1e3 * fixed:.3g} ms besides.",
-            f"Where messages take no time, about {root} = {ideal:.1f} micro-batches are best."]
+    return [
+        f"On the slowest stage a row takes {1e3 * each:.3g} ms, and a micro-batch {1e3 * fixed:.3g} ms besides.",
+        f"Where messages take no time, about {root} = {ideal:.1f} micro-batches are best.",
+    ]

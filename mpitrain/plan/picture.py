@@ -19,7 +19,9 @@ CELL = 0.28
 """Inches of the shortest instruction, where that fits."""
 
 
-def draw(plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequence[Sequence[str]] = ()) -> None:
+def draw(
+    plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequence[Sequence[str]] = ()
+) -> None:
     """A row of boxes per stage over time in ms, with the micro-batch in each; paler for a stage's later parts.
 
     notes  of a stage that updates by itself, for each event: the version of its weights, and * where
@@ -32,29 +34,68 @@ def draw(plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequ
     events = [event for mine in simulation.timeline for event in mine]
     shortest = min(event.end - event.start for event in events if event.end > event.start)
     inches = min(max(simulation.makespan / shortest * CELL, FEWEST_INCHES), MOST_INCHES)
-    figure, axes = pyplot.subplots(figsize=(inches + 1, 1.6 + 0.4 * len(plan.lists)), layout="constrained")
+    figure, axes = pyplot.subplots(
+        figsize=(inches + 1, 1.6 + 0.4 * len(plan.lists)), layout="constrained"
+    )
     for stage, mine in enumerate(simulation.timeline):
         parts = [part for part, place in enumerate(plan.place) if place == stage]
         for event, (start, end, instruction) in enumerate(mine):
-            axes.barh(stage, end - start, 0.9, start, color=COLOURS[LETTERS[type(instruction)]], edgecolor="white", linewidth=0.5,
-                      alpha=1 - 0.6 * parts.index(instruction.part) / len(parts))
+            axes.barh(
+                stage,
+                end - start,
+                0.9,
+                start,
+                color=COLOURS[LETTERS[type(instruction)]],
+                edgecolor="white",
+                linewidth=0.5,
+                alpha=1 - 0.6 * parts.index(instruction.part) / len(parts),
+            )
             if (end - start) / simulation.makespan * inches > CELL / 2:
                 version = f"\nv{notes[stage][event].rstrip('*')}" if notes else ""
-                axes.text((start + end) / 2, stage, f"{instruction.micro}{version}", ha="center", va="center", fontsize="x-small")
+                axes.text(
+                    (start + end) / 2,
+                    stage,
+                    f"{instruction.micro}{version}",
+                    ha="center",
+                    va="center",
+                    fontsize="x-small",
+                )
             if notes and notes[stage][event].endswith("*"):
-                axes.plot(end, stage + 0.45, "^", color="black", markersize=4, clip_on=False, zorder=3)
+                axes.plot(
+                    end, stage + 0.45, "^", color="black", markersize=4, clip_on=False, zorder=3
+                )
     has_micros = any(text.get_text() for text in axes.texts)
-    axes.set(xlabel="time, ms" + "; in each box its micro-batch" * has_micros, xlim=(0, simulation.makespan),
-             yticks=range(len(plan.lists)), yticklabels=[f"stage {stage}" for stage in range(len(plan.lists))])
+    axes.set(
+        xlabel="time, ms" + "; in each box its micro-batch" * has_micros,
+        xlim=(0, simulation.makespan),
+        yticks=range(len(plan.lists)),
+        yticklabels=[f"stage {stage}" for stage in range(len(plan.lists))],
+    )
     axes.set_title(textwrap.fill(title, int(inches * CHARACTERS)), fontsize="medium")
     axes.invert_yaxis()
     kinds = dict.fromkeys(LETTERS[type(event.instruction)] for event in events)
     handles: list[Any] = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     if notes:
-        handles.append(Line2D([], [], color="black", marker="^", linestyle="", markersize=4,
-                              label="update: makes the next version of the stage's weights (v)"))
+        handles.append(
+            Line2D(
+                [],
+                [],
+                color="black",
+                marker="^",
+                linestyle="",
+                markersize=4,
+                label="update: makes the next version of the stage's weights (v)",
+            )
+        )
     if len(plan.place) > len(plan.lists):
-        handles.append(Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later part of the stage"))
-    figure.legend(handles=handles, loc="outside lower right", ncols=max(1, int(inches / ENTRY)), fontsize="small")
+        handles.append(
+            Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later part of the stage")
+        )
+    figure.legend(
+        handles=handles,
+        loc="outside lower right",
+        ncols=max(1, int(inches / ENTRY)),
+        fontsize="small",
+    )
     save(figure, path, 110)
     pyplot.close(figure)

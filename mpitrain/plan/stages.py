@@ -65,7 +65,9 @@ class Measured(NamedTuple):
         return self.spread > FAR
 
 
-def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Sequence[int]) -> list[Measured]:
+def measure(
+    trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Sequence[int]
+) -> list[Measured]:
     """Measure micro-batches of each of these sizes; all ranks compute at the same time. Collective.
 
     Each size is a step whose learning rate is 0: parameters stay as they are, but what the optimizer remembers does not.
@@ -75,12 +77,25 @@ def measure(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Se
     for step, rows in enumerate(sizes):
         trainer.transport.barrier()
         trainer.replication.begin(step)
-        mine = {part: _part(trainer, part, inputs[:rows], targets[:rows]) for part in trainer.pipe.stages}
+        mine = {
+            part: _part(trainer, part, inputs[:rows], targets[:rows])
+            for part in trainer.pipe.stages
+        }
         trainer.replication.finish(StepInput(step, (), 0.0))
         way = _way(trainer, (rows, *inputs.shape[1:]))
         told = trainer.transport.gather_text((mine, way))
-        costs = [Cost(*map(max, zip(*(each[str(part)][:-1] for each, _ in told if str(part) in each), strict=True)))
-                 for part in range(len(trainer.resolved.plan.place))]
+        costs = [
+            Cost(
+                *map(
+                    max,
+                    zip(
+                        *(each[str(part)][:-1] for each, _ in told if str(part) in each),
+                        strict=True,
+                    ),
+                )
+            )
+            for part in range(len(trainer.resolved.plan.place))
+        ]
         spread = max(spread for each, _ in told for *_, spread in each.values())
         found.append(Measured(rows, tuple(costs), slowest(way for _, way in told), spread))
     return found
@@ -133,7 +148,7 @@ def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) 
     del x
     dy, shape = _loss(trainer, y, targets) if _is_last(trainer, part) else None, y.shape
     del y
-    saved = noted()    # and the gradient of the model's output, which no message brings
+    saved = noted()  # and the gradient of the model's output, which no message brings
     if dy is None:
         dy = _drawn(trainer, shape)
     dx = stage.backward_input(0, dy)
@@ -152,15 +167,23 @@ def _is_last(trainer: Trainer, part: int) -> bool:
 def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
     """The gradient of the model's output."""
     right = trainer.backend.from_host(targets).reshape(-1)
-    _, gradient = trainer.replication.loss(y.reshape(len(right), -1), right, trainer.replication.scale(1, 0))
+    _, gradient = trainer.replication.loss(
+        y.reshape(len(right), -1), right, trainer.replication.scale(1, 0)
+    )
     return gradient.reshape(y.shape)
 
 
-def _there_and_back(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, float, float]:
+def _there_and_back(
+    trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray
+) -> tuple[float, float, float]:
     """Seconds of the forward, with the loss where the model ends, and of both halves of the backward."""
     stage, backend, clock = trainer.pipe.stages[part], trainer.backend, time.perf_counter
     x = _input(trainer, part, inputs)
-    dy = None if _is_last(trainer, part) else _drawn(trainer, trainer.pipe.input_shape(part + 1, inputs.shape))
+    dy = (
+        None
+        if _is_last(trainer, part)
+        else _drawn(trainer, trainer.pipe.input_shape(part + 1, inputs.shape))
+    )
     backend.synchronize()
     times = [clock()]
     y = stage.forward(0, x)
@@ -189,7 +212,9 @@ def _input(trainer: Trainer, part: int, inputs: np.ndarray) -> Any:
 def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
     """Numbers of the size of activations: products of what lies in memory by chance could take far longer."""
     array = trainer.arena.take(shape, trainer.replication.replica.computed)
-    array[...] = trainer.backend.from_host(np.random.default_rng(0).standard_normal(shape, np.float32).astype(array.dtype))
+    array[...] = trainer.backend.from_host(
+        np.random.default_rng(0).standard_normal(shape, np.float32).astype(array.dtype)
+    )
     return array
 
 
@@ -198,7 +223,7 @@ def _way(trainer: Trainer, shape: tuple[int, ...]) -> Way:
     place, transport = trainer.resolved.plan.place, trainer.grid.pp.transport
     found = Way(0.0, 0.0)
     for part, (here, there) in enumerate(pairwise(place), 1):
-        trainer.transport.barrier()    # one boundary at a time
+        trainer.transport.barrier()  # one boundary at a time
         if here != there and transport.rank in (here, there):
             array = _drawn(trainer, trainer.pipe.input_shape(part, shape))
             trainer.backend.synchronize()
@@ -251,7 +276,7 @@ def _is_eager(transport: Transport, array: Any, here: int, peer: int) -> bool:
     if transport.rank != here:
         transport.recv(told, peer, 1)
         transport.send(told, peer, 1)
-        transport.recv(told, peer, 1)    # and only then is the receive of the array posted
+        transport.recv(told, peer, 1)  # and only then is the receive of the array posted
         transport.recv(array, peer)
         return bool(told[0])
     request = transport.start_send(array, peer)

@@ -12,8 +12,10 @@ from urllib.parse import quote
 from mpitrain.errors import visible
 from mpitrain.files import contents, write_whole
 
-STYLE = ("body { font: 15px sans-serif; max-width: 1300px; margin: 2em auto; padding: 0 1em } img { width: 100% } "
-         "p { overflow-wrap: anywhere; margin: 0.4em 0 } pre { background: #f4f4f4; padding: 1em; overflow-x: auto }")
+STYLE = (
+    "body { font: 15px sans-serif; max-width: 1300px; margin: 2em auto; padding: 0 1em } img { width: 100% } "
+    "p { overflow-wrap: anywhere; margin: 0.4em 0 } pre { background: #f4f4f4; padding: 1em; overflow-x: auto }"
+)
 
 
 class Section(NamedTuple):
@@ -26,16 +28,23 @@ class Section(NamedTuple):
 
 def write_page(path: Path, runs: Mapping[str, Section], metrics: Path) -> None:
     """Write the page. runs: by their names; metrics: the PNG file of all of them."""
-    parts = ["<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>mpitrain report</title>"
-             f"<style>{STYLE}</style></head><body>\n<h1>mpitrain report</h1>"]
+    parts = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>mpitrain report</title>'
+        f"<style>{STYLE}</style></head><body>\n<h1>mpitrain report</h1>"
+    ]
     for name, section in runs.items():
         parts += [f"<h2>{html.escape(visible(name))}</h2>", *_paragraphs(section.words)]
         if section.timeline:
             parts.append(_image(section.timeline, f"timeline of {name}"))
         if section.perfetto:
             link = quote(os.path.relpath(section.perfetto, path.parent), errors="surrogateescape")
-            parts.append(f'<p><a href="{link}">{section.perfetto.name}</a>: what the ranks have noted, for ui.perfetto.dev</p>')
-    parts += [f"<h2>Metrics</h2>\n{_image(metrics, 'loss, learning rate, throughput and memory')}", "</body></html>\n"]
+            parts.append(
+                f'<p><a href="{link}">{section.perfetto.name}</a>: what the ranks have noted, for ui.perfetto.dev</p>'
+            )
+    parts += [
+        f"<h2>Metrics</h2>\n{_image(metrics, 'loss, learning rate, throughput and memory')}",
+        "</body></html>\n",
+    ]
     write_whole(path, "\n".join(parts), inner=2)
 
 

@@ -17,24 +17,46 @@ THREADS = ("host", "device")
 
 def write_perfetto(path: Path, timeline: Timeline) -> None:
     """Write everything that the ranks have noted: a process per rank, messages and reductions beside what computes."""
-    text = json.dumps({"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False)
+    text = json.dumps(
+        {"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False
+    )
     write_whole(path, text, inner=2)
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    start = min((float(trace.records["start"].min()) for trace in timeline.traces if len(trace.records)), default=0.0)
+    start = min(
+        (float(trace.records["start"].min()) for trace in timeline.traces if len(trace.records)),
+        default=0.0,
+    )
     end = timeline.end()
     for trace in timeline.traces:
         rank = trace.facts["rank"]
-        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} on {trace.facts['host']}"}}
+        yield {
+            "ph": "M",
+            "pid": rank,
+            "name": "process_name",
+            "args": {"name": f"rank {rank} on {trace.facts['host']}"},
+        }
         for thread, name in enumerate(THREADS):
-            yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
+            yield {
+                "ph": "M",
+                "pid": rank,
+                "tid": thread,
+                "name": "thread_name",
+                "args": {"name": name},
+            }
         for record in trace.records:
             kind, last = int(record["kind"]), float(record["end"] or end)
             name = f"step {record['step'] + 1}" if kind == STEP else told(trace, record)
-            event = {"pid": rank, "tid": int(kind == DEVICE), "name": name, "cat": KINDS[kind],
-                     "ts": 1e6 * (float(record["start"]) - start), "args": {"step": int(record["step"]) + 1}}
-            if kind in (SEND, RECEIVE, REDUCTION):    # several are under way at a time
+            event = {
+                "pid": rank,
+                "tid": int(kind == DEVICE),
+                "name": name,
+                "cat": KINDS[kind],
+                "ts": 1e6 * (float(record["start"]) - start),
+                "args": {"step": int(record["step"]) + 1},
+            }
+            if kind in (SEND, RECEIVE, REDUCTION):  # several are under way at a time
                 event |= {"id": f"{rank}.{record['number']}"}
                 yield {**event, "ph": "b"}
                 yield {**event, "ph": "e", "ts": 1e6 * (last - start)}

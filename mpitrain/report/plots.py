@@ -23,14 +23,30 @@ from mpitrain.trace.ring_buffer import (
     WAIT,
 )
 
-FILLS = {"forward": "#56b4e9", "backward": "#e69f00", "input half": "#f0c060", "weight half": "#009e73",
-         "other computing": "#8c8c8c", "standing still": "#ffffff", "evaluation, checkpoint": "#cc79a7"}
+FILLS = {
+    "forward": "#56b4e9",
+    "backward": "#e69f00",
+    "input half": "#f0c060",
+    "weight half": "#009e73",
+    "other computing": "#8c8c8c",
+    "standing still": "#ffffff",
+    "evaluation, checkpoint": "#cc79a7",
+}
 BENEATH = {"messages": "#000000", "reductions": "#d55e00"}
-OF_PHASE = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input half", BACKWARD_WEIGHT: "weight half"}
+OF_PHASE = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "input half",
+    BACKWARD_WEIGHT: "weight half",
+}
 STEPS = 2
 """Steps that are drawn: the newest."""
-CHARTS = {"loss": ("loss", "val_loss"), "learning rate": ("lr",),
-          "tokens or samples per second": ("tokens_per_s", "samples_per_s"), "peak activations, MB": ("peak_activation_bytes",)}
+CHARTS = {
+    "loss": ("loss", "val_loss"),
+    "learning rate": ("lr",),
+    "tokens or samples per second": ("tokens_per_s", "samples_per_s"),
+    "peak activations, MB": ("peak_activation_bytes",),
+}
 
 
 def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> None:
@@ -48,26 +64,57 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
     drawn: set[str] = set()
     for rank, trace in enumerate(timeline.traces):
         records = trace.records[(trace.records["end"] > zero) & (trace.records["start"] < last)]
-        bars: dict[tuple[str, float, float], list[tuple[float, float]]] = {}    # boxes by how they look: one by one takes long
+        bars: dict[
+            tuple[str, float, float], list[tuple[float, float]]
+        ] = {}  # boxes by how they look: one by one takes long
         has_device = (records["kind"] == DEVICE).any()
         for record in records:
             if look := _look(record, has_device):
-                bars.setdefault(look, []).append((1e3 * (record["start"] - zero), 1e3 * (record["end"] - record["start"])))
+                bars.setdefault(look, []).append(
+                    (1e3 * (record["start"] - zero), 1e3 * (record["end"] - record["start"]))
+                )
         drawn |= {fill for fill, _, _ in bars}
         for (fill, place, height), spans in bars.items():
             is_wait = fill == FILLS["standing still"]
-            above = (0.5 if has_device else 2) if is_wait else 1    # over what computes: a layer may wait within, but no device
-            axes.broken_barh(spans, (rank + place, height), facecolors=fill, linewidth=0.4, zorder=above,
-                             edgecolors="black" if is_wait else "none")
+            above = (
+                (0.5 if has_device else 2) if is_wait else 1
+            )  # over what computes: a layer may wait within, but no device
+            axes.broken_barh(
+                spans,
+                (rank + place, height),
+                facecolors=fill,
+                linewidth=0.4,
+                zorder=above,
+                edgecolors="black" if is_wait else "none",
+            )
         spans = records[records["kind"] == (DEVICE if has_device else COMPUTE)]
         for record in spans[(spans["phase"] == FORWARD) & (spans["unit"] == 0)]:
-            axes.text(1e3 * (record["start"] - zero), rank, f" {record['micro']}", fontsize="xx-small", va="center", zorder=3)
-    axes.set(xlabel="ms", yticks=range(ranks), yticklabels=[_row_name(trace) for trace in timeline.traces],
-             xlim=(0, 1e3 * (last - zero)), ylim=(ranks - 0.45, -0.5))
+            axes.text(
+                1e3 * (record["start"] - zero),
+                rank,
+                f" {record['micro']}",
+                fontsize="xx-small",
+                va="center",
+                zorder=3,
+            )
+    axes.set(
+        xlabel="ms",
+        yticks=range(ranks),
+        yticklabels=[_row_name(trace) for trace in timeline.traces],
+        xlim=(0, 1e3 * (last - zero)),
+        ylim=(ranks - 0.45, -0.5),
+    )
     axes.set_title(f"{legible(name)}, {told_steps(shown)}", fontsize="medium", parse_math=False)
-    figure.legend(handles=[Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=what)
-                           for what, fill in (FILLS | BENEATH).items() if fill in drawn],
-                  loc="outside lower center", ncols=9, fontsize="small")
+    figure.legend(
+        handles=[
+            Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=what)
+            for what, fill in (FILLS | BENEATH).items()
+            if fill in drawn
+        ],
+        loc="outside lower center",
+        ncols=9,
+        fontsize="small",
+    )
     save(figure, path, 120, inner=2)
     pyplot.close(figure)
 
@@ -104,13 +151,30 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
         for number, (name, records) in enumerate(runs.items()):
             colour, dash, mark = look(number)
             shown = [record for record in records if is_number(record.get("step"))]
-            for field in fields[:1] if any(is_number(record.get(fields[0])) for record in shown) else fields[1:]:
-                points = [(float(record["step"]), float(record[field]) / (1e6 if "bytes" in field else 1)) for record in shown
-                          if is_number(record.get(field)) and "event" not in record]
+            for field in (
+                fields[:1]
+                if any(is_number(record.get(fields[0])) for record in shown)
+                else fields[1:]
+            ):
+                points = [
+                    (float(record["step"]), float(record[field]) / (1e6 if "bytes" in field else 1))
+                    for record in shown
+                    if is_number(record.get(field)) and "event" not in record
+                ]
                 if points:
-                    axes.plot(*zip(*points, strict=True), color=colour, linestyle=dash, label=legible(name))
-            points = [(float(record["step"]), float(record[field])) for field in fields if field == "val_loss" for record in shown
-                      if is_number(record.get(field))]
+                    axes.plot(
+                        *zip(*points, strict=True),
+                        color=colour,
+                        linestyle=dash,
+                        label=legible(name),
+                    )
+            points = [
+                (float(record["step"]), float(record[field]))
+                for field in fields
+                if field == "val_loss"
+                for record in shown
+                if is_number(record.get(field))
+            ]
             if points:
                 axes.plot(*zip(*points, strict=True), mark, color=colour, markeredgecolor="black")
                 has_validation = True

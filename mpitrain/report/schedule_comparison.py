@@ -15,7 +15,15 @@ from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.report.timeline import Timeline, computed, within
 from mpitrain.run.run_dir import configuration
 from mpitrain.trace.read import Trace
-from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, FORWARD, UPDATE, WAIT
+from mpitrain.trace.ring_buffer import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    DEVICE,
+    FORWARD,
+    UPDATE,
+    WAIT,
+)
 
 LOSS = "the loss"
 
@@ -35,10 +43,12 @@ class Compared(NamedTuple):
     measured_bubble: float
 
     def __str__(self) -> str:
-        return (f"Schedule {self.schedule} on {self.stages} stage(s) with {self.micro_batches} micro-batch(es): "
-                f"{1e3 * self.predicted_s:.1f} ms a step, in which stages do not compute for {100 * self.predicted_bubble:.1f}%, "
-                f"predicted from what each part computed; {1e3 * self.measured_s:.1f} ms and "
-                f"{100 * self.measured_bubble:.1f}% measured.")
+        return (
+            f"Schedule {self.schedule} on {self.stages} stage(s) with {self.micro_batches} micro-batch(es): "
+            f"{1e3 * self.predicted_s:.1f} ms a step, in which stages do not compute for {100 * self.predicted_bubble:.1f}%, "
+            f"predicted from what each part computed; {1e3 * self.measured_s:.1f} ms and "
+            f"{100 * self.measured_bubble:.1f}% measured."
+        )
 
 
 def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[str]:
@@ -54,47 +64,78 @@ def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[
 
 def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None:
     """The schedule of a run in its first replica; None where the traces say nothing of parts."""
-    replica = [trace for trace in timeline.traces if (trace.facts["place"] or {}).get("dp") == 0
-               and trace.facts["place"]["tp"] == 0 and "parts" in trace.facts]
+    replica = [
+        trace
+        for trace in timeline.traces
+        if (trace.facts["place"] or {}).get("dp") == 0
+        and trace.facts["place"]["tp"] == 0
+        and "parts" in trace.facts
+    ]
     stages = config.layout.pp
     if len(replica) != stages:
         return None
     if config.pipeline.schedule in ASYNCHRONOUS:
         return _of_stream(timeline, replica, steps, config)
-    plan = find_plan(config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None)
+    plan = find_plan(
+        config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None
+    )
     used = {int(part): trace for trace in replica for part in trace.facts["parts"]}
     if sorted(used) != list(range(len(plan.place))):
         return None
-    costs = [_cost(used[part], part, steps, plan.micro_batches, part == len(plan.place) - 1) for part in sorted(used)]
+    costs = [
+        _cost(used[part], part, steps, plan.micro_batches, part == len(plan.place) - 1)
+        for part in sorted(used)
+    ]
     simulated = simulate(with_messages(fused_at_the_input(plan)), costs)
     spans, busy = [], 0.0
     for step in steps:
         instructions = [_instructions(trace, range(step, step + 1)) for trace in replica]
-        if not all(map(len, instructions)):    # a worker of a server that others were faster than
+        if not all(map(len, instructions)):  # a worker of a server that others were faster than
             return None
-        spans.append(max(float(i["end"].max()) for i in instructions) - min(float(i["start"].min()) for i in instructions))
+        spans.append(
+            max(float(i["end"].max()) for i in instructions)
+            - min(float(i["start"].min()) for i in instructions)
+        )
     busy = sum(_own(trace, _instructions(trace, steps)) for trace in replica)
     if not sum(spans) > 0:
         return None
-    return Compared(config.pipeline.schedule, stages, plan.micro_batches, simulated.makespan, simulated.bubble, fmean(spans),
-                    1 - busy / (stages * sum(spans)))
+    return Compared(
+        config.pipeline.schedule,
+        stages,
+        plan.micro_batches,
+        simulated.makespan,
+        simulated.bubble,
+        fmean(spans),
+        1 - busy / (stages * sum(spans)),
+    )
 
 
-def _of_stream(timeline: Timeline, replica: Sequence[Trace], steps: range, config: Config) -> Compared | None:
+def _of_stream(
+    timeline: Timeline, replica: Sequence[Trace], steps: range, config: Config
+) -> Compared | None:
     """Stages that never wait for a step to end; their updates are among what keeps them busy."""
     busy = [_own(trace, _instructions(trace, steps, updates=True)) for trace in replica]
     windows = [timeline.window(trace.facts["rank"], steps) for trace in replica]
     took = fmean(end - start for start, end in windows)
     if not took > 0 or not max(busy) > 0:
         return None
-    return Compared(config.pipeline.schedule, len(replica), config.batch.micro_batches, max(busy) / len(steps),
-                    1 - fmean(busy) / max(busy), took / len(steps), 1 - fmean(busy) / took)
+    return Compared(
+        config.pipeline.schedule,
+        len(replica),
+        config.batch.micro_batches,
+        max(busy) / len(steps),
+        1 - fmean(busy) / max(busy),
+        took / len(steps),
+        1 - fmean(busy) / took,
+    )
 
 
 def _instructions(trace: Trace, steps: range, updates: bool = False) -> np.ndarray:
     """What a rank computed for micro-batches in these steps; and where so asked to update its parameters."""
     records = within(trace, steps, computed(trace))
-    return records[((records["micro"] >= 0) | (updates & (records["phase"] == UPDATE))) & (records["end"] > 0)]
+    return records[
+        ((records["micro"] >= 0) | (updates & (records["phase"] == UPDATE))) & (records["end"] > 0)
+    ]
 
 
 def _own(trace: Trace, spans: np.ndarray) -> float:
@@ -120,4 +161,6 @@ def _cost(trace: Trace, part: int, steps: range, micro_batches: int, is_last: bo
         return _own(trace, mine[np.isin(mine["phase"], phases)]) / len(steps) / micro_batches
 
     both = seconds(BACKWARD) / 2
-    return Cost(seconds(FORWARD, 0), seconds(BACKWARD_INPUT) + both, seconds(BACKWARD_WEIGHT) + both)
+    return Cost(
+        seconds(FORWARD, 0), seconds(BACKWARD_INPUT) + both, seconds(BACKWARD_WEIGHT) + both
+    )

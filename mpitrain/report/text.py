@@ -29,14 +29,23 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
     has_servers = len(workers) < ranks
     step_s = found.seconds[workers].sum() / len(workers) / len(steps)
     hosts = len({trace.facts["host"] for trace in timeline.traces})
-    yield (f"Where the time went in {told_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
-           f"{hosts} host(s), in %:")
+    yield (
+        f"Where the time went in {told_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
+        f"{hosts} host(s), in %:"
+    )
     shown = range(min(ranks, SHOWN))
     together, more = "workers" if has_servers else "all", " ..." if ranks > SHOWN else ""
     yield f"  {'':26}{together:>7}" + "".join(f"{f'rank {rank}':>9}" for rank in shown) + more
     if has_servers:
-        yield f"  {'':33}" + "".join(f"{'worker' if rank in workers else 'server':>9}" for rank in shown) + more
-    columns = [_per_mille(found.seconds[workers].sum(0)), *(_per_mille(found.seconds[rank]) for rank in shown)]
+        yield (
+            f"  {'':33}"
+            + "".join(f"{'worker' if rank in workers else 'server':>9}" for rank in shown)
+            + more
+        )
+    columns = [
+        _per_mille(found.seconds[workers].sum(0)),
+        *(_per_mille(found.seconds[rank]) for rank in shown),
+    ]
     for name, (every, *each) in zip((*SHARES, "sum"), zip(*columns, strict=True), strict=True):
         yield f"  {name:26}{every / 10:7.1f}" + "".join(f"{one / 10:9.1f}" for one in each)
     yield from _memory(timeline)
@@ -47,15 +56,19 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
     who, of_them = ("The workers", "all their time") if has_servers else ("The others", "all time")
     role = "" if slowest in workers else ", a server,"
     waits, total = found.waits, found.seconds[workers].sum()
-    yield (f"{who} waited longest for rank {slowest}{role} on {timeline.traces[slowest].facts['host']}: "
-           f"{100 * waits[slowest] / total:.1f}% of {of_them}, of {100 * waits.sum() / total:.1f}% that "
-           f"{'workers' if has_servers else 'ranks'} waited for another.")
+    yield (
+        f"{who} waited longest for rank {slowest}{role} on {timeline.traces[slowest].facts['host']}: "
+        f"{100 * waits[slowest] / total:.1f}% of {of_them}, of {100 * waits.sum() / total:.1f}% that "
+        f"{'workers' if has_servers else 'ranks'} waited for another."
+    )
     computing = {rank: found.seconds[rank, COMPUTING] / len(steps) for rank in workers}
     longest = max(computing, key=lambda rank: computing[rank])
     others = [seconds for rank, seconds in computing.items() if rank != longest]
     if others:
         middle, whose = median(others), "the other workers" if has_servers else "the others"
-        ratio = f", {computing[longest] / middle:.2f} times the median of {whose}" if middle > 0 else ""
+        ratio = (
+            f", {computing[longest] / middle:.2f} times the median of {whose}" if middle > 0 else ""
+        )
         yield f"Rank {longest} computes longest: {1e3 * computing[longest]:.1f} ms a step{ratio}."
 
 
@@ -63,7 +76,7 @@ def _per_mille(seconds: np.ndarray) -> list[int]:
     """Shares in thousandths, and their sum, which is 1000: the largest of what rounding down left out is made up for first."""
     exact = 1000 * seconds / seconds.sum()
     whole = np.floor(exact).astype(int)
-    whole[np.argsort(whole - exact)[:1000 - whole.sum()]] += 1
+    whole[np.argsort(whole - exact)[: 1000 - whole.sum()]] += 1
     return [*whole.tolist(), int(whole.sum())]
 
 
@@ -72,7 +85,10 @@ def _memory(timeline: Timeline) -> Iterator[str]:
     told = [peak for peak in peaks if isinstance(peak, int)]
     if len(told) == len(peaks) > 0:
         shown = told[:SHOWN]
-        yield (f"  {'peak activations, MB':26}{max(told) / 1e6:7.1f}" + "".join(f"{peak / 1e6:9.1f}" for peak in shown))
+        yield (
+            f"  {'peak activations, MB':26}{max(told) / 1e6:7.1f}"
+            + "".join(f"{peak / 1e6:9.1f}" for peak in shown)
+        )
 
 
 def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
@@ -88,8 +104,10 @@ def what_the_trace_cost(found: Shares, timeline: Timeline) -> str:
     steps = len(found.steps)
     written = max(len(within(trace, found.steps)) for trace in timeline.traces) / steps
     each, step_s = _seconds_of_a_record(), found.seconds.sum() / len(found.seconds) / steps
-    return (f"The trace itself: {written:.0f} records a step on the busiest rank, {1e6 * each:.1f} us each on this machine, "
-            f"{100 * written * each / step_s:.2f}% of a step.")
+    return (
+        f"The trace itself: {written:.0f} records a step on the busiest rank, {1e6 * each:.1f} us each on this machine, "
+        f"{100 * written * each / step_s:.2f}% of a step."
+    )
 
 
 def _seconds_of_a_record() -> float:
@@ -115,22 +133,31 @@ def _last(trace: Trace) -> str:
     records = trace.records
     lasting = records[is_open(records)]
     spans = [record for record in lasting if record["kind"] not in (SEND, RECEIVE, REDUCTION)]
-    under_way = ([record for record in lasting if record["kind"] in (SEND, RECEIVE)]
-                 or [record for record in lasting if record["kind"] == REDUCTION])
+    under_way = [record for record in lasting if record["kind"] in (SEND, RECEIVE)] or [
+        record for record in lasting if record["kind"] == REDUCTION
+    ]
     steps = [record for record in spans if record["kind"] == STEP]
     said = f"in step {steps[-1]['step'] + 1}, " if steps else ""
     inner = [record for record in spans if record["kind"] != STEP]
-    said += "".join(f"in {told(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE)
+    said += "".join(
+        f"in {told(trace, record)}, " for record in inner[:-1] if record["kind"] == PAUSE
+    )
     if inner:
         said += ("waiting for " if inner[-1]["kind"] == WAIT else "") + told(trace, inner[-1])
         if inner[-1]["peer"] >= 0:
             said += f", from rank {inner[-1]['peer']}"
     elif len(records):
         ended = records[-1]
-        said += f"after {told(trace, ended)}" if ended["kind"] != STEP else f"after step {ended['step'] + 1}"
+        said += (
+            f"after {told(trace, ended)}"
+            if ended["kind"] != STEP
+            else f"after step {ended['step'] + 1}"
+        )
     if under_way:
         more = f" and {len(under_way) - LISTED} more" if len(under_way) > LISTED else ""
-        said += "; under way: " + "; ".join(told(trace, record) for record in under_way[:LISTED]) + more
+        said += (
+            "; under way: " + "; ".join(told(trace, record) for record in under_way[:LISTED]) + more
+        )
     return said or "nothing"
 
 
@@ -141,4 +168,6 @@ def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
     last = records[-1]
     if last.get("event") in CLOSING:
         return f"It {ENDS[last['event']]} step {last.get('step')}."
-    return f"It has not ended by itself: the last line of its metrics is of step {last.get('step')}."
+    return (
+        f"It has not ended by itself: the last line of its metrics is of step {last.get('step')}."
+    )

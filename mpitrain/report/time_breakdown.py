@@ -17,7 +17,14 @@ from mpitrain.report.timeline import Timeline
 from mpitrain.trace.read import Trace
 from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, PAUSE, RECEIVE, SEND, WAIT
 
-SHARES = ("computing", "exposed communication", "bubble", "waiting for another rank", "evaluation, checkpoint", "in between")
+SHARES = (
+    "computing",
+    "exposed communication",
+    "bubble",
+    "waiting for another rank",
+    "evaluation, checkpoint",
+    "in between",
+)
 COMPUTING, COMMUNICATION, BUBBLE, WAITING, PAUSES, BETWEEN = range(len(SHARES))
 
 
@@ -71,15 +78,17 @@ def shares(timeline: Timeline) -> Shares | None:
                 mine[COMPUTING] += sum(idle)
             elif record["kind"] == WAIT and own:
                 other, when = ready.of(rank, record)
-                begin, end = own[0]    # nothing is nested in a wait
+                begin, end = own[0]  # nothing is nested in a wait
                 until = begin if other == rank else min(max(when, begin), end)
                 if until > begin:
                     stood[rank].append(Still(begin, until, other))
                 still = until - begin - busy(begin, until)
-                mine[BUBBLE if trace.names[record["what"]][0] in (ACTIVATION, GRADIENT) else WAITING] += still
+                mine[
+                    BUBBLE if trace.names[record["what"]][0] in (ACTIVATION, GRADIENT) else WAITING
+                ] += still
                 mine[COMMUNICATION] += idle[0] - still
         mine[BETWEEN] = stop - start - mine.sum()
-    if not seconds.sum() > 0:    # of a trace that was damaged: nobody can say shares of it
+    if not seconds.sum() > 0:  # of a trace that was damaged: nobody can say shares of it
         return None
     return Shares(steps, seconds, _waited(stood), timeline.workers())
 
@@ -100,7 +109,7 @@ def _waited(stood: Sequence[Sequence[Still]]) -> np.ndarray:
 
     def blame(waits: int, other: int, start: float, end: float, through: frozenset[int]) -> None:
         mine = ordered[other]
-        for still in mine[bisect_right(ends[other], start):]:
+        for still in mine[bisect_right(ends[other], start) :]:
             if still.start >= end or still.other in through:
                 break
             begin, until = max(still.start, start), min(still.end, end)
@@ -121,7 +130,9 @@ def _busy(records: np.ndarray) -> Callable[[float, float], float]:
     if not len(spans):
         return lambda start, end: 0.0
     ends = np.maximum.accumulate(spans["end"])
-    starts = np.maximum(spans["start"], np.concatenate([spans["start"][:1], ends[:-1]]))    # work that overlaps counts once
+    starts = np.maximum(
+        spans["start"], np.concatenate([spans["start"][:1], ends[:-1]])
+    )  # work that overlaps counts once
     points = np.stack([starts, np.maximum(starts, ends)], 1).ravel()
     sums = np.cumsum(np.where(np.arange(len(points)) % 2, np.diff(points, prepend=points[0]), 0.0))
 
@@ -132,11 +143,19 @@ def _busy(records: np.ndarray) -> Callable[[float, float], float]:
     return of
 
 
-def _own_times(records: np.ndarray, start: float, stop: float) -> Iterator[tuple[Any, list[tuple[float, float]], bool]]:
+def _own_times(
+    records: np.ndarray, start: float, stop: float
+) -> Iterator[tuple[Any, list[tuple[float, float]], bool]]:
     """What the rank's own thread did in [start, stop]: (record, intervals without what is nested in it, whether in a pause)."""
-    mine = records[np.isin(records["kind"], (COMPUTE, WAIT, PAUSE)) & (records["end"] > start) & (records["start"] < stop)]
-    mine = mine[np.argsort(mine["number"])]    # a span is noted before those within it
-    around: list[list[Any]] = []    # of spans that last: [record, its own intervals, whether in a pause, own since]
+    mine = records[
+        np.isin(records["kind"], (COMPUTE, WAIT, PAUSE))
+        & (records["end"] > start)
+        & (records["start"] < stop)
+    ]
+    mine = mine[np.argsort(mine["number"])]  # a span is noted before those within it
+    around: list[
+        list[Any]
+    ] = []  # of spans that last: [record, its own intervals, whether in a pause, own since]
 
     def leave(now: float) -> None:
         """Whoever is innermost does something of its own until now."""
@@ -164,7 +183,7 @@ class _Ready:
     """When those came for whom a rank waited."""
 
     def __init__(self, timeline: Timeline, steps: range):
-        self._keys: dict[tuple[int, int], Hashable] = {}    # by rank and number of a wait or message
+        self._keys: dict[tuple[int, int], Hashable] = {}  # by rank and number of a wait or message
         self._comes: dict[Hashable, list[tuple[float, int]]] = defaultdict(list)
         for rank, trace in enumerate(timeline.traces):
             counts: dict[Hashable, int] = defaultdict(int)
@@ -181,8 +200,14 @@ class _Ready:
         """Equal for waits of several ranks together, and different for the ends of one message."""
         what, ranks = trace.names[record["what"]]
         if record["kind"] == WAIT:
-            return ("wait", int(record["step"]), what, ranks) if record["peer"] < 0 and len(ranks) > 1 else None
-        ends = (rank, int(record["peer"])) if record["kind"] == SEND else (int(record["peer"]), rank)
+            return (
+                ("wait", int(record["step"]), what, ranks)
+                if record["peer"] < 0 and len(ranks) > 1
+                else None
+            )
+        ends = (
+            (rank, int(record["peer"])) if record["kind"] == SEND else (int(record["peer"]), rank)
+        )
         return "message", int(record["step"]), what, int(record["tag"]), ends, int(record["kind"])
 
     def of(self, rank: int, wait: Any) -> tuple[int, float]:
@@ -195,5 +220,7 @@ class _Ready:
         if mine is None:
             return rank, 0.0
         (*end, kind), count = mine
-        when, last = max(self._comes.get(((*end, SEND + RECEIVE - kind), count), []), default=(0.0, rank))
+        when, last = max(
+            self._comes.get(((*end, SEND + RECEIVE - kind), count), []), default=(0.0, rank)
+        )
         return last, when

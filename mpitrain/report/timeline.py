@@ -30,9 +30,16 @@ class Timeline(NamedTuple):
         """
         if self.missing or not self.traces:
             return range(0)
-        common: set[int] = set.intersection(*({
-            int(record["step"]) for record in trace.records if record["kind"] == STEP and record["end"]}
-            for trace in self.traces))
+        common: set[int] = set.intersection(
+            *(
+                {
+                    int(record["step"])
+                    for record in trace.records
+                    if record["kind"] == STEP and record["end"]
+                }
+                for trace in self.traces
+            )
+        )
         if not common:
             return range(0)
         last = first = max(common)
@@ -48,7 +55,11 @@ class Timeline(NamedTuple):
     def window(self, rank: int, steps: range) -> tuple[float, float]:
         """From when to when a rank was at these steps, and at what lay between them."""
         records = self.traces[rank].records
-        mine = records[(records["kind"] == STEP) & (records["step"] >= steps.start) & (records["step"] < steps.stop)]
+        mine = records[
+            (records["kind"] == STEP)
+            & (records["step"] >= steps.start)
+            & (records["step"] < steps.stop)
+        ]
         return float(mine["start"].min()), float(mine["end"].max())
 
     def end(self) -> float:
@@ -66,7 +77,10 @@ def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.
 
     records  those to choose among; all, if None
     """
-    records, steps_of = trace.records if records is None else records, trace.records[trace.records["kind"] == STEP]
+    records, steps_of = (
+        trace.records if records is None else records,
+        trace.records[trace.records["kind"] == STEP],
+    )
     spans = steps_of[(steps_of["step"] >= steps.start) & (steps_of["step"] < steps.stop)]
     at = np.searchsorted(spans["start"], records["start"], side="right") - 1
     return records[(at >= 0) & (records["start"] <= spans["end"][at])]
@@ -90,17 +104,27 @@ def read_timeline(folder: Path) -> Timeline:
         except ConfigError as error:
             missing[rank] = error.law
     if not found and not missing:
-        raise ConfigError(f"There is no trace of a run in {folder}.",
-                          "Name the directory of a run that was trained with run.trace, which is the default.")
+        raise ConfigError(
+            f"There is no trace of a run in {folder}.",
+            "Name the directory of a run that was trained with run.trace, which is the default.",
+        )
     whose = Counter((trace.facts.get("run"), trace.facts["ranks"]) for trace in found.values())
     for rank, trace in list(found.items()):
-        if (mine := (trace.facts.get("run"), trace.facts["ranks"])) != (most := whose.most_common(1)[0][0]):
-            missing[rank] = f"The trace {where / trace_file(folder, rank).name} is of another run{_unlike(mine, most)}."
+        if (mine := (trace.facts.get("run"), trace.facts["ranks"])) != (
+            most := whose.most_common(1)[0][0]
+        ):
+            missing[rank] = (
+                f"The trace {where / trace_file(folder, rank).name} is of another run{_unlike(mine, most)}."
+            )
             del found[rank]
     for rank in range(max((trace.facts["ranks"] for trace in found.values()), default=0)):
         if rank not in found:
-            missing.setdefault(rank, f"There is no trace of rank {rank} in {where}; every rank writes its own.")
-    return Timeline([_on_one_clock(found[rank]) for rank in sorted(found)], dict(sorted(missing.items())))
+            missing.setdefault(
+                rank, f"There is no trace of rank {rank} in {where}; every rank writes its own."
+            )
+    return Timeline(
+        [_on_one_clock(found[rank]) for rank in sorted(found)], dict(sorted(missing.items()))
+    )
 
 
 def trace_files(folder: Path) -> tuple[Path, list[Path]]:
@@ -110,10 +134,14 @@ def trace_files(folder: Path) -> tuple[Path, list[Path]]:
             if run.facts(TRACE) is None:
                 return folder, [folder / name for name in run.names() if name.startswith("rank-")]
             with run.subdirectory(TRACE) as traces:
-                return traces.path, [traces.path / name for name in traces.names() if name.startswith("rank-")]
+                return traces.path, [
+                    traces.path / name for name in traces.names() if name.startswith("rank-")
+                ]
     except OSError as error:
-        raise ConfigError(f"There is no trace of a run in {error.filename}: {error.strerror}.",
-                          "Name the directory of a run.") from None
+        raise ConfigError(
+            f"There is no trace of a run in {error.filename}: {error.strerror}.",
+            "Name the directory of a run.",
+        ) from None
 
 
 def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
@@ -123,10 +151,19 @@ def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
 def _told_by(trace: Trace, rank: int, file: Path) -> Trace:
     """The trace, if its facts say that it is of this rank."""
     facts, place = trace.facts, trace.facts.setdefault("place", None)
-    is_placed = place is None or (isinstance(place, dict) and all(type(place.get(axis)) is int for axis in ("dp", "tp", "pp")))
-    if (facts.get("rank") != rank or type(facts.get("ranks")) is not int or not rank < facts["ranks"] < MOST
-            or not is_placed or not isinstance(facts.get("host"), str)):
-        raise ConfigError(f"The trace {file} does not say of what rank it is.", "Copy it again, whole.")
+    is_placed = place is None or (
+        isinstance(place, dict) and all(type(place.get(axis)) is int for axis in ("dp", "tp", "pp"))
+    )
+    if (
+        facts.get("rank") != rank
+        or type(facts.get("ranks")) is not int
+        or not rank < facts["ranks"] < MOST
+        or not is_placed
+        or not isinstance(facts.get("host"), str)
+    ):
+        raise ConfigError(
+            f"The trace {file} does not say of what rank it is.", "Copy it again, whole."
+        )
     return trace
 
 
@@ -160,7 +197,11 @@ def told(trace: Trace, record: Any) -> str:
     """A record in words."""
     what, _ = trace.names[record["what"]]
     phase = PHASES[record["phase"]]
-    said = f"{phase} of {what}" if phase else what or (f"message of tag {record['tag']}" if record["tag"] >= 0 else "a message")
+    said = (
+        f"{phase} of {what}"
+        if phase
+        else what or (f"message of tag {record['tag']}" if record["tag"] >= 0 else "a message")
+    )
     if record["kind"] in (SEND, RECEIVE):
         way = "send to" if record["kind"] == SEND else "receive from"
         peer = f"rank {record['peer']}" if record["peer"] >= 0 else "any rank"

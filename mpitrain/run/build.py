@@ -10,7 +10,16 @@ from uuid import uuid4
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.data import Scan, Source, Unopened, as_it_is, beside, has_tokens, largest_token, open_source
+from mpitrain.data import (
+    Scan,
+    Source,
+    Unopened,
+    as_it_is,
+    beside,
+    has_tokens,
+    largest_token,
+    open_source,
+)
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
@@ -55,8 +64,13 @@ class Job(NamedTuple):
         self.trainer.close()
 
 
-def build(transport: Transport, config: Config, saved: Path | None = None, source: Source | Unopened | None = None,
-          noted: Scan | None = None) -> Job:
+def build(
+    transport: Transport,
+    config: Config,
+    saved: Path | None = None,
+    source: Source | Unopened | None = None,
+    noted: Scan | None = None,
+) -> Job:
     """Build a run from its configuration and, if given, from a checkpoint; collective.
 
     Parameters
@@ -88,15 +102,28 @@ def build(transport: Transport, config: Config, saved: Path | None = None, sourc
     on_all_ranks(transport, lambda: _check_memory(transport, resolved, source))
     found = save_load.read_beside(transport, saved) if saved else None
     done = found.done if found else Done(0, 0, transport.gather_text(uuid4().hex)[0])
-    check_same(transport, "data source and checkpoint", {
-        "inputs": source.inputs, "classes": source.classes, "held_out": source.held_out, **done._asdict(),
-    })
+    check_same(
+        transport,
+        "data source and checkpoint",
+        {
+            "inputs": source.inputs,
+            "classes": source.classes,
+            "held_out": source.held_out,
+            **done._asdict(),
+        },
+    )
     if config.pipeline.partition == TIME:
         resolved = _cut_by_time(transport, resolved, source)
     trainer = Trainer(transport, lambda layers: model(config, source, layers), resolved)
     if found:
-        found = save_load.load(found, trainer.replication.kept(), trainer.storage, transport, trainer.backend,
-                                resolved.axes._asdict())
+        found = save_load.load(
+            found,
+            trainer.replication.kept(),
+            trainer.storage,
+            transport,
+            trainer.backend,
+            resolved.axes._asdict(),
+        )
         trainer.replication.restore(found.manifest.scalars)
         done = found.done
     return Job(trainer, source, done)
@@ -117,7 +144,8 @@ def _check_memory(transport: Transport, resolved: Resolved, source: Source | Uno
         raise ConfigError(
             f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.1f} GB {where}, "
             f"but {free / 1e9:,.1f} GB are free.",
-            "Lower model.width or model.layers" + (", or start fewer ranks per host." if ranks > 1 else "."),
+            "Lower model.width or model.layers"
+            + (", or start fewer ranks per host." if ranks > 1 else "."),
         )
 
 
@@ -130,18 +158,26 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     """
     settings, (dp, ranks) = resolved.config.replication, (resolved.axes.dp, resolved.axes.ranks)
     length, state = length / resolved.axes.pp, len(STATE[resolved.config.optimizer.name])
-    is_half = resolved.config.precision.is_half    # where a mirror is divided as parameters else are, and they from stage 1 on
+    is_half = (
+        resolved.config.precision.is_half
+    )  # where a mirror is divided as parameters else are, and they from stage 1 on
     mirror = _of_mirror(resolved) if is_half and settings.zero < 3 else 0.0
-    if settings.mode == "server":    # servers hold one replica together, and each worker one without state
-        arriving = settings.has_common_step    # servers that sum the workers' gradients receive them in a buffer of its own
+    if (
+        settings.mode == "server"
+    ):  # servers hold one replica together, and each worker one without state
+        arriving = (
+            settings.has_common_step
+        )  # servers that sum the workers' gradients receive them in a buffer of its own
         return ((2 + mirror) * dp + 2 + arriving + state) * length / ranks
-    if settings.mode == "master":    # rank 0 alone keeps state
+    if settings.mode == "master":  # rank 0 alone keeps state
         return (2 + mirror + state / ranks) * length
     averages = {"local": 3 if has_outer(settings) else 1, "gossip": 1}.get(settings.mode, 0)
     copies = ((1 if is_half else 3, 1), (2, 1), (1, state))
     divided = sum(count / (parts if settings.zero >= stage else 1) for stage, count in copies)
     stages = resolved.axes.pp
-    stashed = {"async": (stages - 1) / 2, "async-2bw": 1}.get(resolved.config.pipeline.schedule, 0)    # in the mean of the stages
+    stashed = {"async": (stages - 1) / 2, "async-2bw": 1}.get(
+        resolved.config.pipeline.schedule, 0
+    )  # in the mean of the stages
     return (averages + divided + mirror + stashed * (mirror or 1)) * length
 
 
@@ -183,8 +219,15 @@ def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit
     """The configured network for this source's inputs and classes, of a set of layers."""
     m = config.model
     if m.kind == "gpt":
-        return gpt(layers, vocab=source.inputs, context=m.context, width=m.width, heads=m.heads, depth=m.layers,
-                   tied=m.tied)
+        return gpt(
+            layers,
+            vocab=source.inputs,
+            context=m.context,
+            width=m.width,
+            heads=m.heads,
+            depth=m.layers,
+            tied=m.tied,
+        )
     return mlp(layers, features=source.inputs, hidden=[m.width] * m.layers, classes=source.classes)
 
 
@@ -197,16 +240,27 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     shape = (rows, config.model.context) if source.model == "gpt" else (rows, source.inputs)
     computed = device.half or config.precision.stored
     inputs = np.zeros(shape, np.int64 if source.model == "gpt" else computed)
-    right = backend.from_host(np.zeros(math.prod(shape[:2]) if source.model == "gpt" else rows, np.int64))
+    right = backend.from_host(
+        np.zeros(math.prod(shape[:2]) if source.model == "gpt" else rows, np.int64)
+    )
     arena = device.arena()
 
     def loss(logits: Any) -> Any:
         _, gradient = layers.loss().gradient(logits.reshape(len(right), -1), right, 1.0, arena)
         return gradient.reshape(logits.shape)
 
-    transport.barrier()    # all at work, as in training
-    seconds = transport.gather_text(unit_seconds(model(config, source, layers), backend.from_host(inputs), loss, backend, arena,
-                                                 config.precision.stored, computed))
+    transport.barrier()  # all at work, as in training
+    seconds = transport.gather_text(
+        unit_seconds(
+            model(config, source, layers),
+            backend.from_host(inputs),
+            loss,
+            backend,
+            arena,
+            config.precision.stored,
+            computed,
+        )
+    )
     stages = [axes.place(rank).pp for rank in range(axes.ranks)]
     counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.place))
     pipeline = config.pipeline.model_copy(update={"partition": ",".join(map(str, counts))})
@@ -238,7 +292,14 @@ def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
 
 def _source(config: Config, scan: Scan | None) -> Source:
     data = config.data
-    source = open_source(data.source, config.model.context, config.precision.stored, data.vocabulary, scan, data.validation)
+    source = open_source(
+        data.source,
+        config.model.context,
+        config.precision.stored,
+        data.vocabulary,
+        scan,
+        data.validation,
+    )
     if source.model != config.model.kind:
         raise ConfigError(
             f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",

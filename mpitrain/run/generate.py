@@ -12,8 +12,14 @@ NOT_FINITE = -1
 """In place of a token: there is none to draw."""
 
 
-def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: int, seed: int,
-           stop_requested: Callable[[], bool] = lambda: False) -> Iterator[int]:
+def tokens(
+    trainer: Trainer,
+    prompt: Sequence[int],
+    temperature: float,
+    top_k: int,
+    seed: int,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Iterator[int]:
     """Tokens after `prompt`, until a stop is requested: all ranks compute, rank 0 draws and tells the others.
 
     Collective: every rank takes the same number of tokens.
@@ -27,25 +33,31 @@ def tokens(trainer: Trainer, prompt: Sequence[int], temperature: float, top_k: i
     if not recent:
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
     generator = np.random.default_rng(seed)
-    told = np.zeros(2, np.int64)    # a token, and whether it is the last
+    told = np.zeros(2, np.int64)  # a token, and whether it is the last
     telling = bind_broadcast(trainer.transport, told)
     while not told[1]:
         # Tokens to the right are masked: any value will do. Few widths, so that the arena holds few buffers.
         window = np.zeros((1, min(context, max(16, 1 << (len(recent) - 1).bit_length()))), np.int64)
-        window[0, :len(recent)] = recent
+        window[0, : len(recent)] = recent
         last = np.empty(0) if trainer.grid.is_server else trainer.logits_of(window, len(recent) - 1)
         if trainer.transport.rank == 0:
             told[:] = _draw(last, temperature, top_k, generator), stop_requested()
         telling.run()
         token = int(told[0])
         if token == NOT_FINITE:
-            raise on_every_rank(TrainingError("The model's output is not finite: its training has diverged.",
-                                              "Train again with a lower optimizer.lr."))
+            raise on_every_rank(
+                TrainingError(
+                    "The model's output is not finite: its training has diverged.",
+                    "Train again with a lower optimizer.lr.",
+                )
+            )
         yield token
         recent = [*recent, token][-context:]
 
 
-def _draw(logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator) -> int:
+def _draw(
+    logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator
+) -> int:
     """A token by what the model says of each, or NOT_FINITE."""
     if not np.isfinite(logits).all():
         return NOT_FINITE

@@ -25,11 +25,13 @@ class Indices:
 
     def __init__(self, transport: Transport, vocabulary: int, is_ours: bool):
         self._transport, self._vocabulary, self._is_ours = transport, vocabulary, is_ours
-        self._classes = 0    # known with the first input
+        self._classes = 0  # known with the first input
 
     def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
         """Inputs, tokens as int32 or int64; every rank ends if the model lacks one of them."""
-        return self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
+        return (
+            self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
+        )
 
     def targets(self, targets: np.ndarray, classes: Callable[[], int], where: str) -> np.ndarray:
         """Targets as int32 or int64; every rank ends if one is no column of the logits.

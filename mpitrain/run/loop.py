@@ -60,8 +60,15 @@ class Finished(NamedTuple):
     job: Job
 
 
-def train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher,
-          begins: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None) -> Finished:
+def train(
+    transport: Transport,
+    config: Config,
+    resume: str,
+    stop_requested: Callable[[], bool],
+    watcher: Watcher,
+    begins: Callable[[], None] = lambda: None,
+    watchdog: Watchdog | None = None,
+) -> Finished:
     """Train as configured, in its run directory; collective.
 
     resume          see `folder.find`
@@ -73,28 +80,55 @@ def train(transport: Transport, config: Config, resume: str, stop_requested: Cal
     """
     if config.run.trace and not transport.recorder.is_on:
         transport = Recorded(transport, Recorder())
-    with closing(watchdog or Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)) as watchdog:
+    with closing(
+        watchdog or Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)
+    ) as watchdog:
         return _train(transport, config, resume, stop_requested, watcher, begins, watchdog)
 
 
-def _train(transport: Transport, config: Config, resume: str, stop_requested: Callable[[], bool], watcher: Watcher,
-           begins: Callable[[], None], watchdog: Watchdog) -> Finished:
+def _train(
+    transport: Transport,
+    config: Config,
+    resume: str,
+    stop_requested: Callable[[], bool],
+    watcher: Watcher,
+    begins: Callable[[], None],
+    watchdog: Watchdog,
+) -> Finished:
     watchdog.alive("looking for the run directory")
     place = find(transport, config, resume)
     if place.held_out:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"validation": place.held_out})})
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"validation": place.held_out})}
+        )
     watchdog.alive("building the model")
     with transport.recorder.pausing("building the model"):
         job = build(transport, config, place.saved, noted=noted_scan(place.folder))
     watchdog.alive("claiming the run directory")
     begins()
     on_all_ranks(transport, lambda: _check_steps(job.step, config))
-    claimed = on_all_ranks(transport, lambda: claim(place, job.trainer.resolved, job.source, job.step)
-                     if transport.rank == 0 else None)
+    claimed = on_all_ranks(
+        transport,
+        lambda: (
+            claim(place, job.trainer.resolved, job.source, job.step)
+            if transport.rank == 0
+            else None
+        ),
+    )
     try:
-        folder, before = transport.gather_text((str(claimed[0]), past(claimed[0], job.step)) if claimed else None)[0]
-        run = _Run(job, place, Path(folder), ResumeInfo(*before), stop_requested, watchdog, watcher,
-                   Traced(transport, job, Path(folder)))
+        folder, before = transport.gather_text(
+            (str(claimed[0]), past(claimed[0], job.step)) if claimed else None
+        )[0]
+        run = _Run(
+            job,
+            place,
+            Path(folder),
+            ResumeInfo(*before),
+            stop_requested,
+            watchdog,
+            watcher,
+            Traced(transport, job, Path(folder)),
+        )
         if transport.recorder.is_on:
             watchdog.traces(Path(folder))
         with closing(run):
@@ -106,33 +140,63 @@ def _train(transport: Transport, config: Config, resume: str, stop_requested: Ca
 
 def _check_steps(done: int, config: Config) -> None:
     if done > config.run.steps:
-        raise CheckpointError(f"The checkpoint is at step {done}, past run.steps {config.run.steps}.",
-                              f"Set run.steps to at least {done}.")
+        raise CheckpointError(
+            f"The checkpoint is at step {done}, past run.steps {config.run.steps}.",
+            f"Set run.steps to at least {done}.",
+        )
 
 
 class _Run:
     """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
 
-    def __init__(self, job: Job, place: RunLocation, folder: Path, past: ResumeInfo, stop_requested: Callable[[], bool],
-                 watchdog: Watchdog, watcher: Watcher, traced: Traced):
+    def __init__(
+        self,
+        job: Job,
+        place: RunLocation,
+        folder: Path,
+        past: ResumeInfo,
+        stop_requested: Callable[[], bool],
+        watchdog: Watchdog,
+        watcher: Watcher,
+        traced: Traced,
+    ):
         self._trainer, self._source, self._done = job.trainer, job.data, job.done
         self._recorder, self._traced = job.trainer.transport.recorder, traced
         self._batch_name = self._recorder.name("its rows")
         self._first = job.step
         self._config, transport = self._trainer.config, self._trainer.transport
-        self._folder, self._stop_requested, self._watchdog, self._watcher = folder, stop_requested, watchdog, watcher
+        self._folder, self._stop_requested, self._watchdog, self._watcher = (
+            folder,
+            stop_requested,
+            watchdog,
+            watcher,
+        )
         self._is_root = transport.rank == 0
         self._evaluated_at: int | None = self._first if past.is_evaluated else None
         self._began = time.perf_counter() - past.wall_s
-        self._since, self._logged_at, self._comm_s = time.perf_counter(), self._first, 0.0  # of what the next line sums up
-        self._skipped, self._in_a_row = past.skipped, past.in_a_row  # steps whose update was skipped: in all, and up to now
+        self._since, self._logged_at, self._comm_s = (
+            time.perf_counter(),
+            self._first,
+            0.0,
+        )  # of what the next line sums up
+        self._skipped, self._in_a_row = (
+            past.skipped,
+            past.in_a_row,
+        )  # steps whose update was skipped: in all, and up to now
         self._saved_at: int | None = self._first if place.saved else None
-        self._peaks = [0]    # of the activations of each rank, in bytes, as all of them told when they last met
+        self._peaks = [
+            0
+        ]  # of the activations of each rank, in bytes, as all of them told when they last met
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
         record = {
-            "event": "resume" if place.saved else "start", "step": self._first, "version": __version__,
-            "ranks": transport.size, "hosts": len(set(transport.hosts)),
-            "parameters": self._trainer.parameter_count, "held_out": self._source.held_out, **amounts(self._source),
+            "event": "resume" if place.saved else "start",
+            "step": self._first,
+            "version": __version__,
+            "ranks": transport.size,
+            "hosts": len(set(transport.hosts)),
+            "parameters": self._trainer.parameter_count,
+            "held_out": self._source.held_out,
+            **amounts(self._source),
             **({"changed": place.changed} if place.changed else {}),
         }
         if self._is_root:
@@ -143,10 +207,14 @@ class _Run:
         if self._metrics:
             self._metrics.close()
 
-    @np.errstate(divide="ignore", over="ignore", invalid="ignore")    # each step counts what is not finite, and this says so
+    @np.errstate(
+        divide="ignore", over="ignore", invalid="ignore"
+    )  # each step counts what is not finite, and this says so
     def loop(self) -> bool:
         """The steps that are left; returns whether the run was stopped on request."""
-        is_stopped = self._pause(self._first, stop=False)  # what was due when a run that is resumed ended
+        is_stopped = self._pause(
+            self._first, stop=False
+        )  # what was due when a run that is resumed ended
         for index in range(self._first, self._config.run.steps):
             if is_stopped:
                 break
@@ -172,26 +240,43 @@ class _Run:
             own = self._trainer.step(number, inputs, targets, self._stop_requested)
         outcome = replication.outcome(index, own)
         self._comm_s += outcome.comm_s
-        is_skipped = not outcome.updated and not outcome.overflows    # what overflows is the loss scale's to mend
+        is_skipped = (
+            not outcome.updated and not outcome.overflows
+        )  # what overflows is the loss scale's to mend
         self._skipped += is_skipped
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         if self._is_root:
             self._watcher.stepped(step, outcome.loss)
-        if step == 1 or step % run.log_every == 0 or step == run.steps or outcome.stop or not outcome.updated:
+        if (
+            step == 1
+            or step % run.log_every == 0
+            or step == run.steps
+            or outcome.stop
+            or not outcome.updated
+        ):
             self._log_step(step, outcome)
         if outcome.overflows >= OVERFLOWS:
-            raise self._failed(step, f"The last {outcome.overflows} steps up to step {step} had gradients beyond float16, "
-                                     f"at last with a loss scale of {outcome.loss_scale:g}.",
-                               "Lower optimizer.lr, or set precision.compute to bfloat16, and start again.")
+            raise self._failed(
+                step,
+                f"The last {outcome.overflows} steps up to step {step} had gradients beyond float16, "
+                f"at last with a loss scale of {outcome.loss_scale:g}.",
+                "Lower optimizer.lr, or set precision.compute to bfloat16, and start again.",
+            )
         if is_skipped and run.on_nonfinite == "stop":
-            raise self._failed(step, f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
-                                     "not finite.", "Lower optimizer.lr, or go on past such steps with "
-                                                    "--set run.on_nonfinite=skip.")
+            raise self._failed(
+                step,
+                f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
+                "not finite.",
+                "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
+            )
         if self._in_a_row == SKIPS or (step == run.steps and self._skipped > step / 2):
-            raise self._failed(step, f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
-                                     f"{self._skipped} of {step} had a loss or gradient that is not finite, "
-                                     f"among them the last {self._in_a_row} up to step {step}.",
-                               "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again.")
+            raise self._failed(
+                step,
+                f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
+                f"{self._skipped} of {step} had a loss or gradient that is not finite, "
+                f"among them the last {self._in_a_row} up to step {step}.",
+                "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again.",
+            )
         return outcome.stop
 
     def _pause(self, step: int, stop: bool) -> bool:
@@ -201,7 +286,10 @@ class _Run:
         """
         began = time.perf_counter()
         every, is_last = self._config.checkpoint.every, step == self._config.run.steps
-        is_left, is_saved = self._is_evaluation_due(step), stop or is_last or bool(every and step and step % every == 0)
+        is_left, is_saved = (
+            self._is_evaluation_due(step),
+            stop or is_last or bool(every and step and step % every == 0),
+        )
         does_rest = is_saved or is_left
         if is_saved:
             self._save(step)
@@ -227,39 +315,77 @@ class _Run:
 
     def _is_evaluation_due(self, step: int) -> bool:
         run = self._config.run
-        is_due = (run.eval_every >= 0 and step == run.steps) or (run.eval_every > 0 and step > 0 and step % run.eval_every == 0)
+        is_due = (run.eval_every >= 0 and step == run.steps) or (
+            run.eval_every > 0 and step > 0 and step % run.eval_every == 0
+        )
         return is_due and self._evaluated_at != step
 
     def _end(self) -> None:
         equal = replicas_equal(self._trainer)
-        self._record({"event": "end", "step": self._config.run.steps, "replicas_equal": equal,
-                      "peak_activation_bytes": self._peak, "peak_activation_bytes_of_ranks": self._peaks,
-                      "held_activation_bytes": self._trainer.arena.held})
+        self._record(
+            {
+                "event": "end",
+                "step": self._config.run.steps,
+                "replicas_equal": equal,
+                "peak_activation_bytes": self._peak,
+                "peak_activation_bytes_of_ranks": self._peaks,
+                "held_activation_bytes": self._trainer.arena.held,
+            }
+        )
         if not equal:
-            raise on_every_rank(TrainingError("After the last step the parameters differ between replicas.",
-                                              "This is a fault of mpitrain or of the machine's memory; please report it."))
+            raise on_every_rank(
+                TrainingError(
+                    "After the last step the parameters differ between replicas.",
+                    "This is a fault of mpitrain or of the machine's memory; please report it.",
+                )
+            )
 
     def _log_step(self, step: int, outcome: StepResult) -> None:
         """A line on the steps since the last one."""
         self._traced.peak(self._trainer.arena.peak)
-        now, size, steps = outcome.ended or time.perf_counter(), self._config.batch.size, step - self._logged_at
+        now, size, steps = (
+            outcome.ended or time.perf_counter(),
+            self._config.batch.size,
+            step - self._logged_at,
+        )
         step_s, comm_s = (now - self._since) / steps, self._comm_s / steps
         self._since, self._logged_at, self._comm_s = now, step, 0.0
         rates = {"samples_per_s": size / step_s, "samples_seen": self._after(step).samples}
         if self._source.model == "gpt":
             context = self._config.model.context
-            rates |= {"tokens_per_s": size * context / step_s, "tokens_seen": context * rates["samples_seen"]}
+            rates |= {
+                "tokens_per_s": size * context / step_s,
+                "tokens_seen": context * rates["samples_seen"],
+            }
         if self._config.replication.mode == "server" and self._config.replication.update != "sync":
             rates |= {"lead": outcome.lead, "staleness": outcome.staleness}
-        skipped = {} if outcome.updated else {
-            "overflow" if outcome.overflows else "skipped": True, "nonfinite_elements": outcome.nonfinite}
+        skipped = (
+            {}
+            if outcome.updated
+            else {
+                "overflow" if outcome.overflows else "skipped": True,
+                "nonfinite_elements": outcome.nonfinite,
+            }
+        )
         if self._config.precision.compute == "float16":
             rates |= {"loss_scale": outcome.loss_scale}
-        self._record({"step": step, "loss": outcome.loss, "lr": outcome.lr, "grad_norm": outcome.grad_norm, "step_s": step_s,
-                      "comm_s": comm_s, **rates, "peak_activation_bytes": self._peak, **skipped})
+        self._record(
+            {
+                "step": step,
+                "loss": outcome.loss,
+                "lr": outcome.lr,
+                "grad_norm": outcome.grad_norm,
+                "step_s": step_s,
+                "comm_s": comm_s,
+                **rates,
+                "peak_activation_bytes": self._peak,
+                **skipped,
+            }
+        )
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate and record; returns False if a request to stop came between."""
+
         def stop_requested() -> bool:
             self._watchdog.alive(f"the evaluation after step {step}")
             return self._stop_requested()
@@ -268,12 +394,23 @@ class _Run:
         with self._recorder.pausing("evaluation"):
             found = self._trainer.evaluate(self._source, stop_requested)
         if found:
-            self._record({"step": step, "val_loss": found[0], "val_accuracy": found[1], "eval_s": time.perf_counter() - began})
+            self._record(
+                {
+                    "step": step,
+                    "val_loss": found[0],
+                    "val_accuracy": found[1],
+                    "eval_s": time.perf_counter() - began,
+                }
+            )
         return found is not None
 
     def _after(self, step: int) -> Done:
         """What the run has behind it after `step` steps in all."""
-        return Done(step, self._done.samples + (step - self._first) * self._config.batch.size, self._done.run)
+        return Done(
+            step,
+            self._done.samples + (step - self._first) * self._config.batch.size,
+            self._done.run,
+        )
 
     def _save(self, step: int) -> None:
         if self._saved_at == step:
@@ -282,9 +419,17 @@ class _Run:
         trainer = self._trainer
         with self._recorder.pausing("checkpoint"):
             trainer.settle()
-            save_load.save(self._folder / CHECKPOINTS, trainer.replication.kept(), trainer.storage, trainer.transport,
-                            trainer.backend, self._after(step), trainer.resolved.axes._asdict(), trainer.replication.scalars(),
-                            self._config.checkpoint.keep)
+            save_load.save(
+                self._folder / CHECKPOINTS,
+                trainer.replication.kept(),
+                trainer.storage,
+                trainer.transport,
+                trainer.backend,
+                self._after(step),
+                trainer.resolved.axes._asdict(),
+                trainer.replication.scalars(),
+                self._config.checkpoint.keep,
+            )
         self._saved_at = step
 
     def _record(self, record: dict[str, Any]) -> None:
@@ -294,9 +439,15 @@ class _Run:
         try:
             self._metrics.write(record)
         except OSError as error:
-            way_on = "go on with --resume" if self._saved_at is not None else "start again with --resume=auto"
-            raise TrainingError(f"{self._folder / METRICS} cannot be written: {error.strerror or error}.",
-                                f"{mend(error)}, then {way_on}.") from None
+            way_on = (
+                "go on with --resume"
+                if self._saved_at is not None
+                else "start again with --resume=auto"
+            )
+            raise TrainingError(
+                f"{self._folder / METRICS} cannot be written: {error.strerror or error}.",
+                f"{mend(error)}, then {way_on}.",
+            ) from None
         self._watcher.recorded(record)
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:

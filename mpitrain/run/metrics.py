@@ -20,8 +20,14 @@ CLOSING = ("end", "stopped", "failed")  # events of a last line
 
 def strict(record: dict[str, Any]) -> dict[str, Any]:
     """The record with every non-finite number as None and `nonfinite` set if there was one: JSON has no NaN."""
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return {**clean, "nonfinite": True} if any(v is None and record[k] is not None for k, v in clean.items()) else clean
+    clean = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+    }
+    return (
+        {**clean, "nonfinite": True}
+        if any(v is None and record[k] is not None for k, v in clean.items())
+        else clean
+    )
 
 
 class MetricsFile:
@@ -38,7 +44,7 @@ class MetricsFile:
         nbytes = self._nbytes + len(rest)
         try:
             while rest:
-                rest = rest[os.write(self._descriptor, rest):]
+                rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self._nbytes)
@@ -58,8 +64,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         return [record for _, record in _lines(path)]
     except OSError as error:
-        raise ConfigError(f"The metrics {path} cannot be read: {error.strerror}.",
-                          "Name the directory of a run, and let this user read it.") from None
+        raise ConfigError(
+            f"The metrics {path} cannot be read: {error.strerror}.",
+            "Name the directory of a run, and let this user read it.",
+        ) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -74,7 +82,11 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             record = json.loads(line, parse_constant=_refuse, object_pairs_hook=once)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and type(step := record.get("step", 0)) in (int, float) and 0 <= step <= LAST:
+        if (
+            isinstance(record, dict)
+            and type(step := record.get("step", 0)) in (int, float)
+            and 0 <= step <= LAST
+        ):
             yield line, record
 
 
@@ -84,6 +96,7 @@ def _refuse(constant: str) -> None:
 
 def cut_after(path: Path, step: int) -> None:
     """Drop the lines that a run will write again when it resumes after `step`, and its closing line; others stay as they are."""
+
     def stays(record: dict[str, Any]) -> bool:
         return record.get("step", 0) <= step and record.get("event") not in CLOSING
 

@@ -52,7 +52,9 @@ def resolve(transport: Transport, config: Config) -> Resolved:
     plan = on_all_ranks(transport, lambda: _planned(config, found))
     batch = config.batch.model_copy(update={"micro_batches": plan.micro_batches})
     config, device = _settled(transport, config.model_copy(update={"batch": batch}))
-    on_all_ranks(transport, lambda: axes(config, transport.size))  # as many shares as there are now need rows
+    on_all_ranks(
+        transport, lambda: axes(config, transport.size)
+    )  # as many shares as there are now need rows
     on_all_ranks(transport, lambda: check_rows(config, found))
     wire = on_all_ranks(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning
@@ -62,7 +64,9 @@ def resolve(transport: Transport, config: Config) -> Resolved:
 
 def choices() -> dict[str, tuple[str, ...]]:
     """{key: what it may be}, of the keys whose values are names in a table that the configuration does not know."""
-    return dict.fromkeys(("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce"))
+    return dict.fromkeys(
+        ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
+    )
 
 
 def check_names(config: Config) -> None:
@@ -82,12 +86,19 @@ def _planned(config: Config, found: Axes) -> Plan:
         raise ConfigError(
             f"A pipeline of {stages} stages is never full with fewer micro-batches, but there are {plan.micro_batches}.",
             f"Set batch.micro_batches to at least {stages}, or --pp to at most {plan.micro_batches}."
-            if settings.schedule in NAMED else f"Name a schedule, or a file that has at least {stages} micro-batches.")
-    if config.replication.zero > 1 and len(plan.place) > 1 and not all(map(goes_in_passes, plan.lists)):
+            if settings.schedule in NAMED
+            else f"Name a schedule, or a file that has at least {stages} micro-batches.",
+        )
+    if (
+        config.replication.zero > 1
+        and len(plan.place) > 1
+        and not all(map(goes_in_passes, plan.lists))
+    ):
         raise ConfigError(
             f"With replication.zero {config.replication.zero} all micro-batches go through a part of the model before the next, "
             f"so that it is gathered and reduced once, but {settings.schedule} comes back to parts.",
-            f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, settings.chunks)}, or replication.zero to 0 or 1.")
+            f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, settings.chunks)}, or replication.zero to 0 or 1.",
+        )
     return plan
 
 
@@ -101,9 +112,13 @@ def _filling(stages: int, rows: int, fitting: int) -> int:
 
 def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
     """The schedules that take all micro-batches through a part before the next, of those with so many chunks, if not 0."""
-    return " or ".join(name for name, schedule in SCHEDULES.items()
-                       if chunks in (0, schedule.chunks or chunks) and not schedule.grouped
-                       and all(map(goes_in_passes, plan_of(name, stages, micro_batches, chunks or None).lists)))
+    return " or ".join(
+        name
+        for name, schedule in SCHEDULES.items()
+        if chunks in (0, schedule.chunks or chunks)
+        and not schedule.grouped
+        and all(map(goes_in_passes, plan_of(name, stages, micro_batches, chunks or None).lists))
+    )
 
 
 def _settled(transport: Transport, config: Config) -> tuple[Config, Device]:
@@ -115,17 +130,28 @@ def _settled(transport: Transport, config: Config) -> tuple[Config, Device]:
     if kind == "auto":
         kind = "cuda" if all(transport.gather_text(process.gpus() > 0)) else "cpu"
     wanted, compute = config.device, config.precision.compute
-    device = on_all_ranks(transport, lambda: device_for(kind, wanted.gemm, wanted.tiles, compute=compute))
+    device = on_all_ranks(
+        transport, lambda: device_for(kind, wanted.gemm, wanted.tiles, compute=compute)
+    )
     if kind == "cuda":
         _say_who_shares(transport)
     chosen = config.model_copy(update={"device": config.device.model_copy(update={"kind": kind})})
-    return on_all_ranks(transport, lambda: parse(chosen.model_dump())), device  # what `auto` has become has laws of its own
+    return on_all_ranks(
+        transport, lambda: parse(chosen.model_dump())
+    ), device  # what `auto` has become has laws of its own
 
 
 def _say_who_shares(transport: Transport) -> None:
     """One line from rank 0 if a host has more ranks than GPUs. Collective."""
     found = dict(zip(transport.hosts, transport.gather_text(process.gpus()), strict=True))
-    crowded = [f"{transport.hosts.count(host)} ranks on {host} share {gpus} GPU{'s' * (gpus > 1)}"
-               for host, gpus in found.items() if transport.hosts.count(host) > gpus]
+    crowded = [
+        f"{transport.hosts.count(host)} ranks on {host} share {gpus} GPU{'s' * (gpus > 1)}"
+        for host, gpus in found.items()
+        if transport.hosts.count(host) > gpus
+    ]
     if crowded and transport.rank == 0:
-        print(f"warning: {'; '.join(crowded)}: they take turns, and each needs its own memory.", file=sys.stderr, flush=True)
+        print(
+            f"warning: {'; '.join(crowded)}: they take turns, and each needs its own memory.",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -26,7 +26,11 @@ class ResumeInfo(NamedTuple):
 def past(folder: Path, step: int) -> ResumeInfo:
     """Of the run in this directory, which goes on after `step`."""
     records = read_metrics(folder / METRICS)
-    walls = [wall for record in records if isinstance(wall := record.get("wall_s"), float) and math.isfinite(wall)]
+    walls = [
+        wall
+        for record in records
+        if isinstance(wall := record.get("wall_s"), float) and math.isfinite(wall)
+    ]
     skipped = {record.get("step") for record in records if record.get("skipped") is True}
     in_a_row = next(count for count in range(len(skipped) + 1) if step - count not in skipped)
     is_evaluated = any("val_loss" in record and record.get("step") == step for record in records)

@@ -1,9 +1,9 @@
 """The directory of a run: found before anything is built, claimed and written once all ranks can train.
 
-    config.toml      everything resolved            metrics.jsonl   one JSON object per line
-    checkpoints/     see checkpoint.py              tuning.json     the tuning in use, if one was named
-    tiles.json       the tiles, likewise            tokens.json     what a scan of the tokens found, if there are any
-    lock             held by rank 0 while the run goes on    trace/      what each rank did last, see trace/ring_buffer.py
+config.toml      everything resolved            metrics.jsonl   one JSON object per line
+checkpoints/     see checkpoint.py              tuning.json     the tuning in use, if one was named
+tiles.json       the tiles, likewise            tokens.json     what a scan of the tokens found, if there are any
+lock             held by rank 0 while the run goes on    trace/      what each rank did last, see trace/ring_buffer.py
 """
 
 import contextlib
@@ -33,11 +33,21 @@ from mpitrain.run.resolve import Resolved
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
-METRICS, CONFIG, TUNING, TILES, TOKENS = "metrics.jsonl", "config.toml", "tuning.json", "tiles.json", "tokens.json"
+METRICS, CONFIG, TUNING, TILES, TOKENS = (
+    "metrics.jsonl",
+    "config.toml",
+    "tuning.json",
+    "tiles.json",
+    "tokens.json",
+)
 CHECKPOINTS, LOCK, TRACE = "checkpoints", "lock", "trace"
 RUNS = Path("runs")  # where runs are that name no directory
 WHOLE = "# All {} keys of a run of mpitrain."  # the first line of its configuration
-FIXED = ("model.", "optimizer.name", "data.vocabulary")  # a checkpoint of other values of these is of another model
+FIXED = (
+    "model.",
+    "optimizer.name",
+    "data.vocabulary",
+)  # a checkpoint of other values of these is of another model
 
 
 class RunLocation(NamedTuple):
@@ -62,6 +72,7 @@ def find(transport: Transport, config: Config, resume: str) -> RunLocation:
 
     resume  "no": a directory that holds a run is refused; "yes": one that holds none is; "auto": either will do
     """
+
     def look() -> list[Any] | None:
         if transport.rank != 0:
             return None
@@ -82,22 +93,45 @@ def _look(config: Config, resume: str, ranks: int) -> RunLocation:
     has_run = bool(saved) or is_run(folder)
     if resume == "no" and has_run:
         _check_idle(folder)
-        way_on = "--resume to go on with it" if saved else "--resume=auto to start it again, for it has no checkpoint"
-        raise ConfigError(f"{folder} already holds a run.", f"Add {way_on}, or choose another --out.")
+        way_on = (
+            "--resume to go on with it"
+            if saved
+            else "--resume=auto to start it again, for it has no checkpoint"
+        )
+        raise ConfigError(
+            f"{folder} already holds a run.", f"Add {way_on}, or choose another --out."
+        )
     if resume == "yes" and not has_run:
-        raise ConfigError(f"There is no run in {folder} to resume.",
-                          "Name its directory with --out, or start it with --resume=auto.")
+        raise ConfigError(
+            f"There is no run in {folder} to resume.",
+            "Name its directory with --out, or start it with --resume=auto.",
+        )
     if resume == "yes" and not saved:
-        raise ConfigError(f"The run in {folder} ended before its first checkpoint.", "Start it again with --resume=auto.")
+        raise ConfigError(
+            f"The run in {folder} ended before its first checkpoint.",
+            "Start it again with --resume=auto.",
+        )
     if not has_run or not saved:
         return RunLocation(folder, None, has_run)
     then = configuration(folder)
     changed = _changes(then, config)
-    if fixed := [f"{key} {then!r} -> {now!r}" for key, (then, now) in changed.items() if key.startswith(FIXED)]:
-        raise ConfigError(f"{folder} was trained with another model: {', '.join(fixed)}.",
-                          "Resume with the configuration of the run, or start another one with its own --out.")
+    if fixed := [
+        f"{key} {then!r} -> {now!r}"
+        for key, (then, now) in changed.items()
+        if key.startswith(FIXED)
+    ]:
+        raise ConfigError(
+            f"{folder} was trained with another model: {', '.join(fixed)}.",
+            "Resume with the configuration of the run, or start another one with its own --out.",
+        )
     is_same = "data.source" not in changed and not config.data.validation
-    return RunLocation(folder, saved[-1], has_run, changed, held_out_as_before(then, ())["validation"] if is_same else "")
+    return RunLocation(
+        folder,
+        saved[-1],
+        has_run,
+        changed,
+        held_out_as_before(then, ())["validation"] if is_same else "",
+    )
 
 
 def is_run(folder: Path) -> bool:
@@ -110,8 +144,12 @@ def is_run(folder: Path) -> bool:
 def _how_to_resume(ranks: int) -> str:
     """The line that goes on with the newest run under runs/ that has a checkpoint."""
     try:
-        saved = [(found[-1].stat().st_mtime, folder) for folder in RUNS.iterdir() if (found := steps(folder / CHECKPOINTS))]
-    except OSError:    # there are none, or one has just gone
+        saved = [
+            (found[-1].stat().st_mtime, folder)
+            for folder in RUNS.iterdir()
+            if (found := steps(folder / CHECKPOINTS))
+        ]
+    except OSError:  # there are none, or one has just gone
         saved = []
     if not saved:
         return f"Add --out DIR; no run under {RUNS} has a checkpoint."
@@ -127,14 +165,24 @@ def configuration(folder: Path) -> Config:
     """
     tables = read_toml(folder / CONFIG, inner=1)
     if isinstance(tables.get("run"), dict) and "out" in tables["run"]:
-        tables["run"]["out"] = "."  # the folder may have got a name since that no configuration can hold
+        tables["run"]["out"] = (
+            "."  # the folder may have got a name since that no configuration can hold
+        )
     then = parse(tables, folder / CONFIG)
-    missing = [key.name for key in keys() if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})]
+    missing = [
+        key.name
+        for key in keys()
+        if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})
+    ]
     told = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG, inner=1).decode())
     if missing and not (told and int(told[1]) == sum(map(len, tables.values()))):
-        named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise ConfigError(f"{folder / CONFIG} is not the whole configuration of its run: it lacks {named}.",
-                          "Write into it what the run was trained with, or start another run with its own --out.")
+        named = ", ".join(missing[:8]) + (
+            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        )
+        raise ConfigError(
+            f"{folder / CONFIG} is not the whole configuration of its run: it lacks {named}.",
+            "Write into it what the run was trained with, or start another run with its own --out.",
+        )
     return then
 
 
@@ -147,13 +195,24 @@ def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
     data = then.model_dump()["data"]
     if "data.source" in names:
         return {**data, "validation": ""}
-    return {**data, "validation": TENTH} if has_tokens(then.data.source) and not then.data.validation else data
+    return (
+        {**data, "validation": TENTH}
+        if has_tokens(then.data.source) and not then.data.validation
+        else data
+    )
 
 
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
-    ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")  # found anew at every start
-    ignored += tuple(key for key in ("data.vocabulary", "data.validation", "batch.micro_batches") if not new[key])
+    ignored: tuple[str, ...] = (
+        "run.out",
+        "layout.",
+        "replication.tuning",
+        "device.tiles",
+    )  # found anew at every start
+    ignored += tuple(
+        key for key in ("data.vocabulary", "data.validation", "batch.micro_batches") if not new[key]
+    )
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # as the folder has it
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
@@ -161,10 +220,16 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
         old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":
         ignored += ("device.kind",)
-    return {key: [old[key], value] for key, value in new.items() if old[key] != value and not key.startswith(ignored)}
+    return {
+        key: [old[key], value]
+        for key, value in new.items()
+        if old[key] != value and not key.startswith(ignored)
+    }
 
 
-def claim(place: RunLocation, resolved: Resolved, source: Source | Unopened, step: int) -> tuple[Path, int]:
+def claim(
+    place: RunLocation, resolved: Resolved, source: Source | Unopened, step: int
+) -> tuple[Path, int]:
     """Make the directory, lock it, and write what a run that goes on after `step` begins with; for rank 0.
 
     Returns the directory and the descriptor of its lock, which the process holds until it closes it or ends.
@@ -187,7 +252,14 @@ def claim(place: RunLocation, resolved: Resolved, source: Source | Unopened, ste
     return folder, lock
 
 
-def _begin(run: Directory, place: RunLocation, resolved: Resolved, source: Source | Unopened, step: int, tiles: str) -> None:
+def _begin(
+    run: Directory,
+    place: RunLocation,
+    resolved: Resolved,
+    source: Source | Unopened,
+    step: int,
+    tiles: str,
+) -> None:
     """Write what a run begins with, in a directory that nobody else writes to. tiles: the text of the table, if one was named"""
     config, folder = resolved.config, run.path
     with run.make(CHECKPOINTS) as checkpoints:
@@ -197,7 +269,9 @@ def _begin(run: Directory, place: RunLocation, resolved: Resolved, source: Sourc
     if steps(folder / CHECKPOINTS)[-1:] != ([place.saved] if place.saved else []):
         raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
     tables = _tables(resolved, source, folder)
-    run.write_whole(CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}")
+    run.write_whole(
+        CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}"
+    )
     if config.replication.tuning:
         run.write_whole(TUNING, tuning_text(resolved.tuning))
     if config.device.tiles:
@@ -249,8 +323,10 @@ def _take(folder: Path, lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"A run is going on in {folder} ({os.read(lock, 200).decode(errors='replace')}).",
-                          "Wait for it, stop it, or choose another --out.") from None
+        raise ConfigError(
+            f"A run is going on in {folder} ({os.read(lock, 200).decode(errors='replace')}).",
+            "Wait for it, stop it, or choose another --out.",
+        ) from None
 
 
 def _lock(run: Directory) -> int:
@@ -262,8 +338,11 @@ def _lock(run: Directory) -> int:
         os.close(lock)
         raise
     except OSError as error:  # some file systems of clusters cannot lock
-        print(f"warning: {run.path} cannot be locked ({error.strerror}): nothing keeps a second run out of it.", file=sys.stderr,
-              flush=True)
+        print(
+            f"warning: {run.path} cannot be locked ({error.strerror}): nothing keeps a second run out of it.",
+            file=sys.stderr,
+            flush=True,
+        )
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock
@@ -273,8 +352,14 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     """The configuration as tables, with what was left to be chosen filled in, valid from anywhere and after a move."""
     config = resolved.config
     tables = config.model_dump()
-    tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp  # this folder, in which the file lies
-    tables["data"]["source"], tables["data"]["validation"] = absolute(config.data.source), absolute(config.data.validation)
+    tables["run"]["out"], tables["layout"]["dp"] = (
+        ".",
+        resolved.axes.dp,
+    )  # this folder, in which the file lies
+    tables["data"]["source"], tables["data"]["validation"] = (
+        absolute(config.data.source),
+        absolute(config.data.validation),
+    )
     if config.data.source.startswith("tokens:"):
         tables["data"]["vocabulary"] = source.inputs
     tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)
@@ -295,5 +380,7 @@ def _text(tiles: str) -> str:
     try:
         return contents(Path(tiles)).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The table of tiles {tiles} cannot be read: {error}.",
-                          "mpitrain bench gemm --tune writes one.") from None
+        raise ConfigError(
+            f"The table of tiles {tiles} cannot be read: {error}.",
+            "mpitrain bench gemm --tune writes one.",
+        ) from None

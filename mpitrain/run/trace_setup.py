@@ -22,13 +22,25 @@ class Traced:
             return
         rank, grid = transport.rank, job.trainer.grid
         self._clocks = Clocks(transport, recorder.clock)
-        recorder.facts(run=job.done.run, rank=rank, ranks=transport.size, host=transport.hosts[rank], process=os.getpid(),
-                       time=time.time(), device=job.trainer.backend.kind, place=None if grid.is_server else grid.place._asdict())
+        recorder.facts(
+            run=job.done.run,
+            rank=rank,
+            ranks=transport.size,
+            host=transport.hosts[rank],
+            process=os.getpid(),
+            time=time.time(),
+            device=job.trainer.backend.kind,
+            place=None if grid.is_server else grid.place._asdict(),
+        )
         self.align()
         try:
             recorder.keep(trace_file(folder, rank))
         except OSError as error:
-            print(f"warning: rank {rank} cannot keep a trace in {folder}: {error.strerror}.", file=sys.stderr, flush=True)
+            print(
+                f"warning: rank {rank} cannot keep a trace in {folder}: {error.strerror}.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def align(self) -> None:
         """Measure the clocks again: between two measurements a clock is taken to drift evenly. Collective."""

@@ -67,18 +67,32 @@ class Trainer:
         On every rank, if the configuration, the ranks and the units do not fit together.
     """
 
-    def __init__(self, transport: Transport, units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]],
-                 config: Config | Resolved, loss: Loss | None = None):
-        self.resolved = resolved = config if isinstance(config, Resolved) else resolve(transport, config)
+    def __init__(
+        self,
+        transport: Transport,
+        units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]],
+        config: Config | Resolved,
+        loss: Loss | None = None,
+    ):
+        self.resolved = resolved = (
+            config if isinstance(config, Resolved) else resolve(transport, config)
+        )
         self.config = resolved.config
         self.backend, self.arena = resolved.device.backend, resolved.device.arena()
         mine = transport.split(0)
         assert mine is not None
         self._own: Transport | None = mine
         self.transport = over_device(mine, self.backend, self.config.device.cuda_aware)
-        self.grid = Grid(self.transport, resolved.axes, self.config.replication.algorithm, resolved.tuning,
-                         arithmetic_of(resolved.device), arena=self.arena, tp_algorithm=self.config.layout.algorithm,
-                         progress_thread=self.config.replication.progress_thread)
+        self.grid = Grid(
+            self.transport,
+            resolved.axes,
+            self.config.replication.algorithm,
+            resolved.tuning,
+            arithmetic_of(resolved.device),
+            arena=self.arena,
+            tp_algorithm=self.config.layout.algorithm,
+            progress_thread=self.config.replication.progress_thread,
+        )
         try:
             self._build(units, loss)
         except MpitrainError as error:
@@ -86,17 +100,28 @@ class Trainer:
                 self.grid.close()
                 mine.close()
             raise
-        transport.tenants.add(self.close)    # not before: a trainer that could not be made has nothing to settle
+        transport.tenants.add(
+            self.close
+        )  # not before: a trainer that could not be made has nothing to settle
 
-    def _build(self, units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]], loss: Loss | None) -> None:
+    def _build(
+        self, units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]], loss: Loss | None
+    ) -> None:
         """What stands on the grid."""
         resolved, grid = self.resolved, self.grid
         self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
-        model = on_all_ranks(self.transport, lambda: list(units(layers) if callable(units) else units))
+        model = on_all_ranks(
+            self.transport, lambda: list(units(layers) if callable(units) else units)
+        )
         on_all_ranks(self.transport, lambda: check_units(model, layers.rows))
         self.parameter_count = parameter_count(model)
         place = resolved.plan.place
-        parts, tied = on_all_ranks(self.transport, lambda: assign_units(model, cut(model, len(place), self.config.pipeline.partition), place))
+        parts, tied = on_all_ranks(
+            self.transport,
+            lambda: assign_units(
+                model, cut(model, len(place), self.config.pipeline.partition), place
+            ),
+        )
         grid.deal(place, tied)
         on_all_ranks(self.transport, grid.check)
         mine = [parts[part] for part in own(place, grid.place.pp)]
@@ -104,17 +129,30 @@ class Trainer:
         firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []
         self._loss = loss or layers.loss()
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
-        self.replication = replication_for(ReplicationContext(
-            self.config, grid, self.storage, resolved.wire, resolved.device, self.arena, self._loss,
-            [range(first, end) for first, end in pairwise(firsts)]))
+        self.replication = replication_for(
+            ReplicationContext(
+                self.config,
+                grid,
+                self.storage,
+                resolved.wire,
+                resolved.device,
+                self.arena,
+                self._loss,
+                [range(first, end) for first, end in pairwise(firsts)],
+            )
+        )
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
-        self.pipe = pipeline_for(self.config)(resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype)
+        self.pipe = pipeline_for(self.config)(
+            resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype
+        )
         self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), loss is None)
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
-        self._loss_sums = self.backend.zeros(micro_batches, np.float64)  # of a step; read at its end, when the device is done
+        self._loss_sums = self.backend.zeros(
+            micro_batches, np.float64
+        )  # of a step; read at its end, when the device is done
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, as closing its transport does; then use it no more."""
@@ -156,8 +194,13 @@ class Trainer:
         """The rows of the global batch of batch.size rows that this rank computes; none on a server."""
         return self.replication.share(self.config.batch.size)
 
-    def step(self, index: int, inputs: np.ndarray, targets: np.ndarray,
-             stop_requested: Callable[[], bool] | None = None) -> StepResult:
+    def step(
+        self,
+        index: int,
+        inputs: np.ndarray,
+        targets: np.ndarray,
+        stop_requested: Callable[[], bool] | None = None,
+    ) -> StepResult:
         """One optimizer step; collective.
 
         Parameters
@@ -187,29 +230,42 @@ class Trainer:
         inputs = self._indices.tokens(inputs, where)
         targets = self._indices.targets(targets, lambda: self._classes(inputs.shape), where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
-        scales = [self.replication.scale(math.prod(targets.shape[1:]), micro) for micro in range(micro_batches)]
+        scales = [
+            self.replication.scale(math.prod(targets.shape[1:]), micro)
+            for micro in range(micro_batches)
+        ]
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
 
         def of(micro: int, array: np.ndarray) -> Any:
             """A micro-batch's rows, in this backend's memory."""
-            return self.placed(array[shares[micro].start:shares[micro].stop])
+            return self.placed(array[shares[micro].start : shares[micro].stop])
 
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
             right = of(micro, targets).reshape(-1)
-            value, gradient = self.replication.loss(logits.reshape(len(right), -1), right, scales[micro])
-            self._loss_sums[micro:micro + 1] = value  # copied on the device; an element would be read first
+            value, gradient = self.replication.loss(
+                logits.reshape(len(right), -1), right, scales[micro]
+            )
+            self._loss_sums[micro : micro + 1] = (
+                value  # copied on the device; an element would be read first
+            )
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
         self.arena.rewind()
         self.replication.begin(index)
-        if rows:    # a server has none
+        if rows:  # a server has none
             self._straggle(index)
-            self.pipe.train([(len(mine), *inputs.shape[1:]) for mine in shares], lambda micro: of(micro, inputs), loss)
+            self.pipe.train(
+                [(len(mine), *inputs.shape[1:]) for mine in shares],
+                lambda micro: of(micro, inputs),
+                loss,
+            )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         losses = self._loss_sums if self.grid.speaks else ()
-        return self.replication.finish(StepInput(index, losses, lr, bool(stop_requested and stop_requested()), scales))
+        return self.replication.finish(
+            StepInput(index, losses, lr, bool(stop_requested and stop_requested()), scales)
+        )
 
     def settle(self) -> None:
         """Finish what is under way, and make the parameters current on all ranks."""
@@ -221,7 +277,17 @@ class Trainer:
         run, here = self.config.run, self.grid.place
         if run.delay:
             span = self._recorder.compute(self._delay_name)
-            time.sleep(delay_s(delays(run.delay), self.transport.rank, run.seed, step, self.share().start, here.tp, here.pp))
+            time.sleep(
+                delay_s(
+                    delays(run.delay),
+                    self.transport.rank,
+                    run.seed,
+                    step,
+                    self.share().start,
+                    here.tp,
+                    here.pp,
+                )
+            )
             self._recorder.end(span)
 
     def logits(self, inputs: np.ndarray) -> np.ndarray | None:
@@ -242,12 +308,16 @@ class Trainer:
         filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
         logits = self.pipe.ask(filled.shape, lambda: self.placed(filled))
-        return None if logits is None else logits[tuple(map(slice, inputs.shape[:logits.ndim - 1]))]
+        return (
+            None if logits is None else logits[tuple(map(slice, inputs.shape[: logits.ndim - 1]))]
+        )
 
     def placed(self, rows: np.ndarray) -> Any:
         """Rows, copied to the device; features are rounded where activations are stored rounded."""
         half = self.resolved.device.half
-        return self.backend.from_host(rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena)
+        return self.backend.from_host(
+            rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
+        )
 
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
         """The logits of one token of the first row: (classes,) float64 in host memory; valid on the first stage."""
@@ -262,7 +332,9 @@ class Trainer:
         """Columns of the whole logits, for an input of this shape."""
         return self._layers.columns(self.pipe.output_shape(shape)[-1])
 
-    def evaluate(self, source: Source, stop_requested: Callable[[], bool] | None = None) -> tuple[float, float] | None:
+    def evaluate(
+        self, source: Source, stop_requested: Callable[[], bool] | None = None
+    ) -> tuple[float, float] | None:
         """Evaluate the model on held-out rows: run.eval_rows of them, spread evenly.
 
         Parameters
@@ -281,7 +353,9 @@ class Trainer:
         # without rows computes one that does not count.
         self.settle()
         rows, replicas = evaluated_rows(self.config, source), self.grid.axes.dp
-        together = replicas * max(1, self.config.batch.size // (replicas * self.config.batch.micro_batches))
+        together = replicas * max(
+            1, self.config.batch.size // (replicas * self.config.batch.micro_batches)
+        )
         totals = np.zeros(3)
         for start in range(0, rows, together):
             mine = share(min(together, rows - start), self.grid.place.dp, replicas)
@@ -299,7 +373,9 @@ class Trainer:
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
         """Summed loss, right predictions and number of predictions over these held-out rows."""
         inputs, targets = source.held_out_rows(rows)
-        targets = self._indices.targets(targets, lambda: self._classes(inputs.shape), "a held-out batch")
+        targets = self._indices.targets(
+            targets, lambda: self._classes(inputs.shape), "a held-out batch"
+        )
         flat = self.backend.from_host(targets).reshape(-1)
         logits = self._asked(inputs)
         if logits is None:
@@ -311,7 +387,12 @@ class Trainer:
 
 def parameter_count(units: Sequence[Unit]) -> int:
     """Elements of all tensors of a model, each counted once."""
-    return sum(math.prod(p.shape) for unit in units for p in unit.layer.parameters() if p.name not in unit.tied)
+    return sum(
+        math.prod(p.shape)
+        for unit in units
+        for p in unit.layer.parameters()
+        if p.name not in unit.tied
+    )
 
 
 def evaluated_rows(config: Config, source: Source) -> int:
@@ -332,15 +413,25 @@ def replicas_equal(trainer: Trainer) -> bool:
                 own = list(within(parameters.pieces, span.start, span.stop))
                 equal &= _same_bits(holders.transport, own, flat, span.start)
     if grid.axes.servers:
-        served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers:]
-        whole = [Piece(start, stop, start) for pieces in served for start, stop, _ in pieces]    # as a worker holds them
+        served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers :]
+        whole = [
+            Piece(start, stop, start) for pieces in served for start, stop, _ in pieces
+        ]  # as a worker holds them
         equal &= _same_bits(trainer.transport, parameters.pieces if grid.is_server else whole, flat)
     return all(trainer.transport.gather_text(equal))
 
 
-def _same_bits(transport: Transport, pieces: Sequence[Piece], array: np.ndarray, origin: int = 0) -> bool:
+def _same_bits(
+    transport: Transport, pieces: Sequence[Piece], array: np.ndarray, origin: int = 0
+) -> bool:
     """Whether ranks that hold the same piece, counted from each one's `origin`, hold equal bits of it; collective."""
-    held = [(start - origin, stop - origin, hashlib.sha256(array[place:place + stop - start].tobytes()).hexdigest())
-            for start, stop, place in pieces]
+    held = [
+        (
+            start - origin,
+            stop - origin,
+            hashlib.sha256(array[place : place + stop - start].tobytes()).hexdigest(),
+        )
+        for start, stop, place in pieces
+    ]
     told = {tuple(one) for mine in transport.gather_text(held) for one in mine}
     return len(told) == len({(start, stop) for start, stop, _ in told})

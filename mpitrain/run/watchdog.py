@@ -45,9 +45,16 @@ class Watchdog:
             silent = time.monotonic() - self._since
             if silent > self._seconds:
                 waits_for, content = self._traffic.waits_for, self._traffic.content
-                waiting = f", waiting for {f'{content}: ' if content else ''}{waits_for}" if waits_for else ""
-                print(f"rank {self._rank} on {socket.gethostname()}: no progress for {silent:.0f} s in {self._doing}{waiting}; "
-                      f"ending the job (run.stall_seconds is {self._seconds:g}).{self._pointer} Where it stands:",
-                      file=sys.stderr, flush=True)
+                waiting = (
+                    f", waiting for {f'{content}: ' if content else ''}{waits_for}"
+                    if waits_for
+                    else ""
+                )
+                print(
+                    f"rank {self._rank} on {socket.gethostname()}: no progress for {silent:.0f} s in {self._doing}{waiting}; "
+                    f"ending the job (run.stall_seconds is {self._seconds:g}).{self._pointer} Where it stands:",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 faulthandler.dump_traceback(sys.stderr)
                 os._exit(1)

@@ -27,10 +27,14 @@ class DeviceSpans:
     latest is right.
     """
 
-    def __init__(self, mark: Callable[[], Any], clock: Callable[[], float], write: Callable[..., int]):
+    def __init__(
+        self, mark: Callable[[], Any], clock: Callable[[], float], write: Callable[..., int]
+    ):
         """mark: in the device's work; write: fields of a record, from its start and end on."""
         self._mark, self._clock, self._write = mark, clock, write
-        self._open: dict[int, tuple[int, tuple[int, ...], float, Mark]] = {}    # by the number of the host's own record
+        self._open: dict[
+            int, tuple[int, tuple[int, ...], float, Mark]
+        ] = {}  # by the number of the host's own record
         self._launched: list[Launched] = []
 
     def begin(self, number: int, step: int, fields: tuple[int, ...]) -> None:
@@ -65,5 +69,7 @@ class DeviceSpans:
             zero = self._launched[0].first
             ahead = max(one.began - one.first.since(zero) for one in self._launched[:count])
             for one in self._launched[:count]:
-                self._write(ahead + one.first.since(zero), ahead + one.last.since(zero), *one.fields)
+                self._write(
+                    ahead + one.first.since(zero), ahead + one.last.since(zero), *one.fields
+                )
             del self._launched[:count]

@@ -55,27 +55,47 @@ def read_trace(path: Path) -> Trace:
     try:
         data = contents(path, inner=2)
     except OSError as error:
-        raise ConfigError(f"The trace {path} cannot be read: {error.strerror}.", "Let this user read it.") from None
+        raise ConfigError(
+            f"The trace {path} cannot be read: {error.strerror}.", "Let this user read it."
+        ) from None
     if not data.startswith(MAGIC):
-        if data.startswith(MAGIC[:MAGIC.rindex(b" ")]):
-            raise ConfigError(f"{path} is a trace of another version of mpitrain.", "Report with the version that wrote it.")
+        if data.startswith(MAGIC[: MAGIC.rindex(b" ")]):
+            raise ConfigError(
+                f"{path} is a trace of another version of mpitrain.",
+                "Report with the version that wrote it.",
+            )
         raise ConfigError(f"{path} is no trace.", "Name the directory of a run.")
-    facts, names, clocks = _head(data[len(MAGIC):HEAD])
+    facts, names, clocks = _head(data[len(MAGIC) : HEAD])
     if (len(data) - HEAD) / RECORD.itemsize != facts.get("records"):
-        raise ConfigError(f"The trace {path} has {len(data):,} bytes, not as many as it was made with.", "Copy it again.")
+        raise ConfigError(
+            f"The trace {path} has {len(data):,} bytes, not as many as it was made with.",
+            "Copy it again.",
+        )
     try:
         _Facts.model_validate(facts)
     except ValidationError as error:
-        raise ConfigError(f"The trace {path} is damaged: {complaint(error)}.", "Copy it again.") from None
+        raise ConfigError(
+            f"The trace {path} is damaged: {complaint(error)}.", "Copy it again."
+        ) from None
     records = np.frombuffer(data, RECORD, offset=HEAD)
-    is_good = (records["number"] > 0) & (records["what"] < len(names)) & (records["kind"] < len(KINDS))
-    is_good &= (records["phase"] < len(PHASES)) & np.isfinite(records["start"]) & np.isfinite(records["end"])
+    is_good = (
+        (records["number"] > 0) & (records["what"] < len(names)) & (records["kind"] < len(KINDS))
+    )
+    is_good &= (
+        (records["phase"] < len(PHASES))
+        & np.isfinite(records["start"])
+        & np.isfinite(records["end"])
+    )
     is_good &= (records["end"] == 0) | (records["end"] >= records["start"])
-    is_good &= (records["start"] >= -LATEST) & (records["start"] <= LATEST) & (records["end"] <= LATEST)
+    is_good &= (
+        (records["start"] >= -LATEST) & (records["start"] <= LATEST) & (records["end"] <= LATEST)
+    )
     return Trace(facts, names, np.sort(records[is_good], order="number"), tuple(clocks))
 
 
-def _head(text: bytes) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
+def _head(
+    text: bytes,
+) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
     """Facts, names and clocks, up to the first line that is none of them: the last of a rank that was killed while it wrote."""
     facts: dict[str, Any] = {}
     names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()
@@ -90,7 +110,9 @@ def _head(text: bytes) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]],
             else:
                 what, ranks = found
                 among = range(*ranks) if isinstance(ranks, list) else tuple(map(int, ranks.split()))
-                if len(among) > MOST or (among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST):
+                if len(among) > MOST or (
+                    among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST
+                ):
                     break
                 names.append((str(what), among))
         except (ValueError, TypeError, AttributeError, OverflowError):

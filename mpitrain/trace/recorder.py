@@ -57,10 +57,21 @@ class Recorder:
         """The messages that are started next are called so, if their tags are not, and belong to this micro-batch."""
         self.topic, self.micro = name, micro
 
-    def begin(self, kind: int, name: int, phase: int = NO_PHASE, unit: int = -1, micro: int = -1, nbytes: int = 0,
-              peer: int = -1, tag: int = -1) -> int:
+    def begin(
+        self,
+        kind: int,
+        name: int,
+        phase: int = NO_PHASE,
+        unit: int = -1,
+        micro: int = -1,
+        nbytes: int = 0,
+        peer: int = -1,
+        tag: int = -1,
+    ) -> int:
         """Begin a record, and return what ends it; kinds and phases are those of ring.py."""
-        return self._ring.write(self.clock(), 0.0, nbytes, self.step, peer, tag, micro, unit, name, kind, phase)
+        return self._ring.write(
+            self.clock(), 0.0, nbytes, self.step, peer, tag, micro, unit, name, kind, phase
+        )
 
     def end(self, span: int) -> None:
         """What was begun has ended."""
@@ -70,9 +81,13 @@ class Recorder:
 
     def compute(self, name: int, phase: int = NO_PHASE, unit: int = -1, micro: int = -1) -> int:
         """Begin to compute, or to start what a device computes."""
-        number = self._ring.write(self.clock(), 0.0, 0, self.step, -1, -1, micro, unit, name, COMPUTE, phase)
+        number = self._ring.write(
+            self.clock(), 0.0, 0, self.step, -1, -1, micro, unit, name, COMPUTE, phase
+        )
         if self._device:
-            self._device.begin(number, self.step, (0, self.step, -1, -1, micro, unit, name, DEVICE, phase))
+            self._device.begin(
+                number, self.step, (0, self.step, -1, -1, micro, unit, name, DEVICE, phase)
+            )
         return number
 
     def computes_on(self, mark: Callable[[], Any]) -> None:
@@ -88,7 +103,9 @@ class Recorder:
         """
         if self._waiting or threading.get_ident() != self._owner:
             return 0
-        self._waiting = self._ring.write(self.clock(), 0.0, message, self.step, peer, -1, self.micro, -1, name, WAIT, NO_PHASE)
+        self._waiting = self._ring.write(
+            self.clock(), 0.0, message, self.step, peer, -1, self.micro, -1, name, WAIT, NO_PHASE
+        )
         if self._device:
             self._device.interrupt()
         return self._waiting

@@ -25,8 +25,22 @@ STEP, COMPUTE, WAIT, REDUCTION, SEND, RECEIVE, PAUSE, DEVICE = range(len(KINDS))
 PHASES = ("", "forward", "backward", "input half of backward", "weight half of backward", "update")
 NO_PHASE, FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UPDATE = range(len(PHASES))
 
-RECORD = np.dtype([("start", "<f8"), ("end", "<f8"), ("nbytes", "<i8"), ("step", "<i4"), ("peer", "<i4"), ("tag", "<i4"),
-                   ("micro", "<i4"), ("unit", "<i4"), ("what", "<u2"), ("kind", "u1"), ("phase", "u1"), ("number", "<u4")])
+RECORD = np.dtype(
+    [
+        ("start", "<f8"),
+        ("end", "<f8"),
+        ("nbytes", "<i8"),
+        ("step", "<i4"),
+        ("peer", "<i4"),
+        ("tag", "<i4"),
+        ("micro", "<i4"),
+        ("unit", "<i4"),
+        ("what", "<u2"),
+        ("kind", "u1"),
+        ("phase", "u1"),
+        ("number", "<u4"),
+    ]
+)
 """Times in seconds of the rank's own clock, `end` 0 as long as it lasts; `peer` counts within the whole job; -1: none.
 
 `nbytes` of a wait is the number of the message that is waited for, or 0.
@@ -45,11 +59,11 @@ class Ring:
 
     def __init__(self, capacity: int = CAPACITY):
         self._map = mmap.mmap(-1, HEAD + capacity * FORMAT.size)
-        self._map[:len(MAGIC)] = MAGIC
+        self._map[: len(MAGIC)] = MAGIC
         self._capacity, self._used = capacity, len(MAGIC)
-        self._next = itertools.count(1).__next__    # one call that no other thread interrupts
+        self._next = itertools.count(1).__next__  # one call that no other thread interrupts
         self._newest = 0
-        self._folder: Directory | None = None    # that the file lies in, and its name
+        self._folder: Directory | None = None  # that the file lies in, and its name
         self._name = ""
         self.note({"records": capacity})
 
@@ -59,7 +73,7 @@ class Ring:
         stop = self._used + len(text)
         if stop > HEAD:
             return False
-        self._map[self._used:stop] = text
+        self._map[self._used : stop] = text
         self._used = stop
         return True
 
@@ -84,7 +98,9 @@ class Ring:
         size = len(self._map)
         descriptor = folder.create(name)
         try:
-            os.posix_fallocate(descriptor, 0, size)    # on a disk that is full a write to mapped memory ends the process
+            os.posix_fallocate(
+                descriptor, 0, size
+            )  # on a disk that is full a write to mapped memory ends the process
             moved = mmap.mmap(descriptor, size)
         except OSError:
             folder.remove(name)
@@ -117,4 +133,8 @@ def spelled(ranks: Sequence[int]) -> list[int] | str:
         return ""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     found = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)
-    return [found.start, found.stop, found.step] if tuple(found) == tuple(ranks) else " ".join(map(str, ranks))
+    return (
+        [found.start, found.stop, found.step]
+        if tuple(found) == tuple(ranks)
+        else " ".join(map(str, ranks))
+    )

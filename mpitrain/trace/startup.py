@@ -32,8 +32,10 @@ def begun(rank: int, ranks: int) -> Recorder:
                  by itself, for a shell may start several
     """
     recorder = Recorder()
-    recorder.facts(rank=rank, ranks=ranks, host=socket.gethostname(), process=os.getpid(), time=time.time())
-    with contextlib.suppress(OSError):    # a run goes on without
+    recorder.facts(
+        rank=rank, ranks=ranks, host=socket.gethostname(), process=os.getpid(), time=time.time()
+    )
+    with contextlib.suppress(OSError):  # a run goes on without
         with opened(_home().parent) as temporary, contextlib.suppress(FileExistsError):
             os.mkdir(_home().name, 0o700, dir_fd=temporary.descriptor)
         with _own() as home:
@@ -49,8 +51,12 @@ def left() -> list[Path]:
     """The directories of starts that have not come as far as a run directory, the newest last."""
     with contextlib.suppress(OSError), _own() as home:
         found = [(home.facts(name), name) for name in home.names() if START.fullmatch(name)]
-        starts = sorted((facts.st_mtime, name) for facts, name in found if facts and stat.S_ISDIR(facts.st_mode))
-        return [home.path / name for _, name in starts if any(map(TRACE.fullmatch, _names(home, name)))]
+        starts = sorted(
+            (facts.st_mtime, name) for facts, name in found if facts and stat.S_ISDIR(facts.st_mode)
+        )
+        return [
+            home.path / name for _, name in starts if any(map(TRACE.fullmatch, _names(home, name)))
+        ]
     return []
 
 
@@ -81,7 +87,11 @@ def _sweep(home: Directory) -> None:
         with contextlib.suppress(OSError), home.subdirectory(name) as folder:
             facts, names = os.fstat(folder.descriptor), folder.names()
             is_old = time.time() - facts.st_mtime > DAY
-            if is_old and facts.st_uid == os.getuid() and all(_is_trace(folder, each) for each in names):
+            if (
+                is_old
+                and facts.st_uid == os.getuid()
+                and all(_is_trace(folder, each) for each in names)
+            ):
                 for each in names:
                     folder.remove(each)
                 home.remove_empty(name)
@@ -95,4 +105,9 @@ def _names(home: Directory, name: str) -> list[str]:
 def _is_trace(folder: Directory, name: str) -> bool:
     """Whether this is a file that a rank of this user has written."""
     facts = folder.facts(name)
-    return bool(TRACE.fullmatch(name) and facts and stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid())
+    return bool(
+        TRACE.fullmatch(name)
+        and facts
+        and stat.S_ISREG(facts.st_mode)
+        and facts.st_uid == os.getuid()
+    )

@@ -23,8 +23,11 @@ def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result
     except errors.MpitrainError as error:
         failure = [type(error).__name__, error.law, error.way_out]
     except OSError as error:
-        failure = ["ConfigError", f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
-                   "Name another path, or look at what is there."]
+        failure = [
+            "ConfigError",
+            f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
+            "Name another path, or look at what is there.",
+        ]
     failures = transport.gather_text(failure)
     first = next((f for f in failures if f), None)
     if first is None:
@@ -32,13 +35,18 @@ def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result
     kind, law, way_out = first
     ranks = [rank for rank, f in enumerate(failures) if f]
     if len(ranks) < transport.size:
-        where = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+        where = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8]) + (
+            ", ..." if len(ranks) > 8 else ""
+        )
         law = f"On rank {where}: {law}"
     agreed_on = errors.on_every_rank(getattr(errors, kind)(law, way_out))
     try:
         raise agreed_on
     finally:
-        del agreed_on, result    # an error that is named in a frame of its own traceback keeps all that the frames hold
+        del (
+            agreed_on,
+            result,
+        )  # an error that is named in a frame of its own traceback keeps all that the frames hold
 
 
 def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
@@ -51,7 +59,10 @@ def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
     for rank, others in enumerate(everyone):
         for name in facts:
             if others[name] != everyone[0][name]:
-                raise errors.on_every_rank(errors.ConfigError(
-                    f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({transport.hosts[0]}) and "
-                    f"{others[name]!r} on rank {rank} ({transport.hosts[rank]}).",
-                    "Start all ranks with the same arguments, and let them read the same files."))
+                raise errors.on_every_rank(
+                    errors.ConfigError(
+                        f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({transport.hosts[0]}) and "
+                        f"{others[name]!r} on rank {rank} ({transport.hosts[rank]}).",
+                        "Start all ranks with the same arguments, and let them read the same files.",
+                    )
+                )

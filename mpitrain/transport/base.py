@@ -141,7 +141,9 @@ class Transport(Protocol):
         """Fill the array with the next message from `source` under `tag`; CommError if its size differs."""
         self.start_recv(array, source, tag).wait()
 
-    def exchange(self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0) -> None:
+    def exchange(
+        self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0
+    ) -> None:
         """Send and receive at once, so that a ring of exchanges cannot deadlock."""
         receive = self.start_recv(incoming, source, tag)
         self.start_send(outgoing, to, tag).wait()
@@ -163,8 +165,10 @@ class Transport(Protocol):
         raises  CommError if the list is empty
         """
         if not requests:
-            raise CommError(f"rank {self.rank}: wait_any needs a request to wait for, but was given none.",
-                            "Leave the loop when no request is left.")
+            raise CommError(
+                f"rank {self.rank}: wait_any needs a request to wait for, but was given none.",
+                "Leave the loop when no request is left.",
+            )
         found = -1
 
         def one_is_complete() -> bool:
@@ -223,7 +227,9 @@ class Transport(Protocol):
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Request:
         """Begin `native_all_reduce`. Host memory only."""
 
-    def bind_native(self, operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+    def bind_native(
+        self, operation: str, array: np.ndarray, other: np.ndarray
+    ) -> Callable[[], None]:
         """A function that runs another collective of the library's own, by its name in native.OPERATIONS, on host memory.
 
         The length of the array is a multiple of the number of ranks. Collective: binding, and every run.
@@ -275,8 +281,10 @@ def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int)
         )
     for peer in peers:
         if not 0 <= peer < size:
-            raise CommError(f"rank {rank}: peer {peer} is not among ranks 0 to {size - 1}.",
-                            "Peers are counted within the transport in hand, which may be a part of the job.")
+            raise CommError(
+                f"rank {rank}: peer {peer} is not among ranks 0 to {size - 1}.",
+                "Peers are counted within the transport in hand, which may be a part of the job.",
+            )
 
 
 def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
@@ -284,4 +292,4 @@ def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype)
     raw = np.zeros(count * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    return raw[start:start + count * dtype.itemsize].view(dtype)
+    return raw[start : start + count * dtype.itemsize].view(dtype)

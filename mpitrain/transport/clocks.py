@@ -19,7 +19,7 @@ class Clocks:
         with transport.recorder.called("the clocks"):
             self._tag = transport.claim_tag()
         hosts = transport.hosts
-        self._asks = hosts.index(hosts[transport.rank])    # for this rank
+        self._asks = hosts.index(hosts[transport.rank])  # for this rank
         self._asking = [rank for rank, host in enumerate(hosts) if 0 < rank == hosts.index(host)]
 
     def measure(self) -> tuple[float, float]:

@@ -39,9 +39,18 @@ def library() -> Library:
     """Ask the MPI that mpi4py loads; starts MPI."""
     from mpi4py import MPI
 
-    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
-              MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
-    return Library(named(MPI.Get_library_version()), MPI.Get_version(), levels[MPI.Query_thread()], loaded_path())
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return Library(
+        named(MPI.Get_library_version()),
+        MPI.Get_version(),
+        levels[MPI.Query_thread()],
+        loaded_path(),
+    )
 
 
 def named(told: str) -> str:
@@ -74,4 +83,6 @@ def cuda_awareness(path: str, environ: Mapping[str, str]) -> Awareness:
         flag = ctypes.c_int(0)
         failed = handle.MPIX_GPU_query_support(0, ctypes.byref(flag))
         return Awareness(not failed and bool(flag.value), "MPIX_GPU_query_support")
-    return Awareness(False, "the library has no function to ask, and no environment variable promises it")
+    return Awareness(
+        False, "the library has no function to ask, and no environment variable promises it"
+    )

@@ -45,7 +45,9 @@ def connect() -> MpiTransport:
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.thread_level = "serialized"  # one thread at a time; "multiple" costs a lock on every call
+        mpi4py.rc.thread_level = (
+            "serialized"  # one thread at a time; "multiple" costs a lock on every call
+        )
     from mpi4py import MPI
 
     return from_communicator(MPI.COMM_WORLD)
@@ -67,7 +69,19 @@ class MpiTransport(Transport):
 
     recorder: Recorder = SILENT
     native_dtypes = frozenset(
-        ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
+        (
+            "float32",
+            "float64",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "uint8",
+            "uint16",
+            "uint32",
+            "uint64",
+        )
+    )
 
     def __init__(self, comm: Any, place: int, root: MpiTransport | None = None):
         from mpi4py import MPI
@@ -78,16 +92,30 @@ class MpiTransport(Transport):
         self.turns: Turns = root.turns if root else Turns()
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
-        self._types = {np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in self.native_dtypes}
-        self._by_width = {1: ("u1", MPI.UINT8_T), 2: ("u2", MPI.UINT16_T), 4: ("u4", MPI.UINT32_T), 8: ("u8", MPI.UINT64_T),
-                          16: ("c16", MPI.C_DOUBLE_COMPLEX)}
+        self._types = {
+            np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char)
+            for name in self.native_dtypes
+        }
+        self._by_width = {
+            1: ("u1", MPI.UINT8_T),
+            2: ("u2", MPI.UINT16_T),
+            4: ("u4", MPI.UINT32_T),
+            8: ("u8", MPI.UINT64_T),
+            16: ("c16", MPI.C_DOUBLE_COMPLEX),
+        }
         self._large: dict[tuple, Any] = {}
         self._ops = {"add": MPI.SUM, "maximum": MPI.MAX}
         self._next_tag = FIRST_CLAIMED_TAG
-        self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND  # split communicators do not tell
-        self.hosts, self.members = zip(*self.gather_text((MPI.Get_processor_name(), place)), strict=True)
-        self._names = [f"rank {rank}" + (f" (of all ranks {place})" if place != rank else "")
-                       for rank, place in enumerate(self.members)]
+        self._last_tag = (
+            MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
+        )  # split communicators do not tell
+        self.hosts, self.members = zip(
+            *self.gather_text((MPI.Get_processor_name(), place)), strict=True
+        )
+        self._names = [
+            f"rank {rank}" + (f" (of all ranks {place})" if place != rank else "")
+            for rank, place in enumerate(self.members)
+        ]
         self._host: MpiTransport | None = None
         self.tenants = Tenants()
         self._made: list[int] = []
@@ -118,7 +146,9 @@ class MpiTransport(Transport):
             blocks, rest = divmod(count, TYPE_BLOCK)
             block = unit.Create_contiguous(TYPE_BLOCK)
             offsets = [0, blocks * TYPE_BLOCK * unit.Get_size()]
-            self._large[key] = self.MPI.Datatype.Create_struct([blocks, rest], offsets, [block, unit]).Commit()
+            self._large[key] = self.MPI.Datatype.Create_struct(
+                [blocks, rest], offsets, [block, unit]
+            ).Commit()
         return self._large[key]
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Send:
@@ -127,14 +157,18 @@ class MpiTransport(Transport):
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
             message, _ = self._message(array)
-            return Send(self, self.comm.Isend(message, to, tag), f"send to {self._names[to]}, tag {tag}")
+            return Send(
+                self, self.comm.Isend(message, to, tag), f"send to {self._names[to]}, tag {tag}"
+            )
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Receive:
         check_message(array, self.rank, (source,), self.size)
         with self.turns.lock:
             message, unit = self._message(array)
             request = self.comm.Irecv(message, source, tag)
-            return Receive(self, request, array, unit, f"recv from {self._names[source]}, tag {tag}")
+            return Receive(
+                self, request, array, unit, f"recv from {self._names[source]}, tag {tag}"
+            )
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Receive:
         check_message(array, self.rank, (), self.size)
@@ -182,11 +216,16 @@ class MpiTransport(Transport):
         texts = np.empty(int(lengths.sum()), np.uint8)
         self._wait("Iallgatherv", mine, [texts, lengths])
         ends = np.cumsum(lengths)
-        return [json.loads(texts[end - length:end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
+        return [
+            json.loads(texts[end - length : end].tobytes())
+            for end, length in zip(ends, lengths, strict=True)
+        ]
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         host = self._ranks_of_this_host()
-        nbytes = -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096  # whole pages keep every block aligned
+        nbytes = (
+            -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096
+        )  # whole pages keep every block aligned
         facts = nbytes, process.shared_memory(), self.windows.next_number
         blocks_of, rooms, numbers = zip(*host.gather_text(facts), strict=True)
         # Groups of one host, such as the replicas of each stage, allocate at the same time.
@@ -198,14 +237,16 @@ class MpiTransport(Transport):
             return aligned_zeros(count, dtype)
         with self.turns.lock:
             window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
-            blocks = {place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
-                      for rank, place in enumerate(host.members)}
+            blocks = {
+                place: np.frombuffer(window.Shared_query(rank)[0], np.uint8)
+                for rank, place in enumerate(host.members)
+            }
         self.windows.add(max(numbers), blocks, window.Free)
         self._made.append(max(numbers))
         mine = self.windows.lend(max(numbers), self.members[self.rank])
         mine[:] = 0
         host.barrier()
-        return mine[:count * np.dtype(dtype).itemsize].view(dtype)
+        return mine[: count * np.dtype(dtype).itemsize].view(dtype)
 
     def _ranks_of_this_host(self) -> MpiTransport:
         """The part of this transport whose ranks can share memory. Collective at the first call."""
@@ -237,23 +278,35 @@ class MpiTransport(Transport):
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Several:
         self._check_native(array)
         with self.turns.lock:
-            return Several([Send(self, self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]), "native all-reduce")
-                            for message in self._parts(array)])
+            return Several(
+                [
+                    Send(
+                        self,
+                        self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]),
+                        "native all-reduce",
+                    )
+                    for message in self._parts(array)
+                ]
+            )
 
-    def bind_native(self, operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+    def bind_native(
+        self, operation: str, array: np.ndarray, other: np.ndarray
+    ) -> Callable[[], None]:
         return library_call(self, operation, array, other)
 
     def _parts(self, array: np.ndarray) -> list[list]:
         """mpi4py's descriptions of the parts of an array that the library reduces one by one."""
         flat = array.reshape(-1)
-        parts = [flat[start:start + PART] for start in range(0, max(1, flat.size), PART)]
+        parts = [flat[start : start + PART] for start in range(0, max(1, flat.size), PART)]
         return [[part, part.size, self._types[part.dtype]] for part in parts]
 
     def _check_native(self, array: np.ndarray) -> None:
         check_message(array, self.rank, (), self.size)
         if array.dtype not in self._types:
-            raise CommError(f"rank {self.rank}: MPI's own all-reduce has no {array.dtype}.",
-                            "Use algorithm ring, which reduces any type.")
+            raise CommError(
+                f"rank {self.rank}: MPI's own all-reduce has no {array.dtype}.",
+                "Use algorithm ring, which reduces any type.",
+            )
 
     def abort(self, message: str) -> NoReturn:
         print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)

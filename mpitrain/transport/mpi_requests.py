@@ -38,7 +38,9 @@ class MpiCalls(Protocol):
     @property
     def MPI(self) -> Any: ...
 
-    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None: ...
+    def wait_until(
+        self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None
+    ) -> None: ...
 
 
 class Receive:
@@ -81,16 +83,21 @@ class Receive:
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:
-            raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements met a message of "
-                            f"{arrived} from rank {self.source}.", "Make both arrays of one length and dtype.")
+            raise CommError(
+                f"rank {self._transport.rank}: {self._what} of {self._count} elements met a message of "
+                f"{arrived} from rank {self.source}.",
+                "Make both arrays of one length and dtype.",
+            )
         self._done = True
 
     def __str__(self) -> str:
         return self._what
 
     def _fail(self, error: Any) -> NoReturn:
-        raise CommError(f"rank {self._transport.rank}: {self._what} of {self._count} elements failed: "
-                        f"{error.Get_error_string()}") from error
+        raise CommError(
+            f"rank {self._transport.rank}: {self._what} of {self._count} elements failed: "
+            f"{error.Get_error_string()}"
+        ) from error
 
 
 class Send:
@@ -99,7 +106,12 @@ class Send:
     source = -1
 
     def __init__(self, transport: MpiCalls, request: Any, what: str):
-        self._transport, self._turns, self._request, self._what = transport, transport.turns, request, what
+        self._transport, self._turns, self._request, self._what = (
+            transport,
+            transport.turns,
+            request,
+            what,
+        )
 
     def test(self) -> bool:
         try:
@@ -123,4 +135,6 @@ class Send:
         return self._what
 
     def _fail(self, error: Any) -> NoReturn:
-        raise CommError(f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}") from error
+        raise CommError(
+            f"rank {self._transport.rank}: {self._what} failed: {error.Get_error_string()}"
+        ) from error

@@ -20,11 +20,18 @@ MOST = (1 << 31) - 1
 """Elements that one call of an MPI-3 library takes."""
 
 
-def library_call(transport: "MpiTransport", operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+def library_call(
+    transport: "MpiTransport", operation: str, array: np.ndarray, other: np.ndarray
+) -> Callable[[], None]:
     """A function that runs one blocking collective of the library on these arrays. As `Transport.bind_native`."""
     if array.size > MOST:
-        raise on_every_rank(CommError(f"rank {transport.rank}: one call of MPI's own {operation} takes {MOST} elements, but the "
-                                      f"array has {array.size}.", "Lower --max-bytes, or leave out algorithm native."))
+        raise on_every_rank(
+            CommError(
+                f"rank {transport.rank}: one call of MPI's own {operation} takes {MOST} elements, but the "
+                f"array has {array.size}.",
+                "Lower --max-bytes, or leave out algorithm native.",
+            )
+        )
     comm, in_place, add = transport.comm, transport.MPI.IN_PLACE, transport.MPI.SUM
     _, unit = transport._message(array[:1])
     whole, parts = [array, array.size, unit], [array, array.size // transport.size, unit]
@@ -49,11 +56,17 @@ def library_call(transport: "MpiTransport", operation: str, array: np.ndarray, o
 def expected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
     """The array that the collective leaves on this rank, from what every rank brought to it, by rank."""
     n = len(brought)
-    chunks = [np.split(array, n) for array in brought] if operation not in ("broadcast", "reduce") else []
+    chunks = (
+        [np.split(array, n) for array in brought]
+        if operation not in ("broadcast", "reduce")
+        else []
+    )
     if operation == "broadcast":
         return brought[0]
     if operation == "reduce":
         return np.sum(brought, axis=0) if rank == 0 else brought[rank]
     if operation == "reduce-scatter":
         return np.sum([mine[rank] for mine in chunks], axis=0)
-    return np.concatenate([mine[rank if operation == "all-to-all" else source] for source, mine in enumerate(chunks)])
+    return np.concatenate(
+        [mine[rank if operation == "all-to-all" else source] for source, mine in enumerate(chunks)]
+    )

@@ -45,7 +45,9 @@ class World:
             if wait.ready():
                 wait.woken.notify()
 
-    def wait(self, rank: int, ready: Callable[[], bool], what: Any, seconds: float | None = None) -> None:
+    def wait(
+        self, rank: int, ready: Callable[[], bool], what: Any, seconds: float | None = None
+    ) -> None:
         """Block this thread until `ready`; CommError when that can no longer happen. Call with the lock held.
 
         what     str() of it names the wait
@@ -109,7 +111,9 @@ class World:
             self.live -= 1
             if error is not None:
                 is_agreed = getattr(error, "agreed", False)
-                if self.first_error is None or (getattr(self.first_error, "agreed", False) and not is_agreed):
+                if self.first_error is None or (
+                    getattr(self.first_error, "agreed", False) and not is_agreed
+                ):
                     self.first_error = error
                 if not is_agreed:
                     self.finish(f"rank {rank} ended with {type(error).__name__}: {error}")
@@ -123,7 +127,12 @@ class Unmet:
         self._world, self._rank = world, rank
 
     def __str__(self) -> str:
-        mine = [m for messages in self._world.unmet.values() for m in messages if m.transport.me == self._rank]
+        mine = [
+            m
+            for messages in self._world.unmet.values()
+            for m in messages
+            if m.transport.me == self._rank
+        ]
         return named(mine) or "no message"
 
 
@@ -145,8 +154,13 @@ class Message:
     def fits(self, other: "Message") -> bool:
         """True if a send and a receive on the same transport belong together."""
         send, receive = (self, other) if self.sends else (other, self)
-        return (send.sends and not receive.sends and send.tag == receive.tag and send.peer == receive.transport.rank
-                and receive.peer in (None, send.transport.rank))
+        return (
+            send.sends
+            and not receive.sends
+            and send.tag == receive.tag
+            and send.peer == receive.transport.rank
+            and receive.peer in (None, send.transport.rank)
+        )
 
     def post(self) -> "Message":
         """Meet the earliest message that fits, or wait to be met."""
@@ -170,12 +184,16 @@ class Message:
         send, receive = (self, self.other) if self.sends else (self.other, self)
         receive.source = send.transport.rank
         if send.nbytes != receive.nbytes:
-            raise CommError(f"rank {self.transport.me}: a message must fill its receive exactly, but {send} "
-                            f"met {receive} on rank {receive.transport.me}.",
-                            "Make both arrays of one length and dtype.")
+            raise CommError(
+                f"rank {self.transport.me}: a message must fill its receive exactly, but {send} "
+                f"met {receive} on rank {receive.transport.me}.",
+                "Make both arrays of one length and dtype.",
+            )
         receive.bytes[:] = send.bytes
         send.moved = receive.moved = True
-        send.other = receive.other = None  # nothing may keep the other's transport alive, nor the arrays
+        send.other = receive.other = (
+            None  # nothing may keep the other's transport alive, nor the arrays
+        )
         send.bytes = receive.bytes = NOTHING
 
     def has_met(self) -> bool:
@@ -208,7 +226,9 @@ class Meeting:
         self.combined = False
 
     def complete(self) -> Any:
-        if not self.combined:  # as late as permitted: an array changed after its start spoils the sum
+        if (
+            not self.combined
+        ):  # as late as permitted: an array changed after its start spoils the sum
             self.result = self.combine([self.brought[rank] for rank in range(self.size)])
             self.combined = True
             self.brought.clear()  # nobody's array is kept alive by what others have not let go of
@@ -229,8 +249,10 @@ class Arrival:
         with world.lock:
             self.meeting = world.meetings.setdefault(key, Meeting(transport.size, what, combine))
             if self.meeting.what != what:
-                raise CommError(f"rank {transport.me}: entered {what} while another rank entered {self.meeting.what}.",
-                                "Every rank must make the same collective calls in the same order.")
+                raise CommError(
+                    f"rank {transport.me}: entered {what} while another rank entered {self.meeting.what}.",
+                    "Every rank must make the same collective calls in the same order.",
+                )
             self.meeting.brought[transport.rank] = bring
             if self.all_here():
                 del world.meetings[key]

@@ -17,7 +17,14 @@ import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.transport.base import FIRST_CLAIMED_TAG, Tenants, Traffic, Transport, aligned_zeros, check_message
+from mpitrain.transport.base import (
+    FIRST_CLAIMED_TAG,
+    Tenants,
+    Traffic,
+    Transport,
+    aligned_zeros,
+    check_message,
+)
 from mpitrain.transport.native import expected
 from mpitrain.transport.rendezvous import Arrival, Message, World
 from mpitrain.transport.windows import Windows
@@ -32,8 +39,16 @@ class ThreadTransport(Transport):
     native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
     admits_threads = True
 
-    def __init__(self, world: World, context: tuple, members: Sequence[int], rank: int, hosts: Sequence[str],
-                 traffic: Traffic, windows: Windows):
+    def __init__(
+        self,
+        world: World,
+        context: tuple,
+        members: Sequence[int],
+        rank: int,
+        hosts: Sequence[str],
+        traffic: Traffic,
+        windows: Windows,
+    ):
         self.world, self.context, self.members = world, context, tuple(members)
         self.rank, self.size, self.me = rank, len(members), members[rank]
         self.hosts, self.traffic, self.windows = tuple(hosts), traffic, windows
@@ -96,8 +111,15 @@ class ThreadTransport(Transport):
             return None
         chosen = sorted((k, rank) for rank, (c, k) in enumerate(everyone) if c == color)
         ranks = [rank for _, rank in chosen]
-        part = ThreadTransport(self.world, context, [self.members[rank] for rank in ranks], ranks.index(self.rank),
-                               [self.hosts[rank] for rank in ranks], self.traffic, self.windows)
+        part = ThreadTransport(
+            self.world,
+            context,
+            [self.members[rank] for rank in ranks],
+            ranks.index(self.rank),
+            [self.hosts[rank] for rank in ranks],
+            self.traffic,
+            self.windows,
+        )
         self.windows.parts.add(part)
         return part
 
@@ -109,7 +131,11 @@ class ThreadTransport(Transport):
             return array
         number = max(brought[rank][1] for rank in here)
         block = brought[self.rank][0]
-        self.windows.add(number, {self.members[rank]: brought[rank][0] for rank in here}, lambda: block.fill(0xFF))
+        self.windows.add(
+            number,
+            {self.members[rank]: brought[rank][0] for rank in here},
+            lambda: block.fill(0xFF),
+        )
         self._made.append(number)
         return self.windows.lend(number, self.me).view(dtype)
 
@@ -129,21 +155,30 @@ class ThreadTransport(Transport):
                 OPS[op](total, other, out=total)
             return total
 
-        return Arrival(self, "native all-reduce", array, combine, lambda total: np.copyto(array, total))
+        return Arrival(
+            self, "native all-reduce", array, combine, lambda total: np.copyto(array, total)
+        )
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self.start_native_all_reduce(array, op).wait()
 
-    def bind_native(self, operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+    def bind_native(
+        self, operation: str, array: np.ndarray, other: np.ndarray
+    ) -> Callable[[], None]:
         brings, receives = (other, array) if operation == "all-to-all" else (array, array)
         receives = other if operation == "reduce-scatter" else receives
-        return lambda: np.copyto(receives, expected(operation, self._meet(f"native {operation}", brings.copy()), self.rank))
+        return lambda: np.copyto(
+            receives,
+            expected(operation, self._meet(f"native {operation}", brings.copy()), self.rank),
+        )
 
     def abort(self, message: str) -> None:
         raise CommError(f"rank {self.me}: aborted: {message}")
 
 
-def run_ranks(n: int, function: Callable, *args: Any, hosts: Sequence[str] | None = None) -> list[Any]:
+def run_ranks(
+    n: int, function: Callable, *args: Any, hosts: Sequence[str] | None = None
+) -> list[Any]:
     """Call function(transport, *args) on n threads of this process, one rank each; needs no MPI.
 
     Parameters
@@ -181,23 +216,32 @@ def run_ranks(n: int, function: Callable, *args: Any, hosts: Sequence[str] | Non
     def run(rank: int) -> None:
         error = None
         try:
-            results[rank] = function(ThreadTransport(world, (), range(n), rank, hosts, Traffic(), Windows()), *args)
+            results[rank] = function(
+                ThreadTransport(world, (), range(n), rank, hosts, Traffic(), Windows()), *args
+            )
             returned.append(rank)
         except BaseException as raised:
             raised.add_note(f"raised on rank {rank} of {n}")
             error = raised
         world.leave(rank, error)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(n)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if world.first_error is not None:
         if returned and getattr(world.first_error, "agreed", False):
-            raise CommError(f"ranks {sorted(returned)} returned, but an error of every rank was raised.") from world.first_error
+            raise CommError(
+                f"ranks {sorted(returned)} returned, but an error of every rank was raised."
+            ) from world.first_error
         raise world.first_error
-    unmet = [message for messages in world.unmet.values() for message in messages if world.end is None]
+    unmet = [
+        message for messages in world.unmet.values() for message in messages if world.end is None
+    ]
     lost = [f"rank {message.transport.me}: {message}" for message in unmet if message.sends]
     if lost:
         raise CommError("every send must be received, but these were not:\n" + "\n".join(lost))

@@ -19,19 +19,28 @@ class Recorded(Transport):
 
     def __init__(self, inner: Transport, recorder: Recorder):
         self._inner, self.recorder = inner, recorder
-        self.rank, self.size, self.hosts, self.members = inner.rank, inner.size, inner.hosts, inner.members
+        self.rank, self.size, self.hosts, self.members = (
+            inner.rank,
+            inner.size,
+            inner.hosts,
+            inner.members,
+        )
         self.traffic, self.windows, self.tenants = inner.traffic, inner.windows, inner.tenants
         self.native_dtypes, self.admits_threads = inner.native_dtypes, inner.admits_threads
         self._named: dict[int, int] = {}
         self._messages, self._barrier, self._text, self._native = (
-            recorder.name(what, inner.members) for what in ("messages", "a barrier", "words of all ranks", "MPI's all-reduce"))
+            recorder.name(what, inner.members)
+            for what in ("messages", "a barrier", "words of all ranks", "MPI's all-reduce")
+        )
 
     def aside(self, array: Any) -> Any:
         return self._inner.aside(array)
 
     def claim_tag(self) -> int:
         tag = self._inner.claim_tag()
-        self._named[tag] = self.recorder.name(self.recorder.naming, self.members if self.recorder.naming else ())
+        self._named[tag] = self.recorder.name(
+            self.recorder.naming, self.members if self.recorder.naming else ()
+        )
         return tag
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
@@ -53,7 +62,9 @@ class Recorded(Transport):
         return _Noted(self._inner.start_recv_any(array, tag), recorder, span, name, -1)
 
     def _member(self, rank: int) -> int:
-        return self.members[rank] if 0 <= rank < self.size else -1    # the transport beneath refuses what is no rank
+        return (
+            self.members[rank] if 0 <= rank < self.size else -1
+        )  # the transport beneath refuses what is no rank
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         wait = self.recorder.wait(self._messages)
@@ -94,9 +105,13 @@ class Recorded(Transport):
 
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Request:
         span = self.recorder.begin(REDUCTION, self._native, nbytes=array.nbytes)
-        return _Noted(self._inner.start_native_all_reduce(array, op), self.recorder, span, self._native, -1)
+        return _Noted(
+            self._inner.start_native_all_reduce(array, op), self.recorder, span, self._native, -1
+        )
 
-    def bind_native(self, operation: str, array: np.ndarray, other: np.ndarray) -> Callable[[], None]:
+    def bind_native(
+        self, operation: str, array: np.ndarray, other: np.ndarray
+    ) -> Callable[[], None]:
         return self._inner.bind_native(operation, array, other)
 
     def abort(self, message: str) -> None:
@@ -109,7 +124,13 @@ class _Noted:
     __slots__ = ("_inner", "_name", "_peer", "_recorder", "_span")
 
     def __init__(self, inner: Request, recorder: Recorder, span: int, name: int, peer: int):
-        self._inner, self._recorder, self._span, self._name, self._peer = inner, recorder, span, name, peer
+        self._inner, self._recorder, self._span, self._name, self._peer = (
+            inner,
+            recorder,
+            span,
+            name,
+            peer,
+        )
 
     @property
     def source(self) -> int:

@@ -58,13 +58,17 @@ class Windows:
 
     def lend(self, window: int, member: int) -> np.ndarray:
         """The bytes of a member's block as an array: while that or a view of it lives, the window is in use."""
-        array = np.asarray(memoryview(self._blocks[window][member]))  # no view of the block: its own views end here
+        array = np.asarray(
+            memoryview(self._blocks[window][member])
+        )  # no view of the block: its own views end here
         self.use(window, array)
         return array
 
     def use(self, window: int, user: Any) -> None:
         """The window is in use while `user` lives."""
-        self._users[window] = [one for one in self._users[window] if one() is not None] + [weakref.ref(user)]
+        self._users[window] = [one for one in self._users[window] if one() is not None] + [
+            weakref.ref(user)
+        ]
 
     def _is_idle(self, window: int) -> bool:
         return all(user() is None for user in self._users[window])
@@ -82,27 +86,38 @@ class Windows:
                 return Location(window, offset)
         return None
 
-    def views(self, location: Location, members: Sequence[int], count: int, dtype: Any) -> list[np.ndarray] | None:
+    def views(
+        self, location: Location, members: Sequence[int], count: int, dtype: Any
+    ) -> list[np.ndarray] | None:
         """What lies at the same location in each member's block, by member; None if one of them is on another host."""
         blocks = self._blocks[location.window]
         if not all(member in blocks for member in members):
             return None
         stop = location.offset + count * np.dtype(dtype).itemsize
-        return [blocks[member][location.offset:stop].view(dtype) for member in members]
+        return [blocks[member][location.offset : stop].view(dtype) for member in members]
 
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
         """Numbers of the windows of `nbytes` a rank that this rank does not use, and that these ranks have to themselves.
 
         A window that other ranks share is not among them: those ranks may still read what was reduced in it last.
         """
-        return [window for window, blocks in self._blocks.items() if self._is_idle(window) and blocks.keys() == set(members)
-                and all(block.nbytes == nbytes for block in blocks.values())]
+        return [
+            window
+            for window, blocks in self._blocks.items()
+            if self._is_idle(window)
+            and blocks.keys() == set(members)
+            and all(block.nbytes == nbytes for block in blocks.values())
+        ]
 
     def leave(self, part: Gathers, made: Sequence[int]) -> bool:
         """Free what a part that is being closed has made and no rank uses; False if some of it is left. Collective."""
         reported = part.gather_text([window for window in made if self._is_idle(window)])
         told = dict(zip(part.members, reported, strict=True))
-        idle = [window for window in made if all(window in told[member] for member in self._blocks[window])]
+        idle = [
+            window
+            for window in made
+            if all(window in told[member] for member in self._blocks[window])
+        ]
         self._release(idle)
         self.parts.discard(part)
         return len(idle) == len(made)
@@ -112,10 +127,15 @@ class Windows:
         parts = root.gather_text(len(self.parts))
         if any(parts):
             rank = next(rank for rank, count in enumerate(parts) if count)
-            raise on_every_rank(CommError(
-                f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} open part(s).",
-                "Close the parts on all their ranks, then the transport they were split from."))
-        self._release(sorted(self._blocks))  # two ranks number the windows they share alike, and so free them in one order
+            raise on_every_rank(
+                CommError(
+                    f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} open part(s).",
+                    "Close the parts on all their ranks, then the transport they were split from.",
+                )
+            )
+        self._release(
+            sorted(self._blocks)
+        )  # two ranks number the windows they share alike, and so free them in one order
         self.closed = True
 
     def _release(self, windows: Sequence[int]) -> None:
@@ -126,6 +146,8 @@ class Windows:
 
 def no_room(host: str, needed: int, left: int) -> str:
     """The one line said when a window does not fit and plain memory is used instead."""
-    return (f"mpitrain: {SHARED_MEMORY} on {host} has {left / 2**20:.0f} MiB left, a shared window needs "
-            f"{needed / 2**20:.0f} MiB free: using plain memory, which is slower. "
-            "Make it larger (docker run --shm-size=4g).")
+    return (
+        f"mpitrain: {SHARED_MEMORY} on {host} has {left / 2**20:.0f} MiB left, a shared window needs "
+        f"{needed / 2**20:.0f} MiB free: using plain memory, which is slower. "
+        "Make it larger (docker run --shm-size=4g)."
+    )

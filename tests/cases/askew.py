@@ -21,13 +21,18 @@ class Askew(Arena):
 
 def one_askew(which: int, *shapes: tuple[int, ...]) -> tuple[Arena, list[np.ndarray]]:
     """An arena and arrays of these shapes, of which one alone is out of line: the arena, if `which` is none of them."""
-    arrays = [stored(numbers(seed, *shape), "float32", seed == which) for seed, shape in enumerate(shapes)]
+    arrays = [
+        stored(numbers(seed, *shape), "float32", seed == which) for seed, shape in enumerate(shapes)
+    ]
     return Arena() if which < len(shapes) else Askew(), arrays
 
 
 def check_bias(kernels: Kernels, which: int) -> None:
     """A rank's own rows of a sum begin anywhere; a bias, its gradient, a residual or the output may as well."""
-    ops, (arena, (x, b, residual, out, db)) = cuda.body(kernels), one_askew(which, (3, 8), (8,), (3, 8), (3, 8), (8,))
+    ops, (arena, (x, b, residual, out, db)) = (
+        cuda.body(kernels),
+        one_askew(which, (3, 8), (8,), (3, 8), (3, 8), (8,)),
+    )
     ops.add_bias(x, b, out, arena, residual)
     np.testing.assert_array_equal(out, x + b + residual)
     truth = db + x.sum(0)
@@ -37,13 +42,17 @@ def check_bias(kernels: Kernels, which: int) -> None:
 
 def check_norm(kernels: Kernels, which: int) -> None:
     """Any array of a LayerNorm may begin anywhere."""
-    ops, (arena, (x, gain, bias, dy, residual, dgain)) = cuda.body(kernels), one_askew(
-        which, (3, 8), (8,), (8,), (3, 8), (3, 8), (8,))
+    ops, (arena, (x, gain, bias, dy, residual, dgain)) = (
+        cuda.body(kernels),
+        one_askew(which, (3, 8), (8,), (8,), (3, 8), (3, 8), (8,)),
+    )
     y, saved = ops.layer_norm(x, gain, bias, arena)
     true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), None)
     assert_close(y, true_y)
     dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena, residual)
-    true_dx, truth = reference.layer_norm_backward_input(values(dy), values(gain), true_saved, None, values(residual))
+    true_dx, truth = reference.layer_norm_backward_input(
+        values(dy), values(gain), true_saved, None, values(residual)
+    )
     assert_close(dx, true_dx)
     reference.layer_norm_backward_gain(truth, true_dgain := values(dgain), True, None)
     ops.layer_norm_backward_gain(pending, dgain, True, arena)
@@ -54,13 +63,18 @@ def check_embedding(kernels: Kernels, which: int) -> None:
     """Any array of an embedding may begin anywhere."""
     ops, tokens = cuda.body(kernels), np.array([[1, 0, 4]])
     arena, (table, positions, out, dx, dtable, dpositions) = one_askew(
-        which, (5, 8), (3, 8), (1, 3, 8), (1, 3, 8), (5, 8), (3, 8))
+        which, (5, 8), (3, 8), (1, 3, 8), (1, 3, 8), (5, 8), (3, 8)
+    )
     _, saved = ops.embedding(tokens, table, positions, arena, 0, out)
     true_x, truth = reference.embedding(tokens, values(table), values(positions), None)
     assert_close(out, true_x)
-    for name, what, true_what, into in (("table", (dx, saved), (values(dx), truth), dtable),
-                                        ("positions", (dx,), (values(dx),), dpositions)):
-        getattr(reference, f"embedding_backward_{name}")(*true_what, expected := values(into), True, None)
+    for name, what, true_what, into in (
+        ("table", (dx, saved), (values(dx), truth), dtable),
+        ("positions", (dx,), (values(dx),), dpositions),
+    ):
+        getattr(reference, f"embedding_backward_{name}")(
+            *true_what, expected := values(into), True, None
+        )
         getattr(ops, f"embedding_backward_{name}")(*what, into, True, arena)
         assert_close(into, expected, what=name)
 

@@ -12,45 +12,77 @@ from mpitrain.ops.cuda.sums import sum_rows
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 
-def halves(names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]], dtype: str) -> None:
+def halves(
+    names: list[str], ops, pending, truth, shapes: list[tuple[int, ...]], dtype: str
+) -> None:
     """Each weight half must overwrite rubbish, and add to what is there, as the reference does; no gradient is of 16 bits."""
     for accumulate in (False, True):
         for name, shape in zip(names, shapes, strict=True):
-            out = stored(numbers(9, *shape), "float32" if dtype in ("float16", "bfloat16") else dtype)
+            out = stored(
+                numbers(9, *shape), "float32" if dtype in ("float16", "bfloat16") else dtype
+            )
             expected = values(out)
             getattr(ops, name)(*pending, out, accumulate, Arena())
             getattr(reference, name)(*truth, expected, accumulate, None)
             assert_close(out, expected, dtype, name)
 
 
-def check_linear(kernels: Kernels, m: int, k: int, n: int, activation: str = "", dtype: str = "float32",
-                 biased: bool = True, gemm: str = "tiled") -> None:
+def check_linear(
+    kernels: Kernels,
+    m: int,
+    k: int,
+    n: int,
+    activation: str = "",
+    dtype: str = "float32",
+    biased: bool = True,
+    gemm: str = "tiled",
+) -> None:
     """A linear layer, forward and the three backward halves."""
     ops, arena, name = cuda.body(kernels, cuda.multiply(gemm)), Arena(), f"linear{activation}"
-    x, w, b, dy = (stored(a, dtype) for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n)))
+    x, w, b, dy = (
+        stored(a, dtype)
+        for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n))
+    )
     y, saved = getattr(ops, name)(x, w, b if biased else None, arena)
-    true_y, true_saved = getattr(reference, name)(values(x), values(w), values(b) if biased else None, None)
+    true_y, true_saved = getattr(reference, name)(
+        values(x), values(w), values(b) if biased else None, None
+    )
     assert_close(y, true_y, dtype, name)
     dx, pending = getattr(ops, f"{name}_backward_input")(dy, w, saved, arena)
-    true_dx, truth = getattr(reference, f"{name}_backward_input")(values(dy), values(w), true_saved, None)
+    true_dx, truth = getattr(reference, f"{name}_backward_input")(
+        values(dy), values(w), true_saved, None
+    )
     assert_close(dx, true_dx, dtype, "dx")
     names, shapes = ["linear_backward_weight", "linear_backward_bias"], [(n, k), (n,)]
     count = 2 if biased else 1
     halves(names[:count], ops, (pending,), (truth,), shapes[:count], dtype)
 
 
-def check_fused(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32", gemm: str = "tiled") -> None:
+def check_fused(
+    kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32", gemm: str = "tiled"
+) -> None:
     """A linear layer after one with GELU: the residual in its sum; backward GELU's derivative, written over what was kept."""
     ops, arena = cuda.body(kernels, cuda.multiply(gemm)), Arena()
-    x, up, b, w, residual, dy = (stored(a, dtype) for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, k, n),
-                                                            numbers(5, m, k), numbers(6, m, k)))
+    x, up, b, w, residual, dy = (
+        stored(a, dtype)
+        for a in (
+            numbers(1, m, k),
+            numbers(2, n, k),
+            numbers(3, n),
+            numbers(4, k, n),
+            numbers(5, m, k),
+            numbers(6, m, k),
+        )
+    )
     h, (_, z) = ops.linear_gelu(x, up, b, arena)
     true_h, (_, true_z) = reference.linear_gelu(values(x), values(up), values(b), None)
     y, saved = ops.linear(h, w, None, arena, residual=residual)
     true_y, true_saved = reference.linear(true_h, values(w), None, None, residual=values(residual))
     assert_close(y, true_y, dtype, "y")
     dz, pending = ops.gelu_linear_backward_input(dy, w, saved, z, arena)
-    true_dz, truth = reference.gelu_linear_backward_input(values(dy), values(w), true_saved, true_z, None)
+    true_dz, truth = reference.gelu_linear_backward_input(
+        values(dy), values(w), true_saved, true_z, None
+    )
     assert dz is z
     assert_close(dz, true_dz, dtype, "dz")
     halves(["linear_backward_weight"], ops, (pending,), (truth,), [(k, n)], dtype)
@@ -61,7 +93,11 @@ def check_logits(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32
     ops, arena, targets = cuda.body(kernels), Arena(), np.arange(m) % n
     x, w = stored(numbers(1, m, k), dtype), stored(numbers(2, n, k), dtype)
     y, saved = ops.logits(x, w, None, arena)
-    assert y.shape == (m, n) and y.strides == (-(-n // 64) * 64 * y.itemsize, y.itemsize) and y.ctypes.data % 64 == 0
+    assert (
+        y.shape == (m, n)
+        and y.strides == (-(-n // 64) * 64 * y.itemsize, y.itemsize)
+        and y.ctypes.data % 64 == 0
+    )
     assert_close(y, reference.logits(values(x), values(w), None, None)[0], dtype, "logits")
     true_dy = reference.cross_entropy(values(y), targets, 0.125, None)[1]
     _, dy = ops.cross_entropy(y, targets, 0.125, arena)
@@ -82,13 +118,22 @@ def check_activation(kernels: Kernels, n: int, activation: str, dtype: str = "fl
     assert_close(getattr(ops, f"{activation}_backward")(dy, saved, Arena()), truth, dtype)
 
 
-def check_sums(kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted: bool = False) -> None:
+def check_sums(
+    kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted: bool = False
+) -> None:
     """A sum of two arrays, into a third and into one of them, and of rows, a bias and a residual: rounded once."""
     ops, arena = cuda.body(kernels), Arena()
-    a, b, bias = (stored(x, dtype, shifted) for x in (numbers(1, m, n), numbers(2, m, n), numbers(3, n)))
+    a, b, bias = (
+        stored(x, dtype, shifted) for x in (numbers(1, m, n), numbers(2, m, n), numbers(3, n))
+    )
     wide = values(a).astype(np.float32) if dtype != "float64" else values(a)
     truth, biased = (wide + values(x).astype(wide.dtype) for x in (b, bias))
-    every = [(bias, b, biased + values(b).astype(wide.dtype)), (bias, None, biased), (None, b, truth), (None, None, wide)]
+    every = [
+        (bias, b, biased + values(b).astype(wide.dtype)),
+        (bias, None, biased),
+        (None, b, truth),
+        (None, None, wide),
+    ]
     for here, residual, sums in every:
         over, out = stored(values(a), dtype, shifted), np.empty_like(a)
         ops.add_bias(over, here, over, arena, residual)
@@ -101,12 +146,16 @@ def check_sums(kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted
         np.testing.assert_array_equal(found, truth.astype(a.dtype))
 
 
-def check_weighted_sums(kernels: Kernels, n: int, dtype: str = "float32", shifted: bool = False) -> None:
+def check_weighted_sums(
+    kernels: Kernels, n: int, dtype: str = "float32", shifted: bool = False
+) -> None:
     """A sum with weights, and one array alone, into a third and into either."""
     ops, arena = cuda.body(kernels), Arena()
     a, b = (stored(numbers(seed, n), dtype, shifted) for seed in (1, 2))
     for other in (b, None):
-        reference.weighted_sum(values(a), 0.75, None if other is None else values(b), -0.5, truth := np.empty(n), None)
+        reference.weighted_sum(
+            values(a), 0.75, None if other is None else values(b), -0.5, truth := np.empty(n), None
+        )
         ops.weighted_sum(a, 0.75, other, -0.5, found := np.empty_like(a), arena)
         assert_close(found, truth, dtype, "a sum with weights")
         ops.weighted_sum(over := a.copy(), 0.75, other, -0.5, over, arena)
@@ -116,7 +165,9 @@ def check_weighted_sums(kernels: Kernels, n: int, dtype: str = "float32", shifte
     assert_close(over, truth, dtype, "a sum over its second")
 
 
-def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool, dtype: str = "float32") -> None:
+def check_column_sums(
+    kernels: Kernels, m: int, n: int, accumulate: bool, dtype: str = "float32"
+) -> None:
     """A sum down the columns, the bias gradient where it comes alone."""
     x, out = stored(numbers(1, m, n), dtype), stored(numbers(2, n), "float32")
     truth = values(x).sum(0) + (values(out) if accumulate else 0)
@@ -124,32 +175,67 @@ def check_column_sums(kernels: Kernels, m: int, n: int, accumulate: bool, dtype:
     assert_close(out, truth)
 
 
-def check_layer_norm(kernels: Kernels, m: int, c: int, dtype: str = "float32", shifted: bool = False,
-                     adds: bool = False) -> None:
+def check_layer_norm(
+    kernels: Kernels,
+    m: int,
+    c: int,
+    dtype: str = "float32",
+    shifted: bool = False,
+    adds: bool = False,
+) -> None:
     """LayerNorm of rows with a mean far from 0, forward and the three backward halves.
 
     adds: dx has a residual in its sum
     """
     ops, arena = cuda.body(kernels), Arena()
-    x, gain, bias, dy, residual = (stored(a, dtype, shifted) for a in
-                                   (3 + numbers(1, m, c), numbers(2, c), numbers(3, c), numbers(4, m, c), numbers(5, m, c)))
+    x, gain, bias, dy, residual = (
+        stored(a, dtype, shifted)
+        for a in (
+            3 + numbers(1, m, c),
+            numbers(2, c),
+            numbers(3, c),
+            numbers(4, m, c),
+            numbers(5, m, c),
+        )
+    )
     y, saved = ops.layer_norm(x, gain, bias, arena)
     true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), None)
     assert_close(y, true_y, dtype, "y")
     dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena, residual if adds else None)
-    true_dx, truth = reference.layer_norm_backward_input(values(dy), values(gain), true_saved, None,
-                                                         values(residual) if adds else None)
-    size = np.abs(values(dy) * values(gain) * true_saved[1]).max(initial=0)     # in a row of one number all cancels
+    true_dx, truth = reference.layer_norm_backward_input(
+        values(dy), values(gain), true_saved, None, values(residual) if adds else None
+    )
+    size = np.abs(values(dy) * values(gain) * true_saved[1]).max(
+        initial=0
+    )  # in a row of one number all cancels
     assert_close(dx, true_dx, dtype, "dx", size)
-    halves(["layer_norm_backward_gain", "layer_norm_backward_bias"], ops, (pending,), (truth,), [(c,), (c,)], dtype)
+    halves(
+        ["layer_norm_backward_gain", "layer_norm_backward_bias"],
+        ops,
+        (pending,),
+        (truth,),
+        [(c,), (c,)],
+        dtype,
+    )
 
 
-def check_embedding(kernels: Kernels, b: int, t: int, v: int, c: int, dtype: str = "float32", index: str = "int64",
-                    shifted: bool = False) -> None:
+def check_embedding(
+    kernels: Kernels,
+    b: int,
+    t: int,
+    v: int,
+    c: int,
+    dtype: str = "float32",
+    index: str = "int64",
+    shifted: bool = False,
+) -> None:
     """Token and position embedding, and the gradients of both tables."""
     ops = cuda.body(kernels)
     tokens = np.random.default_rng(0).integers(v, size=(b, t)).astype(index)
-    table, positions, dx = (stored(a, dtype, shifted) for a in (numbers(1, v, c), numbers(2, t + 2, c), numbers(3, b, t, c)))
+    table, positions, dx = (
+        stored(a, dtype, shifted)
+        for a in (numbers(1, v, c), numbers(2, t + 2, c), numbers(3, b, t, c))
+    )
     x, saved = ops.embedding(tokens, table, positions, Arena())
     true_x, truth = reference.embedding(tokens, values(table), values(positions), None)
     assert_close(x, true_x, dtype, "x")
@@ -163,20 +249,31 @@ def check_part_of_table(kernels: Kernels, v: int, first: int, positions: bool) -
     table, dx = stored(numbers(1, v, 6), "float32"), stored(numbers(3, 1, 4, 6), "float32")
     added = stored(numbers(2, 4, 6), "float32") if positions else None
     x, saved = ops.embedding(tokens, table, added, Arena(), first)
-    true_x, truth = reference.embedding(tokens, values(table), values(added) if positions else None, None, first)
+    true_x, truth = reference.embedding(
+        tokens, values(table), values(added) if positions else None, None, first
+    )
     assert_close(x, true_x)
     halves(["embedding_backward_table"], ops, (dx, saved), (values(dx), truth), [(v, 6)], "float32")
 
 
-def check_attention(kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False) -> None:
+def check_attention(
+    kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False
+) -> None:
     """Attention forward and backward."""
     ops, arena = cuda.body(kernels), Arena()
-    qkv, dy = stored(numbers(1, b, t, 3 * h * d), dtype, shifted), stored(numbers(2, b, t, h * d), dtype, shifted)
+    qkv, dy = (
+        stored(numbers(1, b, t, 3 * h * d), dtype, shifted),
+        stored(numbers(2, b, t, h * d), dtype, shifted),
+    )
     y, saved = ops.attention(qkv, h, arena)
     true_y, true_saved = reference.attention(values(qkv), h, None)
     assert_close(y, true_y, dtype, "y")
-    assert_close(ops.attention_backward(dy, saved, arena), reference.attention_backward(values(dy), true_saved, None), dtype,
-                 "dqkv")
+    assert_close(
+        ops.attention_backward(dy, saved, arena),
+        reference.attention_backward(values(dy), true_saved, None),
+        dtype,
+        "dqkv",
+    )
 
 
 def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
@@ -203,8 +300,10 @@ def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
     y = ops.attention(qkv, 1, Arena())[0].copy()
     for t in (0, 31, 32, 63, 64):
         later = qkv.copy()
-        later[:, t + 1:] += 1e3
-        np.testing.assert_array_equal(ops.attention(later, 1, Arena())[0][:, :t + 1], y[:, :t + 1])
+        later[:, t + 1 :] += 1e3
+        np.testing.assert_array_equal(
+            ops.attention(later, 1, Arena())[0][:, : t + 1], y[:, : t + 1]
+        )
 
 
 def linears() -> Iterator[Callable]:
@@ -232,7 +331,9 @@ def linears() -> Iterator[Callable]:
         yield partial(check_sums, m=m, n=n)
     for dtype in ("float64", "float16", "bfloat16"):
         for n in (37, 264):
-            yield partial(check_sums, m=5, n=n, dtype=dtype, shifted=dtype == "bfloat16" and n == 37)
+            yield partial(
+                check_sums, m=5, n=n, dtype=dtype, shifted=dtype == "bfloat16" and n == 37
+            )
     for n in (0, 1, 1031):
         yield partial(check_weighted_sums, n=n)
     for dtype in ("float64", "float16", "bfloat16"):
@@ -245,7 +346,17 @@ def linears() -> Iterator[Callable]:
 
 def norms() -> Iterator[Callable]:
     """layer_norm."""
-    for m, c in ((1, 1), (0, 4), (3, 5), (4, 32), (5, 127), (70, 128), (9, 129), (2, 523), (3, 10_501)):
+    for m, c in (
+        (1, 1),
+        (0, 4),
+        (3, 5),
+        (4, 32),
+        (5, 127),
+        (70, 128),
+        (9, 129),
+        (2, 523),
+        (3, 10_501),
+    ):
         yield partial(check_layer_norm, m=m, c=c, adds=c % 2 == 0 or c > 1000)
     yield partial(check_layer_norm, m=7, c=36, shifted=True, adds=True)
     for dtype in ("float64", "float16", "bfloat16"):
@@ -254,8 +365,16 @@ def norms() -> Iterator[Callable]:
 
 def embeddings() -> Iterator[Callable]:
     """embedding, and the positions' gradient of columns."""
-    shapes = ((1, 1, 1, 1), (3, 5, 2, 7), (2, 9, 50, 3), (0, 4, 5, 6), (3, 43, 31, 128), (2, 64, 33, 131), (1, 7, 65, 36),
-              (1, 8, 32, 127))
+    shapes = (
+        (1, 1, 1, 1),
+        (3, 5, 2, 7),
+        (2, 9, 50, 3),
+        (0, 4, 5, 6),
+        (3, 43, 31, 128),
+        (2, 64, 33, 131),
+        (1, 7, 65, 36),
+        (1, 8, 32, 127),
+    )
     for b, t, v, c in shapes:
         yield partial(check_embedding, b=b, t=t, v=v, c=c)
     yield partial(check_embedding, b=3, t=50, v=40, c=36, dtype="float64", index="int32")
@@ -268,9 +387,17 @@ def embeddings() -> Iterator[Callable]:
 
 def attentions() -> Iterator[Callable]:
     """attention."""
-    for b, t, h, d in ((1, 1, 1, 1), (2, 5, 3, 2), (1, 31, 2, 4), (1, 32, 1, 8), (1, 33, 2, 7), (1, 65, 1, 16), (2, 97, 2, 5)):
+    for b, t, h, d in (
+        (1, 1, 1, 1),
+        (2, 5, 3, 2),
+        (1, 31, 2, 4),
+        (1, 32, 1, 8),
+        (1, 33, 2, 7),
+        (1, 65, 1, 16),
+        (2, 97, 2, 5),
+    ):
         yield partial(check_attention, b=b, t=t, h=h, d=d)
-    yield partial(check_attention, b=1, t=70, h=1, d=65)       # a second group of channels
+    yield partial(check_attention, b=1, t=70, h=1, d=65)  # a second group of channels
     yield partial(check_attention, b=1, t=37, h=2, d=8, shifted=True)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_attention, b=1, t=40, h=2, d=8, dtype=dtype)
@@ -280,11 +407,22 @@ def attentions() -> Iterator[Callable]:
 
 def tensor_attentions() -> Iterator[Callable]:
     """attention_tensor and attention_tensor_backward."""
-    for b, t, h in ((1, 1, 1), (2, 5, 3), (1, 33, 1), (1, 65, 2), (1, 127, 1), (1, 128, 1), (2, 129, 2), (1, 270, 1)):
+    for b, t, h in (
+        (1, 1, 1),
+        (2, 5, 3),
+        (1, 33, 1),
+        (1, 65, 2),
+        (1, 127, 1),
+        (1, 128, 1),
+        (2, 129, 2),
+        (1, 270, 1),
+    ):
         yield partial(check_attention, b=b, t=t, h=h, d=16, dtype="float16")
     yield partial(check_attention, b=1, t=140, h=2, d=16, dtype="bfloat16", shifted=True)
-    yield partial(check_attention, b=1, t=131, h=2, d=64, dtype="float16")     # several copies to a thread
-    yield partial(check_attention, b=1, t=100, h=1, d=80, dtype="bfloat16")    # eight warps
+    yield partial(
+        check_attention, b=1, t=131, h=2, d=64, dtype="float16"
+    )  # several copies to a thread
+    yield partial(check_attention, b=1, t=100, h=1, d=80, dtype="bfloat16")  # eight warps
     yield partial(check_no_sequences, dtype="float16", d=16)
     yield partial(check_masking, dtype="float16", d=16)
     yield check_attention_repeats

@@ -20,8 +20,13 @@ class Described:
     """A layer that is nothing but its description."""
 
     def __init__(self, **parameters):
-        self._parameters = [Parameter(name, shape, None, len(shape) > 1, slices) for name, (shape, *slices) in
-                            ((name, (*found, None)[:2]) for name, found in parameters.items()) for slices in slices]
+        self._parameters = [
+            Parameter(name, shape, None, len(shape) > 1, slices)
+            for name, (shape, *slices) in (
+                (name, (*found, None)[:2]) for name, found in parameters.items()
+            )
+            for slices in slices
+        ]
 
     def parameters(self):
         return self._parameters
@@ -63,16 +68,28 @@ def units(layout, rank):
     some = share(VOCABULARY, tp, layout.tp)
     heads = share(HEADS, tp, layout.tp)
     table = ((slice(some.start, some.stop), slice(0, WIDTH)),)
-    qkv = tuple((slice(start + 2 * heads.start, start + 2 * heads.stop), slice(0, WIDTH)) for start in (0, 8, 16))
+    qkv = tuple(
+        (slice(start + 2 * heads.start, start + 2 * heads.stop), slice(0, WIDTH))
+        for start in (0, 8, 16)
+    )
     columns = ((slice(0, WIDTH), slice(8 * tp // layout.tp, 8 * (tp + 1) // layout.tp)),)
     everything = [
         Unit("embedding", Described(table=((VOCABULARY, WIDTH), table), positions=((5, WIDTH),))),
-        Unit("block", Described(gain=((WIDTH,),), qkv=((24, WIDTH), qkv), down=((WIDTH, 8), columns), scale=((),))),
-        Unit("head", Described(weight=((VOCABULARY, WIDTH), table), bias=((VOCABULARY,),)), {"weight": "embedding.table"}),
+        Unit(
+            "block",
+            Described(
+                gain=((WIDTH,),), qkv=((24, WIDTH), qkv), down=((WIDTH, 8), columns), scale=((),)
+            ),
+        ),
+        Unit(
+            "head",
+            Described(weight=((VOCABULARY, WIDTH), table), bias=((VOCABULARY,),)),
+            {"weight": "embedding.table"},
+        ),
     ]
     mine = share(3, stage, layout.pp)
-    chosen = everything[mine.start:mine.stop]
-    if layout.pp > 1 and stage == layout.pp - 1:    # the table of the tied weight lies here as well
+    chosen = everything[mine.start : mine.stop]
+    if layout.pp > 1 and stage == layout.pp - 1:  # the table of the tied weight lies here as well
         chosen = [Unit("embedding", Described(table=((VOCABULARY, WIDTH), table))), *chosen]
     return chosen
 
@@ -81,7 +98,7 @@ def logical(name, tensor, shape):
     """A whole tensor of what is kept under a name, with a NaN and a negative zero somewhere."""
     generator = np.random.default_rng(zlib.crc32(f"{name} {tensor}".encode()))
     whole = generator.standard_normal(shape).astype("f4")
-    whole.reshape(-1)[:2] = np.float32([np.nan, -0.0])[:whole.size]
+    whole.reshape(-1)[:2] = np.float32([np.nan, -0.0])[: whole.size]
     return whole
 
 
@@ -99,18 +116,41 @@ def kept(layout, rank):
     """Storage, and what a rank keeps, as it must be: "parameters" and two buffers agreed on, residuals, and what is bound."""
     storage = Storage(units(layout, rank), "f4", layout.dp)
     found = []
-    for name, kind in (("parameters", "parameters"), ("first_moment", "state"), ("second_moment", "state")):
+    for name, kind in (
+        ("parameters", "parameters"),
+        ("first_moment", "state"),
+        ("second_moment", "state"),
+    ):
         flat = np.zeros(storage.length, "f4")
         for entry in storage.entries:
-            entry.view(flat)[...] = entry.parameter.part_of(logical(name, entry.name, entry.parameter.shape))
-        pieces = shards(storage, layout, rank) if kind in layout.shards else [Piece(0, storage.length, 0)]
-        found.append(StateBuffer(name, np.concatenate([flat[piece.start:piece.stop] for piece in pieces]), pieces))
+            entry.view(flat)[...] = entry.parameter.part_of(
+                logical(name, entry.name, entry.parameter.shape)
+            )
+        pieces = (
+            shards(storage, layout, rank)
+            if kind in layout.shards
+            else [Piece(0, storage.length, 0)]
+        )
+        found.append(
+            StateBuffer(
+                name, np.concatenate([flat[piece.start : piece.stop] for piece in pieces]), pieces
+            )
+        )
     if layout.tp == layout.pp == 1:
         owed = np.zeros(storage.length, "f4")
         for entry in storage.entries:
-            entry.view(owed)[...] = np.random.default_rng([rank, entry.start]).standard_normal(entry.parameter.shape)
-        found += [StateBuffer("residual", owed[bucket.start:bucket.stop], [Piece(bucket.start, bucket.stop, 0)], "own")
-                  for bucket in storage.buckets(300)]
+            entry.view(owed)[...] = np.random.default_rng([rank, entry.start]).standard_normal(
+                entry.parameter.shape
+            )
+        found += [
+            StateBuffer(
+                "residual",
+                owed[bucket.start : bucket.stop],
+                [Piece(bucket.start, bucket.stop, 0)],
+                "own",
+            )
+            for bucket in storage.buckets(300)
+        ]
     found.append(StateBuffer("factors/0", np.full(5, rank + 1, "f4"), kind="bound"))
     return storage, found
 
@@ -118,8 +158,17 @@ def kept(layout, rank):
 def save(transport, folder, layout, step=1, run="run"):
     """Write what the ranks of a layout keep."""
     storage, found = kept(layout, transport.rank)
-    return save_load.save(folder, found, storage, transport, HostBackend(), Done(step, 12 * step, run), layout.facts,
-                           {"scale": 0.5}, keep=9)
+    return save_load.save(
+        folder,
+        found,
+        storage,
+        transport,
+        HostBackend(),
+        Done(step, 12 * step, run),
+        layout.facts,
+        {"scale": 0.5},
+        keep=9,
+    )
 
 
 def load(transport, path, layout):

@@ -15,7 +15,7 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
 
 def stored(x: np.ndarray, dtype: str, shifted: bool = False) -> np.ndarray:
     """The numbers in a dtype. `shifted` starts one element off any alignment."""
-    flat = np.empty(x.size + 1, dtype)[int(shifted):][:x.size]
+    flat = np.empty(x.size + 1, dtype)[int(shifted) :][: x.size]
     flat[...] = np.ravel(x)
     return flat.reshape(x.shape)
 
@@ -25,7 +25,9 @@ def values(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def assert_close(mine: Any, truth: Any, dtype: str = "float32", what: str = "", size: float = 0.0) -> None:
+def assert_close(
+    mine: Any, truth: Any, dtype: str = "float32", what: str = "", size: float = 0.0
+) -> None:
     """Largest difference relative to the largest truth, or to `size` where terms of that size cancel; a NaN fails."""
     mine, truth = values(mine), np.asarray(truth, np.float64)
     assert mine.shape == truth.shape, f"{what}: {mine.shape} for {truth.shape}"

@@ -12,7 +12,16 @@ from mpitrain.ops import reference
 from mpitrain.ops.cuda import product, tiles
 from tests.cases.numbers import assert_close, numbers, stored, values
 
-SHAPES = [(1, 1, 1), (0, 3, 2), (3, 0, 2), (4, 5, 0), (7, 129, 31), (31, 33, 17), (64, 96, 48), (65, 33, 130)]
+SHAPES = [
+    (1, 1, 1),
+    (0, 3, 2),
+    (3, 0, 2),
+    (4, 5, 0),
+    (7, 129, 31),
+    (31, 33, 17),
+    (64, 96, 48),
+    (65, 33, 130),
+]
 TRANSPOSITIONS = [(False, True), (False, False), (True, False), (True, True)]
 
 
@@ -24,17 +33,38 @@ def gelu(z: np.ndarray) -> np.ndarray:
 def gelu_slope(z: np.ndarray) -> np.ndarray:
     """The derivative of the tanh form."""
     t = np.tanh(reference.GELU_SCALE * (z + reference.GELU_CUBIC * z**3))
-    return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * reference.GELU_SCALE * (1 + 3 * reference.GELU_CUBIC * z**2)
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * reference.GELU_SCALE * (
+        1 + 3 * reference.GELU_CUBIC * z**2
+    )
 
 
 # Of what precedes the activation, and of what C held before.
-ACTIVATIONS = {None: lambda z, _: z, "gelu": lambda z, _: gelu(z), "relu": lambda z, _: np.maximum(z, 0),
-               "gelu backward": lambda z, held: z * gelu_slope(held)}
+ACTIVATIONS = {
+    None: lambda z, _: z,
+    "gelu": lambda z, _: gelu(z),
+    "relu": lambda z, _: np.maximum(z, 0),
+    "gelu backward": lambda z, held: z * gelu_slope(held),
+}
 
 
-def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", result: str = "", ta: bool = False,
-          tb: bool = False, tile: Any = None, splits: int = 1, extra: bool = False, shifted: bool = False,
-          activation: str | None = None, batch: int = 0, by_library: bool = False) -> None:
+def check(
+    kernels: Kernels,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: str = "float32",
+    result: str = "",
+    ta: bool = False,
+    tb: bool = False,
+    tile: Any = None,
+    splits: int = 1,
+    extra: bool = False,
+    shifted: bool = False,
+    activation: str | None = None,
+    batch: int = 0,
+    by_library: bool = False,
+) -> None:
     """One product against NumPy.
 
     ta, tb   the operands are stored transposed
@@ -46,20 +76,49 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
     def array(seed: int, rows: int, columns: int, kind: str) -> np.ndarray:
         return stored(numbers(seed, *lead, rows, columns + 3 * extra), kind, shifted)[..., :columns]
 
-    a, b = array(1, *((k, m) if ta else (m, k)), dtype), array(2, *((n, k) if tb else (k, n)), dtype)
+    a, b = (
+        array(1, *((k, m) if ta else (m, k)), dtype),
+        array(2, *((n, k) if tb else (k, n)), dtype),
+    )
     c, saved, residual = array(3, m, n, result), array(4, m, n, result), array(5, m, n, result)
-    op_a, op_b = values(a).swapaxes(-1, -2) if ta else values(a), values(b).swapaxes(-1, -2) if tb else values(b)
+    op_a, op_b = (
+        values(a).swapaxes(-1, -2) if ta else values(a),
+        values(b).swapaxes(-1, -2) if tb else values(b),
+    )
     alpha, beta, bias, row_sums = 1.0, 0.0, None, None
     truth, held = op_a @ op_b, values(c)
     if extra:
         alpha, beta, bias = 1.5, -0.5, stored(numbers(6, n), dtype, shifted)
         truth = alpha * truth + beta * held + values(bias)
-        row_sums = None if batch or by_library else np.empty(m, "float64" if dtype == "float64" else "float32")
-    multiply = product.library if by_library else partial(product.gemm, tiling=tile and tiles.Tiling(tile, splits))
-    multiply(kernels, Arena(), a, b, c, transposed_a=ta, transposed_b=tb, alpha=alpha, beta=beta, bias=bias,
-             residual=residual if extra else None, saved=saved if extra else None, activation=activation,
-             row_sums=row_sums)
-    assert_close(c, ACTIVATIONS[activation](truth, held) + (values(residual) if extra else 0), result, "c")
+        row_sums = (
+            None
+            if batch or by_library
+            else np.empty(m, "float64" if dtype == "float64" else "float32")
+        )
+    multiply = (
+        product.library
+        if by_library
+        else partial(product.gemm, tiling=tile and tiles.Tiling(tile, splits))
+    )
+    multiply(
+        kernels,
+        Arena(),
+        a,
+        b,
+        c,
+        transposed_a=ta,
+        transposed_b=tb,
+        alpha=alpha,
+        beta=beta,
+        bias=bias,
+        residual=residual if extra else None,
+        saved=saved if extra else None,
+        activation=activation,
+        row_sums=row_sums,
+    )
+    assert_close(
+        c, ACTIVATIONS[activation](truth, held) + (values(residual) if extra else 0), result, "c"
+    )
     if extra:
         assert_close(saved, truth, result, "saved")
     if row_sums is not None:
@@ -68,13 +127,26 @@ def check(kernels: Kernels, m: int, n: int, k: int, *, dtype: str = "float32", r
 
 def check_combine(kernels: Kernels, m: int, n: int, blocks: int) -> None:
     """Two parts of a product and of its row sums, added by so few blocks that each thread has several runs."""
-    parts, c, row_sums = numbers(1, 2, m * (n + 1)).astype("float32"), np.empty((m, n), "float32"), np.empty(m, "float32")
-    kernels.launch("gemm_combine", (blocks,), (256,),
-                   (m, n, 1.0, 0.0, c, n, 0, None, None, None, 0, row_sums, 2, parts), fresh="C row_sums", strided="C",
-                   Element="float", Result="float", Sum="float", ROW_SUMS=1)
+    parts, c, row_sums = (
+        numbers(1, 2, m * (n + 1)).astype("float32"),
+        np.empty((m, n), "float32"),
+        np.empty(m, "float32"),
+    )
+    kernels.launch(
+        "gemm_combine",
+        (blocks,),
+        (256,),
+        (m, n, 1.0, 0.0, c, n, 0, None, None, None, 0, row_sums, 2, parts),
+        fresh="C row_sums",
+        strided="C",
+        Element="float",
+        Result="float",
+        Sum="float",
+        ROW_SUMS=1,
+    )
     truth = values(parts).sum(0)
-    assert_close(c, truth[:m * n].reshape(m, n), what="c")
-    assert_close(row_sums, truth[m * n:], what="row sums")
+    assert_close(c, truth[: m * n].reshape(m, n), what="c")
+    assert_close(row_sums, truth[m * n :], what="row sums")
 
 
 def ordinary() -> Iterator[partial]:
@@ -85,23 +157,55 @@ def ordinary() -> Iterator[partial]:
         for m, n, k in SHAPES:
             yield partial(here, m=m, n=n, k=k, tile=small)
         yield partial(here, m=31, n=45, k=50, tile=small, extra=True, activation="gelu")
-        yield partial(here, m=33, n=36, k=20, tile=small, shifted=True, activation=None if ta else "gelu backward")
-        yield partial(here, m=33, n=30, k=100, tile=small, splits=3, activation=None if ta else "gelu backward")
+        yield partial(
+            here,
+            m=33,
+            n=36,
+            k=20,
+            tile=small,
+            shifted=True,
+            activation=None if ta else "gelu backward",
+        )
+        yield partial(
+            here,
+            m=33,
+            n=30,
+            k=100,
+            tile=small,
+            splits=3,
+            activation=None if ta else "gelu backward",
+        )
         for tile in (medium, large):
-            yield partial(here, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile)
+            yield partial(
+                here, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile
+            )
     for tile in others:
-        yield partial(check, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile, extra=True, ta=True)
-    yield partial(check, m=33, n=30, k=100, tile=small, splits=4, extra=True, ta=True, activation="relu")
-    yield partial(check, m=3, n=5, k=20, tile=small, splits=5)     # more parts than tiles of K
+        yield partial(
+            check,
+            m=tile.TILE_M + 1,
+            n=tile.TILE_N - 1,
+            k=2 * tile.TILE_K + 1,
+            tile=tile,
+            extra=True,
+            ta=True,
+        )
+    yield partial(
+        check, m=33, n=30, k=100, tile=small, splits=4, extra=True, ta=True, activation="relu"
+    )
+    yield partial(check, m=3, n=5, k=20, tile=small, splits=5)  # more parts than tiles of K
     yield partial(check, m=33, n=17, k=20, tile=small, batch=3, extra=True)
     yield partial(check, m=20, n=17, k=70, tile=small, batch=2, splits=2)
-    yield partial(check, m=330, n=70, k=3, tile=small)             # more than one group of tiles
-    yield partial(check, m=40, n=50, k=1100)                       # tile and split of the library's own choice
+    yield partial(check, m=330, n=70, k=3, tile=small)  # more than one group of tiles
+    yield partial(check, m=40, n=50, k=1100)  # tile and split of the library's own choice
     for m, n, blocks in ((600, 3, 1), (90, 67, 1), (37, 128, 2), (300, 1100, 1), (3, 0, 1)):
         yield partial(check_combine, m=m, n=n, blocks=blocks)
     for activation in (None, "gelu backward"):
-        yield partial(check, m=33, n=65, k=18, tile=small, dtype="float64", extra=True, activation=activation)
-        yield partial(check, m=33, n=35, k=18, tile=small, dtype="float16", extra=True, activation=activation)
+        yield partial(
+            check, m=33, n=65, k=18, tile=small, dtype="float64", extra=True, activation=activation
+        )
+        yield partial(
+            check, m=33, n=35, k=18, tile=small, dtype="float16", extra=True, activation=activation
+        )
 
 
 def by_library() -> Iterator[partial]:
@@ -128,15 +232,51 @@ def tensor() -> Iterator[partial]:
         for m, n, k in [*SHAPES, (32, 40, 200)]:
             yield partial(here, m=m, n=n, k=k)
         yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu", result="float16")
-        yield partial(here, m=40, n=40, k=40, shifted=True, activation=None if ta else "gelu backward")
+        yield partial(
+            here, m=40, n=40, k=40, shifted=True, activation=None if ta else "gelu backward"
+        )
         yield partial(here, m=40, n=30, k=200, splits=3, activation=None if ta else "gelu backward")
-    for tile in (medium, large, others[-1]):    # of those with warps of 64 x 64 one: each is long to compile
-        yield partial(check, m=tile.TILE_M + 8, n=tile.TILE_N - 8, k=104, tile=tile, dtype="bfloat16", result="float32",
-                      tb=True)
+    for tile in (
+        medium,
+        large,
+        others[-1],
+    ):  # of those with warps of 64 x 64 one: each is long to compile
+        yield partial(
+            check,
+            m=tile.TILE_M + 8,
+            n=tile.TILE_N - 8,
+            k=104,
+            tile=tile,
+            dtype="bfloat16",
+            result="float32",
+            tb=True,
+        )
     yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)
     yield partial(check, m=33, n=17, k=20, tile=small, dtype="float16", batch=3, extra=True)
     yield partial(check, m=33, n=40, k=48, tile=small, dtype="bfloat16", activation="gelu backward")
-    yield partial(check, m=33, n=30, k=200, tile=small, dtype="float16", splits=4, extra=True, ta=True, activation="relu")
+    yield partial(
+        check,
+        m=33,
+        n=30,
+        k=200,
+        tile=small,
+        dtype="float16",
+        splits=4,
+        extra=True,
+        ta=True,
+        activation="relu",
+    )
     yield partial(check, m=3, n=5, k=40, tile=small, dtype="float16", splits=5)
     # Each part's row sums put the next one anywhere.
-    yield partial(check, m=10, n=32, k=200, tile=small, dtype="float16", result="float32", splits=3, extra=True, ta=True)
+    yield partial(
+        check,
+        m=10,
+        n=32,
+        k=200,
+        tile=small,
+        dtype="float16",
+        result="float32",
+        splits=3,
+        extra=True,
+        ta=True,
+    )

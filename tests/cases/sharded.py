@@ -3,7 +3,6 @@
 Every reduction is bound anew. B batch, T tokens, C channels, V vocabulary.
 """
 
-
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Attention, Embedding, LayerNorm, Linear
@@ -29,7 +28,9 @@ class Table(Embedding):
         return [tokens._replace(slices=(rows,)), positions._replace(holders="tp")]
 
     def forward(self, w, x, arena):
-        y, saved = host.embedding(x, w["tokens"], None if self.group.rank else w["positions"], arena, self.rows.start)
+        y, saved = host.embedding(
+            x, w["tokens"], None if self.group.rank else w["positions"], arena, self.rows.start
+        )
         return summed(self.group, y), saved
 
 
@@ -50,7 +51,10 @@ class Column(Linear):
     def parameters(self):
         cuts = [slice(run.start, run.stop) for run in self.runs]
         found = [p._replace(shape=(self.whole, *p.shape[1:])) for p in super().parameters()]
-        return [p._replace(slices=tuple((cut, *(slice(0, n) for n in p.shape[1:])) for cut in cuts)) for p in found]
+        return [
+            p._replace(slices=tuple((cut, *(slice(0, n) for n in p.shape[1:])) for cut in cuts))
+            for p in found
+        ]
 
     def backward_input(self, w, dy, saved, arena):
         dx, pending = super().backward_input(w, dy, saved, arena)
@@ -67,10 +71,13 @@ class Row(Linear):
         self.group, self.run, self.whole = group, run, inputs
 
     def parameters(self):
-        weight, = super().parameters()
+        (weight,) = super().parameters()
         rows = (slice(0, self.outputs), slice(self.run.start, self.run.stop))
         bias = Linear(host, 1, self.outputs, self.draw).parameters()[1]
-        return [weight._replace(shape=(self.outputs, self.whole), slices=(rows,)), bias._replace(holders="tp", partial=True)]
+        return [
+            weight._replace(shape=(self.outputs, self.whole), slices=(rows,)),
+            bias._replace(holders="tp", partial=True),
+        ]
 
     def forward(self, w, x, arena):
         y, saved = super().forward({"weight": w["weight"]}, x, arena)
@@ -82,7 +89,7 @@ class Row(Linear):
         super().backward_weight(pending, dw, arena)
         dy = pending[0]
         mine, bias = share(len(dy), self.group.rank, self.group.size), dw["bias"]
-        part = dy[mine.start:mine.stop].sum(0)
+        part = dy[mine.start : mine.stop].sum(0)
         bias.array[...] = bias.array + part if bias.claim() else part
 
 
@@ -99,7 +106,9 @@ class SplitLoss:
 
     def gradient(self, logits, targets, scale, arena):
         maxima = self._maxima(logits, arena)
-        facts = summed(self.group, host.row_exponentials(logits, targets, self.first, maxima, arena))
+        facts = summed(
+            self.group, host.row_exponentials(logits, targets, self.first, maxima, arena)
+        )
         return host.cross_entropy_split(logits, targets, self.first, maxima, facts, scale, arena)
 
     def value(self, logits, targets, arena):
@@ -142,7 +151,7 @@ class Sharded:
         return Column(self.group, runs, width, 3 * width, draw)
 
     def attention(self, width, heads):
-        self.inputs = self._columns(width, heads)    # of the row linear that comes next
+        self.inputs = self._columns(width, heads)  # of the row linear that comes next
         return Attention(host, self.heads)
 
     def column_linear(self, inputs, outputs, draw, activation=None):

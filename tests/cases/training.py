@@ -11,19 +11,33 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import cuda, reference
 from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.top_k import top_k
-from mpitrain.ops.cuda.wire import add_into, convert, decode_fp16, decode_int8, encode_fp16, encode_int8, maximum_into
+from mpitrain.ops.cuda.wire import (
+    add_into,
+    convert,
+    decode_fp16,
+    decode_int8,
+    encode_fp16,
+    encode_int8,
+    maximum_into,
+)
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 COUNTS = (0, 1, 7, 8, 9, 1023, 1025, 4099)
 
 
-def check_cross_entropy(kernels: Kernels, m: int, v: int, dtype: str = "float32", index: str = "int64", room: int = 0) -> None:
+def check_cross_entropy(
+    kernels: Kernels, m: int, v: int, dtype: str = "float32", index: str = "int64", room: int = 0
+) -> None:
     """Loss, gradient over the logits, and the count of right rows; with `room` elements between the rows."""
     ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v + room), dtype)[:, :v]
     targets = np.random.default_rng(0).integers(v, size=m).astype(index)
     truth, right = values(logits), (values(logits).argmax(1) == targets).sum()
     assert int(ops.count_correct(logits, targets, Arena())) == right
-    assert_close(ops.cross_entropy_loss(logits, targets, Arena()), reference.cross_entropy_loss(truth, targets, None), dtype)
+    assert_close(
+        ops.cross_entropy_loss(logits, targets, Arena()),
+        reference.cross_entropy_loss(truth, targets, None),
+        dtype,
+    )
     loss, dlogits = ops.cross_entropy(logits, targets, 0.125, Arena())
     assert dlogits is logits
     true_loss, truth = reference.cross_entropy(truth, targets, 0.125, None)
@@ -53,29 +67,52 @@ def check_stray_target(kernels: Kernels) -> None:
         assert np.isnan(ops.cross_entropy(logits.copy(), np.array([0, stray]), 1.0, Arena())[0])
 
 
-def check_split_vocabulary(kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32", room: int = 0) -> None:
+def check_split_vocabulary(
+    kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32", room: int = 0
+) -> None:
     """The vocabulary cut into ranks: the four steps, with the sums over ranks done here, equal the whole."""
     ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v), dtype)
-    targets, cuts = np.random.default_rng(0).integers(v, size=m), [v * rank // ranks for rank in range(ranks + 1)]
+    targets, cuts = (
+        np.random.default_rng(0).integers(v, size=m),
+        [v * rank // ranks for rank in range(ranks + 1)],
+    )
     before = [cut - 1 for cut in cuts if 0 < cut < v][:m]
-    targets[:len(before)] = before    # right before the first column of a rank
+    targets[: len(before)] = before  # right before the first column of a rank
     true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None)
-    parts = [np.pad(logits[:, a:b], ((0, 0), (0, room)))[:, :b - a] for a, b in pairwise(cuts)]
+    parts = [np.pad(logits[:, a:b], ((0, 0), (0, room)))[:, : b - a] for a, b in pairwise(cuts)]
     maximum = np.max([ops.row_maximum(part, Arena()) for part in parts], axis=0)
     np.testing.assert_array_equal(maximum, values(logits).max(1))
-    places = np.max([ops.row_argmax(part, first, maximum, Arena()) for part, first in zip(parts, cuts, strict=False)], axis=0)
+    places = np.max(
+        [
+            ops.row_argmax(part, first, maximum, Arena())
+            for part, first in zip(parts, cuts, strict=False)
+        ],
+        axis=0,
+    )
     np.testing.assert_array_equal(-places, values(logits).argmax(1))
-    assert int(ops.count_correct_split(places, targets, Arena())) == (values(logits).argmax(1) == targets).sum()
-    facts = np.sum([ops.row_exponentials(part, targets, first, maximum, Arena())
-                    for part, first in zip(parts, cuts, strict=False)], axis=0)
-    losses = [ops.cross_entropy_split(part, targets, first, maximum, facts, 0.125, Arena())
-              for part, first in zip(parts, cuts, strict=False)]
+    assert (
+        int(ops.count_correct_split(places, targets, Arena()))
+        == (values(logits).argmax(1) == targets).sum()
+    )
+    facts = np.sum(
+        [
+            ops.row_exponentials(part, targets, first, maximum, Arena())
+            for part, first in zip(parts, cuts, strict=False)
+        ],
+        axis=0,
+    )
+    losses = [
+        ops.cross_entropy_split(part, targets, first, maximum, facts, 0.125, Arena())
+        for part, first in zip(parts, cuts, strict=False)
+    ]
     for loss, _ in losses:
         assert_close(loss, true_loss, dtype)
     assert_close(np.concatenate([dlogits for _, dlogits in losses], 1), truth, dtype)
 
 
-def check_step(kernels: Kernels, name: str, count: int, dtype: str, shifted: bool, **scalars: float) -> None:
+def check_step(
+    kernels: Kernels, name: str, count: int, dtype: str, shifted: bool, **scalars: float
+) -> None:
     """One optimizer step against the reference."""
     buffers = {"sgd": 2, "momentum": 3, "adamw": 4}[name]
     mine = [stored(np.abs(numbers(seed, count)) + 0.5, dtype, shifted) for seed in range(buffers)]
@@ -86,12 +123,16 @@ def check_step(kernels: Kernels, name: str, count: int, dtype: str, shifted: boo
         assert_close(a, b, dtype, name)
 
 
-def check_mirrored_step(kernels: Kernels, name: str, count: int, mirror: str, shifted: bool, **scalars: float) -> None:
+def check_mirrored_step(
+    kernels: Kernels, name: str, count: int, mirror: str, shifted: bool, **scalars: float
+) -> None:
     """The same step, twice, with a mirror: what it would be without one, and the parameters rounded to nearest even."""
     ops, buffers = cuda.body(kernels), {"sgd": 2, "momentum": 3, "adamw": 4}[name]
-    mine = [stored(np.abs(numbers(seed, count)) + 0.5, "float32", shifted) for seed in range(buffers)]
+    mine = [
+        stored(np.abs(numbers(seed, count)) + 0.5, "float32", shifted) for seed in range(buffers)
+    ]
     alone, rounded = [array.copy() for array in mine], stored(np.zeros(count), mirror, shifted)
-    for scale in (0.7, 0.3):    # numbers in device memory are written anew
+    for scale in (0.7, 0.3):  # numbers in device memory are written anew
         getattr(ops, name)(*alone, scale=scale, arena=Arena(), **scalars)
         getattr(ops, name)(*mine, scale=scale, arena=Arena(), mirror=rounded, **scalars)
     for one, other in zip(mine, alone, strict=True):
@@ -104,10 +145,12 @@ def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
     kind = "float64" if dtype == "float64" else "float32"
     assert_close(sum_all(kernels, x, Arena()), values(x).sum(), kind)
-    rows = stored(np.stack([values(x), 2 * values(x)]), "float64")      # longer than one block goes over at once
+    rows = stored(
+        np.stack([values(x), 2 * values(x)]), "float64"
+    )  # longer than one block goes over at once
     assert_close(total(kernels, rows, Arena()), rows.sum(1), "float64")
     squares, nonfinite = ops.gradient_facts(x, Arena())
-    assert_close(squares, (values(x)**2).sum(), kind)
+    assert_close(squares, (values(x) ** 2).sum(), kind)
     assert nonfinite == 0
     if count > 2:
         x[[0, count // 2, count - 1]] = np.nan, np.inf, -np.inf
@@ -122,7 +165,10 @@ def check_large_squares(kernels: Kernels) -> None:
 
 def check_conversion(kernels: Kernels, count: int, source: str, target: str) -> None:
     """A cast rounds to nearest even."""
-    x, y = stored(100 * numbers(1, count), source, shifted=count % 2 == 1), stored(np.zeros(count), target)
+    x, y = (
+        stored(100 * numbers(1, count), source, shifted=count % 2 == 1),
+        stored(np.zeros(count), target),
+    )
     convert(kernels, x, y)
     np.testing.assert_array_equal(y, stored(values(x), target))
 
@@ -147,7 +193,7 @@ def check_maximum_keeps_nan(kernels: Kernels) -> None:
 def check_int8(kernels: Kernels, count: int, shifted: bool = False) -> None:
     """Encoding loses at most half a step of each block's scale; decoding can add."""
     x = stored(numbers(1, count), "float32", shifted)
-    x[:count // 3] = 0
+    x[: count // 3] = 0
     q, scales = np.empty(count, np.int8), np.empty(-(-count // 256), np.float32)
     encode_int8(kernels, x, q, scales)
     y, sums = np.empty_like(x), np.ones_like(x)
@@ -155,22 +201,28 @@ def check_int8(kernels: Kernels, count: int, shifted: bool = False) -> None:
     decode_int8(kernels, q, scales, sums, accumulate=True)
     of_element = np.repeat(scales, 256)[:count]
     assert (np.abs(x - y) <= 0.5001 * of_element).all()
-    np.testing.assert_allclose(scales, [np.abs(x[i:i + 256]).max() / 127 for i in range(0, count, 256)], rtol=1e-6)
+    np.testing.assert_allclose(
+        scales, [np.abs(x[i : i + 256]).max() / 127 for i in range(0, count, 256)], rtol=1e-6
+    )
     assert_close(sums, 1 + values(y))
 
 
 def check_fp16(kernels: Kernels, count: int, size: float, shifted: bool = False) -> None:
     """Elements of any size keep 11 binary digits in a block whose largest is below 2^28 times as large; decoding can add."""
     x = stored(numbers(1, count) * size, "float32", shifted)
-    x[:count // 3] = 0
+    x[: count // 3] = 0
     q, scales = np.empty(count, np.float16), np.empty(-(-count // 256), np.float32)
     encode_fp16(kernels, x, q, scales)
     y, sums = np.empty_like(x), np.ones_like(x)
     decode_fp16(kernels, q, scales, y, accumulate=False)
     decode_fp16(kernels, q, scales, sums, accumulate=True)
     truth = values(x)
-    np.testing.assert_array_equal(q, (truth / np.repeat(values(scales), 256)[:count]).astype(np.float16))
-    assert (np.frexp(scales)[0] == 0.5).all() and (np.abs(values(y) - truth) <= 2**-11 * np.abs(truth)).all()
+    np.testing.assert_array_equal(
+        q, (truth / np.repeat(values(scales), 256)[:count]).astype(np.float16)
+    )
+    assert (np.frexp(scales)[0] == 0.5).all() and (
+        np.abs(values(y) - truth) <= 2**-11 * np.abs(truth)
+    ).all()
     np.testing.assert_array_equal(sums, 1 + y)
 
 
@@ -180,10 +232,14 @@ def check_fp16_takes_the_largest_numbers(kernels: Kernels) -> None:
     q, scales, y = np.empty(6, np.float16), np.empty(1, np.float32), np.empty(6, np.float32)
     encode_fp16(kernels, x, q, scales)
     decode_fp16(kernels, q, scales, y, accumulate=False)
-    np.testing.assert_array_equal(y, np.float32([3.4011621e38, -3.4011621e38, 3.4011621e38, 0, 0, 0]))
+    np.testing.assert_array_equal(
+        y, np.float32([3.4011621e38, -3.4011621e38, 3.4011621e38, 0, 0, 0])
+    )
 
 
-def check_what_is_not_finite_is_marked(kernels: Kernels, bad: float, encode: Callable, decode: Callable, number: type) -> None:
+def check_what_is_not_finite_is_marked(
+    kernels: Kernels, bad: float, encode: Callable, decode: Callable, number: type
+) -> None:
     """A block with an infinity or a NaN decodes to NaN; its neighbours do not."""
     x = np.ones(600, np.float32)
     x[300] = bad
@@ -209,10 +265,16 @@ def losses() -> Iterator[Callable]:
     for m, v in ((1, 1), (1, 5), (0, 3), (7, 31), (4, 255), (3, 256), (2, 257), (3, 1031)):
         yield partial(check_cross_entropy, m=m, v=v)
     yield partial(check_cross_entropy, m=5, v=40, dtype="float64", index="int32")
-    for dtype, v, room in (("float32", 50, 14), ("float32", 4100, 60), ("float16", 40, 0), ("float16", 29, 35),
-                           ("float16", 29, 4), ("bfloat16", 71, 57)):
+    for dtype, v, room in (
+        ("float32", 50, 14),
+        ("float32", 4100, 60),
+        ("float16", 40, 0),
+        ("float16", 29, 35),
+        ("float16", 29, 4),
+        ("bfloat16", 71, 57),
+    ):
         yield partial(check_cross_entropy, m=2, v=v, dtype=dtype, room=room)
-    for v in (41_700, 42_000):    # on both sides of what shared memory holds of a row
+    for v in (41_700, 42_000):  # on both sides of what shared memory holds of a row
         yield partial(check_cross_entropy, m=1, v=v)
     for m, v, ranks in ((1, 1, 1), (7, 31, 2), (3, 600, 3), (2, 2, 4)):
         yield partial(check_split_vocabulary, m=m, v=v, ranks=ranks)
@@ -225,18 +287,42 @@ def losses() -> Iterator[Callable]:
 def steps() -> Iterator[Callable]:
     """steps."""
     for count in COUNTS:
-        buffers = {"count": count, "dtype": "float64" if count == 1023 else "float32", "shifted": count == 1025}
+        buffers = {
+            "count": count,
+            "dtype": "float64" if count == 1023 else "float32",
+            "shifted": count == 1025,
+        }
         yield partial(check_step, name="sgd", **buffers, lr=0.1, weight_decay=0.01)
         yield partial(check_step, name="momentum", **buffers, lr=0.1, beta=0.9, weight_decay=0.01)
         for step in (1, 3):
-            yield partial(check_step, name="adamw", **buffers, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
-                          weight_decay=0.1, step=step)
+            yield partial(
+                check_step,
+                name="adamw",
+                **buffers,
+                lr=0.1,
+                beta1=0.9,
+                beta2=0.95,
+                eps=1e-8,
+                weight_decay=0.1,
+                step=step,
+            )
     for count, mirror in ((1023, "float16"), (1025, "bfloat16")):
         shape = {"count": count, "mirror": mirror, "shifted": mirror == "bfloat16"}
         yield partial(check_mirrored_step, name="sgd", **shape, lr=0.1, weight_decay=0.01)
-        yield partial(check_mirrored_step, name="momentum", **shape, lr=0.1, beta=0.9, weight_decay=0.01)
-        yield partial(check_mirrored_step, name="adamw", **shape, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
-                      step=3)
+        yield partial(
+            check_mirrored_step, name="momentum", **shape, lr=0.1, beta=0.9, weight_decay=0.01
+        )
+        yield partial(
+            check_mirrored_step,
+            name="adamw",
+            **shape,
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            step=3,
+        )
 
 
 def totals() -> Iterator[Callable]:
@@ -251,8 +337,13 @@ def totals() -> Iterator[Callable]:
 
 def conversions() -> Iterator[Callable]:
     """convert."""
-    for source, target in (("float32", "float16"), ("float16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"),
-                           ("float64", "float32")):
+    for source, target in (
+        ("float32", "float16"),
+        ("float16", "float32"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float64", "float32"),
+    ):
         for count in COUNTS:
             yield partial(check_conversion, count=count, source=source, target=target)
 
@@ -271,17 +362,43 @@ def wires() -> Iterator[Callable]:
     for size in (1e-44, 1e-38, 1e-33, 1e5, 5e37):
         yield partial(check_fp16, count=300, size=size)
     for bad in (np.nan, np.inf, -np.inf):
-        yield partial(check_what_is_not_finite_is_marked, bad=bad, encode=encode_int8, decode=decode_int8, number=np.int8)
-        yield partial(check_what_is_not_finite_is_marked, bad=bad, encode=encode_fp16, decode=decode_fp16, number=np.float16)
+        yield partial(
+            check_what_is_not_finite_is_marked,
+            bad=bad,
+            encode=encode_int8,
+            decode=decode_int8,
+            number=np.int8,
+        )
+        yield partial(
+            check_what_is_not_finite_is_marked,
+            bad=bad,
+            encode=encode_fp16,
+            decode=decode_fp16,
+            number=np.float16,
+        )
     yield from (check_maximum_keeps_nan, check_fp16_takes_the_largest_numbers)
 
 
 def selections() -> Iterator[Callable]:
     """top_k."""
-    for count, k in ((0, 0), (1, 1), (5, 0), (5, 5), (255, 3), (256, 256), (257, 100), (1031, 10), (3001, 2999),
-                     (4096, 7), (4097, 100), (9001, 5000)):    # a block of threads takes 4096
+    for count, k in (
+        (0, 0),
+        (1, 1),
+        (5, 0),
+        (5, 5),
+        (255, 3),
+        (256, 256),
+        (257, 100),
+        (1031, 10),
+        (3001, 2999),
+        (4096, 7),
+        (4097, 100),
+        (9001, 5000),
+    ):  # a block of threads takes 4096
         yield partial(check_top_k, count=count, k=k)
-    yield partial(check_top_k, count=1000, k=300, x=np.repeat(np.float32([1, -1, 2, 0]), 250))     # ties at the threshold
+    yield partial(
+        check_top_k, count=1000, k=300, x=np.repeat(np.float32([1, -1, 2, 0]), 250)
+    )  # ties at the threshold
     for count in (700, 9001):
         for k in (count // 2, count):
             yield partial(check_top_k, count=count, k=k, x=np.zeros(count, np.float32))

@@ -27,10 +27,16 @@ import numpy as np
 __version__ = "fake"
 
 GARBAGE = 0xFF
-kernels_alone = False    # whether the package may compute with these arrays by kernels alone; tests may always
+kernels_alone = (
+    False  # whether the package may compute with these arrays by kernels alone; tests may always
+)
 faults: list[str] = []
-devices = SimpleNamespace(count=1, used=[], memory=(8 << 30, 8 << 30))    # memory: free and whole, bytes
-ipc = SimpleNamespace(works=lambda: True, opened=[])    # whether this thread may open memory; addresses open now, in any
+devices = SimpleNamespace(
+    count=1, used=[], memory=(8 << 30, 8 << 30)
+)  # memory: free and whole, bytes
+ipc = SimpleNamespace(
+    works=lambda: True, opened=[]
+)  # whether this thread may open memory; addresses open now, in any
 
 _local = threading.local()
 _lock = threading.RLock()
@@ -54,7 +60,12 @@ class _Block:
     def __init__(self, nbytes):
         self.memory, self.truth = (np.full(nbytes + 64, GARBAGE, np.uint8) for _ in range(2))
         self.written, self.read = (np.zeros(nbytes + 64, bool) for _ in range(2))
-        self.ptr, self.size, self.device_id, self.streams = self.memory.ctypes.data, nbytes, 0, set()
+        self.ptr, self.size, self.device_id, self.streams = (
+            self.memory.ctypes.data,
+            nbytes,
+            0,
+            set(),
+        )
         with _lock:
             _blocks[self.ptr] = self
 
@@ -175,12 +186,18 @@ def _elapsed(first, last):
 
 
 def _bytes(ptr, nbytes):
-    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(ptr), np.uint8) if nbytes else np.empty(0, np.uint8)
+    return (
+        np.frombuffer((ctypes.c_ubyte * nbytes).from_address(ptr), np.uint8)
+        if nbytes
+        else np.empty(0, np.uint8)
+    )
 
 
 def _block_of(ptr):
     with _lock:
-        blocks = (ref() for ref in _blocks.valuerefs())  # a list of its own: blocks die in any thread, without the lock
+        blocks = (
+            ref() for ref in _blocks.valuerefs()
+        )  # a list of its own: blocks die in any thread, without the lock
         return next((b for b in blocks if b and b.ptr <= ptr < b.ptr + max(1, b.size)), None)
 
 
@@ -189,8 +206,11 @@ def _in_use(ptr, nbytes, before=()):
     block = _block_of(ptr)
     here = slice(ptr - block.ptr, ptr - block.ptr + nbytes)
     ended = {id(work) for work in before}
-    return any(work[0] is block and id(work) not in ended and work[2][here].any()
-               for stream in list(block.streams) for work in stream._pending)
+    return any(
+        work[0] is block and id(work) not in ended and work[2][here].any()
+        for stream in list(block.streams)
+        for work in stream._pending
+    )
 
 
 def _memcpy_async(target, source, nbytes, kind, stream):
@@ -200,7 +220,11 @@ def _memcpy_async(target, source, nbytes, kind, stream):
         if nbytes and _block_of(ptr) is None and not is_pinned:
             faults.append("a copy of pageable memory")
     with _lock:
-        if nbytes and _block_of(target) is not None and _in_use(target, nbytes, _streams[stream].ordered()):
+        if (
+            nbytes
+            and _block_of(target) is not None
+            and _in_use(target, nbytes, _streams[stream].ordered())
+        ):
             faults.append("a copy onto memory that work on the stream uses")
     target, source = _bytes(target, nbytes), _bytes(source, nbytes)
     target[:] = GARBAGE
@@ -213,7 +237,9 @@ class CUDARuntimeError(RuntimeError):
 
 def _get_device_count():
     if devices.count is None:
-        raise CUDARuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
+        raise CUDARuntimeError(
+            "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"
+        )
     return devices.count
 
 
@@ -246,7 +272,7 @@ def _open(handle):
 def _alloc_pinned(nbytes):
     memory = np.full(nbytes, GARBAGE, np.uint8)
     _pinned.append(memory)
-    return memoryview(memory)    # CuPy's is no array either, only has a buffer
+    return memoryview(memory)  # CuPy's is no array either, only has a buffer
 
 
 def get_current_stream():
@@ -256,23 +282,42 @@ def get_current_stream():
     return _local.stream
 
 
-ATTRIBUTES = {"MultiProcessorCount": 132, "MaxThreadsPerMultiProcessor": 2048, "MaxBlocksPerMultiprocessor": 32,
-              "MaxRegistersPerMultiprocessor": 65536, "MaxSharedMemoryPerMultiprocessor": 228 << 10,
-              "ReservedSharedMemoryPerBlock": 1024}
+ATTRIBUTES = {
+    "MultiProcessorCount": 132,
+    "MaxThreadsPerMultiProcessor": 2048,
+    "MaxBlocksPerMultiprocessor": 32,
+    "MaxRegistersPerMultiprocessor": 65536,
+    "MaxSharedMemoryPerMultiprocessor": 228 << 10,
+    "ReservedSharedMemoryPerBlock": 1024,
+}
 """An H100's, as CuPy names them."""
 
 cuda = SimpleNamespace(
-    Stream=Stream, Event=Event, get_elapsed_time=_elapsed, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
-    get_current_stream=get_current_stream, alloc_pinned_memory=_alloc_pinned,
+    Stream=Stream,
+    Event=Event,
+    get_elapsed_time=_elapsed,
+    UnownedMemory=UnownedMemory,
+    MemoryPointer=MemoryPointer,
+    get_current_stream=get_current_stream,
+    alloc_pinned_memory=_alloc_pinned,
     alloc=lambda nbytes: MemoryPointer(_Block(nbytes), 0),
-    Device=lambda index=0: SimpleNamespace(use=lambda: devices.used.append(index), compute_capability="90",
-                                            attributes=ATTRIBUTES),
+    Device=lambda index=0: SimpleNamespace(
+        use=lambda: devices.used.append(index), compute_capability="90", attributes=ATTRIBUTES
+    ),
     nvrtc=SimpleNamespace(getVersion=lambda: (13, 0), getSupportedArchs=lambda: (75, 80, 90, 100)),
-    runtime=SimpleNamespace(getDeviceCount=_get_device_count, driverGetVersion=lambda: 13000,
-                            memcpyAsync=_memcpy_async, memcpyDefault=4,
-                            CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0, memGetInfo=lambda: devices.memory,
-                            deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
-                            ipcGetMemHandle=_export, ipcOpenMemHandle=_open, ipcCloseMemHandle=ipc.opened.remove),
+    runtime=SimpleNamespace(
+        getDeviceCount=_get_device_count,
+        driverGetVersion=lambda: 13000,
+        memcpyAsync=_memcpy_async,
+        memcpyDefault=4,
+        CUDARuntimeError=CUDARuntimeError,
+        getDevice=lambda: 0,
+        memGetInfo=lambda: devices.memory,
+        deviceGetPCIBusId=lambda index: getattr(_local, "gpus", ("0000:17:00.0",))[index],
+        ipcGetMemHandle=_export,
+        ipcOpenMemHandle=_open,
+        ipcCloseMemHandle=ipc.opened.remove,
+    ),
 )
 
 
@@ -326,7 +371,11 @@ class ndarray:
         self.dtype = np.dtype(dtype)
         self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         self.size = int(np.prod(self.shape))
-        self.itemsize, self.nbytes, self.ndim = self.dtype.itemsize, self.size * self.dtype.itemsize, len(self.shape)
+        self.itemsize, self.nbytes, self.ndim = (
+            self.dtype.itemsize,
+            self.size * self.dtype.itemsize,
+            len(self.shape),
+        )
         self.data = memptr or cuda.alloc(max(1, self.nbytes))
         self.block = _block_of(self.data.ptr)
         self.strides = np.empty(self.shape, self.dtype).strides if strides is None else strides
@@ -335,11 +384,19 @@ class ndarray:
     @property
     def truth(self):
         """What the stream will leave here, as a NumPy array: for whoever plays the GPU."""
-        return np.ndarray(self.shape, self.dtype, self.block.truth, self.data.ptr - self.block.ptr, self.strides)
+        return np.ndarray(
+            self.shape, self.dtype, self.block.truth, self.data.ptr - self.block.ptr, self.strides
+        )
 
     def of_bytes(self, mask):
         """This array's part of a mask over the bytes of its block."""
-        return np.ndarray((*self.shape, self.itemsize), mask.dtype, mask, self.data.ptr - self.block.ptr, (*self.strides, 1))
+        return np.ndarray(
+            (*self.shape, self.itemsize),
+            mask.dtype,
+            mask,
+            self.data.ptr - self.block.ptr,
+            (*self.strides, 1),
+        )
 
     @property
     def __cuda_array_interface__(self):
@@ -348,8 +405,14 @@ class ndarray:
         log().append(("pointer", self.nbytes))
         if self.nbytes and _in_use(self.data.ptr, self.nbytes):
             faults.append("a pointer to memory that work on the stream uses")
-        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.data.ptr, False), "version": 3,
-                "strides": None, "stream": None}
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.data.ptr, False),
+            "version": 3,
+            "strides": None,
+            "stream": None,
+        }
 
     def __array__(self, *args, **kwargs):
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`.")
@@ -379,18 +442,30 @@ class ndarray:
         return np.add(self, other, out=self)
 
     def _like(self, view):
-        offset = view.__array_interface__["data"][0] - self.truth.__array_interface__["data"][0] if view.size else 0
-        return ndarray(view.shape, view.dtype, MemoryPointer(_Shifted(self.data, offset), 0), view.strides)
+        offset = (
+            view.__array_interface__["data"][0] - self.truth.__array_interface__["data"][0]
+            if view.size
+            else 0
+        )
+        return ndarray(
+            view.shape, view.dtype, MemoryPointer(_Shifted(self.data, offset), 0), view.strides
+        )
 
     def __getitem__(self, key):
         key = key if isinstance(key, tuple) else (key,)
-        return self._like(self.truth[key if ... in key else (*key, ...)])  # a view even of one element
+        return self._like(
+            self.truth[key if ... in key else (*key, ...)]
+        )  # a view even of one element
 
     def __setitem__(self, key, value):
         if isinstance(value, np.ndarray):
             raise TypeError("Unsupported type numpy.ndarray")
         target, sources = self[key], [value] if isinstance(value, ndarray) else []
-        launch([target], sources, lambda: np.copyto(target.truth, value.truth if sources else value, casting="unsafe"))
+        launch(
+            [target],
+            sources,
+            lambda: np.copyto(target.truth, value.truth if sources else value, casting="unsafe"),
+        )
 
     def reshape(self, *shape):
         return self._like(self.truth.reshape(*shape))
@@ -403,7 +478,9 @@ class ndarray:
 
     def get(self):
         get_current_stream().synchronize()
-        here = np.ndarray(self.shape, self.dtype, self.block.memory, self.data.ptr - self.block.ptr, self.strides)
+        here = np.ndarray(
+            self.shape, self.dtype, self.block.memory, self.data.ptr - self.block.ptr, self.strides
+        )
         return here.copy()
 
     def set(self, array):
@@ -425,7 +502,12 @@ class _Shifted:
     """The memory under a view: keeps what it is part of alive."""
 
     def __init__(self, pointer, offset):
-        self.ptr, self.size, self.device_id, self.owner = pointer.ptr + offset, pointer.mem.size, 0, pointer
+        self.ptr, self.size, self.device_id, self.owner = (
+            pointer.ptr + offset,
+            pointer.mem.size,
+            0,
+            pointer,
+        )
 
 
 def empty(shape, dtype=float):

@@ -31,19 +31,41 @@ class FakeEngine:
 
         def start(grid, block, arguments, shared):
             self.noted[threading.get_ident()].append(
-                (signature.name, tuple(defines.items()), *grid, *block, shared, *map(_passed, arguments)))
-            arrays = [(a.array, p.is_readonly) for a, p in zip(arguments, signature.parameters, strict=True)
-                      if isinstance(a, Argument) and a.array is not None]
-            plain = [a._replace(array=None if a.array is None else a.array.truth) if isinstance(a, Argument) else a
-                     for a in arguments]
-            cupy.launch([a for a, is_readonly in arrays if not is_readonly], [a for a, _ in arrays],
-                        lambda: function(grid, block, plain, shared))
+                (
+                    signature.name,
+                    tuple(defines.items()),
+                    *grid,
+                    *block,
+                    shared,
+                    *map(_passed, arguments),
+                )
+            )
+            arrays = [
+                (a.array, p.is_readonly)
+                for a, p in zip(arguments, signature.parameters, strict=True)
+                if isinstance(a, Argument) and a.array is not None
+            ]
+            plain = [
+                a._replace(array=None if a.array is None else a.array.truth)
+                if isinstance(a, Argument)
+                else a
+                for a in arguments
+            ]
+            cupy.launch(
+                [a for a, is_readonly in arrays if not is_readonly],
+                [a for a, _ in arrays],
+                lambda: function(grid, block, plain, shared),
+            )
 
         return start
 
     def multiply(self, a, b, c, transposed_a, transposed_b, accumulate):
         truths = (a.truth, b.truth, c.truth)
-        cupy.launch([c], [a, b], lambda: self._simulator.multiply(*truths, transposed_a, transposed_b, accumulate))
+        cupy.launch(
+            [c],
+            [a, b],
+            lambda: self._simulator.multiply(*truths, transposed_a, transposed_b, accumulate),
+        )
 
 
 def _passed(argument):

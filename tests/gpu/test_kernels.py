@@ -32,9 +32,19 @@ class Visiting(CudaEngine):
         def launch(grid: Any, block: Any, arguments: list[Any], shared: int) -> None:
             visits: dict[tuple, tuple] = {}
             there = [self._visit(argument, visits) for argument in arguments]
-            kernel(grid, block, [each.array if isinstance(each, Argument) else each for each in there], shared)
+            kernel(
+                grid,
+                block,
+                [each.array if isinstance(each, Argument) else each for each in there],
+                shared,
+            )
             for parameter, argument in zip(signature.parameters, arguments, strict=True):
-                if parameter.is_pointer and not parameter.is_readonly and argument.array is not None and argument.array.size:
+                if (
+                    parameter.is_pointer
+                    and not parameter.is_readonly
+                    and argument.array is not None
+                    and argument.array.size
+                ):
                     self._return(argument.array, visits)
 
         return launch
@@ -47,7 +57,9 @@ class Visiting(CudaEngine):
     def _return(self, array: np.ndarray, visits: dict[tuple, tuple]) -> None:
         low, extent = visits[_key(array)][:2]
         back = self._module.asnumpy(extent)
-        array[...] = np.ndarray(array.shape, array.dtype, back, array.ctypes.data - low, array.strides)
+        array[...] = np.ndarray(
+            array.shape, array.dtype, back, array.ctypes.data - low, array.strides
+        )
 
     def _visit(self, argument: Any, visits: dict[tuple, tuple]) -> Any:
         if not isinstance(argument, Argument) or argument.array is None:
@@ -59,10 +71,14 @@ class Visiting(CudaEngine):
             low, high = np.lib.array_utils.byte_bounds(array)
             # Placed so that its alignment modulo 64 is the array's own.
             room = self._module.empty(high - low + 64, np.uint8)
-            extent = room[low % 64:][:high - low]
+            extent = room[low % 64 :][: high - low]
             extent.set(np.frombuffer((c.c_ubyte * (high - low)).from_address(low), np.uint8))
             pointer = extent.data + (array.ctypes.data - low)
-            visits[_key(array)] = low, extent, self._module.ndarray(array.shape, array.dtype, pointer, array.strides)
+            visits[_key(array)] = (
+                low,
+                extent,
+                self._module.ndarray(array.shape, array.dtype, pointer, array.strides),
+            )
         return argument._replace(array=visits[_key(array)][2])
 
 
@@ -89,7 +105,10 @@ def test_a_kernel_computes_on_the_gpu_what_the_reference_says(kernels, group):
             raise
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-14), ("float16", 1e-6), ("bfloat16", 1e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [("float32", 1e-6), ("float64", 1e-14), ("float16", 1e-6), ("bfloat16", 1e-6)],
+)
 def test_the_library_multiplies_without_tf32(dtype, tolerance):
     """TF32 keeps 10 bits of the elements, which costs 3e-4 here; the results of 16-bit elements are float32."""
     cupy = pytest.importorskip("cupy")

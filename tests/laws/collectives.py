@@ -51,14 +51,20 @@ class CollectiveLaws:
                 op = ("add", "maximum")[(i + j) % 2]
                 mine = small(transport.rank, count, dtype)
                 bind(transport, mine, op, algorithm).run()
-                right = REDUCERS[op](np.stack([small(rank, count) for rank in range(transport.size)]))
+                right = REDUCERS[op](
+                    np.stack([small(rank, count) for rank in range(transport.size)])
+                )
                 assert np.array_equal(mine.astype("float64"), right), (algorithm, op, dtype, count)
 
     def law_a_sum_of_bfloat16_is_rounded_once_an_addition_and_alike_on_all_ranks(self, transport):
         """The error is at most n - 1 half-ulps of the largest partial sum: an ulp is at most 2^-7 of a number."""
         n, count = transport.size, 1001
-        brought = np.stack([np.random.default_rng(rank).standard_normal(count) for rank in range(n)]).astype("bfloat16")
-        truth, largest = (array.astype("float64").sum(axis=0) for array in (brought, np.abs(brought)))
+        brought = np.stack(
+            [np.random.default_rng(rank).standard_normal(count) for rank in range(n)]
+        ).astype("bfloat16")
+        truth, largest = (
+            array.astype("float64").sum(axis=0) for array in (brought, np.abs(brought))
+        )
         for algorithm in self.algorithms:
             if algorithm == "native":
                 continue  # MPI has no bfloat16
@@ -77,8 +83,13 @@ class CollectiveLaws:
             array = mine.astype(dtype)
             with np.errstate(all="raise"):
                 bind(transport, array, algorithm=algorithm).run()
-            assert np.isfinite(array[0]) == 0 and np.isnan(array[1]) and array[3] == transport.size, (algorithm, dtype)
-            assert np.isinf(array[2]) == (dtype == "float16" and transport.size > 1), (algorithm, dtype)
+            assert (
+                np.isfinite(array[0]) == 0 and np.isnan(array[1]) and array[3] == transport.size
+            ), (algorithm, dtype)
+            assert np.isinf(array[2]) == (dtype == "float16" and transport.size > 1), (
+                algorithm,
+                dtype,
+            )
 
     def law_a_long_message_is_reduced_exactly(self, transport):
         for algorithm in self.algorithms:
@@ -100,7 +111,11 @@ class CollectiveLaws:
                     binding.bind_reduce_scatter(transport, mine, op, algorithm).run()
                     start, stop = chunk_bounds(count, transport.size)[transport.rank]
                     right = truth(everyone(transport.size, count))
-                    assert np.array_equal(mine[start:stop], right[start:stop]), (algorithm, op, count)
+                    assert np.array_equal(mine[start:stop], right[start:stop]), (
+                        algorithm,
+                        op,
+                        count,
+                    )
 
     def law_all_gather_brings_chunk_r_from_rank_r(self, transport):
         for algorithm in choices("all-gather"):
@@ -119,7 +134,9 @@ class CollectiveLaws:
                 for count in (*LENGTHS, LONG):
                     for halves in (np.empty(count), transport.allocate(count, "float64")):
                         whole = np.random.default_rng(transport.rank).standard_normal(count)
-                        whole[count // 3:count // 3 + 1] = (np.nan, np.inf, -0.0)[transport.rank % 3]
+                        whole[count // 3 : count // 3 + 1] = (np.nan, np.inf, -0.0)[
+                            transport.rank % 3
+                        ]
                         halves[:] = whole
                         bind(transport, whole, op, algorithm).run()
                         scatter = binding.bind_reduce_scatter(transport, halves, op, algorithm)
@@ -131,10 +148,18 @@ class CollectiveLaws:
     def law_halves_are_polled_in_any_order_run_after_run(self, transport):
         n, counts = transport.size, (3, 1001, LONG)
         for algorithm in choices("all-gather"):
-            arrays = [transport.allocate(count, "float64") if count == LONG else np.empty(count) for count in counts]
+            arrays = [
+                transport.allocate(count, "float64") if count == LONG else np.empty(count)
+                for count in counts
+            ]
             for operation in ("reduce_scatter", "all_gather"):
-                bound = [getattr(Group(transport, algorithm), f"bind_{operation}")(array) for array in arrays]
-                for repetition in range(3):  # no barrier between: a fast rank is already in the next run
+                bound = [
+                    getattr(Group(transport, algorithm), f"bind_{operation}")(array)
+                    for array in arrays
+                ]
+                for repetition in range(
+                    3
+                ):  # no barrier between: a fast rank is already in the next run
                     for array in arrays:
                         array[:] = coded(transport.rank + repetition, array.size)
                     for reduction in bound:
@@ -143,29 +168,41 @@ class CollectiveLaws:
                     while open_ones:
                         open_ones = [reduction for reduction in open_ones if not reduction.poll()]
                     for array in arrays:
-                        bounds, stack = chunk_bounds(array.size, n), [coded(rank + repetition, array.size) for rank in range(n)]
+                        bounds, stack = (
+                            chunk_bounds(array.size, n),
+                            [coded(rank + repetition, array.size) for rank in range(n)],
+                        )
                         mine = slice(*bounds[transport.rank])
                         if operation == "reduce_scatter":
                             assert np.array_equal(array[mine], sum(stack)[mine]), algorithm
                         else:
-                            right = [stack[rank][slice(*chunk)] for rank, chunk in enumerate(bounds)]
+                            right = [
+                                stack[rank][slice(*chunk)] for rank, chunk in enumerate(bounds)
+                            ]
                             assert np.array_equal(array, np.concatenate(right)), algorithm
 
     def law_a_group_s_halves_are_by_its_algorithm_or_what_auto_chooses(self, transport):
         array = transport.allocate(1001, "float64")
         for algorithm in self.algorithms:
             group = Group(transport, algorithm)
-            for operation, reduction in (("reduce-scatter", group.bind_reduce_scatter(array)),
-                                         ("all-gather", group.bind_all_gather(array))):
+            for operation, reduction in (
+                ("reduce-scatter", group.bind_reduce_scatter(array)),
+                ("all-gather", group.bind_all_gather(array)),
+            ):
                 wanted = algorithm if algorithm in algorithm_table.TABLES[operation] else "auto"
-                chosen = {"auto": chosen_by_model(transport, array, group.tuning, operation)}.get(wanted, wanted)
+                chosen = {"auto": chosen_by_model(transport, array, group.tuning, operation)}.get(
+                    wanted, wanted
+                )
                 assert reduction.algorithm == chosen or transport.size == 1, (algorithm, operation)
 
     def law_a_group_reduces_by_what_auto_chooses_where_no_algorithm_is_named(self, transport):
         group = Group(transport)
         for count in (3, 1001, LONG):
             array = transport.allocate(count, "float64")
-            assert group.bind(array).algorithm == chosen_by_model(transport, array, group.tuning) or transport.size == 1, count
+            assert (
+                group.bind(array).algorithm == chosen_by_model(transport, array, group.tuning)
+                or transport.size == 1
+            ), count
 
     def law_broadcast_reaches_all_from_any_root(self, transport):
         for algorithm in choices("broadcast"):
@@ -183,7 +220,11 @@ class CollectiveLaws:
                         mine = coded(transport.rank, count)
                         binding.bind_reduce(transport, mine, op, root, algorithm).run()
                         if transport.rank == root:
-                            assert np.array_equal(mine, truth(everyone(transport.size, count))), (algorithm, op, root)
+                            assert np.array_equal(mine, truth(everyone(transport.size, count))), (
+                                algorithm,
+                                op,
+                                root,
+                            )
 
     def law_all_to_all_transposes_chunks(self, transport):
         n, rank = transport.size, transport.rank
@@ -192,7 +233,10 @@ class CollectiveLaws:
                 incoming = np.full(n * length, np.nan)
                 outgoing = coded(rank, n * length)
                 binding.bind_all_to_all(transport, outgoing, incoming, algorithm).run()
-                right = [coded(peer, n * length)[rank * length:(rank + 1) * length] for peer in range(n)]
+                right = [
+                    coded(peer, n * length)[rank * length : (rank + 1) * length]
+                    for peer in range(n)
+                ]
                 assert np.array_equal(incoming, np.concatenate(right)), (algorithm, length)
                 assert np.array_equal(outgoing, coded(rank, n * length))
 
@@ -201,35 +245,66 @@ class CollectiveLaws:
         bounds, root = chunk_bounds(count, n), n - 1
         own, kept = slice(*bounds[rank]), slice(None if rank == root else 0)
         stack = np.stack([small(peer, count) for peer in range(n)])
-        total, gathered = stack.sum(axis=0), np.concatenate([stack[peer, slice(*bounds[peer])] for peer in range(n)])
+        total, gathered = (
+            stack.sum(axis=0),
+            np.concatenate([stack[peer, slice(*bounds[peer])] for peer in range(n)]),
+        )
         for dtype in DTYPES:
-            cases = [(binding.bind_reduce_scatter, name, ("add",), own, total) for name in choices("reduce-scatter")]
-            cases += [(binding.bind_reduce, name, ("add", root), kept, total) for name in choices("reduce")]
-            cases += [(binding.bind_all_gather, name, (), slice(None), gathered) for name in choices("all-gather")]
-            cases += [(binding.bind_broadcast, name, (root,), slice(None), stack[root]) for name in choices("broadcast")]
+            cases = [
+                (binding.bind_reduce_scatter, name, ("add",), own, total)
+                for name in choices("reduce-scatter")
+            ]
+            cases += [
+                (binding.bind_reduce, name, ("add", root), kept, total)
+                for name in choices("reduce")
+            ]
+            cases += [
+                (binding.bind_all_gather, name, (), slice(None), gathered)
+                for name in choices("all-gather")
+            ]
+            cases += [
+                (binding.bind_broadcast, name, (root,), slice(None), stack[root])
+                for name in choices("broadcast")
+            ]
             for function, name, words, part, right in cases:
                 mine = small(rank, count, dtype)
                 function(transport, mine, *words, name).run()
-                assert np.array_equal(mine[part].astype("float64"), right[part]), (function, name, dtype)
+                assert np.array_equal(mine[part].astype("float64"), right[part]), (
+                    function,
+                    name,
+                    dtype,
+                )
             for name in choices("all-to-all"):
                 incoming = np.zeros(5 * n, dtype)
                 binding.bind_all_to_all(transport, small(rank, 5 * n, dtype), incoming, name).run()
-                right = np.concatenate([small(peer, 5 * n)[5 * rank:5 * rank + 5] for peer in range(n)])
+                right = np.concatenate(
+                    [small(peer, 5 * n)[5 * rank : 5 * rank + 5] for peer in range(n)]
+                )
                 assert np.array_equal(incoming.astype("float64"), right), (name, dtype)
 
     def law_no_operation_takes_arrays_with_gaps(self, transport):
         gaps = np.ones(4 * transport.size)[::2]
         for name in ("reduce_scatter", "all_gather", "broadcast", "reduce", "ping_pong"):
-            assert "an array with gaps" in raises_comm_error(lambda name=name: getattr(binding, f"bind_{name}")(transport, gaps))
-        assert "an array with gaps" in raises_comm_error(lambda: binding.bind_all_to_all(transport, gaps, gaps.copy()))
-        assert "an array with gaps" in raises_comm_error(lambda: binding.bind_all_to_all(transport, gaps.copy(), gaps))
+            assert "an array with gaps" in raises_comm_error(
+                lambda name=name: getattr(binding, f"bind_{name}")(transport, gaps)
+            )
+        assert "an array with gaps" in raises_comm_error(
+            lambda: binding.bind_all_to_all(transport, gaps, gaps.copy())
+        )
+        assert "an array with gaps" in raises_comm_error(
+            lambda: binding.bind_all_to_all(transport, gaps.copy(), gaps)
+        )
 
     def law_all_to_all_refuses_arrays_that_do_not_divide_or_differ(self, transport):
         n = transport.size
         if n > 1:
-            text = raises_comm_error(lambda: binding.bind_all_to_all(transport, np.ones(n + 1), np.ones(n + 1)))
+            text = raises_comm_error(
+                lambda: binding.bind_all_to_all(transport, np.ones(n + 1), np.ones(n + 1))
+            )
             assert f"Pad both to {2 * n} elements" in text
-        text = raises_comm_error(lambda: binding.bind_all_to_all(transport, np.ones(n), np.ones(n, "float32")))
+        text = raises_comm_error(
+            lambda: binding.bind_all_to_all(transport, np.ones(n), np.ones(n, "float32"))
+        )
         assert "needs two arrays alike" in text
 
     def law_ping_pong_comes_back_unchanged(self, transport):
@@ -265,7 +340,9 @@ class CollectiveLaws:
             for run in range(5):  # no barrier between: a fast rank is already in the next run
                 mine[:] = coded(transport.rank + run, 7)
                 reduction.run() if run % 2 else (reduction.start(), reduction.wait())
-                assert np.array_equal(mine, truth(np.stack([coded(rank + run, 7) for rank in range(transport.size)])))
+                assert np.array_equal(
+                    mine, truth(np.stack([coded(rank + run, 7) for rank in range(transport.size)]))
+                )
 
     def law_arrays_outside_windows_borrow_one_and_return_it(self, transport):
         for _ in range(3):
@@ -285,7 +362,9 @@ class CollectiveLaws:
         before = len(transport.windows)
         bind(part, whole, algorithm="shared").run()
         assert len(transport.windows) == before or part.size == 1
-        assert np.array_equal(whole, sum(coded(rank, 2001) for rank in range(transport.rank % 2, transport.size, 2)))
+        assert np.array_equal(
+            whole, sum(coded(rank, 2001) for rank in range(transport.rank % 2, transport.size, 2))
+        )
 
     def law_ring_repeats_bit_by_bit_and_agrees_on_all_ranks(self, transport):
         original = np.random.default_rng(transport.rank).standard_normal(1001).astype("float32")
@@ -315,7 +394,9 @@ class CollectiveLaws:
                 for reduction in reductions:
                     reduction.wait()
                 for array in arrays:
-                    truth = sum(coded(rank + repetition, array.size) for rank in range(transport.size))
+                    truth = sum(
+                        coded(rank + repetition, array.size) for rank in range(transport.size)
+                    )
                     assert np.array_equal(array, truth), algorithm
 
     def law_a_second_start_is_refused(self, transport):
@@ -325,11 +406,13 @@ class CollectiveLaws:
         for algorithm in self.algorithms:
             reduction = Group(transport, algorithm).bind(np.ones(4))
             if transport.rank == last:
-                reduction.start()    # it cannot end: nobody else has begun
+                reduction.start()  # it cannot end: nobody else has begun
                 assert "started again" in raises_comm_error(reduction.start), algorithm
                 assert "started again" in raises_comm_error(reduction.run), algorithm
                 for peer in range(last):
-                    transport.send(word, peer, tag=99)    # a barrier would be one of MPI's collectives, as `native` is
+                    transport.send(
+                        word, peer, tag=99
+                    )  # a barrier would be one of MPI's collectives, as `native` is
             else:
                 transport.recv(word, last, tag=99)
                 reduction.start()
@@ -346,27 +429,40 @@ class CollectiveLaws:
         assert f"{transport.size} on rank 0" in text
         assert f"{transport.size + 1} on rank {transport.size - 1}" in text
         assert "needs one dtype" in raises_comm_error(
-            lambda: Group(transport).bind(np.ones(3, "float32" if last else "float64")))
+            lambda: Group(transport).bind(np.ones(3, "float32" if last else "float64"))
+        )
         assert "needs one algorithm" in raises_comm_error(
-            lambda: Group(transport, "star" if last else "ring").bind(np.ones(3)))
+            lambda: Group(transport, "star" if last else "ring").bind(np.ones(3))
+        )
         assert "needs one op" in raises_comm_error(
-            lambda: Group(transport).bind(np.ones(3), "maximum" if last else "add"))
-        assert "needs one root" in raises_comm_error(lambda: Group(transport).bind_broadcast(np.ones(3), int(last)))
+            lambda: Group(transport).bind(np.ones(3), "maximum" if last else "add")
+        )
+        assert "needs one root" in raises_comm_error(
+            lambda: Group(transport).bind_broadcast(np.ones(3), int(last))
+        )
 
     def law_strided_input_is_refused_on_every_rank(self, transport):
         first = transport.rank == 0
         array = np.ones((4, 8))[:, :4] if first else np.ones((4, 4))
         text = raises_comm_error(lambda: Group(transport).bind(array))
-        assert "needs contiguous arrays of plain numbers on every rank, but rank 0 passed an array with gaps" in text
+        assert (
+            "needs contiguous arrays of plain numbers on every rank, but rank 0 passed an array with gaps"
+            in text
+        )
 
     def law_what_is_no_writable_array_of_numbers_is_refused_on_every_rank(self, transport):
         read_only = np.ones(4)
         read_only.flags.writeable = False
         last = transport.size - 1
-        for odd, words in (([1.0] * 4, "a list, which is no array"), (read_only, "read-only"),
-                           (np.ones(4, ">f8"), "another order"),
-                           (np.ones(4, "complex64"), "complex64"), (np.ones(4, "datetime64[s]"), "datetime64"),
-                           (np.array(["a"] * 4), "<U1"), (np.ones(4, "longdouble"), "elements of type")):
+        for odd, words in (
+            ([1.0] * 4, "a list, which is no array"),
+            (read_only, "read-only"),
+            (np.ones(4, ">f8"), "another order"),
+            (np.ones(4, "complex64"), "complex64"),
+            (np.ones(4, "datetime64[s]"), "datetime64"),
+            (np.array(["a"] * 4), "<U1"),
+            (np.ones(4, "longdouble"), "elements of type"),
+        ):
             array = odd if transport.rank == last else np.ones(4)
             text = raises_comm_error(lambda array=array: bind(transport, array))
             assert f"but rank {last} passed" in text and words in text, (odd, text)
@@ -374,12 +470,15 @@ class CollectiveLaws:
     def law_all_to_all_refuses_arrays_that_overlap_on_one_rank_on_every_rank(self, transport):
         array = np.ones(transport.size)
         other = array if transport.rank == transport.size - 1 else array.copy()
-        assert "overlap on no rank" in raises_comm_error(lambda: binding.bind_all_to_all(transport, array, other))
+        assert "overlap on no rank" in raises_comm_error(
+            lambda: binding.bind_all_to_all(transport, array, other)
+        )
 
     def law_a_root_is_a_rank(self, transport):
         for root in (-1, transport.size, 0.0):
             assert f"root {root} is not among ranks" in raises_comm_error(
-                lambda root=root: binding.bind_broadcast(transport, np.ones(3), root))
+                lambda root=root: binding.bind_broadcast(transport, np.ones(3), root)
+            )
 
     def law_unknown_names_are_refused_with_the_known_ones(self, transport):
         for call, known in (

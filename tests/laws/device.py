@@ -32,23 +32,35 @@ class DeviceLaws:
         cupy.log().clear()
         return DeviceTransport(host, backend, CARRIERS[carrier](host, backend))
 
-    def law_messages_of_any_length_arrive_and_nothing_is_touched_before_its_time(self, host, carrier, backend):
+    def law_messages_of_any_length_arrive_and_nothing_is_touched_before_its_time(
+        self, host, carrier, backend
+    ):
         transport = self.device(host, carrier, backend)
         after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
         for count in (0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5):
-            outgoing = backend.from_host(coded(host.rank, count))  # written by work that nobody has waited for
+            outgoing = backend.from_host(
+                coded(host.rank, count)
+            )  # written by work that nobody has waited for
             incoming = backend.zeros(count, "float64")
             outgoing += outgoing
             transport.exchange(outgoing, after, incoming, before)
             assert np.array_equal(backend.to_host(incoming), 2 * coded(before, count)), count
         assert cupy.faults == []
 
-    def law_a_start_waits_for_what_was_started_before_on_the_host_for_pointers_alone(self, host, carrier, backend):
+    def law_a_start_waits_for_what_was_started_before_on_the_host_for_pointers_alone(
+        self, host, carrier, backend
+    ):
         transport = self.device(host, carrier, backend)
         after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
-        outgoing, incoming = backend.from_host(coded(host.rank, 3 * PIECE)), backend.zeros(3 * PIECE, "float64")
+        outgoing, incoming = (
+            backend.from_host(coded(host.rank, 3 * PIECE)),
+            backend.zeros(3 * PIECE, "float64"),
+        )
         starts = []
-        for start in (lambda: transport.start_recv(incoming, before), lambda: transport.start_send(outgoing, after)):
+        for start in (
+            lambda: transport.start_recv(incoming, before),
+            lambda: transport.start_send(outgoing, after),
+        ):
             cupy.log().clear()
             starts.append((start(), list(cupy.log())))
         for request, _ in starts:
@@ -56,29 +68,46 @@ class DeviceLaws:
         received, sent = (seen for _, seen in starts)
         if carrier == "direct":
             for seen in (received, sent):
-                assert seen[0] == ("synchronize",) and {event for event, _ in seen[1:]} == {"pointer"}
+                assert seen[0] == ("synchronize",) and {event for event, _ in seen[1:]} == {
+                    "pointer"
+                }
         else:
-            assert sent == [("copy", PIECE * 8)] * 3 and received == [], "the host never sees a device pointer, nor waits"
-        assert np.array_equal(backend.to_host(incoming), coded(before, 3 * PIECE)) and cupy.faults == []
+            assert sent == [("copy", PIECE * 8)] * 3 and received == [], (
+                "the host never sees a device pointer, nor waits"
+            )
+        assert (
+            np.array_equal(backend.to_host(incoming), coded(before, 3 * PIECE))
+            and cupy.faults == []
+        )
 
-    def law_no_step_of_a_reduction_waits_for_what_is_computed_meanwhile(self, host, carrier, backend):
+    def law_no_step_of_a_reduction_waits_for_what_is_computed_meanwhile(
+        self, host, carrier, backend
+    ):
         transport = self.device(host, carrier, backend)
-        for algorithm in ("ring", "recursive-doubling"):    # the last thing that a rank does: receive, add
+        for algorithm in (
+            "ring",
+            "recursive-doubling",
+        ):  # the last thing that a rank does: receive, add
             self.reduce_beside_computation(transport, backend, algorithm)
 
     def reduce_beside_computation(self, transport, backend, algorithm):
-        array, other = backend.from_host(coded(transport.rank, 5 * PIECE + 3)), backend.zeros(7, "float64")
-        array += array    # which must have ended before the first message
+        array, other = (
+            backend.from_host(coded(transport.rank, 5 * PIECE + 3)),
+            backend.zeros(7, "float64"),
+        )
+        array += array  # which must have ended before the first message
         reduction = bind(transport, array, algorithm=algorithm)
         reduction.start()
         while transport.size > 1 and not reduction._posted:
             reduction.poll()
-        other += other    # another layer is computed meanwhile
+        other += other  # another layer is computed meanwhile
         computing = list(cupy.get_current_stream()._pending)
         transport.wait_until(reduction.poll)
         left = cupy.get_current_stream()._pending
-        assert all(any(work is pending for pending in left) for work in computing[-2:]), "a step has waited for the computation"
-        array += array    # which must wait for the last sum, though nobody on the host did
+        assert all(any(work is pending for pending in left) for work in computing[-2:]), (
+            "a step has waited for the computation"
+        )
+        array += array  # which must wait for the last sum, though nobody on the host did
         total = 4 * sum(coded(rank, 5 * PIECE + 3) for rank in range(transport.size))
         assert np.array_equal(backend.to_host(array), total) and cupy.faults == [], algorithm
 
@@ -88,7 +117,10 @@ class DeviceLaws:
         counts = (2 * PIECE + 1, 5, 3 * PIECE)
         incoming = [backend.zeros(count, "float64") for count in counts]
         requests = [transport.start_recv(array, before, 7) for array in incoming]
-        requests += [transport.start_send(backend.from_host(coded(host.rank, n) + n), after, 7) for n in counts]
+        requests += [
+            transport.start_send(backend.from_host(coded(host.rank, n) + n), after, 7)
+            for n in counts
+        ]
         while not all(request.test() for request in requests):
             pass
         for array, count in zip(incoming, counts, strict=True):
@@ -119,15 +151,27 @@ class DeviceLaws:
             assert np.array_equal(backend.to_host(incoming), coded(request.source, PIECE))
         send.wait()
         if carrier == "staged":
-            text = raises_comm_error(lambda: transport.start_recv_any(backend.zeros(PIECE + 1, "float64"), 3))
-            assert f"rank {host.rank}: a receive from any rank holds at most 512 bytes" in text and "520" in text
+            text = raises_comm_error(
+                lambda: transport.start_recv_any(backend.zeros(PIECE + 1, "float64"), 3)
+            )
+            assert (
+                f"rank {host.rank}: a receive from any rank holds at most 512 bytes" in text
+                and "520" in text
+            )
 
-    def law_wait_any_takes_messages_of_a_device_and_of_the_host_together(self, host, carrier, backend):
+    def law_wait_any_takes_messages_of_a_device_and_of_the_host_together(
+        self, host, carrier, backend
+    ):
         transport = self.device(host, carrier, backend)
         after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
         header, incoming = np.zeros(2), backend.zeros(3 * PIECE + 1, "float64")
-        requests = {"array": transport.start_recv(incoming, before, 5), "header": transport.start_recv_any(header, 6)}
-        requests["array sent"] = transport.start_send(backend.from_host(coded(host.rank, 3 * PIECE + 1)), after, 5)
+        requests = {
+            "array": transport.start_recv(incoming, before, 5),
+            "header": transport.start_recv_any(header, 6),
+        }
+        requests["array sent"] = transport.start_send(
+            backend.from_host(coded(host.rank, 3 * PIECE + 1)), after, 5
+        )
         transport.barrier()  # ranks then wait for copies alone, which must not look like a deadlock
         del requests[next_complete(transport, {name: requests[name] for name in ("array",)})]
         assert np.array_equal(backend.to_host(incoming), coded(before, 3 * PIECE + 1))
@@ -153,7 +197,10 @@ class DeviceLaws:
     def law_staging_memory_is_used_again(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
         after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
-        outgoing, incoming = backend.zeros(3 * PIECE, "float64"), backend.zeros(3 * PIECE, "float64")
+        outgoing, incoming = (
+            backend.zeros(3 * PIECE, "float64"),
+            backend.zeros(3 * PIECE, "float64"),
+        )
         for _ in range(20):
             transport.exchange(outgoing, after, incoming, before)
         transport.barrier()
@@ -167,7 +214,9 @@ class DeviceLaws:
         outgoing = backend.from_host(np.repeat(np.arange(n) + 10.0 * transport.rank, PIECE + 1))
         incoming = backend.zeros(n * (PIECE + 1), "float64")
         bind_all_to_all(transport, outgoing, incoming).run()
-        assert np.array_equal(backend.to_host(incoming), np.repeat(10.0 * np.arange(n) + transport.rank, PIECE + 1))
+        assert np.array_equal(
+            backend.to_host(incoming), np.repeat(10.0 * np.arange(n) + transport.rank, PIECE + 1)
+        )
 
     def law_host_arrays_go_straight_on(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
@@ -177,20 +226,30 @@ class DeviceLaws:
         assert cupy.log() == []
         assert on_device(transport.allocate(3, "float32"))
 
-    def law_formats_whose_residuals_are_the_host_s_are_refused_with_a_way_out(self, host, carrier, backend):
+    def law_formats_whose_residuals_are_the_host_s_are_refused_with_a_way_out(
+        self, host, carrier, backend
+    ):
         transport = self.device(host, carrier, backend)
         for name in ("topk:0.1", "powersgd:1"):
             try:
                 bind_lossy(transport, backend.zeros(8, "float32"), parse_wire(name))
             except ConfigError as error:
-                assert error.agreed and "this array lies in a GPU's" in str(error) and "Use wire fp16" in str(error)
+                assert (
+                    error.agreed
+                    and "this array lies in a GPU's" in str(error)
+                    and "Use wire fp16" in str(error)
+                )
             else:
                 raise AssertionError(f"{name} has nowhere to keep what it did not send")
-        bind_lossy(transport, np.ones(8, np.float32), parse_wire("topk:0.1")).run()    # the host's arrays may travel so
+        bind_lossy(
+            transport, np.ones(8, np.float32), parse_wire("topk:0.1")
+        ).run()  # the host's arrays may travel so
 
     def law_what_cannot_be_a_message_is_refused(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
-        assert "is not among ranks" in raises_comm_error(lambda: transport.start_send(backend.zeros(3, "float64"), host.size))
+        assert "is not among ranks" in raises_comm_error(
+            lambda: transport.start_send(backend.zeros(3, "float64"), host.size)
+        )
         strided = backend.zeros(8, "float64").reshape(4, 2)[:, :1]
         assert "one contiguous block" in raises_comm_error(lambda: transport.start_recv(strided, 0))
 

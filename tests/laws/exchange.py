@@ -15,6 +15,7 @@ def over_group(*algorithms):
     """A law about a group by each of these algorithms, over a transport of its own, as one about the transport. Neither the group
     nor arrays of the law's leave a window.
     """
+
     def about_transports(law):
         @wraps(law)
         def law_of_transport(self, transport):
@@ -26,7 +27,9 @@ def over_group(*algorithms):
                 part.barrier()  # ranks that are threads hold each other's arrays until all have left the last meeting
                 part.close()
                 assert len(transport.windows) == before, algorithm
+
         return law_of_transport
+
     return about_transports
 
 
@@ -42,6 +45,7 @@ class Counted:
         def call(*arguments):
             self.calls += 1
             return function(*arguments)
+
         return call
 
     def now(self):
@@ -62,7 +66,7 @@ def layers_forward_and_backward(group, part, rows):
         scattered = group.exchange((rows, width), "float64")
         scattered.array[:] = coded(rank, rows * width).reshape(rows, width)
         scattered.reduce_scatter().start()
-        for reduction in (scattered.reduce_scatter(), facts.all_reduce("maximum"))[::(-1) ** rank]:
+        for reduction in (scattered.reduce_scatter(), facts.all_reduce("maximum"))[:: (-1) ** rank]:
             reduction.poll()
         facts.all_reduce("maximum").wait()
         scattered.reduce_scatter().wait()
@@ -70,7 +74,9 @@ def layers_forward_and_backward(group, part, rows):
         right &= np.array_equal(facts.array, coded(n - 1, rows))
         right &= np.array_equal(scattered.array.reshape(-1), everyone(n, rows * width).sum(axis=0))
     while saved:
-        right &= np.array_equal(saved.pop().reshape(-1), everyone(n, rows * width).sum(axis=0) + n * (len(saved) + part))
+        right &= np.array_equal(
+            saved.pop().reshape(-1), everyone(n, rows * width).sum(axis=0) + n * (len(saved) + part)
+        )
     return right
 
 
@@ -90,15 +96,26 @@ class ExchangeLaws:
                 for op, right in (("add", stack.sum(axis=0)), ("maximum", stack.max(axis=0))):
                     lease.array[...] = coded(group.rank, count).reshape(shape)
                     lease.all_reduce(op).run()
-                    assert np.array_equal(lease.array.reshape(-1), right), (group.algorithm, op, shape)
+                    assert np.array_equal(lease.array.reshape(-1), right), (
+                        group.algorithm,
+                        op,
+                        shape,
+                    )
                     lease.array[...] = coded(group.rank, count).reshape(shape)
                     lease.reduce_scatter(op).run()
-                    assert np.array_equal(lease.own, right[slice(*bounds[group.rank])]), (group.algorithm, op, shape)
+                    assert np.array_equal(lease.own, right[slice(*bounds[group.rank])]), (
+                        group.algorithm,
+                        op,
+                        shape,
+                    )
                 lease.array[...] = np.nan
                 lease.own[:] = coded(group.rank, lease.own.size)
                 lease.all_gather().run()
                 right = [coded(rank, stop - start) for rank, (start, stop) in enumerate(bounds)]
-                assert np.array_equal(lease.array.reshape(-1), np.concatenate(right)), (group.algorithm, shape)
+                assert np.array_equal(lease.array.reshape(-1), np.concatenate(right)), (
+                    group.algorithm,
+                    shape,
+                )
 
     @over_group("auto")
     def law_exchanges_carry_every_dtype(self, group):
@@ -121,10 +138,15 @@ class ExchangeLaws:
         lease.array[:] = np.arange(6 * n).reshape(2, 3 * n, 1) * (rank + 1)
         lease.reduce_scatter().run()
         right = np.arange(6 * rank, 6 * rank + 6) * n * (n + 1) // 2
-        assert lease.own_rows.shape == (6, 5) and np.array_equal(lease.own_rows, np.repeat(right[:, None], 5, axis=1))
+        assert lease.own_rows.shape == (6, 5) and np.array_equal(
+            lease.own_rows, np.repeat(right[:, None], 5, axis=1)
+        )
         if n > 1:
             text = raises_comm_error(lambda: group.exchange((n + 1, 5), "float64").own_rows)
-            assert f"{n + 1} rows are to be divided by {n} ranks" in text and f"Use {n} or {2 * n} rows" in text
+            assert (
+                f"{n + 1} rows are to be divided by {n} ranks" in text
+                and f"Use {n} or {2 * n} rows" in text
+            )
             text = raises_comm_error(lambda: group.exchange((1, 5), "float64").own_rows)
             assert f"Use {n} rows" in text
 
@@ -134,7 +156,9 @@ class ExchangeLaws:
         counted = Counted(group)
         before, peak = counted.now(), group.arena.peak
         for part in range(3):
-            assert layers_forward_and_backward(group, part, 7) and layers_forward_and_backward(group, part, 4)
+            assert layers_forward_and_backward(group, part, 7) and layers_forward_and_backward(
+                group, part, 4
+            )
         assert counted.now() == before and group.arena.peak == peak and group.arena.live == 0
 
     @over_group("ring")
@@ -145,7 +169,10 @@ class ExchangeLaws:
         assert second.array.ctypes.data != place and second.all_reduce() is not bound
         view = first.array[1:]
         del first
-        assert group.exchange((4, 3), "float32").array.ctypes.data not in (place, second.array.ctypes.data), "a view lives"
+        assert group.exchange((4, 3), "float32").array.ctypes.data not in (
+            place,
+            second.array.ctypes.data,
+        ), "a view lives"
         del view
         again = group.exchange((2, 6), "float32")
         assert again.array.ctypes.data == place and again.all_reduce() is bound
@@ -158,11 +185,13 @@ class ExchangeLaws:
             for i, lease in enumerate(leases):
                 lease.array[:] = coded(group.rank, 700) + i + turn
                 lease.all_reduce().start()
-            under_way = [lease.all_reduce() for lease in leases[::(-1) ** group.rank]]
+            under_way = [lease.all_reduce() for lease in leases[:: (-1) ** group.rank]]
             while under_way:
                 under_way = [reduction for reduction in under_way if not reduction.poll()]
             for i, lease in enumerate(leases):
-                assert np.array_equal(lease.array, everyone(group.size, 700).sum(axis=0) + group.size * (i + turn))
+                assert np.array_equal(
+                    lease.array, everyone(group.size, 700).sum(axis=0) + group.size * (i + turn)
+                )
             del lease
             while leases:
                 leases.pop((group.rank + turn) % len(leases))
@@ -204,13 +233,18 @@ class ExchangeLaws:
 
     @over_group("shared")
     def law_one_host_s_exchanges_lie_in_few_windows(self, group):
-        before, leases = len(group.transport.windows), [group.exchange((2000,), "float64") for _ in range(64)]
+        before, leases = (
+            len(group.transport.windows),
+            [group.exchange((2000,), "float64") for _ in range(64)],
+        )
         for lease in leases:
             lease.array[:] = coded(group.rank, 2000)
             lease.all_reduce().run()
             assert np.array_equal(lease.array, everyone(group.size, 2000).sum(axis=0))
         windows = len(group.transport.windows) - before
-        assert windows == (0 if group.size == 1 else 7), windows  # 1 2 4 ... 64 buffers: none was borrowed
+        assert windows == (0 if group.size == 1 else 7), (
+            windows
+        )  # 1 2 4 ... 64 buffers: none was borrowed
         del leases, lease
 
     @over_group("ring")
@@ -220,10 +254,14 @@ class ExchangeLaws:
         last = group.rank == group.size - 1
         text = raises_comm_error(lambda: group.exchange((5 + last,), "float64"))
         assert "exchange needs one size on every rank, but it is 5 on rank 0" in text
-        assert "needs one dtype" in raises_comm_error(lambda: group.exchange((5,), "float32" if last else "int32"))
+        assert "needs one dtype" in raises_comm_error(
+            lambda: group.exchange((5,), "float32" if last else "int32")
+        )
         assert group.arena.live == group.arena.allocations == 0
         lease = group.exchange((5,), "float64")
-        assert "needs one op" in raises_comm_error(lambda: lease.all_reduce("maximum" if last else "add"))
+        assert "needs one op" in raises_comm_error(
+            lambda: lease.all_reduce("maximum" if last else "add")
+        )
         lease.array[:] = coded(group.rank, 5)
         lease.all_reduce().run()
         assert np.array_equal(lease.array, everyone(group.size, 5).sum(axis=0))
@@ -237,4 +275,6 @@ class ExchangeLaws:
         before = len(transport.windows)
         del lease
         part.close()
-        assert len(transport.windows) == before and np.array_equal(array, coded(transport.rank, 700))
+        assert len(transport.windows) == before and np.array_equal(
+            array, coded(transport.rank, 700)
+        )

@@ -50,7 +50,11 @@ class Watched:
             (first, seen), second = saved
             saved = (first, second), seen
         saved, seen = saved
-        seen += [(array, self._host(array), name) for name, array in {"dy": dy, **taken}.items() if name != "gelu"]
+        seen += [
+            (array, self._host(array), name)
+            for name, array in {"dy": dy, **taken}.items()
+            if name != "gelu"
+        ]
         self._check(seen, "the backward half began")
         dx, pending = self.inner.backward_input(w, dy, saved, arena, **taken)
         self._check(seen, "its input half was over")
@@ -64,7 +68,9 @@ class Watched:
     def _check(self, seen, when):
         for array, then, name in seen:
             changed = not np.array_equal(self._host(array), then, equal_nan=True)
-            assert not changed, f"somebody wrote into {name} of {type(self.inner).__name__} before {when}"
+            assert not changed, (
+                f"somebody wrote into {name} of {type(self.inner).__name__} before {when}"
+            )
 
 
 class WatchedWithoutGelu(Watched):
@@ -80,7 +86,9 @@ class WatchedPlain:
         self._plain, self._host = plain, lambda array: backend.to_host(array).copy()
 
     def __getattr__(self, kind):
-        return lambda *args, **kwargs: Watched(getattr(self._plain, kind)(*args, **kwargs), self._host)
+        return lambda *args, **kwargs: Watched(
+            getattr(self._plain, kind)(*args, **kwargs), self._host
+        )
 
 
 def draw(generator, shape):
@@ -90,15 +98,21 @@ def draw(generator, shape):
 
 def kinds(plain) -> dict[str, Any]:
     """One layer of each kind and some made of them, each (..., WIDTH) -> (..., WIDTH)."""
+
     def linear(activation=None):
         return plain.linear(WIDTH, WIDTH, draw, activation)
 
     return {
-        "linear": linear(), "relu": linear("relu"), "gelu": linear("gelu"), "norm": plain.norm(WIDTH),
+        "linear": linear(),
+        "relu": linear("relu"),
+        "gelu": linear("gelu"),
+        "norm": plain.norm(WIDTH),
         "attention": Sequential(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
         "to linear": Sequential(a=plain.norm(WIDTH), b=linear("relu"), c=linear()),
         "to relu": Sequential(a=linear(), b=linear("relu")),
-        "from gelu": Sequential(a=plain.norm(WIDTH), b=linear("gelu"), c=linear("gelu"), d=linear()),
+        "from gelu": Sequential(
+            a=plain.norm(WIDTH), b=linear("gelu"), c=linear("gelu"), d=linear()
+        ),
         "to a shortcut": Sequential(a=linear("relu"), b=plain.residual(linear("relu"))),
         "shortcut": plain.residual(linear("gelu")),
     }
@@ -115,7 +129,10 @@ def placed(layer, backend: Backend, dtype=np.float64):
 
 
 def _mapped(tree, replace):
-    return {name: _mapped(leaf, replace) if isinstance(leaf, dict) else replace[id(leaf)] for name, leaf in tree.items()}
+    return {
+        name: _mapped(leaf, replace) if isinstance(leaf, dict) else replace[id(leaf)]
+        for name, leaf in tree.items()
+    }
 
 
 def numbers(seed, *shape):
@@ -125,7 +142,9 @@ def numbers(seed, *shape):
 class LayerLaws:
     """A law is a function of a set of constructors and a backend."""
 
-    def law_outputs_stay_until_the_weight_half_has_run_and_both_at_once_are_the_halves(self, plain: Plain, backend: Backend):
+    def law_outputs_stay_until_the_weight_half_has_run_and_both_at_once_are_the_halves(
+        self, plain: Plain, backend: Backend
+    ):
         watched = WatchedPlain(plain, backend)
         for name, kind in kinds(watched).items():
             for layer in (kind, plain.residual(kind), plain.residual(plain.residual(kind))):
@@ -133,23 +152,38 @@ class LayerLaws:
                 for way in (_both_halves, backward):
                     weights, gradients, _, slots = placed(layer, backend)
                     arena = backend.arena()
-                    _, saved = layer.forward(weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena)
+                    _, saved = layer.forward(
+                        weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena
+                    )
                     dy = backend.from_host(numbers(4, 2, 5, WIDTH))
                     dx = _noted(lambda: way(layer, weights, dy, saved, gradients, arena), name)  # noqa: B023
-                    found.append([backend.to_host(array).copy() for array in (dx, *(slot.array for slot in slots.values()))])
-                assert all(map(np.array_equal, *found)), f"{name}: the halves, and both at once, have other bits"
+                    found.append(
+                        [
+                            backend.to_host(array).copy()
+                            for array in (dx, *(slot.array for slot in slots.values()))
+                        ]
+                    )
+                assert all(map(np.array_equal, *found)), (
+                    f"{name}: the halves, and both at once, have other bits"
+                )
 
     def law_a_whole_model_writes_only_into_its_logits(self, plain: Plain, backend: Backend):
         units = gpt(WatchedPlain(plain, backend), **GPT)
         assert units[-1].layer.output_is_free, "the loss writes its gradient over the logits"
-        arena, saved, bound = backend.arena(), [], [placed(unit.layer, backend, np.float32) for unit in units]
+        arena, saved, bound = (
+            backend.arena(),
+            [],
+            [placed(unit.layer, backend, np.float32) for unit in units],
+        )
         tokens = np.random.default_rng(0).integers(GPT["vocab"], size=(3, GPT["context"] + 1))
         x = backend.from_host(tokens[:, :-1])
         for unit, (weights, *_) in zip(units, bound, strict=True):
             x, kept = unit.layer.forward(weights, x, arena)
             saved.append(kept)
         targets = backend.from_host(tokens[:, 1:]).reshape(-1)
-        _, dy = plain.ops.cross_entropy(x.reshape(len(targets), -1), targets, 1 / len(targets), arena)
+        _, dy = plain.ops.cross_entropy(
+            x.reshape(len(targets), -1), targets, 1 / len(targets), arena
+        )
         dy = dy.reshape(x.shape)
         for unit, (weights, gradients, _, _) in zip(reversed(units), reversed(bound), strict=True):
             dy = _both_halves(unit.layer, weights, dy, saved.pop(), gradients, arena)
@@ -162,7 +196,9 @@ class LayerLaws:
                 for spoil in (False, True):
                     weights, gradients, _, slots = placed(layer, backend)
                     arena, dy = backend.arena(), backend.from_host(numbers(4, 2, 5, WIDTH))
-                    y, saved = layer.forward(weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena)
+                    y, saved = layer.forward(
+                        weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena
+                    )
                     if spoil and layer.output_is_free:
                         y.fill(np.nan)
                     dx, pending = layer.backward_input(weights, dy, saved, arena)
@@ -170,7 +206,10 @@ class LayerLaws:
                     if spoil:
                         dx.fill(np.nan)
                     layer.backward_weight(pending, gradients, arena)
-                    found[spoil] = [first, *(backend.to_host(slot.array).copy() for slot in slots.values())]
+                    found[spoil] = [
+                        first,
+                        *(backend.to_host(slot.array).copy() for slot in slots.values()),
+                    ]
                 for clean, spoilt in zip(found[False], found[True], strict=True):
                     assert np.array_equal(clean, spoilt), name
 
@@ -204,9 +243,15 @@ def _assert_gradient(layer, backend: Backend):
         return np.vdot(dy, backend.to_host(layer.forward(weights, backend.from_host(x), arena)[0]))
 
     _, saved = layer.forward(weights, backend.from_host(x), arena)
-    dx = backend.to_host(_both_halves(layer, weights, backend.from_host(dy), saved, gradients, arena))
+    dx = backend.to_host(
+        _both_halves(layer, weights, backend.from_host(dy), saved, gradients, arena)
+    )
     direction = numbers(5, *x.shape)
-    assert_near(np.vdot(dx, direction), (value(x + STEP * direction) - value(x - STEP * direction)) / (2 * STEP), "x")
+    assert_near(
+        np.vdot(dx, direction),
+        (value(x + STEP * direction) - value(x - STEP * direction)) / (2 * STEP),
+        "x",
+    )
     for name, array in arrays.items():
         start = backend.to_host(array).copy()
         direction, ends = numbers(6, *array.shape), []
@@ -214,7 +259,11 @@ def _assert_gradient(layer, backend: Backend):
             array[...] = backend.from_host(start + sign * STEP * direction)
             ends.append(value(x))
         array[...] = backend.from_host(start)
-        assert_near(np.vdot(backend.to_host(slots[name].array), direction), (ends[0] - ends[1]) / (2 * STEP), name)
+        assert_near(
+            np.vdot(backend.to_host(slots[name].array), direction),
+            (ends[0] - ends[1]) / (2 * STEP),
+            name,
+        )
 
 
 def assert_near(mine, truth, name):

@@ -35,7 +35,10 @@ class LossyLaws:
                 for step in range(3):
                     array[:] = brought(transport.rank, step, count)
                     reduction.run() if step % 2 else (reduction.start(), reduction.wait())
-                    assert len(set(transport.gather_text(hashlib.sha1(array).hexdigest()))) == 1, (name, count)
+                    assert len(set(transport.gather_text(hashlib.sha1(array).hexdigest()))) == 1, (
+                        name,
+                        count,
+                    )
 
     def law_coded_sums_are_as_near_as_their_rounding(self, transport):
         n = transport.size
@@ -46,7 +49,9 @@ class LossyLaws:
                 truth = sum(brought(rank, 0, count).astype(np.float64) for rank in range(n))
                 largest = max(np.abs(brought(rank, 0, count)).max() for rank in range(n))
                 error = np.abs(array - truth).max()
-                assert error <= bound * ((n - 1) * largest + np.abs(truth).max() * (1 + bound)) * (1 + 1e-5), (name, error)
+                assert error <= bound * ((n - 1) * largest + np.abs(truth).max() * (1 + bound)) * (
+                    1 + 1e-5
+                ), (name, error)
 
     def law_fp16_sums_are_as_near_at_any_magnitude(self, transport):
         n = transport.size
@@ -68,11 +73,17 @@ class LossyLaws:
                 before = np.zeros(count)
                 for step in range(4):
                     array[:] = brought(transport.rank, step, count)
-                    put_in = sum(brought(rank, step, count).astype(np.float64) for rank in range(transport.size))
+                    put_in = sum(
+                        brought(rank, step, count).astype(np.float64)
+                        for rank in range(transport.size)
+                    )
                     reduction.run()
                     kept = reduction.state["residual"].astype(np.float64)
                     transport.native_all_reduce(kept)
-                    assert np.abs(array + kept - put_in - (1 - RECENT) * before).max() <= 1e-4, (name, count)
+                    assert np.abs(array + kept - put_in - (1 - RECENT) * before).max() <= 1e-4, (
+                        name,
+                        count,
+                    )
                     before = kept
 
     def law_the_average_of_past_sums_is_the_prediction(self, transport):
@@ -82,10 +93,14 @@ class LossyLaws:
             reduction = bind_lossy(transport, array, parse_wire(name))
             right = n * brought(0, 0, count).astype(np.float64)
             for _ in range(80):
-                array[:] = brought(0, 0, count)  # the same in every step and on all ranks: in the end it is predicted
+                array[:] = brought(
+                    0, 0, count
+                )  # the same in every step and on all ranks: in the end it is predicted
                 reduction.run()
                 average += RECENT * (array - average)
-                assert np.abs(reduction.state["prediction"] - average).max() <= 1e-5 * (1 + np.abs(average).max()), name
+                assert np.abs(reduction.state["prediction"] - average).max() <= 1e-5 * (
+                    1 + np.abs(average).max()
+                ), name
             assert np.linalg.norm(average - right) <= 0.1 * np.linalg.norm(right), name
 
     def law_topk_of_everything_is_the_sum(self, transport):
@@ -117,10 +132,12 @@ class LossyLaws:
         array = np.empty(before + rows * columns + after, np.float32)
         reduction = bind_lossy(transport, array, parse_wire("powersgd:4"), [matrix])
         u, v = np.random.default_rng(1).standard_normal((2, 40, 2))
-        low = u[:rows] @ v[:columns].T  # the same column space on all ranks, so that their sum has rank 2 as well
+        low = (
+            u[:rows] @ v[:columns].T
+        )  # the same column space on all ranks, so that their sum has rank 2 as well
         for _ in range(3):
             array[:] = transport.rank + 1
-            array[before:before + low.size] = ((transport.rank + 1) * low).reshape(-1)
+            array[before : before + low.size] = ((transport.rank + 1) * low).reshape(-1)
             reduction.run()
         total = transport.size * (transport.size + 1) // 2
         assert np.array_equal(array[:before], np.full(before, total))
@@ -136,7 +153,9 @@ class LossyLaws:
             matrix.of(outside)[:] = False
         for step in range(4):
             array[:] = brought(transport.rank, step, 3007)
-            put_in = sum(brought(rank, step, 3007).astype(np.float64) for rank in range(transport.size))
+            put_in = sum(
+                brought(rank, step, 3007).astype(np.float64) for rank in range(transport.size)
+            )
             reduction.run()
             kept = reduction.state["residual"].astype(np.float64)
             transport.native_all_reduce(kept)
@@ -147,7 +166,9 @@ class LossyLaws:
 
     def law_matrices_beyond_their_array_are_refused(self, transport):
         for matrix in (Matrix(5, 3, 4, 4), Matrix(-1, 2, 2, 2), Matrix(0, 2, 4, 3)):
-            bound = partial(bind_lossy, transport, np.ones(10, np.float32), parse_wire("powersgd:1"), [matrix])
+            bound = partial(
+                bind_lossy, transport, np.ones(10, np.float32), parse_wire("powersgd:1"), [matrix]
+            )
             text = raises_comm_error(bound)
             assert "Matrices lie within their array" in text
 
@@ -156,15 +177,22 @@ class LossyLaws:
             array = brought(transport.rank, 0, 1001)
             reduction = bind_lossy(transport, array, parse_wire(name))
             reduction.run()
-            residual, prediction = (reduction.state[kind].copy() for kind in ("residual", "prediction"))
+            residual, prediction = (
+                reduction.state[kind].copy() for kind in ("residual", "prediction")
+            )
             whole = brought(0, 1, 1001)
             reduction.learn(whole)
-            assert residual.any() and np.allclose(reduction.state["residual"], (1 - RECENT) * residual, 1e-5, 1e-7), name
+            assert residual.any() and np.allclose(
+                reduction.state["residual"], (1 - RECENT) * residual, 1e-5, 1e-7
+            ), name
             learnt = prediction + RECENT * (whole - prediction)
             assert np.abs(reduction.state["prediction"] - learnt).max() <= 1e-5, name
             whole[17] = np.nan
             reduction.learn(whole)
-            assert np.abs(reduction.state["prediction"] - learnt).max() <= 1e-5, (name, "not finite")
+            assert np.abs(reduction.state["prediction"] - learnt).max() <= 1e-5, (
+                name,
+                "not finite",
+            )
 
     def law_what_is_not_finite_teaches_nothing(self, transport):
         for name in ("topk:0.1", "powersgd:4"):
@@ -177,8 +205,13 @@ class LossyLaws:
                 with np.errstate(all="ignore"):
                     reduction.run()
                 after = reduction.state["prediction"]
-                assert np.isfinite(array).all() == np.isfinite(bad) != np.array_equal(before, after), (name, step)
-                assert len(set(transport.gather_text(hashlib.sha1(after).hexdigest()))) == 1, (name, step)
+                assert (
+                    np.isfinite(array).all() == np.isfinite(bad) != np.array_equal(before, after)
+                ), (name, step)
+                assert len(set(transport.gather_text(hashlib.sha1(after).hexdigest()))) == 1, (
+                    name,
+                    step,
+                )
 
     def law_what_is_not_finite_stays_so_on_every_rank(self, transport):
         for name in FORMATS:
@@ -203,15 +236,25 @@ class LossyLaws:
             for name, codec in CODECS.items():
                 sent = measured(transport, bind_lossy(transport, array, parse_wire(name)).run)
                 assert sent == (2 * (n - 1), 2 * (n - 1) * blocks * codec.block_bytes), name
-            assert CODECS["fp16"].block_bytes == 2 * BLOCK + 4 and CODECS["int8"].block_bytes == BLOCK + 4
+            assert (
+                CODECS["fp16"].block_bytes == 2 * BLOCK + 4
+                and CODECS["int8"].block_bytes == BLOCK + 4
+            )
             for part in (0.01, 0.1, 1):
-                sent = measured(transport, bind_lossy(transport, array, parse_wire(f"topk:{part}")).run)
+                sent = measured(
+                    transport, bind_lossy(transport, array, parse_wire(f"topk:{part}")).run
+                )
                 assert sent[1] == (n - 1) * 8 * math.ceil(part * count), part
-        for k, matrices, count in ((2, [Matrix(0, 48, 64, 64)], 3088), (1, [*tiles(3, 31, 17), *tiles(600, 5, 77)], 1001)):
+        for k, matrices, count in (
+            (2, [Matrix(0, 48, 64, 64)], 3088),
+            (1, [*tiles(3, 31, 17), *tiles(600, 5, 77)], 1001),
+        ):
             factors = k * sum(m.rows + m.columns for m in matrices)
             outside = count - sum(m.rows * m.columns for m in matrices)
             array = np.ones(count, np.float32)
-            sent = measured(transport, bind_lossy(transport, array, parse_wire(f"powersgd:{k}"), matrices).run)
+            sent = measured(
+                transport, bind_lossy(transport, array, parse_wire(f"powersgd:{k}"), matrices).run
+            )
             floats = sum(transport.gather_text(sent[1])) / 4
             assert floats == 2 * (n - 1) * (factors + outside), k
 

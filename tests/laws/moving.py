@@ -39,7 +39,9 @@ def brought(rank, way):
 class MovingLaws:
     """A law is a function of one rank's transport; all ranks run it together."""
 
-    def law_what_a_thread_moves_ends_with_the_same_bits_though_the_main_thread_never_polls(self, transport):
+    def law_what_a_thread_moves_ends_with_the_same_bits_though_the_main_thread_never_polls(
+        self, transport
+    ):
         transport = apart(transport)
         wanted = {way: brought(transport.rank, way) for way in WAYS}
         by_caller = PolledProgress(transport)
@@ -51,9 +53,11 @@ class MovingLaws:
         by_thread = ProgressThread(transport)
         for reduction in reductions:
             by_thread.start(reduction)
-        late = time.monotonic() + SECONDS / 2    # before the test's own time ends
+        late = time.monotonic() + SECONDS / 2  # before the test's own time ends
         while not all(np.array_equal(arrays[way], wanted[way]) for way in WAYS):
-            assert time.monotonic() < late, [way for way in WAYS if not np.array_equal(arrays[way], wanted[way])]
+            assert time.monotonic() < late, [
+                way for way in WAYS if not np.array_equal(arrays[way], wanted[way])
+            ]
             time.sleep(0.005)
         by_thread.wait()
         assert all(np.array_equal(arrays[way], wanted[way]) for way in WAYS)

@@ -30,13 +30,22 @@ class TrafficLaws:
             unsent = sizes[rank] + sizes[(rank + 1) % n]
             array = np.ones(count, "float32")
             messages = (n - 1) * segments(n, count)
-            assert measured(transport, bind(transport, array).run) == (2 * messages, WIDTH * (2 * count - unsent))
+            assert measured(transport, bind(transport, array).run) == (
+                2 * messages,
+                WIDTH * (2 * count - unsent),
+            )
             half = binding.bind_reduce_scatter(transport, array)
             assert measured(transport, half.run) == (messages, WIDTH * (count - sizes[rank]))
             half = binding.bind_all_gather(transport, array)
-            assert measured(transport, half.run) == (messages, WIDTH * (count - sizes[(rank + 1) % n]))
+            assert measured(transport, half.run) == (
+                messages,
+                WIDTH * (count - sizes[(rank + 1) % n]),
+            )
         nbytes = WIDTH * even(n)
-        assert measured(transport, bind(transport, np.ones(even(n), "float32")).run)[1] == 2 * nbytes * (n - 1) // n
+        assert (
+            measured(transport, bind(transport, np.ones(even(n), "float32")).run)[1]
+            == 2 * nbytes * (n - 1) // n
+        )
 
     def law_halving_doubling(self, transport):
         n, rank = transport.size, transport.rank
@@ -57,27 +66,38 @@ class TrafficLaws:
         lg = n.bit_length() - 1
         folded = n - (1 << lg)
         for count in LENGTHS:
-            sent = measured(transport, bind(transport, np.ones(count, "float32"), algorithm="recursive-doubling").run)
+            sent = measured(
+                transport,
+                bind(transport, np.ones(count, "float32"), algorithm="recursive-doubling").run,
+            )
             messages = lg if rank >= 2 * folded else lg + 1 if rank % 2 else 1
             assert sent == (messages, messages * WIDTH * count)
 
     def law_tree(self, transport):
         for count in LENGTHS:
-            messages, nbytes = measured(transport, bind(transport, np.ones(count, "float32"), algorithm="tree").run)
+            messages, nbytes = measured(
+                transport, bind(transport, np.ones(count, "float32"), algorithm="tree").run
+            )
             assert nbytes == messages * WIDTH * count
             assert max(transport.gather_text(messages)) == ceil_lg(transport.size)
 
     def law_star(self, transport):
         for count in LENGTHS:
             copies = transport.size - 1 if transport.rank == 0 else 1
-            sent = measured(transport, bind(transport, np.ones(count, "float32"), algorithm="star").run)
+            sent = measured(
+                transport, bind(transport, np.ones(count, "float32"), algorithm="star").run
+            )
             assert sent == (copies, copies * WIDTH * count)
 
     def law_all_ranks_together_send_twice_the_array_per_rank_but_one(self, transport):
         for algorithm in ("ring", "halving-doubling", "tree", "star"):
             for count in LENGTHS:
-                _, nbytes = measured(transport, bind(transport, np.ones(count, "float32"), algorithm=algorithm).run)
-                assert sum(transport.gather_text(nbytes)) == 2 * WIDTH * count * (transport.size - 1), algorithm
+                _, nbytes = measured(
+                    transport, bind(transport, np.ones(count, "float32"), algorithm=algorithm).run
+                )
+                assert sum(transport.gather_text(nbytes)) == 2 * WIDTH * count * (
+                    transport.size - 1
+                ), algorithm
 
     def law_pairwise(self, transport):
         n, nbytes = transport.size, WIDTH * even(transport.size)
@@ -101,9 +121,14 @@ class TrafficLaws:
             assert messages[root] == max(messages) == ceil_lg(n)
             sent = measured(transport, binding.bind_reduce(transport, array, root=root).run)
             assert sent == ((0, 0) if transport.rank == root else (1, nbytes))
-            sent = measured(transport, binding.bind_broadcast(transport, array, root, "scatter-ring").run)
+            sent = measured(
+                transport, binding.bind_broadcast(transport, array, root, "scatter-ring").run
+            )
             assert transport.gather_text(sent)[root][1] == 2 * nbytes * (n - 1) // n
-            sent = measured(transport, binding.bind_reduce(transport, array, root=root, algorithm="ring-gather").run)
+            sent = measured(
+                transport,
+                binding.bind_reduce(transport, array, root=root, algorithm="ring-gather").run,
+            )
             assert sent[1] <= 2 * nbytes * (n - 1) // n
 
     def law_shared_sends_no_bytes(self, transport):
@@ -112,8 +137,10 @@ class TrafficLaws:
             assert measured(transport, reduction.run) == (0, 0)
             messages = barriers * ceil_lg(transport.size)  # empty ones
             assert measured(transport, lambda r=reduction: (r.start(), r.wait())) == (messages, 0)
-            for half in (binding.bind_reduce_scatter(transport, np.ones(count), algorithm="shared"),
-                         binding.bind_all_gather(transport, np.ones(count), "shared")):
+            for half in (
+                binding.bind_reduce_scatter(transport, np.ones(count), algorithm="shared"),
+                binding.bind_all_gather(transport, np.ones(count), "shared"),
+            ):
                 assert measured(transport, half.run) == (0, 0)
                 assert measured(transport, lambda r=half: (r.start(), r.wait())) == (messages, 0)
 

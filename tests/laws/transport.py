@@ -69,7 +69,17 @@ class TransportLaws:
 
     def law_a_ring_of_exchanges_moves_every_type_and_length(self, transport):
         after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-        for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "bool", "bfloat16", "complex128"):
+        for dtype in (
+            "float32",
+            "float64",
+            "float16",
+            "int32",
+            "int64",
+            "uint8",
+            "bool",
+            "bfloat16",
+            "complex128",
+        ):
             for count in (0, 1, 3, 1001, 1 << 15):
                 incoming = np.ones(count, dtype)
                 transport.exchange(coded(transport.rank, count, dtype), after, incoming, before)
@@ -80,7 +90,9 @@ class TransportLaws:
         arrays = [np.full(5, 10.0 * i + transport.rank) for i in range(4)]
         incoming = [np.zeros(5) for _ in range(4)]
         requests = [transport.start_recv(incoming[i], before, tag=i % 2) for i in (1, 3, 0, 2)]
-        requests += [transport.start_send(array, after, tag=i % 2) for i, array in enumerate(arrays)]
+        requests += [
+            transport.start_send(array, after, tag=i % 2) for i, array in enumerate(arrays)
+        ]
         for request in requests:
             request.wait()
         assert [array[0] for array in incoming] == [10.0 * i + before for i in range(4)]
@@ -88,7 +100,10 @@ class TransportLaws:
     def law_test_says_true_once_complete_and_from_then_on(self, transport):
         after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
         incoming = np.zeros(70_000)  # above every eager limit
-        requests = [transport.start_recv(incoming, before), transport.start_send(coded(transport.rank, 70_000), after)]
+        requests = [
+            transport.start_recv(incoming, before),
+            transport.start_send(coded(transport.rank, 70_000), after),
+        ]
         while not all(request.test() for request in requests):
             pass
         assert all(request.test() for request in requests)
@@ -115,7 +130,9 @@ class TransportLaws:
         after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
         for count in (1, 70_000):  # below and above eager limits
             incoming = np.zeros((4, count))
-            requests = [transport.start_recv(array, before, tag) for tag, array in enumerate(incoming)]
+            requests = [
+                transport.start_recv(array, before, tag) for tag, array in enumerate(incoming)
+            ]
             waiting = list(range(4))
             for tag in (2, 0, 3, 1):
                 send = transport.start_send(coded(transport.rank, count) + tag, after, tag)
@@ -166,7 +183,10 @@ class TransportLaws:
 
     def law_wait_any_of_nothing_is_refused(self, transport):
         text = raises_comm_error(lambda: transport.wait_any([]))
-        assert f"rank {transport.rank}: wait_any needs a request to wait for, but was given none" in text
+        assert (
+            f"rank {transport.rank}: wait_any needs a request to wait for, but was given none"
+            in text
+        )
         assert "Leave the loop" in text
 
     def law_gather_text_brings_values_of_any_length(self, transport):
@@ -182,7 +202,9 @@ class TransportLaws:
         assert members[part.rank] == transport.rank
         assert part.hosts == tuple(transport.hosts[rank] for rank in members)
         incoming = np.zeros(3)
-        part.exchange(coded(part.rank, 3), (part.rank + 1) % part.size, incoming, (part.rank - 1) % part.size)
+        part.exchange(
+            coded(part.rank, 3), (part.rank + 1) % part.size, incoming, (part.rank - 1) % part.size
+        )
         assert np.array_equal(incoming, coded((part.rank - 1) % part.size, 3))
         alone = transport.split(None if transport.rank else 0)
         assert (alone is None) == (transport.rank > 0)
@@ -208,16 +230,26 @@ class TransportLaws:
             chunk, mine = count // n, slice(rank * (count // n), (rank + 1) * (count // n))
             for operation in OPERATIONS:
                 array = np.empty(count)
-                other = np.empty(count if operation == "all-to-all" else chunk if operation == "reduce-scatter" else 0)
+                other = np.empty(
+                    count
+                    if operation == "all-to-all"
+                    else chunk
+                    if operation == "reduce-scatter"
+                    else 0
+                )
                 run = transport.bind_native(operation, array, other)
                 for again in range(2):
                     stack = np.stack([coded(each + again, count) for each in range(n)])
                     (other if operation == "all-to-all" else array)[:] = stack[rank]
                     run()
                     total, bounds = stack.sum(axis=0), range(0, count, max(1, chunk))
-                    right = {"broadcast": stack[0], "reduce": total if rank == 0 else array, "reduce-scatter": total[mine],
-                             "all-gather": [stack[each][i:i + chunk] for each, i in enumerate(bounds)],
-                             "all-to-all": [stack[each][mine] for each in range(n)]}[operation]
+                    right = {
+                        "broadcast": stack[0],
+                        "reduce": total if rank == 0 else array,
+                        "reduce-scatter": total[mine],
+                        "all-gather": [stack[each][i : i + chunk] for each, i in enumerate(bounds)],
+                        "all-to-all": [stack[each][mine] for each in range(n)],
+                    }[operation]
                     found = other if operation == "reduce-scatter" else array
                     assert np.array_equal(found, np.reshape(right, -1)), (operation, count, again)
 
@@ -248,8 +280,11 @@ class TransportLaws:
         assert f"rank {transport.rank}: a message is one contiguous block" in text
         assert "numpy.ascontiguousarray" in text
         assert f"peer {transport.size} is not among ranks" in raises_comm_error(
-            lambda: transport.start_recv(np.ones(1), transport.size))
-        assert "is not among ranks" in raises_comm_error(lambda: transport.start_send(np.ones(1), -1))
+            lambda: transport.start_recv(np.ones(1), transport.size)
+        )
+        assert "is not among ranks" in raises_comm_error(
+            lambda: transport.start_send(np.ones(1), -1)
+        )
 
     def law_a_message_of_another_size_is_an_error_at_its_receiver(self, transport):
         after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
@@ -258,13 +293,17 @@ class TransportLaws:
         text = raises_comm_error(receive.wait)
         assert f"rank {transport.rank}" in text
         assert "Make both arrays of one length and dtype" in text
-        raises_comm_error(send.wait) if type(transport).__name__ == "ThreadTransport" else send.wait()
+        raises_comm_error(send.wait) if type(
+            transport
+        ).__name__ == "ThreadTransport" else send.wait()
         transport.barrier()
 
 
 def few_and(*many: int):
     """Parametrizes a test with `sizes`, numbers of ranks: 1 to 3 among the fast tests, `many` among the slow ones."""
-    return pytest.mark.parametrize("sizes", [(1, 2, 3), pytest.param(many, marks=pytest.mark.slow)], ids=["few", "many"])
+    return pytest.mark.parametrize(
+        "sizes", [(1, 2, 3), pytest.param(many, marks=pytest.mark.slow)], ids=["few", "many"]
+    )
 
 
 def laws_of(cls) -> list[str]:

@@ -52,7 +52,11 @@ class WindowLaws:
         assert len(root.windows) == 0
 
     def law_a_trainer_outlives_the_one_before_and_its_transport(self, root):
-        config = parse(with_settings({}, [*TINY, "replication.algorithm=shared", f"batch.size={2 * root.size}"]))
+        config = parse(
+            with_settings(
+                {}, [*TINY, "replication.algorithm=shared", f"batch.size={2 * root.size}"]
+            )
+        )
         first, second = root.split(0), root.split(0)
         losses = []
         for transport in (first, second):
@@ -67,11 +71,17 @@ class WindowLaws:
 
     def law_jobs_interleave_and_one_that_is_closed_leaves_nothing_while_others_go_on(self, root):
         halves = root.split(root.rank % 2)
-        where = [(halves, "replication.zero=1"), (root, "model.tied=false"), (halves, "model.tied=true")]
+        where = [
+            (halves, "replication.zero=1"),
+            (root, "model.tied=false"),
+            (halves, "model.tied=true"),
+        ]
 
         def job(number):
             transport, setting = where[number]
-            config = parse(with_settings({}, [*TINY, "run.steps=9", f"batch.size={2 * root.size}", setting]))
+            config = parse(
+                with_settings({}, [*TINY, "run.steps=9", f"batch.size={2 * root.size}", setting])
+            )
             return build(transport, config)
 
         def step(job, index):
@@ -101,8 +111,14 @@ class WindowLaws:
         root.close()
         assert "add up to" in str(kept.value) and len(root.windows) == 0
 
-    def law_what_was_built_and_lives_on_some_ranks_alone_is_an_open_part_there_and_nobody_waits_for_it(self, root):
-        left = build(root, parse(with_settings({}, [*TINY, f"batch.size={2 * root.size}"]))) if root.size > 1 else None
+    def law_what_was_built_and_lives_on_some_ranks_alone_is_an_open_part_there_and_nobody_waits_for_it(
+        self, root
+    ):
+        left = (
+            build(root, parse(with_settings({}, [*TINY, f"batch.size={2 * root.size}"])))
+            if root.size > 1
+            else None
+        )
         if root.rank:
             left = None
             gc.collect()
@@ -141,7 +157,9 @@ class WindowLaws:
         part.close()
         assert len(root.windows) == (root.size > 1)
         assert root.rank or np.array_equal(array, coded(0, 100))
-        bind(root, np.empty(512), algorithm="shared")  # a window of this size is there, but one rank uses it
+        bind(
+            root, np.empty(512), algorithm="shared"
+        )  # a window of this size is there, but one rank uses it
         assert len(root.windows) == (2 if root.size > 1 else 0)
         root.close()
         assert len(root.windows) == 0
@@ -153,7 +171,10 @@ class WindowLaws:
         borrower = bound(inner, 5001, "shared")
         for _ in range(2):
             text = raises_comm_error(root.close)
-            assert "but rank 0 has 2 open part(s)" in text and "Close the parts on all their ranks" in text
+            assert (
+                "but rank 0 has 2 open part(s)" in text
+                and "Close the parts on all their ranks" in text
+            )
             assert is_right(inner, *borrower)
         part.close()
         inner.close()
@@ -168,4 +189,6 @@ class WindowLaws:
         root.close()
         for reduction in reductions if root.size > 1 else ():
             for begin in (reduction.run, reduction.start):
-                assert f"rank {root.rank}: a reduction through shared memory" in raises_comm_error(begin)
+                assert f"rank {root.rank}: a reduction through shared memory" in raises_comm_error(
+                    begin
+                )

@@ -29,7 +29,7 @@ def transport():
     """The one that tests of a start share; None in the session that starts the ranks, where no such test is called."""
     if not FOLDER:
         return None
-    process.choose_gpu("cuda")    # a CUDA-aware MPI looks for the GPU in use when it starts
+    process.choose_gpu("cuda")  # a CUDA-aware MPI looks for the GPU in use when it starts
     return connect()
 
 
@@ -39,7 +39,9 @@ def alone(tmp_path_factory):
     if FOLDER or "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    with (tmp_path_factory.getbasetemp().parent / "mpi.lock").open("w") as lock:    # a folder that the workers share
+    with (tmp_path_factory.getbasetemp().parent / "mpi.lock").open(
+        "w"
+    ) as lock:  # a folder that the workers share
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -57,7 +59,7 @@ def pytest_pyfunc_call(pyfuncitem):
     known = pyfuncitem.config.stash.setdefault(OUTCOMES, {})
     if name not in known:
         wanted = [item.nodeid for item in pyfuncitem.session.items if _ranks(item) == ranks]
-        known |= _start(ranks, wanted[wanted.index(name):])
+        known |= _start(ranks, wanted[wanted.index(name) :])
     outcome, text = known[name]
     if outcome == "skipped":
         pytest.skip(text)
@@ -73,22 +75,43 @@ def _ranks(item):
 
 def _start(ranks, names):
     """What came of the tests of one start, by name: of all, or of those up to the first that failed on a rank."""
-    options = ["-p", "no:cacheprovider", "--tb=short", "--no-header", f"--timeout={SECONDS}", "--timeout-method=thread"]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "--no-header",
+        f"--timeout={SECONDS}",
+        "--timeout-method=thread",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            said = begun(lambda: subprocess.run(
-                ["mpirun", "-n", str(ranks), sys.executable, "-m", "pytest", *options, *names],
-                env={**os.environ, "MPITRAIN_TEST_OUTCOMES": folder}, cwd=Path(__file__).parents[2],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=2 * SECONDS)).stdout
+            said = begun(
+                lambda: subprocess.run(
+                    ["mpirun", "-n", str(ranks), sys.executable, "-m", "pytest", *options, *names],
+                    env={**os.environ, "MPITRAIN_TEST_OUTCOMES": folder},
+                    cwd=Path(__file__).parents[2],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    timeout=2 * SECONDS,
+                )
+            ).stdout
         except subprocess.TimeoutExpired as expired:
             said = expired.stdout or b""
-        lines = [json.loads(line) for path in Path(folder).iterdir() for line in path.read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for path in Path(folder).iterdir()
+            for line in path.read_text().splitlines()
+        ]
     found = {}
     for name in names:
         here = [(outcome, text) for where, outcome, text in lines if where == name]
-        failures, skips = ([text for outcome, text in here if outcome == kind] for kind in ("failed", "skipped"))
+        failures, skips = (
+            [text for outcome, text in here if outcome == kind] for kind in ("failed", "skipped")
+        )
         if len(here) < ranks and not failures:
-            failures = [f"only {len(here)} of {ranks} ranks ended the test:\n{said.decode(errors='replace')[-4000:]}"]
+            failures = [
+                f"only {len(here)} of {ranks} ranks ended the test:\n{said.decode(errors='replace')[-4000:]}"
+            ]
         if failures:
             found[name] = "failed", "\n".join(failures)
             break
@@ -105,6 +128,6 @@ def pytest_runtest_makereport(item, call):
         with (Path(FOLDER) / f"rank-{RANK}").open("a") as file:
             file.write(json.dumps([item.nodeid, report.outcome, text]) + "\n")
         if report.failed:
-            time.sleep(1)    # others may have failed, too, and are about to say so
+            time.sleep(1)  # others may have failed, too, and are about to say so
             os._exit(1)
     return report

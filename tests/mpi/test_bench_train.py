@@ -11,8 +11,20 @@ from mpitrain.errors import ConfigError
 from mpitrain.transport.threads import run_ranks
 from tests.processes import calls_of_one_start, launch
 
-TINY = ["--blocks", "2", "--steps", "3", "--set", "model.layers=1", "--set", "model.width=16", "--set", "model.context=16",
-        "--set", "batch.size=6"]
+TINY = [
+    "--blocks",
+    "2",
+    "--steps",
+    "3",
+    "--set",
+    "model.layers=1",
+    "--set",
+    "model.width=16",
+    "--set",
+    "model.context=16",
+    "--set",
+    "batch.size=6",
+]
 
 
 def bench(ranks, *words):
@@ -22,42 +34,116 @@ def bench(ranks, *words):
 def test_alone_it_prints_one_side():
     done = bench(2)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks, 6 rows per step" in done.stdout and "\nmpitrain " in done.stdout and "times as fast" not in done.stdout
+    assert (
+        "2 ranks, 6 rows per step" in done.stdout
+        and "\nmpitrain " in done.stdout
+        and "times as fast" not in done.stdout
+    )
 
 
 def test_all_sides_do_the_same_work(tmp_path):
     """Ours, ours with other settings, and what PyTorch has like the first one's mode."""
     pytest.importorskip("torch")
-    peers = ["torch DDP, gloo", "torch ZeroRedundancyOptimizer, gloo",
-             "torch FSDP2 (reshard_after_forward=False), gloo", "torch FSDP2, gloo"]    # by replication.zero
-    calls = [["bench", "train", *TINY, "--peer", "torch", "--set", "model.tied=true", "--set", f"replication.zero={zero}",
-              "--against", "replication.algorithm=star", "--against", "replication.overlap=false", "--json", f"{zero}.json"]
-             for zero in range(len(peers))]
+    peers = [
+        "torch DDP, gloo",
+        "torch ZeroRedundancyOptimizer, gloo",
+        "torch FSDP2 (reshard_after_forward=False), gloo",
+        "torch FSDP2, gloo",
+    ]  # by replication.zero
+    calls = [
+        [
+            "bench",
+            "train",
+            *TINY,
+            "--peer",
+            "torch",
+            "--set",
+            "model.tied=true",
+            "--set",
+            f"replication.zero={zero}",
+            "--against",
+            "replication.algorithm=star",
+            "--against",
+            "replication.overlap=false",
+            "--json",
+            f"{zero}.json",
+        ]
+        for zero in range(len(peers))
+    ]
     schedules = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-    calls += [["bench", "train", *TINY, "--peer", "torch", "--pp", "3", "--set", f"pipeline.schedule={name}", "--set",
-               "batch.micro_batches=3", "--json", f"{name}.json"] for name in schedules]
-    calls.append(["bench", "train", *TINY, "--peer", "torch", "--alone", "--tp", "3", "--set", "model.width=24",
-                  "--set", "model.heads=3", "--set", "model.tied=true", "--json", "tp.json"])
+    calls += [
+        [
+            "bench",
+            "train",
+            *TINY,
+            "--peer",
+            "torch",
+            "--pp",
+            "3",
+            "--set",
+            f"pipeline.schedule={name}",
+            "--set",
+            "batch.micro_batches=3",
+            "--json",
+            f"{name}.json",
+        ]
+        for name in schedules
+    ]
+    calls.append(
+        [
+            "bench",
+            "train",
+            *TINY,
+            "--peer",
+            "torch",
+            "--alone",
+            "--tp",
+            "3",
+            "--set",
+            "model.width=24",
+            "--set",
+            "model.heads=3",
+            "--set",
+            "model.tied=true",
+            "--json",
+            "tp.json",
+        ]
+    )
     _, printed = calls_of_one_start(3, calls, tmp_path, code=0)
-    printed, of_stages, of_slices = printed[:len(peers)], printed[len(peers):-1], printed[-1]
+    printed, of_stages, of_slices = printed[: len(peers)], printed[len(peers) : -1], printed[-1]
     ours, alone, theirs = json.loads((tmp_path / "tp.json").read_text())["sides"]
     assert theirs["name"] == "torch tensor parallel, gloo" and "3 of them share layers" in of_slices
-    assert alone["name"] == "one rank of mpitrain" and len(alone["comm_s"]) == len(alone["losses"]) and not theirs["comm_s"]
+    assert (
+        alone["name"] == "one rank of mpitrain"
+        and len(alone["comm_s"]) == len(alone["losses"])
+        and not theirs["comm_s"]
+    )
     for other in (alone, theirs):
         assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], other["losses"], strict=True))
     for (name, peer), text in zip(schedules.items(), of_stages, strict=True):
         ours, theirs = json.loads((tmp_path / f"{name}.json").read_text())["sides"]
-        assert (ours["name"], theirs["name"]) == ("mpitrain", f"torch {peer}, gloo") and f"3 stages by {name}, 3 micro" in text
-        assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+        assert (ours["name"], theirs["name"]) == (
+            "mpitrain",
+            f"torch {peer}, gloo",
+        ) and f"3 stages by {name}, 3 micro" in text
+        assert all(
+            abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], theirs["losses"], strict=True)
+        )
     for zero, (peer, text) in enumerate(zip(peers, printed, strict=True)):
-        names = ["mpitrain replication.algorithm=auto replication.overlap=true",
-                 "mpitrain replication.algorithm=star replication.overlap=false", peer]
+        names = [
+            "mpitrain replication.algorithm=auto replication.overlap=true",
+            "mpitrain replication.algorithm=star replication.overlap=false",
+            peer,
+        ]
         sides = json.loads((tmp_path / f"{zero}.json").read_text())["sides"]
         assert [side["name"] for side in sides] == names
         *_, second, third = text.strip().splitlines()
         for line, name in zip((second, third), names[1:], strict=True):
             assert line.startswith(names[0])
-            assert f" times as fast as {name} (" in line or f" and {name}: no ratio, as a median block" in line
+            assert (
+                f" times as fast as {name} (" in line
+                or f" and {name}: no ratio, as a median block" in line
+            )
             apart = float(line.split("losses at most ")[1].split()[0])
             assert apart <= 1e-4, line
 
@@ -65,17 +151,34 @@ def test_all_sides_do_the_same_work(tmp_path):
 def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "train.json"
-    done = bench(1, "--device", "cuda-sim", "--gemm", "library", "--peer", "torch", "--steps", "1", "--json", str(path))
+    done = bench(
+        1,
+        "--device",
+        "cuda-sim",
+        "--gemm",
+        "library",
+        "--peer",
+        "torch",
+        "--steps",
+        "1",
+        "--json",
+        str(path),
+    )
     assert done.returncode == 0, done.stderr
     assert "cuda-sim, products by NumPy" in done.stdout
     ours, peer = json.loads(path.read_text())["sides"]
-    assert (ours["name"], peer["name"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(peer["blocks"]) == 2
+    assert (ours["name"], peer["name"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(
+        peer["blocks"]
+    ) == 2
     assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], peer["losses"], strict=True))
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
     done = bench(2, "--json", str(tmp_path / "missing/train.json"))
-    assert done.returncode == 2 and done.stderr.count("cannot be written: No such file or directory") == 1, done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("cannot be written: No such file or directory") == 1
+    ), done.stderr
     assert "blocks of" not in done.stdout
 
 
@@ -83,39 +186,71 @@ def test_a_peer_that_cannot_use_the_gpu_is_one_message(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"The peer cannot use the GPU: PyTorch .* finds none"):
-        training_steps.peer_class("torch", parse({"optimizer": {"clip": 0.0}, "device": {"kind": "cuda"}}))
+        training_steps.peer_class(
+            "torch", parse({"optimizer": {"clip": 0.0}, "device": {"kind": "cuda"}})
+        )
 
 
 def test_a_peer_that_is_not_installed_is_one_message(monkeypatch):
-    monkeypatch.setitem(training_steps.PEERS, "torch", ("nothing_of_this_name", "pip install torch"))
+    monkeypatch.setitem(
+        training_steps.PEERS, "torch", ("nothing_of_this_name", "pip install torch")
+    )
     config = parse({"optimizer": {"clip": 0.0}})
-    with pytest.raises(ConfigError, match="needs the module nothing_of_this_name, which is not installed"):
+    with pytest.raises(
+        ConfigError, match="needs the module nothing_of_this_name, which is not installed"
+    ):
         training_steps.peer_class("torch", config)
 
 
-@pytest.mark.parametrize("setting", ["optimizer.name=sgd", "batch.micro_batches=2", "precision.compute=float64",
-                                     "optimizer.clip=1.0", "layout.pp=2,pipeline.schedule=zb-v", "layout.pp=2,model.tied=true",
-                                     "layout.pp=2,replication.zero=1", "layout.pp=2,batch.micro_batches=5",
-                                     "layout.tp=2,layout.pp=2", "layout.tp=2,replication.zero=1",
-                                     "layout.tp=2,layout.sequence_parallel=true"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "optimizer.name=sgd",
+        "batch.micro_batches=2",
+        "precision.compute=float64",
+        "optimizer.clip=1.0",
+        "layout.pp=2,pipeline.schedule=zb-v",
+        "layout.pp=2,model.tied=true",
+        "layout.pp=2,replication.zero=1",
+        "layout.pp=2,batch.micro_batches=5",
+        "layout.tp=2,layout.pp=2",
+        "layout.tp=2,replication.zero=1",
+        "layout.tp=2,layout.sequence_parallel=true",
+    ],
+)
 def test_a_peer_that_would_do_other_work_is_refused(setting):
     with pytest.raises(ConfigError, match="The peer "):
-        training_steps.peer_class("torch", parse(with_settings({}, ["optimizer.clip=0.0", *setting.split(",")])))
+        training_steps.peer_class(
+            "torch", parse(with_settings({}, ["optimizer.clip=0.0", *setting.split(",")]))
+        )
 
 
-@pytest.mark.parametrize("setting", ["model.width=8", "data.source=digits", "batch.size=3", "precision.compute=float64",
-                                     "optimizer.name=sgd", "run.seed=1", "device.kind=cuda"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.width=8",
+        "data.source=digits",
+        "batch.size=3",
+        "precision.compute=float64",
+        "optimizer.name=sgd",
+        "run.seed=1",
+        "device.kind=cuda",
+    ],
+)
 def test_another_side_that_would_do_other_work_is_refused(setting):
     key = setting.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"--against is for how the work is done, but {key} says what it is"):
+    with pytest.raises(
+        ConfigError, match=f"--against is for how the work is done, but {key} says what it is"
+    ):
         training_steps.check_same_work(["replication.algorithm=ring", setting])
 
 
 def test_a_side_is_named_by_its_values_of_the_keys_that_differ():
     config = parse({"replication": {"overlap": False, "bucket_mb": 2.0}})
     keys = ["replication.overlap=true", "replication.algorithm=ring", "replication.bucket_mb=1.0"]
-    assert training_steps.named(config, keys) == ("mpitrain replication.overlap=false replication.algorithm=auto "
-                                         "replication.bucket_mb=2.0")
+    assert training_steps.named(config, keys) == (
+        "mpitrain replication.overlap=false replication.algorithm=auto replication.bucket_mb=2.0"
+    )
     assert training_steps.named(config, []) == "mpitrain"
 
 
@@ -123,7 +258,10 @@ def test_the_ratio_is_taken_between_neighbouring_blocks():
     ours = training_steps.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3, [0.25] * 3)
     peer = training_steps.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5], [])
     lines = training_steps.table([ours, peer], 100)
-    assert lines[1].split()[:4] == ["mpitrain", "1.0000", "0.2500", "100"] and lines[2].split()[2] == "-"
+    assert (
+        lines[1].split()[:4] == ["mpitrain", "1.0000", "0.2500", "100"]
+        and lines[2].split()[2] == "-"
+    )
     assert "mpitrain is 1.500 times as fast as peer (blocks 1.500 .. 2.000)" in lines[-1]
     assert lines[-1].endswith("losses at most 2.5e-01 apart")
 
@@ -133,7 +271,9 @@ def test_of_a_side_that_other_work_slowed_most_of_the_time_there_is_a_mark_and_n
     peer = training_steps.Result("peer", [131.0, 2.0, 150.0], [0.5] * 3, [])
     lines = training_steps.table([ours, peer], 0)
     assert lines[2].split()[1] == "131.0000~" and "~" not in lines[1]
-    assert lines[-1].startswith("mpitrain and peer: no ratio, as a median block took over 2 times the fastest (~)")
+    assert lines[-1].startswith(
+        "mpitrain and peer: no ratio, as a median block took over 2 times the fastest (~)"
+    )
     assert lines[-1].endswith("losses at most 0.0e+00 apart")
 
 
@@ -145,4 +285,15 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
 
     monkeypatch.setattr(training_steps, "alternate", alternate)
     with pytest.raises(RuntimeError, match="planted"):
-        run_ranks(2, measure, ["model.layers=1", "model.width=8", "model.context=8"], [], False, None, 1, 1, None, None)
+        run_ranks(
+            2,
+            measure,
+            ["model.layers=1", "model.width=8", "model.context=8"],
+            [],
+            False,
+            None,
+            1,
+            1,
+            None,
+            None,
+        )

@@ -13,11 +13,41 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.processes import PROGRAM, SECONDS, calls_of_one_start, launch, mpitrain, python_ranks, run, shell
+from tests.processes import (
+    PROGRAM,
+    SECONDS,
+    calls_of_one_start,
+    launch,
+    mpitrain,
+    python_ranks,
+    run,
+    shell,
+)
 
-TINY = ["--set", "model.layers=1", "--set", "model.width=16", "--set", "model.heads=2", "--set", "model.context=16",
-        "--set", "batch.size=12", "--set", "run.steps=12", "--set", "run.log_every=1", "--set", "run.eval_every=-1",
-        "--set", "run.sample=0", "--set", "checkpoint.every=0", "--set", "run.eval_rows=60"]
+TINY = [
+    "--set",
+    "model.layers=1",
+    "--set",
+    "model.width=16",
+    "--set",
+    "model.heads=2",
+    "--set",
+    "model.context=16",
+    "--set",
+    "batch.size=12",
+    "--set",
+    "run.steps=12",
+    "--set",
+    "run.log_every=1",
+    "--set",
+    "run.eval_every=-1",
+    "--set",
+    "run.sample=0",
+    "--set",
+    "checkpoint.every=0",
+    "--set",
+    "run.eval_rows=60",
+]
 
 
 def ranks_below(pid):
@@ -32,7 +62,11 @@ def records(folder):
 
 def parameters(checkpoint):
     """Every tensor of a model, by its name."""
-    return {name: tensor for file in checkpoint.glob("model-*") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in checkpoint.glob("model-*")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def losses(folder):
@@ -41,17 +75,37 @@ def losses(folder):
 
 @pytest.mark.parametrize("ranks", (1, 3))
 def test_a_run_leaves_what_it_promises(ranks, tmp_path):
-    done = launch(ranks, "train", "--out", "run", *TINY, "--set", "run.eval_every=0", "--set", "run.sample=40", cwd=tmp_path)
+    done = launch(
+        ranks,
+        "train",
+        "--out",
+        "run",
+        *TINY,
+        "--set",
+        "run.eval_every=0",
+        "--set",
+        "run.sample=40",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout and "a sample of what it writes" in done.stdout
     lines = records(tmp_path / "run")
     assert lines[0]["event"] == "start" and lines[0]["ranks"] == ranks
     step = next(r for r in lines if r.get("step") == 12 and "loss" in r)
-    assert {"lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s", "peak_activation_bytes"} <= step.keys()
+    assert {
+        "lr",
+        "grad_norm",
+        "step_s",
+        "samples_per_s",
+        "tokens_per_s",
+        "peak_activation_bytes",
+    } <= step.keys()
     assert lines[-2]["val_loss"] > 0
     assert lines[-1]["event"] == "end" and lines[-1]["replicas_equal"] is True
     resolved = tomllib.loads((tmp_path / "run/config.toml").read_text())
-    assert resolved["layout"]["dp"] == ranks and resolved["run"]["out"] == "." and len(resolved) == 11
+    assert (
+        resolved["layout"]["dp"] == ranks and resolved["run"]["out"] == "." and len(resolved) == 11
+    )
     model = parameters(tmp_path / "run/checkpoints/step-00000012")
     assert model["blocks.0.attention.qkv.weight"].shape == (48, 16)
     evaluated = launch(ranks, "eval", "run", cwd=tmp_path)
@@ -63,40 +117,104 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
 
 def test_the_evaluation_of_a_diverged_model_is_shown_and_fails_with_one_error(tmp_path):
     far = ["optimizer.name=sgd", "optimizer.lr=1e30", "optimizer.warmup=0", "run.steps=1"]
-    trained = mpitrain("train", "--out", "run", *TINY, *(word for setting in far for word in ("--set", setting)), cwd=tmp_path)
+    trained = mpitrain(
+        "train",
+        "--out",
+        "run",
+        *TINY,
+        *(word for setting in far for word in ("--set", setting)),
+        cwd=tmp_path,
+    )
     assert trained.returncode == 0, trained.stderr
     done = launch(2, "eval", "run", cwd=tmp_path)
-    assert done.returncode == 1 and "run at step 1 on pydocs: validation loss nan nats" in done.stdout, done.stdout
-    assert done.stderr.count("TrainingError: The model's output is not finite: its validation loss is nan.") == 1, done.stderr
+    assert (
+        done.returncode == 1 and "run at step 1 on pydocs: validation loss nan nats" in done.stdout
+    ), done.stdout
+    assert (
+        done.stderr.count(
+            "TrainingError: The model's output is not finite: its validation loss is nan."
+        )
+        == 1
+    ), done.stderr
     assert "lower optimizer.lr" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_curve_is_the_same_on_one_to_four_ranks_over_mpi(tmp_path):
     runs = [(1, "ring"), (2, "native"), (3, "shared"), (4, "ring")]
     for ranks, algorithm in runs:
-        done = launch(ranks, "train", "--out", f"{algorithm}{ranks}", *TINY, "--set", "precision.compute=float64",
-                      "--set", f"replication.algorithm={algorithm}", "--set", "run.steps=20", cwd=tmp_path)
+        done = launch(
+            ranks,
+            "train",
+            "--out",
+            f"{algorithm}{ranks}",
+            *TINY,
+            "--set",
+            "precision.compute=float64",
+            "--set",
+            f"replication.algorithm={algorithm}",
+            "--set",
+            "run.steps=20",
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, done.stderr
-    curves = [np.array(list(losses(tmp_path / f"{algorithm}{ranks}").values())) for ranks, algorithm in runs]
+    curves = [
+        np.array(list(losses(tmp_path / f"{algorithm}{ranks}").values()))
+        for ranks, algorithm in runs
+    ]
     assert curves[0].shape == (20, 3) and np.ptp(curves[0][:, 0]) > 0.05
     for curve in curves[1:]:
         assert np.all(np.abs(curve - curves[0]) <= 1e-9 + 1e-9 * np.abs(curves[0]))
 
 
 def test_a_tuning_file_is_used_and_kept_with_the_run(tmp_path):
-    fitted = launch(2, "bench", "fit", "--out", "tuning.json", "--max-bytes", "64K", "--sweeps", "1", cwd=tmp_path)
+    fitted = launch(
+        2,
+        "bench",
+        "fit",
+        "--out",
+        "tuning.json",
+        "--max-bytes",
+        "64K",
+        "--sweeps",
+        "1",
+        cwd=tmp_path,
+    )
     assert fitted.returncode == 0, fitted.stderr
-    done = launch(2, "train", "--out", "run", *TINY, "--set", "replication.tuning=tuning.json", cwd=tmp_path)
+    done = launch(
+        2, "train", "--out", "run", *TINY, "--set", "replication.tuning=tuning.json", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run/tuning.json").read_text()) == json.loads((tmp_path / "tuning.json").read_text())
+    assert json.loads((tmp_path / "run/tuning.json").read_text()) == json.loads(
+        (tmp_path / "tuning.json").read_text()
+    )
     (tmp_path / "tuning.json").unlink()
-    assert launch(2, "train", "--out", "run", "--resume", "--set", "run.steps=14", cwd=tmp_path).returncode == 0
+    assert (
+        launch(
+            2, "train", "--out", "run", "--resume", "--set", "run.steps=14", cwd=tmp_path
+        ).returncode
+        == 0
+    )
 
 
 def test_classifier_runs_on_digits(tmp_path):
     pytest.importorskip("sklearn")
-    done = launch(2, "train", "--out", "run", "--set", "data.source=digits", "--set", "model.layers=1",
-                  "--set", "model.width=64", "--set", "run.steps=200", "--set", "optimizer.lr=4e-3", cwd=tmp_path)
+    done = launch(
+        2,
+        "train",
+        "--out",
+        "run",
+        "--set",
+        "data.source=digits",
+        "--set",
+        "model.layers=1",
+        "--set",
+        "model.width=64",
+        "--set",
+        "run.steps=200",
+        "--set",
+        "optimizer.lr=4e-3",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert next(r for r in records(tmp_path / "run") if "val_loss" in r)["val_accuracy"] > 0.9
 
@@ -106,8 +224,13 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
     many = [*TINY, "--set", "run.steps=150"]
     whole = launch(ranks, "train", "--out", "whole", *many, cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
-    run = subprocess.Popen([*PROGRAM, "launch", "-n", str(ranks), "--", "train", "--out", "cut", *many], cwd=tmp_path,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(
+        [*PROGRAM, "launch", "-n", str(ranks), "--", "train", "--out", "cut", *many],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     for line in run.stdout:
         if line.startswith("step  20/"):
             run.send_signal(number)
@@ -118,16 +241,34 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, numb
     assert stopped["event"] == "stopped" and 20 <= stopped["step"] < 150
     went_on = launch(ranks, "train", "--out", "cut", "--resume", cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole") and len(losses(tmp_path / "cut")) == 150
-    one, other = (parameters(tmp_path / run / "checkpoints/step-00000150") for run in ("whole", "cut"))
+    assert (
+        losses(tmp_path / "cut") == losses(tmp_path / "whole")
+        and len(losses(tmp_path / "cut")) == 150
+    )
+    one, other = (
+        parameters(tmp_path / run / "checkpoints/step-00000150") for run in ("whole", "cut")
+    )
     assert one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
 def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
-    settings = [*TINY, "--set", "run.steps=60", "--set", "checkpoint.every=10", "--set", "precision.compute=float64"]
+    settings = [
+        *TINY,
+        "--set",
+        "run.steps=60",
+        "--set",
+        "checkpoint.every=10",
+        "--set",
+        "precision.compute=float64",
+    ]
     assert launch(3, "train", "--out", "whole", *settings, cwd=tmp_path).returncode == 0
-    run = subprocess.Popen([*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "cut", *settings], cwd=tmp_path,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(
+        [*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "cut", *settings],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     for line in run.stdout:
         if line.startswith("step 23/"):
             os.kill(ranks_below(run.pid)[1], signal.SIGKILL)
@@ -144,10 +285,20 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp
 
 
 def test_a_job_killed_between_checkpoint_and_evaluation_loses_no_validation_record(tmp_path):
-    settings = [*TINY, "--set", "run.eval_every=4", "--set", "run.eval_rows=30", "--set", "checkpoint.every=4"]
-    code = ("import os, signal; import mpitrain.run.trainer as t\n"
-            "t.Trainer.evaluate = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)\n"
-            f"from mpitrain.cli import main; main(['train', '--out', 'run', *{settings!r}])")
+    settings = [
+        *TINY,
+        "--set",
+        "run.eval_every=4",
+        "--set",
+        "run.eval_rows=30",
+        "--set",
+        "checkpoint.every=4",
+    ]
+    code = (
+        "import os, signal; import mpitrain.run.trainer as t\n"
+        "t.Trainer.evaluate = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"from mpitrain.cli import main; main(['train', '--out', 'run', *{settings!r}])"
+    )
     assert python_ranks(2, code, tmp_path).returncode not in (0, 2, 85)
     assert (tmp_path / "run/checkpoints/step-00000004").exists()
     went_on = launch(2, "train", "--out", "run", "--resume", cwd=tmp_path)
@@ -171,7 +322,10 @@ for step in range(3):
 
 MISTAKES = [
     (["--set", "model.widht=3"], "There is no key model.widht; did you mean model.width?"),
-    (["--set", "data.source=text:nowhere.txt"], "The data file nowhere.txt cannot be read: No such file or directory."),
+    (
+        ["--set", "data.source=text:nowhere.txt"],
+        "The data file nowhere.txt cannot be read: No such file or directory.",
+    ),
     (["--no-such-option"], "No such option"),
 ]
 MORE_MISTAKES = [
@@ -180,12 +334,21 @@ MORE_MISTAKES = [
     (["--set", "run.steps=soon"], "run.steps must be a valid integer, but is 'soon'."),
     (["--set", "optimizer.lr=nan"], "optimizer.lr must be a finite number, but is nan."),
     (["--set", "data.source=text:empty.txt"], "empty.txt is empty."),
-    (["--set", "data.source=text:short.txt"], "The held-out tenth of short.txt must hold a context of 128 tokens"),
-    (["--set", "batch.size=3"], "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3."),
+    (
+        ["--set", "data.source=text:short.txt"],
+        "The held-out tenth of short.txt must hold a context of 128 tokens",
+    ),
+    (
+        ["--set", "batch.size=3"],
+        "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3.",
+    ),
     (["--set", "model.heads=3"], "model.heads must divide model.width, but 3 does not divide 128."),
     (["broken.toml"], "broken.toml is not TOML"),
     (["nowhere.toml"], "The configuration file nowhere.toml cannot be read"),
-    (["--set", "data.source=digits", "--set", "model.kind=gpt"], "The model.kind for digits is mlp, but the"),
+    (
+        ["--set", "data.source=digits", "--set", "model.kind=gpt"],
+        "The model.kind for digits is mlp, but the",
+    ),
     (["--set", "replication.tuning=empty.txt"], "empty.txt is no tuning file"),
     (["--set", "replication.wire=topk:2"], "it is 'topk:2'"),
     (["--set", "model.width=4000000"], "need"),
@@ -196,20 +359,34 @@ MORE_MISTAKES = [
     (["--resume", "--out", "n/" * 3000], "File name too long"),
     (["--set", 'run.out="a\\u0000"'], "run.out must be text without NUL"),
     (["--set", "data.source=idx:" + "n" * 5000], "File name too long"),
-    (["--set", "model.layers=9223372036854775808"], "model.layers must be a whole number of at most 64 bits"),
+    (
+        ["--set", "model.layers=9223372036854775808"],
+        "model.layers must be a whole number of at most 64 bits",
+    ),
     (["--set", "batch.size=" + "9" * 5000], "batch.size must be a valid integer"),
     (["--dp", "1" + "0" * 400], "layout.dp must be a whole number of at most 64 bits"),
-    (["--set", "optimizer.epsilon=1e-320"], "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320."),
-    (["--set", "run.stall_seconds=1e-9"], "run.stall_seconds must be greater than or equal to 1, but is 1e-09."),
+    (
+        ["--set", "optimizer.epsilon=1e-320"],
+        "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320.",
+    ),
+    (
+        ["--set", "run.stall_seconds=1e-9"],
+        "run.stall_seconds must be greater than or equal to 1, but is 1e-09.",
+    ),
     (["pipe"], "The configuration file pipe cannot be read: it is not a regular file"),
-    (["--set", "replication.tuning=pipe"], "The tuning file pipe cannot be read: it is not a regular file."),
+    (
+        ["--set", "replication.tuning=pipe"],
+        "The tuning file pipe cannot be read: it is not a regular file.",
+    ),
     (["--set", "replication.tuning=garbage"], "garbage is no tuning file"),
     (["n" * 5000], "File name too long"),
     (["x" * 5000, "y" * 5000], "unexpected extra argument"),
 ]
 
 
-@pytest.mark.parametrize("words, complaint", MISTAKES, ids=[complaint[:40] for _, complaint in MISTAKES])
+@pytest.mark.parametrize(
+    "words, complaint", MISTAKES, ids=[complaint[:40] for _, complaint in MISTAKES]
+)
 def test_a_mistake_is_one_message_and_exit_2_on_four_ranks(words, complaint, tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
@@ -217,7 +394,9 @@ def test_a_mistake_is_one_message_and_exit_2_on_four_ranks(words, complaint, tmp
     done = launch(4, "train", *words, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(complaint) == 1, done.stderr
-    assert not any(noise in done.stderr for noise in ("Traceback", "-----", "PMIX", "prterun")), done.stderr
+    assert not any(noise in done.stderr for noise in ("Traceback", "-----", "PMIX", "prterun")), (
+        done.stderr
+    )
     assert not any(tmp_path.glob("runs/*/metrics.jsonl")), "nothing may be trained"
 
 
@@ -225,52 +404,71 @@ def test_every_mistake_is_one_short_message_and_exit_2_on_each_of_four_ranks(tmp
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.toml").write_text("[run\nsteps = ")
-    (tmp_path / "garbage").write_text(json.dumps({"machine": {}, "plans": {"y " * 9000: {}}, "whole": {}}))
+    (tmp_path / "garbage").write_text(
+        json.dumps({"machine": {}, "plans": {"y " * 9000: {}}, "whole": {}})
+    )
     os.mkfifo(tmp_path / "pipe")
-    said, _ = calls_of_one_start(4, [["train", *words] for words, _ in MORE_MISTAKES], tmp_path, code=2)
+    said, _ = calls_of_one_start(
+        4, [["train", *words] for words, _ in MORE_MISTAKES], tmp_path, code=2
+    )
     for (_, complaint), text in zip(MORE_MISTAKES, said, strict=True):
         assert text.count(complaint) == 1 and "Traceback" not in text and len(text) < 1200, text
     assert not any(tmp_path.glob("**/metrics.jsonl")), "nothing may be trained"
 
 
 def test_a_file_that_only_one_rank_misses_is_named_with_that_rank(tmp_path):
-    code = ("import os; from mpi4py import MPI; r = MPI.COMM_WORLD.rank\n"
-            "if r == 1: os.chdir('elsewhere')\n"
-            "from mpitrain.cli import main; main(['train', '--set', 'data.source=text:book'])")
+    code = (
+        "import os; from mpi4py import MPI; r = MPI.COMM_WORLD.rank\n"
+        "if r == 1: os.chdir('elsewhere')\n"
+        "from mpitrain.cli import main; main(['train', '--set', 'data.source=text:book'])"
+    )
     (tmp_path / "book").write_text("word " * 1000)
     (tmp_path / "elsewhere").mkdir()
     done = python_ranks(3, code, tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count("On rank 1 (") == 1 and "The data file book cannot be read" in done.stderr, done.stderr
+    assert (
+        done.stderr.count("On rank 1 (") == 1 and "The data file book cannot be read" in done.stderr
+    ), done.stderr
 
 
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
-    code = ("from mpi4py import MPI; import mpitrain.run.trainer as t\n"
-            "real = t.Trainer.step\n"
-            "def step(self, index, *rest):\n"
-            "    if index == 5 and self.transport.rank == 2: raise ZeroDivisionError('planned')\n"
-            "    if index == 5 and self.transport.rank == 0: print('at step 5', flush=True)\n"
-            "    return real(self, index, *rest)\n"
-            "t.Trainer.step = step\n"
-            f"from mpitrain.cli import main; main(['train', '--out', 'run', *{TINY!r}])")
-    run = subprocess.Popen(["mpirun", "-n", "3", sys.executable, "-c", code], cwd=tmp_path, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    code = (
+        "from mpi4py import MPI; import mpitrain.run.trainer as t\n"
+        "real = t.Trainer.step\n"
+        "def step(self, index, *rest):\n"
+        "    if index == 5 and self.transport.rank == 2: raise ZeroDivisionError('planned')\n"
+        "    if index == 5 and self.transport.rank == 0: print('at step 5', flush=True)\n"
+        "    return real(self, index, *rest)\n"
+        "t.Trainer.step = step\n"
+        f"from mpitrain.cli import main; main(['train', '--out', 'run', *{TINY!r}])"
+    )
+    run = subprocess.Popen(
+        ["mpirun", "-n", "3", sys.executable, "-c", code],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     for line in run.stdout:
         if "at step 5" in line:
             break
     _, errors = run.communicate(timeout=SECONDS)
     assert run.returncode != 0
-    assert "rank 2: ended by an exception" in errors and "ZeroDivisionError: planned" in errors, errors
+    assert "rank 2: ended by an exception" in errors and "ZeroDivisionError: planned" in errors, (
+        errors
+    )
 
 
 def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
-    code = ("import time; import mpitrain.run.trainer as t\n"
-            "real = t.Trainer.step\n"
-            "def step(self, index, *rest):\n"
-            "    if index == 3 and self.transport.rank == 1: time.sleep(60)\n"
-            "    return real(self, index, *rest)\n"
-            "t.Trainer.step = step\n"
-            f"from mpitrain.cli import main; main(['train', '--out', 'run', '--set', 'run.stall_seconds=1.0', *{TINY!r}])")
+    code = (
+        "import time; import mpitrain.run.trainer as t\n"
+        "real = t.Trainer.step\n"
+        "def step(self, index, *rest):\n"
+        "    if index == 3 and self.transport.rank == 1: time.sleep(60)\n"
+        "    return real(self, index, *rest)\n"
+        "t.Trainer.step = step\n"
+        f"from mpitrain.cli import main; main(['train', '--out', 'run', '--set', 'run.stall_seconds=1.0', *{TINY!r}])"
+    )
     done = python_ranks(2, code, tmp_path)
     assert done.returncode != 0
     said = r"^rank [01] on \S+: no progress for \d+ s in step 4[,;].*`mpitrain report run` names the rank"
@@ -278,7 +476,18 @@ def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_still_works(tmp_path):
-    done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=6", "--set", "checkpoint.every=3", cwd=tmp_path)
+    done = launch(
+        2,
+        "train",
+        "--out",
+        "run",
+        *TINY,
+        "--set",
+        "run.steps=6",
+        "--set",
+        "checkpoint.every=3",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     newest = tmp_path / "run/checkpoints/step-00000006"
     path = newest / "model-00002-of-00002.safetensors"
@@ -299,43 +508,78 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path):
     assert mpitrain("train", "--out", "run", *TINY, cwd=tmp_path).returncode == 0
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     again = launch(2, "train", "--out", "run", *TINY, cwd=tmp_path)
-    assert again.returncode == 2 and again.stderr.count("run already holds a run") == 1, again.stderr
+    assert again.returncode == 2 and again.stderr.count("run already holds a run") == 1, (
+        again.stderr
+    )
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped_as_configured(tmp_path):
-    wild = [*TINY, "--set", "optimizer.name=sgd", "--set", "optimizer.lr=1e30", "--set", "optimizer.clip=0",
-            "--set", "optimizer.warmup=0"]
+    wild = [
+        *TINY,
+        "--set",
+        "optimizer.name=sgd",
+        "--set",
+        "optimizer.lr=1e30",
+        "--set",
+        "optimizer.clip=0",
+        "--set",
+        "optimizer.warmup=0",
+    ]
     stopped = launch(2, "train", "--out", "stop", *wild, cwd=tmp_path)
     assert stopped.returncode == 1 and stopped.stderr.count("TrainingError") == 1, stopped.stderr
     assert "run.on_nonfinite=skip" in stopped.stderr and "Traceback" not in stopped.stderr
     assert any(r.get("nonfinite") and r["loss"] is None for r in records(tmp_path / "stop"))
-    skipped = launch(2, "train", "--out", "skip", *wild, "--set", "run.on_nonfinite=skip", cwd=tmp_path)
-    assert skipped.returncode == 1 and skipped.stderr.count("may not skip 10 steps in a row") == 1, skipped.stderr
+    skipped = launch(
+        2, "train", "--out", "skip", *wild, "--set", "run.on_nonfinite=skip", cwd=tmp_path
+    )
+    assert (
+        skipped.returncode == 1 and skipped.stderr.count("may not skip 10 steps in a row") == 1
+    ), skipped.stderr
     assert sum(r.get("skipped", False) for r in records(tmp_path / "skip")) == 10
 
 
 def test_ranks_that_read_different_configurations_are_refused(tmp_path):
-    code = ("from mpi4py import MPI; from mpitrain.cli import main\n"
-            "main(['train', '--set', f'optimizer.lr={0.1 + MPI.COMM_WORLD.rank}'])")
+    code = (
+        "from mpi4py import MPI; from mpitrain.cli import main\n"
+        "main(['train', '--set', f'optimizer.lr={0.1 + MPI.COMM_WORLD.rank}'])"
+    )
     done = python_ranks(2, code, tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count("All ranks need one configuration, but optimizer.lr is 0.1 on rank 0") == 1, done.stderr
+    assert (
+        done.stderr.count("All ranks need one configuration, but optimizer.lr is 0.1 on rank 0")
+        == 1
+    ), done.stderr
 
 
 def test_runs_started_together_do_not_share_a_directory(tmp_path):
-    together = [subprocess.Popen([*PROGRAM, "train", *TINY], cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(3)]
+    together = [
+        subprocess.Popen([*PROGRAM, "train", *TINY], cwd=tmp_path, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
     assert [process.wait(SECONDS) for process in together] == [0, 0, 0]
     for process in together:
         process.stdout.close()
     folders = list(tmp_path.glob("runs/*"))
     assert len(folders) == 3 and all(records(folder)[-1]["event"] == "end" for folder in folders)
-    named = [subprocess.Popen([*PROGRAM, "train", "--out", "one", *TINY, "--set", "run.steps=100"], cwd=tmp_path, text=True,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
+    named = [
+        subprocess.Popen(
+            [*PROGRAM, "train", "--out", "one", *TINY, "--set", "run.steps=100"],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
     errors = [run.communicate(timeout=SECONDS)[1] for run in named]
     assert sorted(run.returncode for run in named) == [0, 2], errors
     said = "".join(errors)
-    assert "one already holds a run" in said or "A run is going on in one" in said or "meanwhile" in said
+    assert (
+        "one already holds a run" in said
+        or "A run is going on in one" in said
+        or "meanwhile" in said
+    )
 
 
 def test_a_run_can_be_moved_evaluated_on_other_tokens_and_asked_without_its_data(tmp_path):
@@ -343,17 +587,35 @@ def test_a_run_can_be_moved_evaluated_on_other_tokens_and_asked_without_its_data
     (tmp_path / "here").mkdir()
     generator.integers(60, size=3000).astype("<u2").tofile(tmp_path / "here/train.bin")
     generator.integers(50, size=3000).astype("<u2").tofile(tmp_path / "here/val.bin")
-    done = launch(2, "train", "--out", "run", *TINY, "--set", "data.source=tokens:train.bin", cwd=tmp_path / "here")
+    done = launch(
+        2,
+        "train",
+        "--out",
+        "run",
+        *TINY,
+        "--set",
+        "data.source=tokens:train.bin",
+        cwd=tmp_path / "here",
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "here/run").rename(tmp_path / "moved")
     evaluated = mpitrain("eval", "moved", "--data", "tokens:here/val.bin", cwd=tmp_path)
     assert evaluated.returncode == 0 and "validation loss" in evaluated.stdout, evaluated.stderr
-    resumed = launch(3, "train", "--out", "moved", "--resume", "--set", "run.steps=14", cwd=tmp_path)
-    assert resumed.returncode == 0 and "changed since it was last run: run.steps 12 -> 14" in resumed.stdout, resumed.stderr
+    resumed = launch(
+        3, "train", "--out", "moved", "--resume", "--set", "run.steps=14", cwd=tmp_path
+    )
+    assert (
+        resumed.returncode == 0
+        and "changed since it was last run: run.steps 12 -> 14" in resumed.stdout
+    ), resumed.stderr
     (tmp_path / "here/train.bin").unlink()
     written = mpitrain("generate", "moved", "--prompt", "3 59", "--tokens", "5", cwd=tmp_path)
     assert written.returncode == 0 and len(written.stdout.split()) == 7, written.stderr
-    mistakes = ("60", "Tokens must lie in 0..59"), ("x", "takes numbers as its prompt"), ("", "at least one token")
+    mistakes = (
+        ("60", "Tokens must lie in 0..59"),
+        ("x", "takes numbers as its prompt"),
+        ("", "at least one token"),
+    )
     for prompt, complaint in mistakes:
         refused = launch(2, "generate", "moved", "--prompt", prompt, cwd=tmp_path)
         assert refused.returncode == 2 and refused.stderr.count(complaint) == 1, refused.stderr
@@ -377,10 +639,15 @@ def test_another_model_cannot_go_on_with_a_checkpoint(tmp_path):
     assert mpitrain("train", "--out", "run", *TINY, cwd=tmp_path).returncode == 0
     for setting in ("model.heads=4", "optimizer.name=sgd"):
         refused = launch(2, "train", "--out", "run", "--resume", "--set", setting, cwd=tmp_path)
-        assert refused.returncode == 2 and "run was trained with another model" in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and "run was trained with another model" in refused.stderr, (
+            refused.stderr
+        )
     again = mpitrain("train", "--resume", "--set", "run.out=run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert sum("val_loss" in r for r in records(tmp_path / "run")) == 0 and records(tmp_path / "run")[-1]["event"] == "end"
+    assert (
+        sum("val_loss" in r for r in records(tmp_path / "run")) == 0
+        and records(tmp_path / "run")[-1]["event"] == "end"
+    )
 
 
 def test_rank_0_alone_speaks(tmp_path):
@@ -396,11 +663,15 @@ def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_p
     drawn = launch(3, "plot", ".", cwd=tmp_path)
     assert drawn.returncode == 0 and drawn.stdout.count("drawn in curves.png") == 1, drawn.stderr
     refused = launch(2, "plot", "nowhere", cwd=tmp_path)
-    assert refused.returncode == 2 and refused.stderr.count("There is no run in nowhere") == 1, refused.stderr
+    assert refused.returncode == 2 and refused.stderr.count("There is no run in nowhere") == 1, (
+        refused.stderr
+    )
 
 
 def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
-    tail = shell(f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", cwd=tmp_path)
+    tail = shell(
+        f"{sys.executable} -m mpitrain train --out a {' '.join(TINY)} | head -n 2", cwd=tmp_path
+    )
     assert "Traceback" not in tail.stderr, tail.stderr
     plain = dict(os.environ, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     (tmp_path / "c.toml").write_text("# größer\n[run]\nseed = 1\n", encoding="utf-8")
@@ -411,23 +682,39 @@ def test_a_closed_pipe_or_a_plain_locale_is_no_traceback(tmp_path):
 def test_a_pipe_as_data_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     done = launch(2, "train", "--set", "data.source=text:pipe", cwd=tmp_path)
-    assert done.returncode == 2 and "The data file pipe cannot be read: it is not a regular file." in done.stderr, done.stderr
+    assert (
+        done.returncode == 2
+        and "The data file pipe cannot be read: it is not a regular file." in done.stderr
+    ), done.stderr
 
 
 def test_processes_that_are_each_alone_are_refused(tmp_path):
     for rank in (0, 1):
-        alone = dict(os.environ, OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
-                     OMPI_COMM_WORLD_LOCAL_SIZE="2")
+        alone = dict(
+            os.environ,
+            OMPI_COMM_WORLD_RANK=str(rank),
+            OMPI_COMM_WORLD_SIZE="2",
+            OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+            OMPI_COMM_WORLD_LOCAL_SIZE="2",
+        )
         done = mpitrain("train", cwd=tmp_path, env=alone)
         assert done.returncode == 2
-        assert done.stderr.count("started 2 processes, but MPI tells each of them that it is alone") == (rank == 0), done.stderr
+        assert done.stderr.count(
+            "started 2 processes, but MPI tells each of them that it is alone"
+        ) == (rank == 0), done.stderr
         warned = mpitrain("doctor", env=alone)
-        assert warned.stdout.count("warning: Open MPI started 2 processes") == (rank == 0), warned.stdout + warned.stderr
+        assert warned.stdout.count("warning: Open MPI started 2 processes") == (rank == 0), (
+            warned.stdout + warned.stderr
+        )
 
 
 def test_ranks_share_the_cores_between_their_blas_threads(tmp_path):
     free = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
     done = launch(4, "doctor", env=free)
-    assert f", {max(1, os.cpu_count() // 4)} thread(s) per rank" in done.stdout, done.stdout + done.stderr
-    assert f"4 rank(s), {len(os.sched_getaffinity(0))} core(s) that they share; free: " in done.stdout
+    assert f", {max(1, os.cpu_count() // 4)} thread(s) per rank" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert (
+        f"4 rank(s), {len(os.sched_getaffinity(0))} core(s) that they share; free: " in done.stdout
+    )
     assert "verdict      4 rank(s) can train with --device cpu" in done.stdout

@@ -6,38 +6,89 @@ import pytest
 
 from tests.processes import calls_of_one_start, launch
 
-TINY = ["--steps", "3", "--set", "model.layers=1", "--set", "model.width=16", "--set", "model.context=16", "--set",
-        "batch.size=6", "--set", "run.eval_rows=6", "--set", "precision.compute=float64"]
+TINY = [
+    "--steps",
+    "3",
+    "--set",
+    "model.layers=1",
+    "--set",
+    "model.width=16",
+    "--set",
+    "model.context=16",
+    "--set",
+    "batch.size=6",
+    "--set",
+    "run.eval_rows=6",
+    "--set",
+    "precision.compute=float64",
+]
 
 
 def test_modes_of_one_start_send_the_bytes_of_their_formulas_and_reach_one_loss(tmp_path):
     pytest.importorskip("matplotlib")
-    done = launch(3, "compare", *TINY, "--modes", "star,ring,zero1,zero3", "--json", tmp_path / "rows.json",
-                  "--plot", tmp_path / "rows.png")
+    done = launch(
+        3,
+        "compare",
+        *TINY,
+        "--modes",
+        "star,ring,zero1,zero3",
+        "--json",
+        tmp_path / "rows.json",
+        "--plot",
+        tmp_path / "rows.png",
+    )
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stderr, "no bar where there is no terminal"
     written = json.loads((tmp_path / "rows.json").read_text())
     star, ring, zero, _ = rows = written["rows"]
-    assert [row["mode"] for row in rows] == ["star", "ring", "zero1", "zero3"] and written["header"]["ranks"] == 3
-    nbytes = star["held_bytes"][1] // 4    # parameters, gradients, two moments
-    assert star["held_bytes"] == [6 * nbytes + 64, 4 * nbytes, 4 * nbytes], "the root receives from two ranks at once"
-    for row, divided in ((ring, 4 * nbytes), (zero, 2 * nbytes + 2 * nbytes // 3)):    # and a chunk that arrives
-        assert [held - divided - nbytes // 3 for held in row["held_bytes"]] == [8, 16, 16], "of the control message as well"
+    assert [row["mode"] for row in rows] == ["star", "ring", "zero1", "zero3"] and written[
+        "header"
+    ]["ranks"] == 3
+    nbytes = star["held_bytes"][1] // 4  # parameters, gradients, two moments
+    assert star["held_bytes"] == [6 * nbytes + 64, 4 * nbytes, 4 * nbytes], (
+        "the root receives from two ranks at once"
+    )
+    for row, divided in (
+        (ring, 4 * nbytes),
+        (zero, 2 * nbytes + 2 * nbytes // 3),
+    ):  # and a chunk that arrives
+        assert [held - divided - nbytes // 3 for held in row["held_bytes"]] == [8, 16, 16], (
+            "of the control message as well"
+        )
     assert star["sent_bytes"] == [2 * (nbytes + 32), nbytes + 32, nbytes + 32]
-    for row in (ring, zero):    # of the control message's 4 numbers two ranks do not send 3 of 8, one 2
-        assert sorted(row["sent_bytes"]) == [4 * nbytes // 3 + 40, 4 * nbytes // 3 + 40, 4 * nbytes // 3 + 48]
+    for row in (
+        ring,
+        zero,
+    ):  # of the control message's 4 numbers two ranks do not send 3 of 8, one 2
+        assert sorted(row["sent_bytes"]) == [
+            4 * nbytes // 3 + 40,
+            4 * nbytes // 3 + 40,
+            4 * nbytes // 3 + 48,
+        ]
     for row in rows:
-        assert max(row["sent_bytes"]) == row["formula_bytes"] and row["workers"] == 3 and row["staleness"] == 0
+        assert (
+            max(row["sent_bytes"]) == row["formula_bytes"]
+            and row["workers"] == 3
+            and row["staleness"] == 0
+        )
         assert len(row["curve"]) == 3 and abs(row["val_loss"] - star["val_loss"]) <= 1e-9
-        assert all(abs(loss - wanted) <= 1e-9 for (_, loss), (_, wanted) in zip(row["curve"], star["curve"], strict=True))
+        assert all(
+            abs(loss - wanted) <= 1e-9
+            for (_, loss), (_, wanted) in zip(row["curve"], star["curve"], strict=True)
+        )
         assert sum(line.startswith(f"{row['mode']} ") for line in done.stdout.splitlines()) == 2
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_compared_is_one_message_and_no_table(tmp_path):
-    calls = [["compare", "--modes", "ring,rong"], ["compare", "--set", "batch.size=1"],
-             ["compare", "--json", str(tmp_path / "missing/rows.json")]]
+    calls = [
+        ["compare", "--modes", "ring,rong"],
+        ["compare", "--set", "batch.size=1"],
+        ["compare", "--json", str(tmp_path / "missing/rows.json")],
+    ]
     said, shown = calls_of_one_start(2, calls, tmp_path, code=2)
-    for words, text in zip(("--modes names 'rong'", "but batch.size is 1", "cannot be written"), said, strict=True):
+    for words, text in zip(
+        ("--modes names 'rong'", "but batch.size is 1", "cannot be written"), said, strict=True
+    ):
         assert text.count(words) == 1, text
     assert not any("val loss" in printed for printed in shown)

@@ -21,10 +21,16 @@ ROOT = Path(__file__).parents[2]
 NO_DRIVER = "from tests.fakes.cupy import *\nfrom tests.fakes.cupy import __version__, devices\ndevices.count = None\n"
 
 
-@pytest.mark.parametrize("cupy, complaint", [
-    ("raise ImportError('No module named cupy')", "device.kind cuda needs CuPy, but it cannot be imported"),
-    (NO_DRIVER, "needs a GPU and its driver, but CuPy fake says cudaErrorInsufficientDriver"),
-])
+@pytest.mark.parametrize(
+    "cupy, complaint",
+    [
+        (
+            "raise ImportError('No module named cupy')",
+            "device.kind cuda needs CuPy, but it cannot be imported",
+        ),
+        (NO_DRIVER, "needs a GPU and its driver, but CuPy fake says cudaErrorInsufficientDriver"),
+    ],
+)
 def test_cuda_without_a_gpu_is_one_message_and_exit_2(cupy, complaint, tmp_path):
     (tmp_path / "cupy.py").write_text(cupy)
     paths = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
@@ -35,9 +41,23 @@ def test_cuda_without_a_gpu_is_one_message_and_exit_2(cupy, complaint, tmp_path)
 
 
 def test_a_wire_format_that_a_gpu_cannot_have_is_one_message_and_exit_2(tmp_path):
-    done = launch(2, "train", "--device", "cuda", "--set", "replication.wire=topk:0.1", "--out", "run", *TINY, cwd=tmp_path)
+    done = launch(
+        2,
+        "train",
+        "--device",
+        "cuda",
+        "--set",
+        "replication.wire=topk:0.1",
+        "--out",
+        "run",
+        *TINY,
+        cwd=tmp_path,
+    )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("ConfigError: Wire format topk:0.1 keeps its residuals in host memory") == 1
+    assert (
+        done.stderr.count("ConfigError: Wire format topk:0.1 keeps its residuals in host memory")
+        == 1
+    )
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
 
 
@@ -46,13 +66,28 @@ def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):
     for program in ("orted", "prted", "prterun"):
         if found := shutil.which(program):
             (tmp_path / "bin" / program).symlink_to(found)
-    done = mpitrain("train", "--device", "cuda-sim", *TINY, cwd=tmp_path, env={**os.environ, "PATH": str(tmp_path / "bin")})
+    done = mpitrain(
+        "train",
+        "--device",
+        "cuda-sim",
+        *TINY,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": str(tmp_path / "bin")},
+    )
     assert done.returncode == 2 and "there is no g++ here" in done.stderr, done.stderr
 
 
-@pytest.mark.timeout(5 * SECONDS)    # on a fresh machine g++ has the kernels to build
+@pytest.mark.timeout(5 * SECONDS)  # on a fresh machine g++ has the kernels to build
 def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tmp_path):
-    few = [*TINY, "--set", "run.steps=5", "--set", "replication.algorithm=ring", "--set", "replication.wire=fp16"]
+    few = [
+        *TINY,
+        "--set",
+        "run.steps=5",
+        "--set",
+        "replication.algorithm=ring",
+        "--set",
+        "replication.wire=fp16",
+    ]
     for kind in ("cpu", "cuda-sim"):
         done = launch(3, "train", "--device", kind, "--out", kind, *few, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -60,23 +95,55 @@ def test_the_simulator_trains_as_the_cpu_does_and_a_run_may_change_its_device(tm
     assert one.keys() == other.keys() == set(range(1, 6))
     assert all(abs(other[step][0] / one[step][0] - 1) <= 1e-4 for step in one)
     assert one[5][0] < one[1][0]
-    assert tomllib.loads((tmp_path / "cuda-sim/config.toml").read_text())["device"]["kind"] == "cuda-sim"
-    went_on = launch(2, "train", "--out", "cuda-sim", "--resume", "--device", "cpu", "--set", "run.steps=7", cwd=tmp_path)
+    assert (
+        tomllib.loads((tmp_path / "cuda-sim/config.toml").read_text())["device"]["kind"]
+        == "cuda-sim"
+    )
+    went_on = launch(
+        2,
+        "train",
+        "--out",
+        "cuda-sim",
+        "--resume",
+        "--device",
+        "cpu",
+        "--set",
+        "run.steps=7",
+        cwd=tmp_path,
+    )
     assert went_on.returncode == 0, went_on.stderr
-    said = {kind: mpitrain("eval", "cpu", *kind, "--rows", "20", cwd=tmp_path).stdout for kind in ((), ("--device", "auto"))}
+    said = {
+        kind: mpitrain("eval", "cpu", *kind, "--rows", "20", cwd=tmp_path).stdout
+        for kind in ((), ("--device", "auto"))
+    }
     assert len(set(said.values())) == 1 and "validation loss" in said[()]
 
 
 @pytest.mark.parametrize("mpi_ranks", [3])
-@pytest.mark.parametrize("wire, adds, encodes", [("none", "add_into", set()), ("fp16", "decode_fp16", {"encode_fp16"})])
+@pytest.mark.parametrize(
+    "wire, adds, encodes", [("none", "add_into", set()), ("fp16", "decode_fp16", {"encode_fp16"})]
+)
 def test_it_is_our_kernels_that_reduce_the_gradients(wire, adds, encodes, mpi_ranks, monkeypatch):
     settings = [word for word in TINY if word != "--set"]
-    config = parse(with_settings({}, [*settings, "device.kind=cuda-sim", "replication.algorithm=ring",
-                                      f"replication.wire={wire}"]))
+    config = parse(
+        with_settings(
+            {},
+            [
+                *settings,
+                "device.kind=cuda-sim",
+                "replication.algorithm=ring",
+                f"replication.wire={wire}",
+            ],
+        )
+    )
     trainer = build(connect(), config).trainer
     kernels, launched = device_for("cuda-sim").kernels, []
     launch_one = kernels.launch
-    monkeypatch.setattr(kernels, "launch", lambda name, *rest, **more: launched.append(name) or launch_one(name, *rest, **more))
+    monkeypatch.setattr(
+        kernels,
+        "launch",
+        lambda name, *rest, **more: launched.append(name) or launch_one(name, *rest, **more),
+    )
     trainer.gradients[:] = 1 + trainer.grid.dp.rank
     trainer.replication.buckets.run()
     assert np.all(trainer.gradients == 6)
@@ -85,20 +152,55 @@ def test_it_is_our_kernels_that_reduce_the_gradients(wire, adds, encodes, mpi_ra
 
 
 def test_the_library_multiplies_where_train_is_told_so(tmp_path):
-    done = mpitrain("train", "--device", "cuda-sim", "--gemm", "library", "--out", "run", *TINY, "--set", "run.steps=1",
-                    "--set", "run.eval_every=-1", cwd=tmp_path)
+    done = mpitrain(
+        "train",
+        "--device",
+        "cuda-sim",
+        "--gemm",
+        "library",
+        "--out",
+        "run",
+        *TINY,
+        "--set",
+        "run.steps=1",
+        "--set",
+        "run.eval_every=-1",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"]["gemm"] == "library"
     done = mpitrain("train", "--gemm", "blas", cwd=tmp_path)
-    assert done.returncode == 2 and "device.gemm must be 'tiled' or 'library', but is 'blas'." in done.stderr
+    assert (
+        done.returncode == 2
+        and "device.gemm must be 'tiled' or 'library', but is 'blas'." in done.stderr
+    )
 
 
 def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
-    words = ["train", "--device", "cuda-sim", "--set", "device.tiles=mine.json", "--out", "run", *TINY, "--set", "run.steps=1",
-             "--set", "run.eval_every=-1"]
+    words = [
+        "train",
+        "--device",
+        "cuda-sim",
+        "--set",
+        "device.tiles=mine.json",
+        "--out",
+        "run",
+        *TINY,
+        "--set",
+        "run.steps=1",
+        "--set",
+        "run.eval_every=-1",
+    ]
     done = launch(2, *words, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("The table of tiles mine.json cannot be read") == 1, done.stderr
-    write_tiles(tmp_path / "mine.json", "simulator", [Measured("float32", "NT", 64, 64, 16, Tiling(TILES[1], 1))])
+    assert (
+        done.returncode == 2
+        and done.stderr.count("The table of tiles mine.json cannot be read") == 1
+    ), done.stderr
+    write_tiles(
+        tmp_path / "mine.json",
+        "simulator",
+        [Measured("float32", "NT", 64, 64, 16, Tiling(TILES[1], 1))],
+    )
     done = launch(2, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/tiles.json").read_text() == (tmp_path / "mine.json").read_text()
@@ -110,10 +212,16 @@ def test_a_table_of_tiles_is_used_and_kept_with_the_run(tmp_path):
 def test_auto_is_resolved_in_the_run_directory(tmp_path):
     (tmp_path / "cupy.py").write_text(NO_DRIVER)
     paths = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = launch(2, "train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path, env=paths)
+    done = launch(
+        2, "train", "--out", "run", *TINY, "--set", "run.steps=1", cwd=tmp_path, env=paths
+    )
     assert done.returncode == 0, done.stderr
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"] == {
-        "kind": "cpu", "cuda_aware": "auto", "gemm": "tiled", "tiles": ""}
+        "kind": "cpu",
+        "cuda_aware": "auto",
+        "gemm": "tiled",
+        "tiles": "",
+    }
 
 
 def test_doctor_says_whether_messages_may_lie_in_gpu_memory():

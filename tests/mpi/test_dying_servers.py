@@ -13,7 +13,7 @@ from tests.mpi.test_commands import TINY, ranks_below
 from tests.processes import PROGRAM, SECONDS
 
 SERVER = 2
-WATCHED = 2.0    # seconds
+WATCHED = 2.0  # seconds
 
 
 def cpu_s(pid):
@@ -24,21 +24,62 @@ def cpu_s(pid):
 
 def rank_of(pid):
     words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return int(next(word.partition(b"=")[2] for word in words if word.startswith((b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK="))))
+    return int(
+        next(
+            word.partition(b"=")[2]
+            for word in words
+            if word.startswith((b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK="))
+        )
+    )
 
 
-@pytest.mark.parametrize("ending, said", [
-    (signal.SIGKILL, rf"mpitrain launch: rank {SERVER} on \S+ was killed: signal 9"),
-    (signal.SIGSTOP,
-     rf"rank [01] on \S+: no progress for \d+ s in step \d+, waiting for recv from rank {SERVER}, tag \d+; ending"),
-], ids=["killed", "stands-still"])
-def test_an_idle_server_sleeps_and_one_that_dies_or_stands_still_ends_the_job_by_name(ending, said, tmp_path):
-    run = subprocess.Popen([*PROGRAM, "launch", "-n", str(SERVER + 1), "--", "train", "--out", "run", *TINY, "--set",
-                            "replication.mode=server", "--set", "replication.update=async", "--set", "run.delay=random:200:1",
-                            "--set", "run.steps=100000", "--set", "run.log_every=1", "--set", "run.stall_seconds=4.0"],
-                           cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    heard = next((line for line in run.stdout if re.match(r"step +1/", line)), "it has begun no step")
-    server, = (pid for pid in ranks_below(run.pid) if rank_of(pid) == SERVER)
+@pytest.mark.parametrize(
+    "ending, said",
+    [
+        (signal.SIGKILL, rf"mpitrain launch: rank {SERVER} on \S+ was killed: signal 9"),
+        (
+            signal.SIGSTOP,
+            rf"rank [01] on \S+: no progress for \d+ s in step \d+, waiting for recv from rank {SERVER}, tag \d+; ending",
+        ),
+    ],
+    ids=["killed", "stands-still"],
+)
+def test_an_idle_server_sleeps_and_one_that_dies_or_stands_still_ends_the_job_by_name(
+    ending, said, tmp_path
+):
+    run = subprocess.Popen(
+        [
+            *PROGRAM,
+            "launch",
+            "-n",
+            str(SERVER + 1),
+            "--",
+            "train",
+            "--out",
+            "run",
+            *TINY,
+            "--set",
+            "replication.mode=server",
+            "--set",
+            "replication.update=async",
+            "--set",
+            "run.delay=random:200:1",
+            "--set",
+            "run.steps=100000",
+            "--set",
+            "run.log_every=1",
+            "--set",
+            "run.stall_seconds=4.0",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    heard = next(
+        (line for line in run.stdout if re.match(r"step +1/", line)), "it has begun no step"
+    )
+    (server,) = (pid for pid in ranks_below(run.pid) if rank_of(pid) == SERVER)
     began, used = time.monotonic(), cpu_s(server)
     time.sleep(WATCHED)
     assert cpu_s(server) - used < 0.1 * (time.monotonic() - began), heard

@@ -58,7 +58,9 @@ def test_what_is_closed_has_given_back_its_communicators_and_windows(mpi_ranks):
         comms = [transport.comm, transport._host.comm, part.comm, part._host.comm]
         assert len(transport.windows) == 2
         part.close()
-        assert comms[2] == MPI.COMM_NULL != comms[3], "the window that an array lies in keeps its communicator"
+        assert comms[2] == MPI.COMM_NULL != comms[3], (
+            "the window that an array lies in keeps its communicator"
+        )
         assert transport.windows.locate(array, transport.rank) is not None
         bind(transport, copied, algorithm="shared").run()
         assert len(transport.windows) == 2, "its own window goes on, and is used again"
@@ -75,9 +77,15 @@ def test_a_job_that_is_closed_has_given_back_its_communicators(mpi_ranks):
     job.trainer.step(0, *job.trainer.replication.batch(job.data, 0))
     own = [root.windows, *root.windows.parts]
     comms = [part.comm for part in own[1:]] + [part._host.comm for part in own[1:] if part._host]
-    assert len(own) == 7 and len(comms) > 6, "its own part of the world, one along each of three axes, and the two of ZeRO"
+    assert len(own) == 7 and len(comms) > 6, (
+        "its own part of the world, one along each of three axes, and the two of ZeRO"
+    )
     job.close()
-    assert all(comm == MPI.COMM_NULL for comm in comms) and not root.windows.parts and not len(root.windows)
+    assert (
+        all(comm == MPI.COMM_NULL for comm in comms)
+        and not root.windows.parts
+        and not len(root.windows)
+    )
     root.close()
 
 

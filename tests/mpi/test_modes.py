@@ -5,8 +5,8 @@ import pytest
 
 from mpitrain.transport.mpi import connect
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.parallel.test_averaging import BASE, trained
 from tests.ranks.parallel import test_tensor
+from tests.ranks.parallel.test_averaging import BASE, trained
 from tests.ranks.pipeline import test_pipelines
 from tests.training import configured
 
@@ -20,13 +20,21 @@ def test_a_mode_computes_over_mpi_what_it_does_on_threads(mpi_ranks, mode):
         assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
 
 
-@pytest.mark.parametrize("mpi_ranks, dp, name, zero", [(3, 1, "1f1b", 0), (3, 1, "v-half", 0), (4, 2, "breadth-first", 3)])
+@pytest.mark.parametrize(
+    "mpi_ranks, dp, name, zero",
+    [(3, 1, "1f1b", 0), (3, 1, "v-half", 0), (4, 2, "breadth-first", 3)],
+)
 def test_a_pipeline_computes_over_mpi_what_it_does_on_threads(mpi_ranks, dp, name, zero):
     transport = connect()
-    settings = test_pipelines.layout(dp, mpi_ranks // dp, name, 6, "model.tied=true", f"replication.zero={zero}")
+    settings = test_pipelines.layout(
+        dp, mpi_ranks // dp, name, 6, "model.tied=true", f"replication.zero={zero}"
+    )
     numbers, tensors, _ = run_ranks(mpi_ranks, test_pipelines.trained, settings)[transport.rank]
     over_mpi, found, _ = test_pipelines.trained(transport, settings)
-    assert np.all(np.abs(over_mpi - numbers) <= 1e-9 + 1e-9 * np.abs(numbers)) and found.keys() == tensors.keys()
+    assert (
+        np.all(np.abs(over_mpi - numbers) <= 1e-9 + 1e-9 * np.abs(numbers))
+        and found.keys() == tensors.keys()
+    )
     assert all(np.all(np.abs(found[tensor][1] - tensors[tensor][1]) <= 1e-9) for tensor in tensors)
 
 

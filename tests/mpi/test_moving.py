@@ -8,15 +8,21 @@ from mpitrain.transport.mpi import connect
 from tests.training import TINY, configured, curve
 
 
-@pytest.mark.parametrize("mpi_ranks, settings", [(2, ["layout.tp=2"]), (3, [])], ids=["activations", "gradients"])
+@pytest.mark.parametrize(
+    "mpi_ranks, settings", [(2, ["layout.tp=2"]), (3, [])], ids=["activations", "gradients"]
+)
 def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks, settings, monkeypatch):
     from mpi4py import MPI  # begins MPI, which is not for the process that only starts the ranks
 
     transport, begun, begin = connect(), [], ProgressThread._begin
     assert transport.admits_threads
     assert type(mover(transport, [])) is PolledProgress
-    monkeypatch.setattr(MPI, "Get_processor_name", lambda: f"host{MPI.COMM_WORLD.rank}")    # of transports split off from now on
-    monkeypatch.setattr(ProgressThread, "_begin", lambda self: (begun.append(self._transport.size), begin(self)))
+    monkeypatch.setattr(
+        MPI, "Get_processor_name", lambda: f"host{MPI.COMM_WORLD.rank}"
+    )  # of transports split off from now on
+    monkeypatch.setattr(
+        ProgressThread, "_begin", lambda self: (begun.append(self._transport.size), begin(self))
+    )
     without = curve(transport, configured(*TINY, *settings, "replication.progress_thread=no"))
     assert begun == []
     beside = curve(transport, configured(*TINY, *settings))

@@ -12,14 +12,18 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_the_python_of_the_readme_runs_ranks_as_threads(tmp_path):
-    (tmp_path / "threads.py").write_text(re.search(r"<!-- threads -->\n```python\n(.*?)```", README, re.S).group(1))
+    (tmp_path / "threads.py").write_text(
+        re.search(r"<!-- threads -->\n```python\n(.*?)```", README, re.S).group(1)
+    )
     done = run([sys.executable, "threads.py"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[1.5 1.5 1.5]\n"), done.stderr
 
 
 @pytest.mark.parametrize("ranks", (1, 3))
 def test_the_python_of_the_readme_reduces_and_trains(ranks, tmp_path):
-    (tmp_path / "own.py").write_text(re.search(r"<!-- python -->\n```python\n(.*?)```", README, re.S).group(1))
+    (tmp_path / "own.py").write_text(
+        re.search(r"<!-- python -->\n```python\n(.*?)```", README, re.S).group(1)
+    )
     line, script = re.search(r"`mpitrain (launch -n) 2 (-- python own.py)`", README).groups()
     done = mpitrain(*line.split(), ranks, *script.split(), cwd=tmp_path)
     assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
@@ -28,13 +32,24 @@ def test_the_python_of_the_readme_reduces_and_trains(ranks, tmp_path):
     assert float(loss) < 0.2
 
 
-@pytest.mark.parametrize("ends, code, said", [
-    ("raise ValueError('planned')", 1, r"rank 1: ended by an exception on \S+\nTraceback .*\n  File \"own.py\", line 3, in <mod"
-                                       r"ule>\n.*ValueError: planned\n"),
-    ("raise SystemExit(7)", 7, r".*\b7\b.*"),
-])
-def test_a_program_of_which_one_rank_fails_ends_on_all_ranks_with_its_code(ends, code, said, tmp_path):
+@pytest.mark.parametrize(
+    "ends, code, said",
+    [
+        (
+            "raise ValueError('planned')",
+            1,
+            r"rank 1: ended by an exception on \S+\nTraceback .*\n  File \"own.py\", line 3, in <mod"
+            r"ule>\n.*ValueError: planned\n",
+        ),
+        ("raise SystemExit(7)", 7, r".*\b7\b.*"),
+    ],
+)
+def test_a_program_of_which_one_rank_fails_ends_on_all_ranks_with_its_code(
+    ends, code, said, tmp_path
+):
     program = f"from mpi4py import MPI; rank = MPI.COMM_WORLD.rank\nif rank == 1:\n    {ends}\nMPI.COMM_WORLD.recv(source=1)\n"
     (tmp_path / "own.py").write_text(program)
     done = mpitrain("launch", "-n", 2, "--", "own.py", cwd=tmp_path)
-    assert done.returncode == code and re.fullmatch(said, done.stderr.partition("\n")[2], re.DOTALL), done.stderr
+    assert done.returncode == code and re.fullmatch(
+        said, done.stderr.partition("\n")[2], re.DOTALL
+    ), done.stderr

@@ -30,7 +30,9 @@ def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatc
     else:
         assert said == ""
     array[:] = coded(transport.rank, 1001)
-    with pytest.raises(ConfigError, match="algorithm shared needs 2 x 8,008 bytes in /dev/shm") as raised:
+    with pytest.raises(
+        ConfigError, match="algorithm shared needs 2 x 8,008 bytes in /dev/shm"
+    ) as raised:
         bind(transport, array, algorithm="shared")
     assert raised.value.agreed
     monkeypatch.setattr("mpitrain.collectives.bind.chosen_by_model", lambda *facts: "shared")
@@ -41,14 +43,23 @@ def test_without_room_memory_is_plain_and_one_line_says_so(mpi_ranks, monkeypatc
 
 
 @pytest.mark.parametrize("mpi_ranks", [3])
-def test_room_is_left_for_mpi_itself_and_for_other_groups_of_the_host(mpi_ranks, monkeypatch, capfd):
+def test_room_is_left_for_mpi_itself_and_for_other_groups_of_the_host(
+    mpi_ranks, monkeypatch, capfd
+):
     """Nothing is put into a window where Open MPI would end the job: it wants a twentieth more than a file has."""
     transport = mpi.connect()
     nbytes = 1 << 22
-    for size, free, is_shared in ((3, 1.0, False), (3, 1.05, False), (3, 1.35, True),
-                                  (2, 1.35, True), (1, 9.0, False)):
+    for size, free, is_shared in (
+        (3, 1.0, False),
+        (3, 1.05, False),
+        (3, 1.35, True),
+        (2, 1.35, True),
+        (1, 9.0, False),
+    ):
         part = transport.split(transport.rank if size == 1 else int(transport.rank < size))
-        monkeypatch.setattr(process, "shared_memory", lambda size=size, free=free: int(free * size * nbytes))
+        monkeypatch.setattr(
+            process, "shared_memory", lambda size=size, free=free: int(free * size * nbytes)
+        )
         array = part.allocate(nbytes, "uint8")
         located = part.windows.locate(array, transport.rank)
         assert (located is not None) == (is_shared and part.size > 1), (size, free)
@@ -80,7 +91,9 @@ def test_on_a_nearly_full_shared_memory_ranks_fall_back_on_messages(tmp_path):
     if shutil.which("unshare") is None or run([*private, mounts]).returncode:
         pytest.skip("nothing can be mounted here")
     words, _ = launch_command.command_line(2, [], ["doctor"])
-    line = shlex.join([*words[:words.index(sys.executable)], sys.executable, str(tmp_path / "main.py")])
+    line = shlex.join(
+        [*words[: words.index(sys.executable)], sys.executable, str(tmp_path / "main.py")]
+    )
     done = run([*private, f"{mounts} && {line}"], env=process.environment_of_one())
     assert done.returncode == 0, done.stderr
     assert done.stdout == "plain {3}\n" * 2 and "using plain memory" in done.stderr

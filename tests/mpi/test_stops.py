@@ -20,15 +20,25 @@ RANK = "import os, signal, time; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK
 
 
 def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(tmp_path):
-    code = (f"{RANK}from mpitrain.run import loop\n"
-            "def build(transport, *rest, **named):\n"
-            "    if rank == 1: transport.barrier()\n"
-            "    print('building', flush=True); time.sleep(600)\n"
-            f"loop.build = build\n{MAIN.replace('2.0', '600.0')}")
-    supervised = ("import sys; from mpitrain.cli.launch.supervise import Requests, run\n"
-                  f"sys.exit(run(['mpirun', '-n', '2', sys.executable, '-c', {code!r}], {{}}, Requests(), True))")
-    job = subprocess.Popen([sys.executable, "-c", supervised], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code = (
+        f"{RANK}from mpitrain.run import loop\n"
+        "def build(transport, *rest, **named):\n"
+        "    if rank == 1: transport.barrier()\n"
+        "    print('building', flush=True); time.sleep(600)\n"
+        f"loop.build = build\n{MAIN.replace('2.0', '600.0')}"
+    )
+    supervised = (
+        "import sys; from mpitrain.cli.launch.supervise import Requests, run\n"
+        f"sys.exit(run(['mpirun', '-n', '2', sys.executable, '-c', {code!r}], {{}}, Requests(), True))"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", supervised],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert "building" in job.stdout.readline()
     job.send_signal(signal.SIGTERM)
     out, errors = job.communicate(timeout=PATIENCE)
@@ -37,15 +47,25 @@ def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("place, reported", [
-    (f"{RANK}if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n", r"Timeout \(0:00:02\)!\n.*in connect\n"),
-    (f"{RANK}from mpitrain.run import loop\n"
-     "find = loop.find\n"
-     "def stopped(*rest):\n"
-     "    if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
-     "    return find(*rest)\n"
-     "loop.find = stopped\n", r"rank 0 on \S+: no progress for \d+ s in looking for the run directory"),
-], ids=["before-it-is-connected", "at-a-first-message"])
+@pytest.mark.parametrize(
+    "place, reported",
+    [
+        (
+            f"{RANK}if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n",
+            r"Timeout \(0:00:02\)!\n.*in connect\n",
+        ),
+        (
+            f"{RANK}from mpitrain.run import loop\n"
+            "find = loop.find\n"
+            "def stopped(*rest):\n"
+            "    if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+            "    return find(*rest)\n"
+            "loop.find = stopped\n",
+            r"rank 0 on \S+: no progress for \d+ s in looking for the run directory",
+        ),
+    ],
+    ids=["before-it-is-connected", "at-a-first-message"],
+)
 def test_a_rank_that_stands_still_before_the_run_began_ends_the_job(place, reported, tmp_path):
     done = python_ranks(2, place + MAIN, tmp_path)
     assert done.returncode != 0
@@ -57,18 +77,34 @@ def test_a_terminal_shows_the_bar_while_the_run_goes_on_and_ctrl_c_is_answered(c
     asked = []
 
     def ask(data, job):
-        if not asked and b"step 4: validation" in data and re.search(rb"\d+/1000000 .*loss \d", data):
+        if (
+            not asked
+            and b"step 4: validation" in data
+            and re.search(rb"\d+/1000000 .*loss \d", data)
+        ):
             asked.append(job.send_signal(signal.SIGINT))
 
     settings = [*TINY, "--set", "run.steps=1000000", "--set", "run.eval_every=4"]
-    code, data = on_a_terminal([*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "run", *settings], columns, ask,
-                               cwd=tmp_path)
+    code, data = on_a_terminal(
+        [*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "run", *settings],
+        columns,
+        ask,
+        cwd=tmp_path,
+    )
     assert code == 85 and records(tmp_path / "run")[-1]["event"] == "stopped"
     shown = rendered(data, columns)
     begin = shown.index(next(line for line in shown if line.startswith("step 4: ")))
-    kinds = (r"step \d+: validation loss [\d.]+ nats, [\d.]+% of predictions right", rf" +0%\|.{{,{columns - 6}}}",
-             "mpitrain launch: asked to stop; .*", "again to end it at once", r"stopped at step \d+; --resume goes .*", "")
-    assert all(any(re.fullmatch(kind, line) for kind in kinds) for line in shown[begin:]), "\n".join(shown)
-    assert sum(line.startswith("mpitrain launch: asked") for line in shown) == 1 and shown[-2].startswith("stopped at")
-
-
+    kinds = (
+        r"step \d+: validation loss [\d.]+ nats, [\d.]+% of predictions right",
+        rf" +0%\|.{{,{columns - 6}}}",
+        "mpitrain launch: asked to stop; .*",
+        "again to end it at once",
+        r"stopped at step \d+; --resume goes .*",
+        "",
+    )
+    assert all(any(re.fullmatch(kind, line) for kind in kinds) for line in shown[begin:]), (
+        "\n".join(shown)
+    )
+    assert sum(line.startswith("mpitrain launch: asked") for line in shown) == 1 and shown[
+        -2
+    ].startswith("stopped at")

@@ -7,18 +7,27 @@ from tests.processes import mpitrain
 
 
 def test_of_a_run_whose_rank_was_killed_report_says_what_each_rank_did_last(tmp_path):
-    code = ("import os, signal; from mpi4py import MPI; from mpitrain.ops import host; from mpitrain.parallel import allreduce\n"
-            "update = allreduce.AllReduce._update\n"
-            "def _update(self, scale, mine):\n"
-            "    if mine.number == 4 and MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-            "    update(self, scale, mine)\n"
-            "allreduce.AllReduce._update = _update\n"
-            f"from mpitrain.cli import main; main(['train', '--out', 'run', *{TINY!r}])")
+    code = (
+        "import os, signal; from mpi4py import MPI; from mpitrain.ops import host; from mpitrain.parallel import allreduce\n"
+        "update = allreduce.AllReduce._update\n"
+        "def _update(self, scale, mine):\n"
+        "    if mine.number == 4 and MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    update(self, scale, mine)\n"
+        "allreduce.AllReduce._update = _update\n"
+        f"from mpitrain.cli import main; main(['train', '--out', 'run', *{TINY!r}])"
+    )
     done = python_ranks(2, code, tmp_path)
     assert done.returncode != 0
     said = mpitrain("report", "run", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
-    assert "run: It has not ended by itself" in said.stdout and "Where the time went in steps 2 to 4" in said.stdout
-    assert re.search(r"rank 1 on \S+, [\d.]+ s before: in step 5, update of the parameters", said.stdout), said.stdout
-    assert re.search(r"rank 0 on \S+, [\d.]+ s before: in step 6, .*waiting for ", said.stdout), said.stdout
+    assert (
+        "run: It has not ended by itself" in said.stdout
+        and "Where the time went in steps 2 to 4" in said.stdout
+    )
+    assert re.search(
+        r"rank 1 on \S+, [\d.]+ s before: in step 5, update of the parameters", said.stdout
+    ), said.stdout
+    assert re.search(r"rank 0 on \S+, [\d.]+ s before: in step 6, .*waiting for ", said.stdout), (
+        said.stdout
+    )
     assert "First to fall silent was rank 1." in said.stdout

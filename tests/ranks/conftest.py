@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from tests.runs import TEXT, TINY
+
 
 @pytest.fixture(autouse=True)
 def one_core():
@@ -16,3 +18,10 @@ def one_core():
     os.sched_setaffinity(0, {sorted(allowed)[(os.getppid() + worker) % len(allowed)]})
     yield
     os.sched_setaffinity(0, allowed)
+
+
+@pytest.fixture
+def book(tmp_path):
+    """Settings of a run in tmp_path / "run" on a small text: 20 held-out rows."""
+    (tmp_path / "book").write_text("".join(TEXT))
+    return [*TINY, f"data.source=text:{tmp_path / 'book'}", f"run.out={tmp_path / 'run'}"]

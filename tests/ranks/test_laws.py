@@ -17,7 +17,15 @@ from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, few_and, laws_of
 from tests.laws.windows import WindowLaws
 
-LAW_CLASSES = (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws, WindowLaws, ExchangeLaws)
+LAW_CLASSES = (
+    TransportLaws,
+    CollectiveLaws,
+    TrafficLaws,
+    LossyLaws,
+    MovingLaws,
+    WindowLaws,
+    ExchangeLaws,
+)
 LAWS = [(cls, name) for cls in LAW_CLASSES for name in laws_of(cls)]
 
 
@@ -29,16 +37,26 @@ def test_threads_obey(cls, name, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [
-    "law_all_reduce_is_exact_on_every_rank", "law_reduce_scatter_leaves_chunk_r_on_rank_r",
-    "law_all_gather_brings_chunk_r_from_rank_r", "law_broadcast_reaches_all_from_any_root", "law_reduce_ends_at_any_root"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "law_all_reduce_is_exact_on_every_rank",
+        "law_reduce_scatter_leaves_chunk_r_on_rank_r",
+        "law_all_gather_brings_chunk_r_from_rank_r",
+        "law_broadcast_reaches_all_from_any_root",
+        "law_reduce_ends_at_any_root",
+    ],
+)
 def test_six_and_seven_ranks_obey(name):
     for n in (6, 7):
         run_ranks(n, getattr(CollectiveLaws(), name))
 
 
-ALL_REDUCE_LAWS = ["law_all_reduce_is_exact_on_every_rank", "law_a_long_message_is_reduced_exactly",
-                   "law_several_reductions_are_polled_in_any_order"]
+ALL_REDUCE_LAWS = [
+    "law_all_reduce_is_exact_on_every_rank",
+    "law_a_long_message_is_reduced_exactly",
+    "law_several_reductions_are_polled_in_any_order",
+]
 
 
 class SegmentLaws(CollectiveLaws, TrafficLaws):
@@ -47,10 +65,18 @@ class SegmentLaws(CollectiveLaws, TrafficLaws):
     algorithms = ("ring", "halving-doubling")
 
 
-@pytest.mark.parametrize(("name", "segment"), [
-    ("law_all_reduce_is_exact_on_every_rank", 100), ("law_a_long_message_is_reduced_exactly", 1000),
-    ("law_several_reductions_are_polled_in_any_order", 1000), ("law_reduce_scatter_leaves_chunk_r_on_rank_r", 100),
-    ("law_ring", 100), ("law_halving_doubling", 100), ("law_all_gather_brings_chunk_r_from_rank_r", 100)])
+@pytest.mark.parametrize(
+    ("name", "segment"),
+    [
+        ("law_all_reduce_is_exact_on_every_rank", 100),
+        ("law_a_long_message_is_reduced_exactly", 1000),
+        ("law_several_reductions_are_polled_in_any_order", 1000),
+        ("law_reduce_scatter_leaves_chunk_r_on_rank_r", 100),
+        ("law_ring", 100),
+        ("law_halving_doubling", 100),
+        ("law_all_gather_brings_chunk_r_from_rank_r", 100),
+    ],
+)
 @few_and(5)
 def test_many_segments_obey(name, segment, sizes, monkeypatch):
     monkeypatch.setattr(plan_steps, "SEGMENT", segment)
@@ -58,8 +84,14 @@ def test_many_segments_obey(name, segment, sizes, monkeypatch):
         run_ranks(n, getattr(SegmentLaws(), name))
 
 
-@pytest.mark.parametrize("name", ["law_all_ranks_hold_the_same_bits", "law_coded_sums_are_as_near_as_their_rounding",
-                                  "law_what_is_not_finite_stays_so_on_every_rank"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "law_all_ranks_hold_the_same_bits",
+        "law_coded_sums_are_as_near_as_their_rounding",
+        "law_what_is_not_finite_stays_so_on_every_rank",
+    ],
+)
 @few_and(5)
 def test_coded_sums_in_many_lanes_obey(name, sizes, monkeypatch):
     monkeypatch.setattr(quantized, "LANE", 500)
@@ -90,16 +122,22 @@ def test_hierarchical_sends_between_hosts_what_a_ring_of_hosts_would():
 
     inward = outward = (local - 1) / local
     around = 2 * (n_hosts - 1) / n_hosts / local
-    assert run_ranks(6, between, hosts=hosts) == pytest.approx([inward + around + outward] * 6, rel=1e-12)
+    assert run_ranks(6, between, hosts=hosts) == pytest.approx(
+        [inward + around + outward] * 6, rel=1e-12
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "longest"), [*zip(ALL_REDUCE_LAWS, (400, 40_000, 40_000), strict=True)])
+@pytest.mark.parametrize(
+    ("name", "longest"), [*zip(ALL_REDUCE_LAWS, (400, 40_000, 40_000), strict=True)]
+)
 def test_messages_between_hosts_are_cut_and_obey(name, longest, monkeypatch):
     """An array becomes 20 messages and more, three of which are under way at a time."""
     monkeypatch.setattr(executor, "BETWEEN_HOSTS", longest)
     monkeypatch.setattr(executor, "WINDOW", 3)
-    monkeypatch.setattr(AcrossHosts, "algorithms", tuple(a for a in choices("allreduce") if a != "shared"))
+    monkeypatch.setattr(
+        AcrossHosts, "algorithms", tuple(a for a in choices("allreduce") if a != "shared")
+    )
     for n in (2, 3, 5):
         run_ranks(n, getattr(AcrossHosts(), name), hosts=[f"host{rank}" for rank in range(n)])
 

@@ -42,7 +42,12 @@ class Staying:
     """
 
     def __init__(self, array: Any, reduction: Reduction, result: Any):
-        self.array, self.algorithm, self.run, self.result = array, reduction.algorithm, reduction.run, result
+        self.array, self.algorithm, self.run, self.result = (
+            array,
+            reduction.algorithm,
+            reduction.run,
+            result,
+        )
 
     def renew(self) -> None:
         """Nothing to do."""

@@ -38,12 +38,23 @@ class Table:
 
     def heading(self) -> list[str]:
         """Titles and units, and before them the columns that there was no room for."""
-        titles = [" ".join(column.cell(text) for column, text in zip(self.columns, texts, strict=True)).rstrip()
-                  for texts in ([column.title for column in self.columns], [column.unit for column in self.columns])]
+        titles = [
+            " ".join(
+                column.cell(text) for column, text in zip(self.columns, texts, strict=True)
+            ).rstrip()
+            for texts in (
+                [column.title for column in self.columns],
+                [column.unit for column in self.columns],
+            )
+        ]
         if not self._left_out:
             return titles
-        return [f"# left out here: {', '.join(self._left_out)}", "# --wide prints them all; --csv and --json write them all", "",
-                *titles]
+        return [
+            f"# left out here: {', '.join(self._left_out)}",
+            "# --wide prints them all; --csv and --json write them all",
+            "",
+            *titles,
+        ]
 
     def line(self, row: Any) -> str:
         """One row."""

@@ -12,7 +12,16 @@ from mpitrain.bench.collectives.sweep import Row
 from mpitrain.bench.collectives.table import FAR, is_spoilt
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection.choose import choose
-from mpitrain.collectives.selection.cost_model import KNOTS, TERMS, Constants, Tuning, is_whole, predict, shares, work
+from mpitrain.collectives.selection.cost_model import (
+    KNOTS,
+    TERMS,
+    Constants,
+    Tuning,
+    is_whole,
+    predict,
+    shares,
+    work,
+)
 from mpitrain.collectives.selection.tuning import DEFAULT
 
 SHORT = 1 << 14
@@ -37,7 +46,9 @@ def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
     found: dict[tuple, list[Row]] = {}
     for row in (row for row in rows if not is_spoilt(row)):
         found.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
-    return [same[0]._replace(time_us=median(row.time_us for row in same)) for same in found.values()]
+    return [
+        same[0]._replace(time_us=median(row.time_us for row in same)) for same in found.values()
+    ]
 
 
 def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> Tuning:
@@ -48,7 +59,12 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> T
     for memory in dict.fromkeys(row.buffers for row in rows):
         here = [row for row in rows if row.buffers == memory]
         moved = [row for row in here if not is_whole("allreduce", row.chosen)]
-        works = [work("allreduce", row.chosen, hosts, row.count, row.bytes // row.count, machine["cores"]) for row in moved]
+        works = [
+            work(
+                "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, machine["cores"]
+            )
+            for row in moved
+        ]
         plans[memory] = constants(moved, works, defaults[memory])
         whole[memory] = {}
         for name in dict.fromkeys(row.chosen for row in here if is_whole("allreduce", row.chosen)):
@@ -57,7 +73,9 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> T
     return Tuning(machine, {n: plans}, {n: whole})
 
 
-def constants(rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults: Constants | None = None) -> Constants:
+def constants(
+    rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults: Constants | None = None
+) -> Constants:
     """The constants of every amount at every knot, by least absolute relative error, none below zero.
 
     What no row says anything about is as at the nearest knot of which one does, or else the default; so is a knot that no
@@ -72,7 +90,9 @@ def constants(rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults:
         near[:, held[np.abs(held - knot).argmin()]] += near[:, knot]
         near[:, knot] = 0
     columns = near[:, :, None] * np.array(amounts, float)[:, None, :]
-    found = least_absolute(columns.reshape(len(rows), -1) / seconds[:, None]).reshape(columns.shape[1:])
+    found = least_absolute(columns.reshape(len(rows), -1) / seconds[:, None]).reshape(
+        columns.shape[1:]
+    )
     known = columns.any(axis=0)
     for knot, term in np.argwhere(~known):
         others = np.flatnonzero(known[:, term])
@@ -90,23 +110,36 @@ def least_absolute(matrix: np.ndarray) -> np.ndarray:
     scale[scale == 0] = 1
     matrix = matrix / scale
     distances = np.eye(rows)
-    found = linprog(np.repeat((0, 1), (terms, rows)), np.block([[matrix, -distances], [-matrix, -distances]]),
-                    np.repeat((1, -1), rows))
+    found = linprog(
+        np.repeat((0, 1), (terms, rows)),
+        np.block([[matrix, -distances], [-matrix, -distances]]),
+        np.repeat((1, -1), rows),
+    )
     return found.x[:terms] / scale
 
 
 def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str, Check]:
     """Compare the model with rows that it was not fitted to, by class of memory."""
-    return {memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
-            for memory in dict.fromkeys(row.buffers for row in rows) if memory in tuning.plans[len(hosts)]}
+    return {
+        memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
+        for memory in dict.fromkeys(row.buffers for row in rows)
+        if memory in tuning.plans[len(hosts)]
+    }
 
 
 def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: str) -> Check:
     errors: dict[bool, list[float]] = {True: [], False: []}
     times: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
-        predicted = predict(tuning, "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, memory) * 1e6
-        if math.isfinite(predicted):  # or every row of this algorithm that the fit could learn from was spoilt
+        predicted = (
+            predict(
+                tuning, "allreduce", row.chosen, hosts, row.count, row.bytes // row.count, memory
+            )
+            * 1e6
+        )
+        if math.isfinite(
+            predicted
+        ):  # or every row of this algorithm that the fit could learn from was spoilt
             errors[row.bytes <= SHORT].append(abs(predicted - row.time_us) / row.time_us)
         times.setdefault((row.bytes, row.count), {})[row.chosen] = row.time_us
     choices = {}
@@ -114,12 +147,18 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
         chosen = choose(tuning, Topology(hosts), count, nbytes // count, memory=memory)
         if chosen in measured:
             choices[nbytes] = chosen, measured[chosen] / min(measured.values())
-    return Check(median(errors[True] + errors[False] or [math.nan]), median(errors[True] or [math.nan]), choices)
+    return Check(
+        median(errors[True] + errors[False] or [math.nan]),
+        median(errors[True] or [math.nan]),
+        choices,
+    )
 
 
 def all_spoilt(rows: Sequence[Row]) -> list[str]:
     """The classes of memory of which no row is left to learn from."""
-    return sorted({row.buffers for row in rows} - {row.buffers for row in rows if not is_spoilt(row)})
+    return sorted(
+        {row.buffers for row in rows} - {row.buffers for row in rows if not is_spoilt(row)}
+    )
 
 
 def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
@@ -128,12 +167,20 @@ def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) 
     rows = median_of_sweeps(rows)
     known = sorted({row.bytes for row in rows})[::2]
     found = fit(machine, hosts, [row for row in rows if row.bytes in known])
-    lines = [f"~ {spoilt} of {total} rows are left out: their median is above {FAR:g} times the fastest run"] * bool(spoilt)
-    for memory, (error, short, choices) in check(found, hosts, [row for row in rows if row.bytes not in known]).items():
+    lines = [
+        f"~ {spoilt} of {total} rows are left out: their median is above {FAR:g} times the fastest run"
+    ] * bool(spoilt)
+    for memory, (error, short, choices) in check(
+        found, hosts, [row for row in rows if row.bytes not in known]
+    ).items():
         good = sum(ratio <= 1.15 for _, ratio in choices.values())
-        lines.append(f"{memory} arrays of sizes left out: predicted within {error:.0%} (median; {short:.0%} up to "
-                     f"{SHORT >> 10} KiB); auto is the fastest or within 15% of it at {good} of {len(choices)}: "
-                     + ", ".join(f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in choices.items()))
+        lines.append(
+            f"{memory} arrays of sizes left out: predicted within {error:.0%} (median; {short:.0%} up to "
+            f"{SHORT >> 10} KiB); auto is the fastest or within 15% of it at {good} of {len(choices)}: "
+            + ", ".join(
+                f"{nbytes}: {chosen} {ratio:.2f}" for nbytes, (chosen, ratio) in choices.items()
+            )
+        )
     return lines
 
 
@@ -147,12 +194,28 @@ def merged(old: Tuning | None, new: Tuning) -> Tuning:
 def described(tuning: Tuning, n: int) -> list[str]:
     """The constants for n ranks as tables, and what they are; those of the network where there is more than one host."""
     lines = []
-    told = [at for at, term in enumerate(TERMS) if tuning.machine["hosts"] > 1 or not term.startswith("net_")]
+    told = [
+        at
+        for at, term in enumerate(TERMS)
+        if tuning.machine["hosts"] > 1 or not term.startswith("net_")
+    ]
     for memory, constants in tuning.plans[n].items():
-        lines.append(f"{memory + ' arrays of':>16}  " + "  ".join(f"{TERMS[at]:>10}" for at in told))
+        lines.append(
+            f"{memory + ' arrays of':>16}  " + "  ".join(f"{TERMS[at]:>10}" for at in told)
+        )
         for knot, values in constants.items():
-            shown = [f"{c * 1e6:10.2f}" if term.endswith(("alpha", "long")) else f"{1e-9 / c:10.2f}" if c else f"{'-':>10}"
-                     for term, c in zip(TERMS, values, strict=True)]
+            shown = [
+                f"{c * 1e6:10.2f}"
+                if term.endswith(("alpha", "long"))
+                else f"{1e-9 / c:10.2f}"
+                if c
+                else f"{'-':>10}"
+                for term, c in zip(TERMS, values, strict=True)
+            ]
             lines.append(f"{knot:14d} B  " + "  ".join(shown[at] for at in told))
-    return [*lines, "alpha: us of a message; long: us more of one that waits for its receiver; beta: GB/s of messages; "
-                    "gamma: GB/s of sums", ""]
+    return [
+        *lines,
+        "alpha: us of a message; long: us more of one that waits for its receiver; beta: GB/s of messages; "
+        "gamma: GB/s of sums",
+        "",
+    ]

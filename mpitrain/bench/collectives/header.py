@@ -12,14 +12,27 @@ from mpitrain.transport.library import library
 
 def machine(transport: Transport) -> dict[str, Any]:
     """What identifies a machine for the purposes of timing."""
-    return {"hosts": len(set(transport.hosts)), "processor": processor(), "cores": processors(),
-            "mpi": library().version}
+    return {
+        "hosts": len(set(transport.hosts)),
+        "processor": processor(),
+        "cores": processors(),
+        "mpi": library().version,
+    }
 
 
-def header(transport: Transport, operation: str, device: str, arguments: Sequence[str]) -> dict[str, Any]:
+def header(
+    transport: Transport, operation: str, device: str, arguments: Sequence[str]
+) -> dict[str, Any]:
     """Facts for the reader of a table or of its JSON."""
-    return {"mpitrain": __version__, "ranks": transport.size, **machine(transport), "host_names": sorted(set(transport.hosts)),
-            "device": device, "op": operation, "arguments": list(arguments)}
+    return {
+        "mpitrain": __version__,
+        "ranks": transport.size,
+        **machine(transport),
+        "host_names": sorted(set(transport.hosts)),
+        "device": device,
+        "op": operation,
+        "arguments": list(arguments),
+    }
 
 
 def printed(facts: dict[str, Any]) -> list[str]:

@@ -43,12 +43,17 @@ def operation_of(operation: str, algorithm: str) -> Operation:
 
 def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
     """Why algorithms cannot run here, by name, in words that begin with "algorithm"."""
-    found = {name: refusal for name, algorithm in TABLES.get(operation, {}).items()
-             if (refusal := algorithm.refusal(situation))}
+    found = {
+        name: refusal
+        for name, algorithm in TABLES.get(operation, {}).items()
+        if (refusal := algorithm.refusal(situation))
+    }
     if operation in NATIVE:
         refusal = native.refusal(situation) if operation in REDUCING else None
         if situation.is_on_device:
-            refusal = CommError("algorithm native is measured in the memory of the host, but --device is a GPU.")
+            refusal = CommError(
+                "algorithm native is measured in the memory of the host, but --device is a GPU."
+            )
         if refusal:
             found["native"] = refusal
     return found

@@ -78,7 +78,9 @@ def _scattered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
 
 def _gathered(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
     bounds = chunk_bounds(count, transport.size)
-    return slice(None), np.concatenate([filled(rank, count)[slice(*chunk)] for rank, chunk in enumerate(bounds)])
+    return slice(None), np.concatenate(
+        [filled(rank, count)[slice(*chunk)] for rank, chunk in enumerate(bounds)]
+    )
 
 
 def _rooted(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
@@ -88,7 +90,9 @@ def _rooted(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
 
 def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
     mine = slice(*chunk_bounds(count, transport.size)[transport.rank])
-    return slice(None), np.concatenate([filled(rank, count)[mine] for rank in range(transport.size)])
+    return slice(None), np.concatenate(
+        [filled(rank, count)[mine] for rank in range(transport.size)]
+    )
 
 
 def gradient(rank: int, count: int) -> np.ndarray:
@@ -100,34 +104,70 @@ def lossy(wire: Wire) -> Operation:
     """An all-reduce in a wire format, by whatever algorithm that takes."""
     return OPERATIONS["allreduce"]._replace(
         fill=gradient,
-        right=lambda transport, count: (slice(None), np.resize(
-            sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size)), count)),
-        bind=lambda transport, buffers, way: bind_lossy(transport, buffers.array, wire, arithmetic=way.arithmetic))
+        right=lambda transport, count: (
+            slice(None),
+            np.resize(
+                sum(gradient(rank, min(count, DRAWN)) for rank in range(transport.size)), count
+            ),
+        ),
+        bind=lambda transport, buffers, way: bind_lossy(
+            transport, buffers.array, wire, arithmetic=way.arithmetic
+        ),
+    )
 
 
 OPERATIONS = {
     "allreduce": Operation(
         lambda transport, buffers, way: bind.bind(transport, buffers.array, "add", *way),
-        lambda transport, count: (slice(None), summed(transport, count)), lambda n: 2 * (n - 1) / n),
+        lambda transport, count: (slice(None), summed(transport, count)),
+        lambda n: 2 * (n - 1) / n,
+    ),
     "reduce-scatter": Operation(
-        lambda transport, buffers, way: bind.bind_reduce_scatter(transport, buffers.array, "add", *way),
-        _scattered, lambda n: (n - 1) / n),
+        lambda transport, buffers, way: bind.bind_reduce_scatter(
+            transport, buffers.array, "add", *way
+        ),
+        _scattered,
+        lambda n: (n - 1) / n,
+    ),
     "all-gather": Operation(
-        lambda transport, buffers, way: bind.bind_all_gather(transport, buffers.array, way.algorithm, way.tuning),
-        _gathered, lambda n: (n - 1) / n),
+        lambda transport, buffers, way: bind.bind_all_gather(
+            transport, buffers.array, way.algorithm, way.tuning
+        ),
+        _gathered,
+        lambda n: (n - 1) / n,
+    ),
     "broadcast": Operation(
-        lambda transport, buffers, way: bind.bind_broadcast(transport, buffers.array, 0, way.algorithm),
-        lambda transport, count: (slice(None), filled(0, count)), lambda n: 1.0),
+        lambda transport, buffers, way: bind.bind_broadcast(
+            transport, buffers.array, 0, way.algorithm
+        ),
+        lambda transport, count: (slice(None), filled(0, count)),
+        lambda n: 1.0,
+    ),
     "reduce": Operation(
         lambda transport, buffers, way: bind.bind_reduce(
-            transport, buffers.array, "add", 0, way.algorithm, way.arithmetic),
-        _rooted, lambda n: 1.0),
+            transport, buffers.array, "add", 0, way.algorithm, way.arithmetic
+        ),
+        _rooted,
+        lambda n: 1.0,
+    ),
     "all-to-all": Operation(
-        lambda transport, buffers, way: bind.bind_all_to_all(transport, buffers.other, buffers.array, way.algorithm),
-        _transposed, lambda n: (n - 1) / n, other=lambda n, count: count),
+        lambda transport, buffers, way: bind.bind_all_to_all(
+            transport, buffers.other, buffers.array, way.algorithm
+        ),
+        _transposed,
+        lambda n: (n - 1) / n,
+        other=lambda n, count: count,
+    ),
     "sendrecv": Operation(
-        lambda transport, buffers, way: bind.bind_ping_pong(transport, buffers.array, way.algorithm),
-        lambda transport, count: (slice(None), filled(0 if transport.rank == transport.size - 1 else transport.rank, count)),
-        lambda n: 1.0, ways=2),
+        lambda transport, buffers, way: bind.bind_ping_pong(
+            transport, buffers.array, way.algorithm
+        ),
+        lambda transport, count: (
+            slice(None),
+            filled(0 if transport.rank == transport.size - 1 else transport.rank, count),
+        ),
+        lambda n: 1.0,
+        ways=2,
+    ),
 }
 """By the name the command line gives them."""

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 from mpitrain.bench.collectives.sweep import Row
 from mpitrain.plots import painter, save
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf")
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#8c564b",
+    "#7f7f7f",
+    "#bcbd22",
+    "#17becf",
+)
 """Told apart by colour-blind readers as far as so many can be; `auto` is a broad grey line behind the one it follows."""
 DASHES, MARKS = ("-", "--", "-."), "os^"
 """Of the first curves in these colours, of the next ones, of those after them; dotted is what was predicted."""
@@ -51,28 +62,62 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
         if algorithm == "auto":
             _draw((left, right), name, by_bytes, color="#bbbbbb", linewidth=6, marker=".", zorder=1)
             _choices(right, by_bytes)
-            if {row.chosen for rows in by_bytes.values() for row in rows} - {measured for measured, _ in curves}:
-                _surround((left, right), by_bytes, "#777777")  # what it follows is not drawn by itself
+            if {row.chosen for rows in by_bytes.values() for row in rows} - {
+                measured for measured, _ in curves
+            }:
+                _surround(
+                    (left, right), by_bytes, "#777777"
+                )  # what it follows is not drawn by itself
             continue
         own = next(looks)
-        _draw((left, right), name, by_bytes, color=own.colour, linestyle=own.dash, linewidth=1.5, marker=".", zorder=3)
+        _draw(
+            (left, right),
+            name,
+            by_bytes,
+            color=own.colour,
+            linestyle=own.dash,
+            linewidth=1.5,
+            marker=".",
+            zorder=3,
+        )
         _surround((left, right), by_bytes, own.colour)
     sizes = sorted({row.bytes for row in rows})
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes[::-(-len(sizes) // 9)], labels=[readable(size) for size in sizes[::-(-len(sizes) // 9)]])
+        axes.set_xticks(
+            sizes[:: -(-len(sizes) // 9)],
+            labels=[readable(size) for size in sizes[:: -(-len(sizes) // 9)]],
+        )
         axes.minorticks_off()
         axes.set_xlabel("array")
         axes.grid(alpha=0.3)
     measured = [rows for by_bytes in curves.values() for rows in by_bytes.values()]
-    fastest, times = [_time(rows, "min_us") for rows in measured], [_time(rows, "time_us") for rows in measured]
-    left.set(yscale="log", ylim=(min(fastest) / ROOM, max(times) * ROOM), ylabel="microseconds", title="time")
-    right.set(ylim=(0, ROOM * max(_bandwidth(rows, "time_us") for rows in measured)), ylabel="GB/s", title="bus bandwidth")
+    fastest, times = (
+        [_time(rows, "min_us") for rows in measured],
+        [_time(rows, "time_us") for rows in measured],
+    )
+    left.set(
+        yscale="log",
+        ylim=(min(fastest) / ROOM, max(times) * ROOM),
+        ylabel="microseconds",
+        title="time",
+    )
+    right.set(
+        ylim=(0, ROOM * max(_bandwidth(rows, "time_us") for rows in measured)),
+        ylabel="GB/s",
+        title="bus bandwidth",
+    )
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize="small")
-    figure.suptitle(f"{rows[0].op} of {rows[0].dtype}, {facts['ranks']} ranks on {facts['hosts']} host(s)", weight="bold")
-    figure.supxlabel(f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; device {facts['device']}; mpitrain "
-                     f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted; "
-                     "what lies far from all medians is cut off", fontsize="small")
+    figure.suptitle(
+        f"{rows[0].op} of {rows[0].dtype}, {facts['ranks']} ranks on {facts['hosts']} host(s)",
+        weight="bold",
+    )
+    figure.supxlabel(
+        f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; device {facts['device']}; mpitrain "
+        f"{facts['mpitrain']}.  Line: median; band: fastest run to p99; dotted: predicted; "
+        "what lies far from all medians is cut off",
+        fontsize="small",
+    )
     save(figure, path, 110)
     pyplot.close(figure)
 
@@ -80,14 +125,18 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
 def _draw(views: Sequence[Any], name: str, by_bytes: dict[int, list[Row]], **style: Any) -> None:
     """The median in both views."""
     for axes, of in zip(views, (_time, _bandwidth), strict=True):
-        axes.plot(list(by_bytes), [of(rows, "time_us") for rows in by_bytes.values()], label=name, **style)
+        axes.plot(
+            list(by_bytes), [of(rows, "time_us") for rows in by_bytes.values()], label=name, **style
+        )
 
 
 def _surround(views: Sequence[Any], by_bytes: dict[int, list[Row]], colour: str) -> None:
     """The spread and the prediction."""
     for axes, of in zip(views, (_time, _bandwidth), strict=True):
-        fastest, p99, predicted = ([of(rows, field) for rows in by_bytes.values()]
-                                   for field in ("min_us", "p99_us", "predicted_us"))
+        fastest, p99, predicted = (
+            [of(rows, field) for rows in by_bytes.values()]
+            for field in ("min_us", "p99_us", "predicted_us")
+        )
         axes.fill_between(list(by_bytes), fastest, p99, color=colour, alpha=0.12, linewidth=0)
         axes.plot(list(by_bytes), predicted, ":", color=colour, zorder=2)
 
@@ -108,8 +157,15 @@ def _choices(axes: Any, by_bytes: dict[int, list[Row]]) -> None:
         chosen = by_bytes[size][0].chosen
         if chosen != before:
             axes.axvline(size, color="black", alpha=0.3, linewidth=1, linestyle="--")
-            axes.text(size, 0.99, f" auto: {chosen}", rotation=90, transform=axes.get_xaxis_transform(), verticalalignment="top",
-                      fontsize="small")
+            axes.text(
+                size,
+                0.99,
+                f" auto: {chosen}",
+                rotation=90,
+                transform=axes.get_xaxis_transform(),
+                verticalalignment="top",
+                fontsize="small",
+            )
         before = chosen
 
 

@@ -49,10 +49,15 @@ def dtype_of(name: str) -> np.dtype:
 def sizes(least: int, most: int, factor: float) -> list[int]:
     """Bytes from least to most, each `factor` times the one before; ConfigError if there are none, or no end of them."""
     if not 1.01 <= factor < math.inf:
-        raise ConfigError(f"Sizes grow by a factor of 1.01 or more, but this is {factor:g}.", "Set --factor to 2 or 4.")
+        raise ConfigError(
+            f"Sizes grow by a factor of 1.01 or more, but this is {factor:g}.",
+            "Set --factor to 2 or 4.",
+        )
     if not 1 <= least <= most:
-        raise ConfigError(f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
-                          "Set --min-bytes and --max-bytes.")
+        raise ConfigError(
+            f"Sizes go from the smallest array (at least 1 byte) to the largest, but these are {least} and {most}.",
+            "Set --min-bytes and --max-bytes.",
+        )
     found, size = [], float(least)
     while size <= most * 1.000001:
         found.append(round(size))

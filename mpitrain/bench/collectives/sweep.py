@@ -106,26 +106,44 @@ def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Sweep:
     raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
     """
     device = on_all_ranks(transport, lambda: device_for(request.device))
-    bench = Bench(request, tuning, over_device(transport, device.backend, "auto"), device.backend, arithmetic_of(device))
-    subjects = [Subject(algorithm, operation_of(request.operation, algorithm), Wire("none")) for algorithm in _algorithms(bench)]
-    subjects += [Subject(f"wire {wire.name}" + f":{wire.amount:g}" * (wire.amount > 0), lossy(wire), wire)
-                 for wire in request.wires]
+    bench = Bench(
+        request,
+        tuning,
+        over_device(transport, device.backend, "auto"),
+        device.backend,
+        arithmetic_of(device),
+    )
+    subjects = [
+        Subject(algorithm, operation_of(request.operation, algorithm), Wire("none"))
+        for algorithm in _algorithms(bench)
+    ]
+    subjects += [
+        Subject(f"wire {wire.name}" + f":{wire.amount:g}" * (wire.amount > 0), lossy(wire), wire)
+        for wire in request.wires
+    ]
     n, itemsize = transport.size, request.dtype.itemsize
     counts = list(dict.fromkeys(max(1, size // itemsize // n) * n for size in request.sizes))
     other = max(subject.operation.other(n, max(counts)) for subject in subjects)
     pools = dict(_pool(bench, where, max(counts), other) for where in request.buffers)
-    return Sweep(request.sweeps * len(counts) * len(subjects) * len(pools), _rows(bench, subjects, counts, pools))
+    return Sweep(
+        request.sweeps * len(counts) * len(subjects) * len(pools),
+        _rows(bench, subjects, counts, pools),
+    )
 
 
 def _algorithms(bench: Bench) -> Sequence[str]:
     """The algorithms asked for; ConfigError on every rank for one that cannot run here."""
     request, transport = bench.request, bench.transport
     known, dtype = names(request.operation), request.dtype.name
-    situation = Topology(transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda")
+    situation = Topology(
+        transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda"
+    )
     refused = refusals(request.operation, situation)
     for name in request.algorithms:
         if name in refused:
-            raise on_every_rank(ConfigError(f"{request.operation} {refused[name].law}", "Leave it out."))
+            raise on_every_rank(
+                ConfigError(f"{request.operation} {refused[name].law}", "Leave it out.")
+            )
     return request.algorithms or [name for name in known if name not in refused]
 
 
@@ -143,8 +161,12 @@ def _pool(bench: Bench, where: str, count: int, other: int) -> tuple[str, Buffer
     return ("device" if on_device(pool.array) else memory_of(transport, pool.array)), pool
 
 
-def _rows(bench: Bench, subjects: Sequence[Subject], counts: Sequence[int],
-          pools: dict[str, Buffers | None]) -> Iterator[Row]:
+def _rows(
+    bench: Bench,
+    subjects: Sequence[Subject],
+    counts: Sequence[int],
+    pools: dict[str, Buffers | None],
+) -> Iterator[Row]:
     operations = {subject.operation.fill: subject.operation for subject in subjects}
     for sweep_number in range(1, bench.request.sweeps + 1):
         before = fastest = math.inf
@@ -154,15 +176,17 @@ def _rows(bench: Bench, subjects: Sequence[Subject], counts: Sequence[int],
             for subject in subjects:
                 for where, pool in pools.items():
                     try:
-                        row = _row(bench, subject, where, pool, cases[subject.operation.fill], sweep_number)
-                    except ConfigError:    # no room for its window
+                        row = _row(
+                            bench, subject, where, pool, cases[subject.operation.fill], sweep_number
+                        )
+                    except ConfigError:  # no room for its window
                         if bench.request.algorithms:
                             raise
                         continue
                     fastest = min(fastest, row.time_us * 1e-6)
                     yield row
             if bench.request.stops and is_long_enough(fastest, before, count / counts[index - 1]):
-                counts = counts[:index + 1]
+                counts = counts[: index + 1]
                 break
 
 
@@ -174,40 +198,56 @@ def is_long_enough(fastest: float, before: float, growth: float) -> bool:
 def _case(bench: Bench, operation: Operation, count: int) -> Case:
     part, right = operation.right(bench.transport, count)
     dtype = bench.request.dtype
-    return Case(bench.backend.from_host(operation.fill(bench.transport.rank, count).astype(dtype)), part, right.astype(dtype))
+    return Case(
+        bench.backend.from_host(operation.fill(bench.transport.rank, count).astype(dtype)),
+        part,
+        right.astype(dtype),
+    )
 
 
-def _row(bench: Bench, subject: Subject, where: str, pool: Buffers | None, case: Case, sweep_number: int) -> Row:
+def _row(
+    bench: Bench, subject: Subject, where: str, pool: Buffers | None, case: Case, sweep_number: int
+) -> Row:
     """Bind, measure, and let go."""
     request, tuning, transport, backend, arithmetic = bench
     count = case.original.size
     if pool:
         operation = subject.operation
-        array, other = pool.array[:count], pool.other[:operation.other(transport.size, count)]
-        other[:] = case.original[:other.size]
-        reduction = operation.bind(transport, Buffers(array, other), Way(subject.name, tuning, arithmetic))
+        array, other = pool.array[:count], pool.other[: operation.other(transport.size, count)]
+        other[:] = case.original[: other.size]
+        reduction = operation.bind(
+            transport, Buffers(array, other), Way(subject.name, tuning, arithmetic)
+        )
         result = other if operation.is_in_other else array[case.part]
-        return _measure(bench, subject, where, Staying(array, reduction, result), case, sweep_number)
+        return _measure(
+            bench, subject, where, Staying(array, reduction, result), case, sweep_number
+        )
     own = transport.split(0)
     assert own is not None
     group = Group(own, subject.name, tuning, arithmetic, backend.arena())
     try:
-        row = _measure(bench, subject, where, Leased(group, count, request.dtype), case, sweep_number)
-    except ConfigError:    # which every rank has
+        row = _measure(
+            bench, subject, where, Leased(group, count, request.dtype), case, sweep_number
+        )
+    except ConfigError:  # which every rank has
         own.close()
         raise
     own.close()
     return row
 
 
-def _measure(bench: Bench, subject: Subject, where: str, bound: Bound, case: Case, sweep_number: int) -> Row:
+def _measure(
+    bench: Bench, subject: Subject, where: str, bound: Bound, case: Case, sweep_number: int
+) -> Row:
     request, tuning, transport, backend, _ = bench
     algorithm, operation, wire = subject
     count, dtype, n = case.original.size, request.dtype, transport.size
     chosen = bound.algorithm or algorithm
     timed = partial(_timed, bench, starting_line(transport), bound, case.original)
     cycles, _ = timed(1)
-    error = math.nan if wire.name == "none" else error_norm(backend.to_host(bound.array), case.right)
+    error = (
+        math.nan if wire.name == "none" else error_norm(backend.to_host(bound.array), case.right)
+    )
     if request.warmup > 1:
         cycles, _ = timed(request.warmup - 1)
     spent = max(transport.gather_text(cycles.min()))
@@ -216,18 +256,45 @@ def _measure(bench: Bench, subject: Subject, where: str, bound: Bound, case: Cas
     transport.native_all_reduce(times, "maximum")
     slowest = times / operation.ways * 1e6
     found = backend.to_host(bound.result)
-    wrong = wrong_elements(transport, found, case.right) if wire.name == "none" else wrong_replicas(transport, found)
+    wrong = (
+        wrong_elements(transport, found, case.right)
+        if wire.name == "none"
+        else wrong_replicas(transport, found)
+    )
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     predicted = np.nan
     is_modelled = chosen in choices(request.operation)  # MPI's own is, of all-reduces
     if is_modelled and wire.name == "none" and request.device == "cpu" and where != LEASED:
-        predicted = predict(tuning, request.operation, chosen, transport.hosts, count, dtype.itemsize, where) * 1e6
-    return Row(request.operation, algorithm, where, nbytes, count, dtype.name, n, median, float(slowest.min()),
-               float(np.percentile(slowest, 99)), nbytes / median / 1e3, nbytes / median / 1e3 * operation.bus(n),
-               predicted, wrong, chosen, error, sweep_number)
+        predicted = (
+            predict(
+                tuning, request.operation, chosen, transport.hosts, count, dtype.itemsize, where
+            )
+            * 1e6
+        )
+    return Row(
+        request.operation,
+        algorithm,
+        where,
+        nbytes,
+        count,
+        dtype.name,
+        n,
+        median,
+        float(slowest.min()),
+        float(np.percentile(slowest, 99)),
+        nbytes / median / 1e3,
+        nbytes / median / 1e3 * operation.bus(n),
+        predicted,
+        wrong,
+        chosen,
+        error,
+        sweep_number,
+    )
 
 
-def _timed(bench: Bench, meet: Callable[[], None], bound: Bound, original: Any, runs: int) -> tuple[np.ndarray, np.ndarray]:
+def _timed(
+    bench: Bench, meet: Callable[[], None], bound: Bound, original: Any, runs: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each run on this rank, with and without what comes before it: the same data, and all ranks ready."""
     ends, times, wait = np.empty(runs + 1), np.empty(runs), bench.backend.synchronize
     ends[0] = time.perf_counter()

@@ -34,7 +34,13 @@ def columns(places: Sequence[str], has_wires: bool = False) -> list[Column]:
         Column("algbw", "GB/s", 8, lambda row: figure(row.algbw_GBs), 5),
         Column("busbw", "GB/s", 8, lambda row: figure(row.busbw_GBs)),
         Column("predicted", "us", 10, lambda row: figure(row.predicted_us), 3),
-        Column("error", "", 8, lambda row: f"{row.error:.2e}" if math.isfinite(row.error) else "-", 5 if has_wires else 0),
+        Column(
+            "error",
+            "",
+            8,
+            lambda row: f"{row.error:.2e}" if math.isfinite(row.error) else "-",
+            5 if has_wires else 0,
+        ),
         Column("#wrong", "", 7, lambda row: str(row.wrong)),
     ]
 
@@ -65,7 +71,9 @@ def footer(rows: Sequence[Row]) -> list[str]:
         return ["nothing was measured"]
     bandwidths: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        bandwidths.setdefault((row.algorithm, row.buffers), []).extend([] if is_spoilt(row) else [row.busbw_GBs])
+        bandwidths.setdefault((row.algorithm, row.buffers), []).extend(
+            [] if is_spoilt(row) else [row.busbw_GBs]
+        )
     against = against_native(rows)
     heading = "  times native's speed: mean, least" if against else ""
     lines = [f"{'algorithm':<18} {'buffers':<7} {'average busbw':>13}{heading}"]
@@ -74,19 +82,28 @@ def footer(rows: Sequence[Row]) -> list[str]:
         lines.append(f"{algorithm:<18} {buffers:<7} {average:>13}")
         if ratios := against.get((algorithm, buffers)):
             least = min(ratios, key=ratios.__getitem__)
-            lines[-1] += f"  {figure(geometric_mean(ratios.values()))}, {figure(ratios[least])} at {least} bytes"
+            lines[-1] += (
+                f"  {figure(geometric_mean(ratios.values()))}, {figure(ratios[least])} at {least} bytes"
+            )
     if spoilt := sum(map(is_spoilt, rows)):
-        lines += [f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest run, so other work ran most of",
-                  "  the time; left out of averages and ratios. Measure again, with more --sweeps"]
+        lines += [
+            f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest run, so other work ran most of",
+            "  the time; left out of averages and ratios. Measure again, with more --sweeps",
+        ]
     if spread := sum(map(is_spread, rows)):
-        lines += [f"~ {spread} of {len(rows)} rows: p99 above {FAR:g} times the median, so other work ran meanwhile;",
-                  "  the medians stand"]
+        lines += [
+            f"~ {spread} of {len(rows)} rows: p99 above {FAR:g} times the median, so other work ran meanwhile;",
+            "  the medians stand",
+        ]
     return [*lines, *_wrong(rows)]
 
 
 def _wrong(rows: Sequence[Row]) -> list[str]:
     """Wrong elements of exact operations, and of lossy ones the replicas that differ or are not finite."""
-    exact, lossy = ([row for row in rows if row.algorithm.startswith("wire ") == is_lossy] for is_lossy in (False, True))
+    exact, lossy = (
+        [row for row in rows if row.algorithm.startswith("wire ") == is_lossy]
+        for is_lossy in (False, True)
+    )
     lines = [f"wrong elements {sum(row.wrong for row in exact)}"] if exact else []
     return [*lines, f"replicas that differ {sum(row.wrong for row in lossy)}"] if lossy else lines
 
@@ -112,12 +129,18 @@ def too_slow(rows: Sequence[Row], least: float) -> list[str]:
     lines = []
     largest = max((row.bytes for row in rows), default=0)
     for algorithm, buffers in dict.fromkeys((row.algorithm, row.buffers) for row in rows):
-        found = [row for row in rows if (row.algorithm, row.buffers, row.bytes) == (algorithm, buffers, largest)]
+        found = [
+            row
+            for row in rows
+            if (row.algorithm, row.buffers, row.bytes) == (algorithm, buffers, largest)
+        ]
         quiet = [row for row in found if not is_spoilt(row)]
         bandwidth = median(row.busbw_GBs for row in quiet or found)
         if not bandwidth >= least:
-            lines.append(f"too slow: {algorithm} ({buffers}) has a bus bandwidth of {figure(bandwidth)} GB/s at {largest} bytes, "
-                         f"below {least:g}" + ("" if quiet else "; its median is marked ~, so measure again"))
+            lines.append(
+                f"too slow: {algorithm} ({buffers}) has a bus bandwidth of {figure(bandwidth)} GB/s at {largest} bytes, "
+                f"below {least:g}" + ("" if quiet else "; its median is marked ~, so measure again")
+            )
     return lines
 
 
@@ -130,7 +153,9 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(rows[0]._fields if rows else ())
     for row in rows:
-        table.writerow("" if isinstance(value, float) and not math.isfinite(value) else value for value in row)
+        table.writerow(
+            "" if isinstance(value, float) and not math.isfinite(value) else value for value in row
+        )
     write_whole(path, text.getvalue())
 
 
@@ -139,6 +164,16 @@ def write_json(path: Path, header: dict[str, Any], rows: Sequence[Any]) -> None:
 
     rows  named tuples
     """
-    listed = [json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
-                          for key, value in row._asdict().items()}, allow_nan=False) for row in rows]
-    write_whole(path, f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n")
+    listed = [
+        json.dumps(
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row._asdict().items()
+            },
+            allow_nan=False,
+        )
+        for row in rows
+    ]
+    write_whole(
+        path, f'{{"header": {json.dumps(header)},\n"rows": [\n' + ",\n".join(listed) + "\n]}\n"
+    )

@@ -15,7 +15,9 @@ def wrong_elements(transport: Transport, found: np.ndarray, right: np.ndarray) -
     is_right = found == right
     if rounded := ROUNDED.get(found.dtype.name):
         found, right = found.astype(np.float64), right.astype(np.float64)
-        is_right |= (right * rounded > 1) & (np.abs(found - right) <= transport.size * rounded * right)
+        is_right |= (right * rounded > 1) & (
+            np.abs(found - right) <= transport.size * rounded * right
+        )
     return sum(transport.gather_text(int((~is_right).sum())))
 
 
@@ -27,4 +29,6 @@ def wrong_replicas(transport: Transport, found: np.ndarray) -> int:
 
 def error_norm(found: np.ndarray, right: np.ndarray) -> float:
     """The norm of what a wire format loses or adds, over the norm of the sum."""
-    return float(np.linalg.norm(found.astype(np.float64) - right) / np.linalg.norm(right.astype(np.float64)))
+    return float(
+        np.linalg.norm(found.astype(np.float64) - right) / np.linalg.norm(right.astype(np.float64))
+    )

@@ -47,8 +47,13 @@ class Product(NamedTuple):
     epilogue: str = ""
 
 
-PRODUCTS = {"NT": Product("NT"), "NN": Product("NN"), "TN": Product("TN"),
-            "NT+gelu": Product("NT", "gelu"), "TN+sums": Product("TN", "sums")}
+PRODUCTS = {
+    "NT": Product("NT"),
+    "NN": Product("NN"),
+    "TN": Product("TN"),
+    "NT+gelu": Product("NT", "gelu"),
+    "TN+sums": Product("TN", "sums"),
+}
 """Forward, input half, weight half; forward with bias and GELU, weight half with the bias gradient."""
 
 
@@ -102,21 +107,29 @@ def parse_shapes(text: str) -> list[Shape]:
     found: list[Shape] = []
     for part in text.split(","):
         dims = part.strip().split("x")
-        if len(dims) not in (1, 3) or not all(re.fullmatch("[0-9]{1,6}", dim) and int(dim) > 0 for dim in dims):
-            raise ConfigError(f"A shape is MxNxK or N, in whole numbers from 1 to 999999, but it is {part!r}.",
-                              "For example: --shapes 4096,8192x1536x768")
+        if len(dims) not in (1, 3) or not all(
+            re.fullmatch("[0-9]{1,6}", dim) and int(dim) > 0 for dim in dims
+        ):
+            raise ConfigError(
+                f"A shape is MxNxK or N, in whole numbers from 1 to 999999, but it is {part!r}.",
+                "For example: --shapes 4096,8192x1536x768",
+            )
         m, n, k = (int(dim) for dim in (dims * 3)[:3])
         found.append((m, n, k))
     return found
 
 
-def measure(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]) -> Iterator[Row]:
+def measure(
+    device: Device, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]
+) -> Iterator[Row]:
     """Rows as they are measured. On the CPU the body that trains there, beside NumPy's own product."""
     if device.kernels is None:
         products = [name for name in products if not PRODUCTS[name].epilogue]
         if set(dtypes) != {"float32"}:
-            raise ConfigError(f"On the CPU float32 is multiplied, not {', '.join(dtypes)}.",
-                              "Use --dtype float32, or another --device.")
+            raise ConfigError(
+                f"On the CPU float32 is multiplied, not {', '.join(dtypes)}.",
+                "Use --dtype float32, or another --device.",
+            )
     for shape in shapes:
         for dtype in dtypes:
             for name in products:
@@ -127,14 +140,25 @@ def measure(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str], prod
                 wrong = case.wrong()
                 ours, theirs = seconds(device, *runs)
                 m, n, k = shape
-                yield Row(name, *shape, dtype, _planned(device, PRODUCTS[name], shape, dtype), 1e6 * ours, 1e6 * theirs,
-                          2 * m * n * k / ours / 1e9, 100 * theirs / ours, wrong)
+                yield Row(
+                    name,
+                    *shape,
+                    dtype,
+                    _planned(device, PRODUCTS[name], shape, dtype),
+                    1e6 * ours,
+                    1e6 * theirs,
+                    2 * m * n * k / ours / 1e9,
+                    100 * theirs / ours,
+                    wrong,
+                )
 
 
 def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
     """The fastest tiling for each shape, dtype and way to store the operands. ConfigError for a device without kernels."""
     if device.kernels is None:
-        raise ConfigError("Tiles belong to kernels, but --device is cpu.", "Use --device cuda or cuda-sim.")
+        raise ConfigError(
+            "Tiles belong to kernels, but --device is cpu.", "Use --device cuda or cuda-sim."
+        )
     for shape in shapes:
         for dtype in dtypes:
             for ways in ("NT", "NN", "TN"):
@@ -153,12 +177,14 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
         run()
         device.backend.synchronize()
         wrong += case.wrong()
-        times[tiling], = seconds(device, run)
+        (times[tiling],) = seconds(device, run)
     best = min(times, key=times.__getitem__)
     fastest, usually = seconds(device, runs[best], runs[usual])
     if usually < fastest:
         best, fastest = usual, usually
-    return Tuned(Measured(dtype, ways, *shape, best), len(times), 1e6 * fastest, 1e6 * usually, wrong)
+    return Tuned(
+        Measured(dtype, ways, *shape, best), len(times), 1e6 * fastest, 1e6 * usually, wrong
+    )
 
 
 def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -166,16 +192,24 @@ def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
     if device.multiply is not None:
         return device.multiply, product.library
 
-    def operands(a: Any, b: Any, transposed_a: bool = False, transposed_b: bool = False) -> tuple[Any, Any]:
+    def operands(
+        a: Any, b: Any, transposed_a: bool = False, transposed_b: bool = False
+    ) -> tuple[Any, Any]:
         return a.T if transposed_a else a, b.T if transposed_b else b
 
-    return (lambda kernels, arena, a, b, c, **ways: put_product(*operands(a, b, **ways), c, False, arena),
-            lambda kernels, arena, a, b, c, **ways: np.matmul(*operands(a, b, **ways), out=c))
+    return (
+        lambda kernels, arena, a, b, c, **ways: put_product(
+            *operands(a, b, **ways), c, False, arena
+        ),
+        lambda kernels, arena, a, b, c, **ways: np.matmul(*operands(a, b, **ways), out=c),
+    )
 
 
 def _planned(device: Device, what: Product, shape: Shape, dtype: str) -> str:
     """The tiling that our product takes, in words."""
-    if device.kernels is None or not isinstance(device.multiply, partial):    # the library's own business
+    if device.kernels is None or not isinstance(
+        device.multiply, partial
+    ):  # the library's own business
         return ""
     table = device.multiply.keywords["table"]
     tile, splits = table.tiling(_like(dtype), what.stored, (*shape, 1), device.kernels.engine)
@@ -186,29 +220,53 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
     """Operands whose product has elements near 1, so that GELU bends them, and the truth in float32, of some rows."""
     (m, n, k), rng = shape, np.random.default_rng(shape)
     a = stored(rng.standard_normal((k, m) if what.stored[0] == "T" else (m, k), np.float32), dtype)
-    b = stored(rng.standard_normal((n, k) if what.stored[1] == "T" else (k, n), np.float32) * k**-0.5, dtype)
+    b = stored(
+        rng.standard_normal((n, k) if what.stored[1] == "T" else (k, n), np.float32) * k**-0.5,
+        dtype,
+    )
     bias = stored(rng.standard_normal(n, np.float32), dtype)
     put, get, arena = device.backend.from_host, device.backend.to_host, device.arena()
     x, y, added = put(a), put(b), put(bias)
     z, kept = (put(np.zeros((m, n), a.dtype)) for _ in range(2))
     sums = put(np.zeros(m, np.float32))
-    extras = {"gelu": {"bias": added, "activation": "gelu", "saved": kept}, "sums": {"row_sums": sums}}.get(what.epilogue, {})
+    extras = {
+        "gelu": {"bias": added, "activation": "gelu", "saved": kept},
+        "sums": {"row_sums": sums},
+    }.get(what.epilogue, {})
 
     def by(multiply: Callable[..., None]) -> Callable[[], None]:
-        return lambda: multiply(device.kernels, arena, x, y, z, transposed_a=what.stored[0] == "T",
-                                transposed_b=what.stored[1] == "T", **extras)
+        return lambda: multiply(
+            device.kernels,
+            arena,
+            x,
+            y,
+            z,
+            transposed_a=what.stored[0] == "T",
+            transposed_b=what.stored[1] == "T",
+            **extras,
+        )
 
     def wrong() -> int:
         left = values(a).T if what.stored[0] == "T" else values(a)
-        right = values(b) if what.stored[1] == "T" else values(b).T    # (N, K), as a weight is
+        right = values(b) if what.stored[1] == "T" else values(b).T  # (N, K), as a weight is
         found = sum(_wrong_rows(part, left[part], right) for part in _compared(m))
-        return found + (count_wrong(get(sums), left.sum(1, dtype=np.float64), WRONG["float32"]) if what.epilogue == "sums" else 0)
+        return found + (
+            count_wrong(get(sums), left.sum(1, dtype=np.float64), WRONG["float32"])
+            if what.epilogue == "sums"
+            else 0
+        )
 
     def _wrong_rows(part: slice, left: np.ndarray, right: np.ndarray) -> int:
-        truth = reference.linear_gelu(left, right, values(bias), None)[0] if what.epilogue == "gelu" else left @ right.T
+        truth = (
+            reference.linear_gelu(left, right, values(bias), None)[0]
+            if what.epilogue == "gelu"
+            else left @ right.T
+        )
         found = count_wrong(values(get(z[part])), truth, WRONG[dtype])
         if what.epilogue == "gelu":
-            found += count_wrong(values(get(kept[part])), left @ right.T + values(bias), WRONG[dtype])
+            found += count_wrong(
+                values(get(kept[part])), left @ right.T + values(bias), WRONG[dtype]
+            )
         return found
 
     return Case(by, wrong)

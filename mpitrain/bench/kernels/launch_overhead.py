@@ -68,7 +68,11 @@ class Ready:
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """As of an arena."""
         found = self._has.get((shape, dtype))
-        return found if found is not None else self._has.setdefault((shape, dtype), np.empty(shape, dtype))
+        return (
+            found
+            if found is not None
+            else self._has.setdefault((shape, dtype), np.empty(shape, dtype))
+        )
 
 
 def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
@@ -78,37 +82,67 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     gain, bias, p, g, m, v = (np.zeros(SIZE, np.float32) for _ in range(6))
     tokens, targets = np.zeros((2, SIZE // 2), np.int64), np.zeros(SIZE, np.int64)
     x3, qkv = x.reshape(2, -1, SIZE), np.zeros((2, SIZE // 2, 3 * SIZE), np.float32)
-    half, coded, scales = np.zeros(SIZE, np.float16), np.zeros(SIZE, np.int8), np.zeros(1, np.float32)
-    saved, normed, heeded = (x, True), (x, gain, bias), (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4)
+    half, coded, scales = (
+        np.zeros(SIZE, np.float16),
+        np.zeros(SIZE, np.int8),
+        np.zeros(1, np.float32),
+    )
+    saved, normed, heeded = (
+        (x, True),
+        (x, gain, bias),
+        (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4),
+    )
     _, pending = ops.linear_backward_input(dy, w, saved, arena)
-    ops.linear_backward_weight(pending, y, False, arena)    # for the bias half, which finds its sums
+    ops.linear_backward_weight(pending, y, False, arena)  # for the bias half, which finds its sums
     _, sums = ops.layer_norm_backward_input(dy, gain, normed, arena)
     facts = ops.row_exponentials(x, targets, 0, gain, arena)
     number = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.0, "arena": arena, "mirror": half}
     found = {
-        "linear": (x, w, bias), "logits": (x, w, bias), "linear_gelu": (x, w, bias), "linear_relu": (x, w, bias),
-        "linear_backward_input": (dy, w, saved), "gelu_linear_backward_input": (dy, w, saved, y),
-        "linear_gelu_backward_input": (dy, w, (saved, y)), "linear_relu_backward_input": (dy, w, (saved, y)),
+        "linear": (x, w, bias),
+        "logits": (x, w, bias),
+        "linear_gelu": (x, w, bias),
+        "linear_relu": (x, w, bias),
+        "linear_backward_input": (dy, w, saved),
+        "gelu_linear_backward_input": (dy, w, saved, y),
+        "linear_gelu_backward_input": (dy, w, (saved, y)),
+        "linear_relu_backward_input": (dy, w, (saved, y)),
         "linear_backward_weight": (pending, y, True),
         "linear_backward_bias": (pending, bias, True),
-        "add": (x, dy, y), "weighted_sum": (x, 0.5, dy, 0.5, y), "add_bias": (y, bias, y),
-        "gelu": (x,), "gelu_backward": (dy, x), "relu": (x,), "relu_backward": (dy, x),
-        "layer_norm": (x, gain, bias), "layer_norm_backward_input": (dy, gain, normed),
-        "layer_norm_backward_gain": (sums, gain, True), "layer_norm_backward_bias": (sums, bias, True),
-        "embedding": (tokens, w, x), "embedding_backward_table": (x3, (tokens, 0), w, True),
+        "add": (x, dy, y),
+        "weighted_sum": (x, 0.5, dy, 0.5, y),
+        "add_bias": (y, bias, y),
+        "gelu": (x,),
+        "gelu_backward": (dy, x),
+        "relu": (x,),
+        "relu_backward": (dy, x),
+        "layer_norm": (x, gain, bias),
+        "layer_norm_backward_input": (dy, gain, normed),
+        "layer_norm_backward_gain": (sums, gain, True),
+        "layer_norm_backward_bias": (sums, bias, True),
+        "embedding": (tokens, w, x),
+        "embedding_backward_table": (x3, (tokens, 0), w, True),
         "embedding_backward_positions": (x3, y, True),
-        "attention": (qkv, 4), "attention_backward": (x3, heeded),
-        "cross_entropy": (x, targets, 1.0), "cross_entropy_loss": (x, targets), "count_correct": (x, targets),
-        "row_maximum": (x,), "row_exponentials": (x, targets, 0, gain), "row_argmax": (x, 0, gain),
-        "cross_entropy_split": (x, targets, 0, gain, facts, 1.0), "count_correct_split": (gain, targets),
+        "attention": (qkv, 4),
+        "attention_backward": (x3, heeded),
+        "cross_entropy": (x, targets, 1.0),
+        "cross_entropy_loss": (x, targets),
+        "count_correct": (x, targets),
+        "row_maximum": (x,),
+        "row_exponentials": (x, targets, 0, gain),
+        "row_argmax": (x, 0, gain),
+        "cross_entropy_split": (x, targets, 0, gain, facts, 1.0),
+        "count_correct_split": (gain, targets),
         "gradient_facts": (g,),
     }
     listed: dict[str, Callable[[], Any]] = {
-        name: partial(getattr(ops, name), *arguments, arena) for name, arguments in found.items()}
+        name: partial(getattr(ops, name), *arguments, arena) for name, arguments in found.items()
+    }
     return listed | {
-        "sgd": partial(ops.sgd, p, g, **number), "momentum": partial(ops.momentum, p, g, m, beta=0.9, **number),
+        "sgd": partial(ops.sgd, p, g, **number),
+        "momentum": partial(ops.momentum, p, g, m, beta=0.9, **number),
         "adamw": partial(ops.adamw, p, g, m, v, beta1=0.9, beta2=0.95, eps=1e-8, step=1, **number),
-        "add_into": partial(wire.add_into, kernels, p, half), "maximum_into": partial(wire.maximum_into, kernels, p, g),
+        "add_into": partial(wire.add_into, kernels, p, half),
+        "maximum_into": partial(wire.maximum_into, kernels, p, g),
         "convert": partial(wire.convert, kernels, p, half),
         "encode_int8": partial(wire.encode_int8, kernels, p, coded, scales),
         "decode_int8": partial(wire.decode_int8, kernels, coded, scales, p, True),
@@ -123,7 +157,12 @@ def measure() -> Iterator[Row]:
     kernels = Kernels(Nothing(takes_plain=True))
     found = operations(kernels)
     for name, looked_at in operations(Kernels(Nothing(takes_plain=False))).items():
-        yield Row(name, 1e6 * _seconds(looked_at), 1e6 * _seconds(found[name]), *calls(kernels, found[name]))
+        yield Row(
+            name,
+            1e6 * _seconds(looked_at),
+            1e6 * _seconds(found[name]),
+            *calls(kernels, found[name]),
+        )
 
 
 def calls(kernels: Kernels, run: Callable[[], Any]) -> tuple[int, int]:

@@ -12,8 +12,12 @@ from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.device import Device
 
-WRONG = 1e-4    # difference, relative to the largest element of the truth, from which on an element counts as wrong
-SHAPES = {"cpu": (8, 128, 256, 4, 512), "cuda-sim": (2, 24, 32, 2, 40), "cuda": (16, 1024, 768, 12, 50304)}
+WRONG = 1e-4  # difference, relative to the largest element of the truth, from which on an element counts as wrong
+SHAPES = {
+    "cpu": (8, 128, 256, 4, 512),
+    "cuda-sim": (2, 24, 32, 2, 40),
+    "cuda": (16, 1024, 768, 12, 50304),
+}
 """Sequences, tokens, channels, heads, vocabulary by kind of device."""
 
 MOVED = {"cpu": 1024, "cuda-sim": 48, "cuda": 1 << 17}
@@ -77,21 +81,41 @@ def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:
     def copy() -> None:
         y[...] = x
 
-    ours, = seconds(device, copy)
+    (ours,) = seconds(device, copy)
     ceilings = {"GB/s": 2 * x.nbytes / ours / 1e9}
-    yield Row("copy", 1e6 * ours, ceilings["GB/s"], "GB/s", 100.0, np.nan, int((backend.to_host(y) != 1).sum()))
+    yield Row(
+        "copy",
+        1e6 * ours,
+        ceilings["GB/s"],
+        "GB/s",
+        100.0,
+        np.nan,
+        int((backend.to_host(y) != 1).sum()),
+    )
     for work in works(device, peer):
         work.run()
-        wrong = count_wrong(backend.to_host(work.result()), np.asarray(work.truth()), work.tolerance)
+        wrong = count_wrong(
+            backend.to_host(work.result()), np.asarray(work.truth()), work.tolerance
+        )
         ours, *theirs = seconds(device, work.run, *([work.peer] if work.peer else []))
         rate = work.amount / ours / 1e9
         ceiling = ceilings.setdefault(work.unit, rate)
-        yield Row(work.name, 1e6 * ours, rate, work.unit, 100 * rate / ceiling, 1e6 * theirs[0] if theirs else np.nan, wrong)
+        yield Row(
+            work.name,
+            1e6 * ours,
+            rate,
+            work.unit,
+            100 * rate / ceiling,
+            1e6 * theirs[0] if theirs else np.nan,
+            wrong,
+        )
 
 
 def count_wrong(mine: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
     """Elements that differ by more than this part of the largest; NaN is wrong."""
-    return int((~(np.abs(mine - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum())
+    return int(
+        (~(np.abs(mine - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum()
+    )
 
 
 def stored(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -106,7 +130,12 @@ def values(x: np.ndarray) -> np.ndarray:
 
 def works(device: Device, peer: Peer | None) -> Iterator[Work]:
     """The operations of a GPT's step, at sizes that suit the device."""
-    ops, arena, put, get = device.ops, device.arena(), device.backend.from_host, device.backend.to_host
+    ops, arena, put, get = (
+        device.ops,
+        device.arena(),
+        device.backend.from_host,
+        device.backend.to_host,
+    )
     batch, tokens, width, _, vocab = SHAPES[device.kind]
     rows, rng = batch * tokens, np.random.default_rng(0)
 
@@ -122,38 +151,90 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
     def keep(name: str, compute: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
             kept[name] = compute()
+
         return run
 
     def first(name: str) -> Callable[[], Any]:
         return lambda: kept[name][0] if isinstance(kept[name], tuple) else kept[name]
 
     size, nbytes = 2.0 * rows * width * 4 * width, 4.0 * MOVED[device.kind] * width
-    yield Work("linear", keep("linear", lambda: ops.linear(dx, dw, db, arena)), first("linear"),
-               lambda: reference.linear(x, w, b, None)[0], size, "GFLOP/s")
-    yield Work("linear_gelu", keep("gelu", lambda: ops.linear_gelu(dx, dw, db, arena)), first("gelu"),
-               lambda: reference.linear_gelu(x, w, b, None)[0], size, "GFLOP/s")
-    yield Work("linear input", keep("input", lambda: ops.linear_backward_input(dw_bias, dw, kept["linear"][1], arena)),
-               first("input"), lambda: dy @ w, size, "GFLOP/s")
+    yield Work(
+        "linear",
+        keep("linear", lambda: ops.linear(dx, dw, db, arena)),
+        first("linear"),
+        lambda: reference.linear(x, w, b, None)[0],
+        size,
+        "GFLOP/s",
+    )
+    yield Work(
+        "linear_gelu",
+        keep("gelu", lambda: ops.linear_gelu(dx, dw, db, arena)),
+        first("gelu"),
+        lambda: reference.linear_gelu(x, w, b, None)[0],
+        size,
+        "GFLOP/s",
+    )
+    yield Work(
+        "linear input",
+        keep("input", lambda: ops.linear_backward_input(dw_bias, dw, kept["linear"][1], arena)),
+        first("input"),
+        lambda: dy @ w,
+        size,
+        "GFLOP/s",
+    )
     out = put(np.empty_like(w))
-    yield Work("linear weight", lambda: ops.linear_backward_weight(kept["input"][1], out, False, arena), lambda: out,
-               lambda: dy.T @ x, size, "GFLOP/s")
-    yield Work("linear + residual", keep("sum", lambda: ops.linear(dx, dw, db, arena, residual=dw_bias)), first("sum"),
-               lambda: reference.linear(x, w, b, None, residual=dy)[0], size, "GFLOP/s",
-               peer=lambda: ops.add(y := ops.linear(dx, dw, db, arena)[0], dw_bias, y, arena))
-    if device.kernels is not None:    # the host body multiplies what was kept by more and more, where the others keep its size
+    yield Work(
+        "linear weight",
+        lambda: ops.linear_backward_weight(kept["input"][1], out, False, arena),
+        lambda: out,
+        lambda: dy.T @ x,
+        size,
+        "GFLOP/s",
+    )
+    yield Work(
+        "linear + residual",
+        keep("sum", lambda: ops.linear(dx, dw, db, arena, residual=dw_bias)),
+        first("sum"),
+        lambda: reference.linear(x, w, b, None, residual=dy)[0],
+        size,
+        "GFLOP/s",
+        peer=lambda: ops.add(y := ops.linear(dx, dw, db, arena)[0], dw_bias, y, arena),
+    )
+    if (
+        device.kernels is not None
+    ):  # the host body multiplies what was kept by more and more, where the others keep its size
         z, saved = numbers(rows, width), kept["linear"][1]
         mine, theirs = put(z.copy()), put(z.copy())
-        yield Work("linear input x gelu'", keep("back", lambda: ops.gelu_linear_backward_input(dw_bias, dw, saved, mine, arena)),
-                   first("back"), lambda: reference.gelu_linear_backward_input(dy, w, x, z, None)[0], size, "GFLOP/s",
-                   peer=lambda: ops.gelu_backward(ops.linear_backward_input(dw_bias, dw, saved, arena)[0], theirs, arena))
+        yield Work(
+            "linear input x gelu'",
+            keep("back", lambda: ops.gelu_linear_backward_input(dw_bias, dw, saved, mine, arena)),
+            first("back"),
+            lambda: reference.gelu_linear_backward_input(dy, w, x, z, None)[0],
+            size,
+            "GFLOP/s",
+            peer=lambda: ops.gelu_backward(
+                ops.linear_backward_input(dw_bias, dw, saved, arena)[0], theirs, arena
+            ),
+        )
     kept.clear()
     many, g = numbers(MOVED[device.kind], width), put(gain)
     dmany = put(many)
-    yield Work("layer_norm", keep("norm", lambda: ops.layer_norm(dmany, g, g, arena)), first("norm"),
-               lambda: reference.layer_norm(many, gain, gain, None)[0], 2 * nbytes)
-    yield Work("layer_norm input", keep("back", lambda: ops.layer_norm_backward_input(dmany, g, kept["norm"][1], arena)),
-               first("back"), lambda: reference.layer_norm_backward_input(
-                   many, gain, reference.layer_norm(many, gain, gain, None)[1], None)[0], 3 * nbytes)
+    yield Work(
+        "layer_norm",
+        keep("norm", lambda: ops.layer_norm(dmany, g, g, arena)),
+        first("norm"),
+        lambda: reference.layer_norm(many, gain, gain, None)[0],
+        2 * nbytes,
+    )
+    yield Work(
+        "layer_norm input",
+        keep("back", lambda: ops.layer_norm_backward_input(dmany, g, kept["norm"][1], arena)),
+        first("back"),
+        lambda: reference.layer_norm_backward_input(
+            many, gain, reference.layer_norm(many, gain, gain, None)[1], None
+        )[0],
+        3 * nbytes,
+    )
     kept.clear()
     total = put(np.empty_like(many))
 
@@ -161,20 +242,49 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
         ops.add_bias(dmany, g, total, arena)
         ops.add(total, dmany, total, arena)
 
-    yield Work("bias + residual", lambda: ops.add_bias(dmany, g, total, arena, dmany), lambda: total,
-               lambda: many + gain + many, 3 * nbytes, peer=in_two_passes)
+    yield Work(
+        "bias + residual",
+        lambda: ops.add_bias(dmany, g, total, arena, dmany),
+        lambda: total,
+        lambda: many + gain + many,
+        3 * nbytes,
+        peer=in_two_passes,
+    )
     yield from attentions(device, peer)
     logits, targets = numbers(min(rows, 1024), vocab), rng.integers(vocab, size=min(rows, 1024))
     on_device, right = put(logits), put(targets)
-    yield Work("cross_entropy_loss", keep("loss", lambda: ops.cross_entropy_loss(on_device, right, arena)),
-               lambda: np.asarray(get(kept["loss"])), lambda: reference.cross_entropy_loss(logits, targets, None),
-               logits.nbytes)
+    yield Work(
+        "cross_entropy_loss",
+        keep("loss", lambda: ops.cross_entropy_loss(on_device, right, arena)),
+        lambda: np.asarray(get(kept["loss"])),
+        lambda: reference.cross_entropy_loss(logits, targets, None),
+        logits.nbytes,
+    )
     flat = [np.abs(numbers(many.size)) for _ in range(4)]
     p, grad, m, v = (put(a.copy()) for a in flat)
-    scalars = {"scale": 1.0, "lr": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    yield Work("adamw", lambda: ops.adamw(p, grad, m, v, arena=arena, **scalars), lambda: p, lambda: flat[0], 7 * nbytes)
-    yield Work("gradient_facts", keep("facts", lambda: ops.gradient_facts(grad, arena)), lambda: np.asarray(get(kept["facts"])),
-               lambda: np.array(reference.gradient_facts(flat[1], None)), nbytes)
+    scalars = {
+        "scale": 1.0,
+        "lr": 0.0,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "step": 1,
+    }
+    yield Work(
+        "adamw",
+        lambda: ops.adamw(p, grad, m, v, arena=arena, **scalars),
+        lambda: p,
+        lambda: flat[0],
+        7 * nbytes,
+    )
+    yield Work(
+        "gradient_facts",
+        keep("facts", lambda: ops.gradient_facts(grad, arena)),
+        lambda: np.asarray(get(kept["facts"])),
+        lambda: np.array(reference.gradient_facts(flat[1], None)),
+        nbytes,
+    )
     if device.kernels is not None:
         yield from reductions(device, flat[0], flat[1])
 
@@ -183,9 +293,12 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
     """Attention forward and backward in float32, and in bfloat16 where there are kernels for it; a peer beside it if given."""
     ops, arena, backend = device.ops, device.arena(), device.backend
     batch, tokens, width, heads, _ = SHAPES[device.kind]
-    pairs, rng = 2.0 * batch * tokens * tokens * width, np.random.default_rng(1)    # two products over half of all pairs
+    pairs, rng = (
+        2.0 * batch * tokens * tokens * width,
+        np.random.default_rng(1),
+    )  # two products over half of all pairs
     qkv, dy = (rng.standard_normal((batch, tokens, parts * width), np.float32) for parts in (3, 1))
-    few = slice(2)    # sequences that are compared: the truth is slow
+    few = slice(2)  # sequences that are compared: the truth is slow
     for dtype in ("float32", "bfloat16") if device.kernels is not None else ("float32",):
         packed, pull = (backend.from_host(stored(array, dtype)) for array in (qkv, dy))
         theirs = peer(device.kind, qkv, dy, heads, dtype) if peer else None
@@ -209,27 +322,81 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
             return reference.attention_backward(dy, reference.attention(x, heads, None)[1], None)
 
         tolerance = {"float32": WRONG, "bfloat16": 2e-2}[dtype]
-        yield Work(f"attention {dtype}", forward, partial(got, "y"), true_y, pairs, "GFLOP/s", tolerance,
-                   theirs.forward if theirs else None)
-        if device.kernels is not None:    # the host body overwrites what it saved, once
-            yield Work(f"attention back {dtype}", backward, partial(got, "dqkv"), truth, 2.5 * pairs,
-                       "GFLOP/s", tolerance, theirs.backward if theirs else None)
+        yield Work(
+            f"attention {dtype}",
+            forward,
+            partial(got, "y"),
+            true_y,
+            pairs,
+            "GFLOP/s",
+            tolerance,
+            theirs.forward if theirs else None,
+        )
+        if device.kernels is not None:  # the host body overwrites what it saved, once
+            yield Work(
+                f"attention back {dtype}",
+                backward,
+                partial(got, "dqkv"),
+                truth,
+                2.5 * pairs,
+                "GFLOP/s",
+                tolerance,
+                theirs.backward if theirs else None,
+            )
 
 
 def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
     """Sums down columns, and what an all-reduce does to chunks: sums, and numbers that travel in 16 or 8 bits."""
-    kernels, arena, put, width = device.kernels, device.arena(), device.backend.from_host, SHAPES[device.kind][2]
+    kernels, arena, put, width = (
+        device.kernels,
+        device.arena(),
+        device.backend.from_host,
+        SHAPES[device.kind][2],
+    )
     assert kernels is not None
-    x, half, back, total = put(a), put(np.empty(a.size, np.float16)), put(np.empty_like(a)), put(b.copy())
+    x, half, back, total = (
+        put(a),
+        put(np.empty(a.size, np.float16)),
+        put(np.empty_like(a)),
+        put(b.copy()),
+    )
     scales = -(-a.size // wire.BLOCK)
     coded, scale = put(np.empty(a.size, np.int8)), put(np.empty(scales, np.float32))
     matrix, sums = x.reshape(-1, width), put(np.empty(width, np.float32))
-    yield Work("column sums", lambda: sum_rows(kernels, matrix, sums, False, arena), lambda: sums,
-               lambda: a.reshape(-1, width).sum(0, dtype=np.float64), a.nbytes)
+    yield Work(
+        "column sums",
+        lambda: sum_rows(kernels, matrix, sums, False, arena),
+        lambda: sums,
+        lambda: a.reshape(-1, width).sum(0, dtype=np.float64),
+        a.nbytes,
+    )
     # Later runs add again, but what is compared is what the first one left.
-    yield Work("add_into", lambda: wire.add_into(kernels, total, x), lambda: total, lambda: a + b, 3 * a.nbytes)
-    yield Work("to float16", lambda: wire.convert(kernels, x, half), lambda: half, lambda: a.astype(np.float16), 1.5 * a.nbytes)
-    yield Work("to int8", lambda: wire.encode_int8(kernels, x, coded, scale), lambda: scale,
-               lambda: np.maximum.reduceat(a, np.arange(0, a.size, wire.BLOCK)) / 127, 1.25 * a.nbytes)
-    yield Work("from int8", lambda: wire.decode_int8(kernels, coded, scale, back, False), lambda: back, lambda: a,
-               1.25 * a.nbytes, tolerance=1 / 127)
+    yield Work(
+        "add_into",
+        lambda: wire.add_into(kernels, total, x),
+        lambda: total,
+        lambda: a + b,
+        3 * a.nbytes,
+    )
+    yield Work(
+        "to float16",
+        lambda: wire.convert(kernels, x, half),
+        lambda: half,
+        lambda: a.astype(np.float16),
+        1.5 * a.nbytes,
+    )
+    yield Work(
+        "to int8",
+        lambda: wire.encode_int8(kernels, x, coded, scale),
+        lambda: scale,
+        lambda: np.maximum.reduceat(a, np.arange(0, a.size, wire.BLOCK)) / 127,
+        1.25 * a.nbytes,
+    )
+    yield Work(
+        "from int8",
+        lambda: wire.decode_int8(kernels, coded, scale, back, False),
+        lambda: back,
+        lambda: a,
+        1.25 * a.nbytes,
+        tolerance=1 / 127,
+    )

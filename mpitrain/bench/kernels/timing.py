@@ -7,8 +7,8 @@ from typing import Any
 
 from mpitrain.ops.device import Device
 
-BUDGET = 0.25     # seconds for the timed runs of one row
-MOMENT = 0.002    # seconds that a turn lasts
+BUDGET = 0.25  # seconds for the timed runs of one row
+MOMENT = 0.002  # seconds that a turn lasts
 FEWEST, MOST = 5, 200
 
 
@@ -26,7 +26,10 @@ def seconds(device: Device, *runs: Callable[[], Any]) -> list[float]:
     fewest, most = (1, 1) if device.kind == "cuda-sim" else (FEWEST, MOST)
     while len(times) < fewest or (sum(map(sum, times)) < BUDGET and len(times) < most):
         times.append([_turn(device, run, count) for run, count in zip(runs, each, strict=True)])
-    return [statistics.median(column) / count for column, count in zip(zip(*times, strict=True), each, strict=True)]
+    return [
+        statistics.median(column) / count
+        for column, count in zip(zip(*times, strict=True), each, strict=True)
+    ]
 
 
 def _turn(device: Device, run: Callable[[], Any], count: int) -> float:

@@ -77,7 +77,9 @@ def partners(n: int, all_pairs: bool) -> list[tuple[int, int]]:
     return [(k, k + n // 2) for k in range(n // 2 if all_pairs else min(1, n // 2))]
 
 
-def measure(transport: Transport, request: BandwidthRequest, clock: Callable[[], float] = time.perf_counter) -> Iterator[Row]:
+def measure(
+    transport: Transport, request: BandwidthRequest, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Row]:
     """Rows as they are measured; the same ones on every rank. Collective."""
     tag = transport.claim_tag()
     for nbytes in request.sizes:
@@ -85,7 +87,14 @@ def measure(transport: Transport, request: BandwidthRequest, clock: Callable[[],
             yield _row(transport, request, nbytes, ways, clock, tag)
 
 
-def _row(transport: Transport, request: BandwidthRequest, nbytes: int, ways: str, clock: Callable[[], float], tag: int) -> Row:
+def _row(
+    transport: Transport,
+    request: BandwidthRequest,
+    nbytes: int,
+    ways: str,
+    clock: Callable[[], float],
+    tag: int,
+) -> Row:
     """One size, one way or both."""
     pairs, rank = partners(transport.size, request.all_pairs), transport.rank
     window = max(1, min(request.window, IN_FLIGHT // nbytes))
@@ -94,7 +103,10 @@ def _row(transport: Transport, request: BandwidthRequest, nbytes: int, ways: str
     if mine:
         peer = sum(mine) - rank
         sends, receives = (rank == mine[0] or ways == "both"), (rank == mine[1] or ways == "both")
-        outgoing, right = _messages(rank, peer, nbytes, window * sends), _messages(peer, rank, nbytes, window * receives)
+        outgoing, right = (
+            _messages(rank, peer, nbytes, window * sends),
+            _messages(peer, rank, nbytes, window * receives),
+        )
         incoming = np.empty_like(right)
         run = _window(transport, outgoing, incoming, peer, tag)
 
@@ -114,8 +126,17 @@ def _row(transport: Transport, request: BandwidthRequest, nbytes: int, ways: str
     times = timed(request.iterations or min(MOST, max(FEWEST, int(SECONDS / spent))))
     wrong = sum(transport.gather_text(int((incoming != right).sum()) if mine else 0))
     seconds, messages = max(1e-9, median(times.tolist())), len(pairs) * WAYS[ways] * window
-    return Row(nbytes, ways, len(pairs), window, seconds * 1e6, float(times.min()) * 1e6, messages * nbytes / seconds / 1e9,
-               messages / seconds, wrong)
+    return Row(
+        nbytes,
+        ways,
+        len(pairs),
+        window,
+        seconds * 1e6,
+        float(times.min()) * 1e6,
+        messages * nbytes / seconds / 1e9,
+        messages / seconds,
+        wrong,
+    )
 
 
 def _messages(sender: int, receiver: int, nbytes: int, window: int) -> np.ndarray:
@@ -124,7 +145,9 @@ def _messages(sender: int, receiver: int, nbytes: int, window: int) -> np.ndarra
     return coded(sender, receiver, nbytes) ^ places[:, None]
 
 
-def _window(transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, peer: int, tag: int) -> Callable[[], None]:
+def _window(
+    transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, peer: int, tag: int
+) -> Callable[[], None]:
     """A function that has all messages under way at once, and returns when the peer has its own."""
     sent, answer = np.zeros((2, 1), np.uint8)
 
@@ -149,12 +172,18 @@ def footer(rows: Sequence[Row]) -> list[str]:
         quiet = [row for row in rows if row.ways == ways and not row.is_spoilt]
         if quiet:
             most[ways] = max(quiet, key=lambda row: row.GBs)
-            lines.append(f"{ways + (' way' if ways == 'one' else ' ways'):<10} at most {figure(most[ways].GBs)} GB/s at "
-                         f"{most[ways].bytes} bytes, {figure(max(row.messages_s for row in quiet))} messages/s")
+            lines.append(
+                f"{ways + (' way' if ways == 'one' else ' ways'):<10} at most {figure(most[ways].GBs)} GB/s at "
+                f"{most[ways].bytes} bytes, {figure(max(row.messages_s for row in quiet))} messages/s"
+            )
     if len(most) == 2:
-        lines.append(f"both ways carry {figure(most['both'].GBs / most['one'].GBs)} times as much as one way: "
-                     "2 where directions do not share a limit")
+        lines.append(
+            f"both ways carry {figure(most['both'].GBs / most['one'].GBs)} times as much as one way: "
+            "2 where directions do not share a limit"
+        )
     if spoilt := sum(row.is_spoilt for row in rows):
-        lines += [f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest window, so other work ran",
-                  "  meanwhile; left out of what is said here. Measure again"]
+        lines += [
+            f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest window, so other work ran",
+            "  meanwhile; left out of what is said here. Measure again",
+        ]
     return [*lines, f"wrong elements {sum(row.wrong for row in rows)}"]

@@ -58,17 +58,23 @@ class Odd(NamedTuple):
 
 def rounds(n: int) -> list[list[tuple[int, int]]]:
     """All pairs of n ranks in rounds of disjoint ones. Circle method: rank 0 stays, the others move on by one."""
-    seats = [*range(n)] + [-1] * (n % 2)    # who meets -1 rests
+    seats = [*range(n)] + [-1] * (n % 2)  # who meets -1 rests
     found = []
     for _ in range(len(seats) - 1):
-        facing = zip(seats[:len(seats) // 2], reversed(seats[len(seats) // 2:]), strict=True)
+        facing = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
         found.append([(min(pair), max(pair)) for pair in facing if min(pair) >= 0])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return [pairs for pairs in found if pairs]
 
 
-def measure(transport: Transport, short: int, long: int, iterations: int = 0,
-            clock: Callable[[], float] = time.perf_counter, places: Sequence[str] = PLACES) -> Iterator[list[Pair]]:
+def measure(
+    transport: Transport,
+    short: int,
+    long: int,
+    iterations: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    places: Sequence[str] = PLACES,
+) -> Iterator[list[Pair]]:
     """The pairs of each round, the same on every rank; at last those that were measured again. Collective.
 
     short, long  bytes of the messages that latency and bandwidth are taken from
@@ -80,8 +86,13 @@ def measure(transport: Transport, short: int, long: int, iterations: int = 0,
         measured = _round(transport, pairs, sizes, (iterations, SECONDS), clock, tag)
         found += measured
         yield measured
-    suspects = list(dict.fromkeys((odd.pair.first, odd.pair.second) for odd in odd_pairs(found, places)))[:AGAIN]
-    yield [_round(transport, [pair], sizes, (iterations, ALONE), clock, tag)[0]._replace(is_alone=True) for pair in suspects]
+    suspects = list(
+        dict.fromkeys((odd.pair.first, odd.pair.second) for odd in odd_pairs(found, places))
+    )[:AGAIN]
+    yield [
+        _round(transport, [pair], sizes, (iterations, ALONE), clock, tag)[0]._replace(is_alone=True)
+        for pair in suspects
+    ]
 
 
 def merged(pairs: Sequence[Pair]) -> list[Pair]:
@@ -89,10 +100,17 @@ def merged(pairs: Sequence[Pair]) -> list[Pair]:
     found: dict[tuple[int, int], Pair] = {}
     for pair in pairs:
         before = found.get(pair[:2])
-        found[pair[:2]] = pair if before is None else pair._replace(
-            latency_us=min(before.latency_us, pair.latency_us), fastest_us=min(before.fastest_us, pair.fastest_us),
-            bandwidth_GBs=max(before.bandwidth_GBs, pair.bandwidth_GBs), best_GBs=max(before.best_GBs, pair.best_GBs),
-            wrong=before.wrong + pair.wrong)
+        found[pair[:2]] = (
+            pair
+            if before is None
+            else pair._replace(
+                latency_us=min(before.latency_us, pair.latency_us),
+                fastest_us=min(before.fastest_us, pair.fastest_us),
+                bandwidth_GBs=max(before.bandwidth_GBs, pair.bandwidth_GBs),
+                best_GBs=max(before.best_GBs, pair.best_GBs),
+                wrong=before.wrong + pair.wrong,
+            )
+        )
     return [found[key] for key in sorted(found)]
 
 
@@ -110,12 +128,22 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
     odd = []
     for place in places:
         here = [pair for pair in pairs if pair.place == place]
-        mine = [[pair for pair in here if rank in pair[:2]] for rank in sorted({rank for pair in here for rank in pair[:2]})]
+        mine = [
+            [pair for pair in here if rank in pair[:2]]
+            for rank in sorted({rank for pair in here for rank in pair[:2]})
+        ]
         if len(here) < 2:
             continue
-        fast, soon = median(max(p.best_GBs for p in of) for of in mine), median(min(p.fastest_us for p in of) for of in mine)
-        odd += [Odd(pair, "bandwidth", fast) for pair in here if pair.best_GBs * FAR["bandwidth"] < fast]
-        odd += [Odd(pair, "latency", soon) for pair in here if pair.fastest_us > FAR["latency"] * soon]
+        fast, soon = (
+            median(max(p.best_GBs for p in of) for of in mine),
+            median(min(p.fastest_us for p in of) for of in mine),
+        )
+        odd += [
+            Odd(pair, "bandwidth", fast) for pair in here if pair.best_GBs * FAR["bandwidth"] < fast
+        ]
+        odd += [
+            Odd(pair, "latency", soon) for pair in here if pair.fastest_us > FAR["latency"] * soon
+        ]
     return odd
 
 
@@ -133,33 +161,63 @@ def coded(rank: int, peer: int, nbytes: int) -> np.ndarray:
     return ((np.arange(nbytes) + 17 * rank + 101 * peer) % 251).astype(np.uint8)
 
 
-def _round(transport: Transport, pairs: Sequence[tuple[int, int]], sizes: tuple[int, int], amount: tuple[int, float],
-           clock: Callable[[], float], tag: int) -> list[Pair]:
+def _round(
+    transport: Transport,
+    pairs: Sequence[tuple[int, int]],
+    sizes: tuple[int, int],
+    amount: tuple[int, float],
+    clock: Callable[[], float],
+    tag: int,
+) -> list[Pair]:
     """Short messages of all these pairs at once, then long ones."""
     mine = next((pair for pair in pairs if transport.rank in pair), None)
     times, wrong = [], 0
     for nbytes in sizes:
         transport.barrier()
         if mine:
-            seconds, elements = _there_and_back(transport, sum(mine) - transport.rank, nbytes, amount, clock, tag)
+            seconds, elements = _there_and_back(
+                transport, sum(mine) - transport.rank, nbytes, amount, clock, tag
+            )
             times.append(seconds)
             wrong += elements
     told, hosts, found = transport.gather_text((times, wrong)), transport.hosts, []
     for first, second in pairs:
         (small, large), missed = told[first][0], told[first][1] + told[second][1]
-        found.append(Pair(first, second, hosts[first], hosts[second], ONE_HOST if hosts[first] == hosts[second] else BETWEEN,
-                          1e6 * small[0], 1e6 * small[1], sizes[1] / large[0] / 1e9, sizes[1] / large[1] / 1e9, missed))
+        found.append(
+            Pair(
+                first,
+                second,
+                hosts[first],
+                hosts[second],
+                ONE_HOST if hosts[first] == hosts[second] else BETWEEN,
+                1e6 * small[0],
+                1e6 * small[1],
+                sizes[1] / large[0] / 1e9,
+                sizes[1] / large[1] / 1e9,
+                missed,
+            )
+        )
     return found
 
 
-def _there_and_back(transport: Transport, peer: int, nbytes: int, amount: tuple[int, float], clock: Callable[[], float],
-                    tag: int) -> tuple[tuple[float, float], int]:
+def _there_and_back(
+    transport: Transport,
+    peer: int,
+    nbytes: int,
+    amount: tuple[int, float],
+    clock: Callable[[], float],
+    tag: int,
+) -> tuple[tuple[float, float], int]:
     """Seconds of one way, median and least, as the lower rank sees them; and how many elements arrived wrong.
 
     amount  round trips; if 0, seconds that they may take
     """
     rank, (iterations, seconds) = transport.rank, amount
-    outgoing, incoming, count = coded(rank, peer, nbytes), np.empty(nbytes, np.uint8), np.array([iterations])
+    outgoing, incoming, count = (
+        coded(rank, peer, nbytes),
+        np.empty(nbytes, np.uint8),
+        np.array([iterations]),
+    )
 
     def trip() -> float:
         start = clock()
@@ -179,4 +237,6 @@ def _there_and_back(transport: Transport, peer: int, nbytes: int, amount: tuple[
         transport.recv(count, peer, tag)
     incoming[:] = ~coded(peer, rank, nbytes)
     times = [trip() for _ in range(int(count[0]))]
-    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), int((incoming != coded(peer, rank, nbytes)).sum())
+    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), int(
+        (incoming != coded(peer, rank, nbytes)).sum()
+    )

@@ -4,7 +4,15 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from mpitrain.bench.collectives.columns import figure
-from mpitrain.bench.links.pairs import BETWEEN, ONE_HOST, PLACES, Odd, Pair, odd_pairs, slow_everywhere
+from mpitrain.bench.links.pairs import (
+    BETWEEN,
+    ONE_HOST,
+    PLACES,
+    Odd,
+    Pair,
+    odd_pairs,
+    slow_everywhere,
+)
 
 SHOWN = 8
 """Odd pairs that are named; files have them all."""
@@ -20,26 +28,40 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
     places  classes of pairs in which odd ones are named
     """
     n = max(pair.second for pair in pairs) + 1
-    hosts = {rank: host for pair in pairs for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))}
+    hosts = {
+        rank: host
+        for pair in pairs
+        for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
+    }
     lines: list[str] = []
     if 6 + 8 * n <= (width or 200):
         lines += matrix("latency, us, one way", n, pairs, latency)
         lines += ["", *matrix("bandwidth, GB/s, one way", n, pairs, bandwidth)]
     else:
-        lines.append(f"{n} ranks have no room in {width or 200} columns: --json, --csv and --plot have every pair")
+        lines.append(
+            f"{n} ranks have no room in {width or 200} columns: --json, --csv and --plot have every pair"
+        )
     lines += ["", *classes(pairs)]
     if noisy := sum("~" in latency(pair) + bandwidth(pair) for pair in pairs):
-        lines += [f"~ {noisy} of {len(pairs)} pairs: median above {FAR:g} times the fastest message, so other work ran",
-                  "  meanwhile; links are judged by their fastest messages"]
+        lines += [
+            f"~ {noisy} of {len(pairs)} pairs: median above {FAR:g} times the fastest message, so other work ran",
+            "  meanwhile; links are judged by their fastest messages",
+        ]
     if ONE_HOST not in places:
         lines.append("ranks share cores, so links within a host are not judged")
     odd = odd_pairs(pairs, places)
-    lines += [f"every link of rank {rank} on {hosts[rank]} is slow: look at that host" for rank in slow_everywhere(pairs, odd)]
+    lines += [
+        f"every link of rank {rank} on {hosts[rank]} is slow: look at that host"
+        for rank in slow_everywhere(pairs, odd)
+    ]
     lines += [sentence(each) for each in odd[:SHOWN]]
     if len(odd) > SHOWN:
         lines.append(f"and {len(odd) - SHOWN} more, in --json and --csv")
-    return [*lines, *([] if odd else ["no link is far from the others of its class"]),
-            f"wrong elements {sum(pair.wrong for pair in pairs)}"]
+    return [
+        *lines,
+        *([] if odd else ["no link is far from the others of its class"]),
+        f"wrong elements {sum(pair.wrong for pair in pairs)}",
+    ]
 
 
 def latency(pair: Pair) -> str:
@@ -64,12 +86,21 @@ def matrix(title: str, n: int, pairs: Sequence[Pair], text: Callable[[Pair], str
 
 def classes(pairs: Sequence[Pair]) -> list[str]:
     """A line for each class of pairs."""
-    lines = [f"{'pairs':<14} {'number':>7}   {'us: least, median, most':<24}   GB/s: least, median, most"]
+    lines = [
+        f"{'pairs':<14} {'number':>7}   {'us: least, median, most':<24}   GB/s: least, median, most"
+    ]
     for place in (ONE_HOST, BETWEEN):
         if here := [pair for pair in pairs if pair.place == place]:
-            times, rates = ([figure(pick(values)) for pick in (min, median, max)] for values in (
-                [pair.latency_us for pair in here], [pair.bandwidth_GBs for pair in here]))
-            lines.append(f"{place:<14} {len(here):>7}   {', '.join(times):<24}   {', '.join(rates)}")
+            times, rates = (
+                [figure(pick(values)) for pick in (min, median, max)]
+                for values in (
+                    [pair.latency_us for pair in here],
+                    [pair.bandwidth_GBs for pair in here],
+                )
+            )
+            lines.append(
+                f"{place:<14} {len(here):>7}   {', '.join(times):<24}   {', '.join(rates)}"
+            )
     return lines
 
 
@@ -77,5 +108,8 @@ def sentence(odd: Odd) -> str:
     """An odd pair in words."""
     pair, what, usual = odd
     value, unit = (pair.best_GBs, "GB/s") if what == "bandwidth" else (pair.fastest_us, "us")
-    ends = [f"rank {rank} on {host}" for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))]
+    ends = [
+        f"rank {rank} on {host}"
+        for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
+    ]
     return f"odd link: {ends[0]} and {ends[1]}: {what} {figure(value)} {unit}, where {figure(usual)} {unit} is usual {pair.place}"

@@ -16,29 +16,47 @@ FEW = 12
 """Ranks up to which cells show their figures."""
 
 
-def plot_pairs(pairs: Sequence[Pair], places: Sequence[str], facts: dict[str, Any], path: Path) -> None:
+def plot_pairs(
+    pairs: Sequence[Pair], places: Sequence[str], facts: dict[str, Any], path: Path
+) -> None:
     """Latency and bandwidth of all pairs as heat maps: dark is slow, odd links have a red frame, lines part the hosts.
 
     places  classes of pairs in which links are judged
     """
     pyplot = painter()
-    hosts = dict(host for pair in pairs for host in ((pair.first, pair.first_host), (pair.second, pair.second_host)))
+    hosts = dict(
+        host
+        for pair in pairs
+        for host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
+    )
     n = len(hosts)
     figure, views = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
     odd = odd_pairs(pairs, places)
     for axes, field, title, colours, what in (
-            (views[0], "latency_us", "latency, microseconds one way", "viridis_r", "latency"),
-            (views[1], "bandwidth_GBs", "bandwidth, GB/s one way", "viridis", "bandwidth")):
+        (views[0], "latency_us", "latency, microseconds one way", "viridis_r", "latency"),
+        (views[1], "bandwidth_GBs", "bandwidth, GB/s one way", "viridis", "bandwidth"),
+    ):
         cells = np.full((n, n), np.nan)
         for pair in pairs:
             cells[pair.first, pair.second] = cells[pair.second, pair.first] = getattr(pair, field)
         figure.colorbar(axes.imshow(cells, cmap=colours), ax=axes, shrink=0.8)
         for row, column in np.argwhere(np.isfinite(cells)) if n <= FEW else ():
-            axes.text(column, row, rounded(float(cells[row, column])), ha="center", va="center", fontsize="small",
-                      bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 1})
+            axes.text(
+                column,
+                row,
+                rounded(float(cells[row, column])),
+                ha="center",
+                va="center",
+                fontsize="small",
+                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 1},
+            )
         for each in odd:
             for x, y in (each.pair[:2], each.pair[1::-1]) if each.what == what else ():
-                axes.add_patch(pyplot.Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=3, zorder=3))
+                axes.add_patch(
+                    pyplot.Rectangle(
+                        (x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=3, zorder=3
+                    )
+                )
         for edge in (rank for rank in range(1, n) if hosts[rank] != hosts[rank - 1]):
             axes.axhline(edge - 0.5, color="black", linewidth=1)
             axes.axvline(edge - 0.5, color="black", linewidth=1)
@@ -54,16 +72,26 @@ def plot_bandwidth(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> No
     """Bandwidth and messages a second against the bytes of a message, a curve for each way; rows that are marked are hollow."""
     pyplot = painter()
     figure, views = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
-    for axes, field, label in ((views[0], "GBs", "GB/s, all pairs and ways"), (views[1], "messages_s", "messages a second")):
+    for axes, field, label in (
+        (views[0], "GBs", "GB/s, all pairs and ways"),
+        (views[1], "messages_s", "messages a second"),
+    ):
         for number, ways in enumerate(dict.fromkeys(row.ways for row in rows)):
             mine, own = [row for row in rows if row.ways == ways], look(number)
-            axes.plot([row.bytes for row in mine], [getattr(row, field) for row in mine], color=own.colour, linestyle=own.dash,
-                      label=f"{ways} way" + "s" * (ways == "both"))
+            axes.plot(
+                [row.bytes for row in mine],
+                [getattr(row, field) for row in mine],
+                color=own.colour,
+                linestyle=own.dash,
+                label=f"{ways} way" + "s" * (ways == "both"),
+            )
             for row in mine:
                 filled = "none" if row.is_spoilt else "full"
-                axes.plot(row.bytes, getattr(row, field), own.mark, color=own.colour, fillstyle=filled)
+                axes.plot(
+                    row.bytes, getattr(row, field), own.mark, color=own.colour, fillstyle=filled
+                )
         lengths = sorted({row.bytes for row in rows})
-        ticks = lengths[::-(-len(lengths) // 9)]
+        ticks = lengths[:: -(-len(lengths) // 9)]
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, labels=[readable(nbytes) for nbytes in ticks])
         axes.minorticks_off()
@@ -74,7 +102,9 @@ def plot_bandwidth(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> No
     _finish(pyplot, figure, title, "Hollow: other work ran meanwhile", facts, path)
 
 
-def _finish(pyplot: Any, figure: Any, title: str, legend: str, facts: dict[str, Any], path: Path) -> None:
+def _finish(
+    pyplot: Any, figure: Any, title: str, legend: str, facts: dict[str, Any], path: Path
+) -> None:
     """Title and machine; write the file."""
     figure.suptitle(title, weight="bold")
     machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; mpitrain {facts['mpitrain']}"

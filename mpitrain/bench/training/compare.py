@@ -32,14 +32,30 @@ RING = "replication.algorithm=ring"
 
 WORDS: dict[str, tuple[str, ...]] = {
     **{name: (f"replication.algorithm={name}",) for name in choices("allreduce")},
-    **{f"zero{stage}{end}": (f"replication.zero={stage}", f"replication.shard={shard}", RING)
-       for end, shard in (("", "all"), ("-host", "host")) for mode, stage in MODES if mode == "all-reduce" and stage},
-    **{mode: (f"replication.mode={mode}", RING) for mode, stage in MODES if mode not in ("all-reduce", "server")},
-    **{f"server-{update}": ("replication.mode=server", f"replication.update={update}", RING) for update in UPDATES},
+    **{
+        f"zero{stage}{end}": (f"replication.zero={stage}", f"replication.shard={shard}", RING)
+        for end, shard in (("", "all"), ("-host", "host"))
+        for mode, stage in MODES
+        if mode == "all-reduce" and stage
+    },
+    **{
+        mode: (f"replication.mode={mode}", RING)
+        for mode, stage in MODES
+        if mode not in ("all-reduce", "server")
+    },
+    **{
+        f"server-{update}": ("replication.mode=server", f"replication.update={update}", RING)
+        for update in UPDATES
+    },
 }
 """What --modes takes: {word: settings}. What a mode sums beside, it sums by a ring, whose bytes the transport counts."""
 
-USUAL = ("star", "ring", "auto", *(word for word in WORDS if word not in choices("allreduce") and not word.endswith("-host")))
+USUAL = (
+    "star",
+    "ring",
+    "auto",
+    *(word for word in WORDS if word not in choices("allreduce") and not word.endswith("-host")),
+)
 """What is compared unless something else is asked for: with one host, `-host` is the mode without it."""
 
 
@@ -80,12 +96,17 @@ def jobs(words: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) ->
     settings  section.key=value of all modes; the mode's own are stronger
     """
     if len(hosts) == 1:
-        raise ConfigError("compare measures what ranks send each other, and one rank sends nothing.",
-                          "mpitrain launch -n 2 -- compare")
+        raise ConfigError(
+            "compare measures what ranks send each other, and one rank sends nothing.",
+            "mpitrain launch -n 2 -- compare",
+        )
     found, refused = {}, {}
     for word in words:
         if word not in WORDS:
-            raise ConfigError(f"A mode is one of {', '.join(WORDS)}, but --modes names {word!r}.", "Name some of these.")
+            raise ConfigError(
+                f"A mode is one of {', '.join(WORDS)}, but --modes names {word!r}.",
+                "Name some of these.",
+            )
         try:
             found[word] = _job([*settings, *WORDS[word]], hosts)
         except ConfigError as error:
@@ -93,38 +114,54 @@ def jobs(words: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) ->
     for word, refusal in refused.items():
         if not found:
             raise refusal
-        raise ConfigError(f"Mode {word}: {refusal.law}", f"{refusal.way_out}\nOr compare what works: --modes {','.join(found)}")
+        raise ConfigError(
+            f"Mode {word}: {refusal.law}",
+            f"{refusal.way_out}\nOr compare what works: --modes {','.join(found)}",
+        )
     return found
 
 
 def _job(settings: list[str], hosts: Sequence[str]) -> Config:
     config = parse(with_settings({}, settings))
     if config.run.steps <= WARM_UP:
-        raise ConfigError(f"compare needs more than {WARM_UP} step, whose time does not count, but run.steps is "
-                          f"{config.run.steps}.", "Leave run.steps to --steps.")
+        raise ConfigError(
+            f"compare needs more than {WARM_UP} step, whose time does not count, but run.steps is "
+            f"{config.run.steps}.",
+            "Leave run.steps to --steps.",
+        )
     check_names(config)
     divisor(axes(config, len(hosts)), hosts, config.replication.shard)
     return config
 
 
-def compare(transport: Transport, jobs: dict[str, Config], stepped: Callable[[str, float], None]) -> Iterator[Row]:
+def compare(
+    transport: Transport, jobs: dict[str, Config], stepped: Callable[[str, float], None]
+) -> Iterator[Row]:
     """Train and evaluate each job, one after the other, all with one data source. Collective.
 
     stepped  told the mode and the loss after every step of this rank's
     """
     source = None
     for word, config in jobs.items():
-        with closing(Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)) as watchdog:
+        with closing(
+            Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)
+        ) as watchdog:
             watchdog.alive(f"building {word}")
             job = build(transport, config, source=source)
             source = job.source
             row = _measured(transport, job, word, watchdog, stepped)
             watchdog.alive(f"closing {word}")
-            job.close()    # collective: never on the way of an error, which ends the job instead
+            job.close()  # collective: never on the way of an error, which ends the job instead
         yield row
 
 
-def _measured(transport: Transport, job: Job, word: str, watchdog: Watchdog, stepped: Callable[[str, float], None]) -> Row:
+def _measured(
+    transport: Transport,
+    job: Job,
+    word: str,
+    watchdog: Watchdog,
+    stepped: Callable[[str, float], None],
+) -> Row:
     trainer, sent = job.trainer, transport.traffic.nbytes
     transport.barrier()
     began = time.perf_counter()
@@ -138,17 +175,33 @@ def _measured(transport: Transport, job: Job, word: str, watchdog: Watchdog, ste
     watchdog.alive(f"the evaluation of {word}")
     evaluated = trainer.evaluate(job.data)
     assert evaluated is not None
-    times = [end - start for start, end in zip(ends[WARM_UP - 1:], ends[WARM_UP:], strict=False)]
+    times = [end - start for start, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
     waits = [outcome.comm_s for outcome in outcomes[WARM_UP:]]
-    latest = max(outcome.staleness for outcome in outcomes), max(outcome.lead for outcome in outcomes)    # told to all ranks
+    latest = (
+        max(outcome.staleness for outcome in outcomes),
+        max(outcome.lead for outcome in outcomes),
+    )  # told to all ranks
     mine = mean(times), mean(waits), sent / len(outcomes), trainer.replication.held()
     step_s, comm_s, sent_bytes, held_bytes = zip(*transport.gather_text(mine), strict=True)
     lie, formula = trainer.grid.axes, FORMULAS.get(word)
-    workers, is_known = lie.ranks - lie.servers, trainer.config.replication.wire == "none" and lie.tp == lie.pp == 1
-    return Row(word, workers, max(step_s), trainer.config.batch.size / max(step_s), max(comm_s[:workers]), [*sent_bytes],
-               formula.of(job) if formula and is_known else None, [*held_bytes], *latest,
-               evaluated[0], [(end, finite(outcome.loss)) for end, outcome in zip(ends, outcomes, strict=True)],
-               time.perf_counter() - began)
+    workers, is_known = (
+        lie.ranks - lie.servers,
+        trainer.config.replication.wire == "none" and lie.tp == lie.pp == 1,
+    )
+    return Row(
+        word,
+        workers,
+        max(step_s),
+        trainer.config.batch.size / max(step_s),
+        max(comm_s[:workers]),
+        [*sent_bytes],
+        formula.of(job) if formula and is_known else None,
+        [*held_bytes],
+        *latest,
+        evaluated[0],
+        [(end, finite(outcome.loss)) for end, outcome in zip(ends, outcomes, strict=True)],
+        time.perf_counter() - began,
+    )
 
 
 def _trained(job: Job, alive: Callable[[int], None]) -> Iterator[StepResult]:
@@ -167,7 +220,18 @@ def finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-COLUMNS = ("mode", "workers", "step ms", "samples/s", "exposed ms", "sent bytes", "by formula", "held MB", "stale", "val loss")
+COLUMNS = (
+    "mode",
+    "workers",
+    "step ms",
+    "samples/s",
+    "exposed ms",
+    "sent bytes",
+    "by formula",
+    "held MB",
+    "stale",
+    "val loss",
+)
 WIDTHS = (18, 7, 9, 9, 10, 13, 13, 8, 5, 8)
 
 
@@ -179,14 +243,27 @@ def heading() -> str:
 def line(row: Row) -> str:
     """A row of the table: bytes of the rank that sends most, megabytes of the one that holds most."""
     formula = "-" if row.formula_bytes is None else f"{row.formula_bytes:,.0f}"
-    return _aligned((row.mode, str(row.workers), f"{1e3 * row.step_s:.1f}", f"{row.samples_per_s:.1f}", f"{1e3 * row.comm_s:.1f}",
-                     f"{max(row.sent_bytes):,.0f}", formula, f"{1e-6 * max(row.held_bytes):.1f}", str(row.staleness or "-"),
-                     f"{row.val_loss:.4f}"))
+    return _aligned(
+        (
+            row.mode,
+            str(row.workers),
+            f"{1e3 * row.step_s:.1f}",
+            f"{row.samples_per_s:.1f}",
+            f"{1e3 * row.comm_s:.1f}",
+            f"{max(row.sent_bytes):,.0f}",
+            formula,
+            f"{1e-6 * max(row.held_bytes):.1f}",
+            str(row.staleness or "-"),
+            f"{row.val_loss:.4f}",
+        )
+    )
 
 
 def _aligned(cells: Sequence[str]) -> str:
-    first, *others = (f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
-                      for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True)))
+    first, *others = (
+        f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
+        for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
+    )
     return " ".join([first, *others])
 
 
@@ -195,8 +272,10 @@ def footer(rows: Sequence[Row]) -> list[str]:
     said = {row.mode: FORMULAS[row.mode].words for row in rows if row.formula_bytes is not None}
     used = set(re.findall(r"n'|\b(?:lg|[A-Zhmns])\b(?!')", " ".join(said.values())))
     letters = [f"{letter} {meaning}" for letter, meaning in LETTERS.items() if letter in used]
-    return [*(f"{mode:<{WIDTHS[0]}} sends {words}" for mode, words in said.items()),
-            *([f"with {', '.join(letters)}; besides, control messages and headers"] if letters else [])]
+    return [
+        *(f"{mode:<{WIDTHS[0]}} sends {words}" for mode, words in said.items()),
+        *([f"with {', '.join(letters)}; besides, control messages and headers"] if letters else []),
+    ]
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -205,5 +284,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def _records(row: Row) -> list[dict[str, Any]]:
-    trained = [{"step": step, "wall_s": end, "loss": loss} for step, (end, loss) in enumerate(row.curve, 1)]
+    trained = [
+        {"step": step, "wall_s": end, "loss": loss} for step, (end, loss) in enumerate(row.curve, 1)
+    ]
     return [*trained, {"step": len(trained), "wall_s": row.evaluated_s, "val_loss": row.val_loss}]

@@ -28,8 +28,14 @@ HEADER = NUMBERS * 8
 
 
 LETTERS = {
-    "S": "bytes of all gradients, padding included", "n": "ranks", "n'": "the largest power of two that is at most n",
-    "lg": "the logarithm to base 2", "m": "micro-batches of a rank", "W": "workers", "s": "ranks on each host", "h": "hosts",
+    "S": "bytes of all gradients, padding included",
+    "n": "ranks",
+    "n'": "the largest power of two that is at most n",
+    "lg": "the logarithm to base 2",
+    "m": "micro-batches of a rank",
+    "W": "workers",
+    "s": "ranks on each host",
+    "h": "hosts",
 }
 """What the letters in the words of formulas stand for."""
 
@@ -43,9 +49,13 @@ class Formula(NamedTuple):
 
 def _summed(words: str, elements: Callable[[int, int], float]) -> Formula:
     """Of gradients and a control message that one algorithm sums. elements: (n, count) -> what the busiest rank sends."""
+
     def of(job: Job) -> float:
         n, storage = job.trainer.transport.size, job.trainer.storage
-        return elements(n, storage.length) * storage.dtype.itemsize + elements(n, CONTROL) * CONTROL_ITEM
+        return (
+            elements(n, storage.length) * storage.dtype.itemsize
+            + elements(n, CONTROL) * CONTROL_ITEM
+        )
 
     return Formula(words, of)
 
@@ -62,6 +72,7 @@ def _ring(n: int, count: int) -> int:
 
 def _divided(words: str, travelled: Callable[[Trainer], tuple[float, float] | None]) -> Formula:
     """Of ZeRO by a ring. travelled: elements that are reduce-scattered, and gathered; None if there is no formula."""
+
     def of(job: Job) -> float | None:
         trainer = job.trainer
         n, elements, storage = trainer.transport.size, travelled(trainer), trainer.storage
@@ -69,8 +80,15 @@ def _divided(words: str, travelled: Callable[[Trainer], tuple[float, float] | No
             return None
         s = divisor(trainer.grid.axes, trainer.transport.hosts, trainer.config.replication.shard)
         between = 2 * (n // s - 1) * storage.length / n
-        summed, gathered = elements[0] * storage.dtype.itemsize, elements[1] * trainer.replication.replica.computed.itemsize
-        return (summed + gathered) * (s - 1) / s + between * storage.dtype.itemsize + _ring(n, CONTROL) * CONTROL_ITEM
+        summed, gathered = (
+            elements[0] * storage.dtype.itemsize,
+            elements[1] * trainer.replication.replica.computed.itemsize,
+        )
+        return (
+            (summed + gathered) * (s - 1) / s
+            + between * storage.dtype.itemsize
+            + _ring(n, CONTROL) * CONTROL_ITEM
+        )
 
     return Formula(words, of)
 
@@ -89,13 +107,18 @@ def _three(trainer: Trainer) -> tuple[float, float] | None:
     if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
         return None
     m, sizes = config.batch.micro_batches, [span.stop - span.start for span in storage.spans]
-    return m * storage.length, 2 * m * storage.length - m * sum(sizes[-2:]) - (m - 1) * sum(sizes[:2])
+    return m * storage.length, 2 * m * storage.length - m * sum(sizes[-2:]) - (m - 1) * sum(
+        sizes[:2]
+    )
 
 
 ZERO: dict[int, tuple[str, Callable[[Trainer], tuple[float, float] | None]]] = {
     1: ("2 {0} S", _one),
     2: ("(m+1) {0} S", _two),
-    3: ("{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times", _three),
+    3: (
+        "{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times",
+        _three,
+    ),
 }
 """By stage, what travels: in words, of which {0} is the part that each rank sends, and in elements."""
 
@@ -120,7 +143,9 @@ def _master(job: Job) -> float:
     trainer, data = job.trainer, job.data
     config, n = trainer.config, trainer.transport.size
     inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))
-    logits = targets.size * data.classes * trainer.replication.replica.computed.itemsize    # of a row, and so below
+    logits = (
+        targets.size * data.classes * trainer.replication.replica.computed.itemsize
+    )  # of a row, and so below
 
     def sent(rank: int) -> int:
         rows = len(share(config.batch.size, rank, n))
@@ -129,8 +154,12 @@ def _master(job: Job) -> float:
             return others * (inputs.nbytes + targets.nbytes + logits)
         return _nbytes(trainer) + rows * (logits + targets.nbytes)
 
-    return max(_children(rank, n) * _nbytes(trainer) + sent(rank) + _ring_of(rank, n, CONTROL) * CONTROL_ITEM
-               for rank in range(n))
+    return max(
+        _children(rank, n) * _nbytes(trainer)
+        + sent(rank)
+        + _ring_of(rank, n, CONTROL) * CONTROL_ITEM
+        for rank in range(n)
+    )
 
 
 def _meetings(trainer: Trainer) -> int:
@@ -150,20 +179,30 @@ def _gossip(job: Job) -> float:
     trainer = job.trainer
     n, steps, storage = trainer.transport.size, trainer.config.run.steps, trainer.storage
     average = _ring(n, storage.length) * storage.dtype.itemsize
-    return (steps * _nbytes(trainer) + _meetings(trainer) * _ring(n, NEWS) * CONTROL_ITEM + average) / steps
+    return (
+        steps * _nbytes(trainer) + _meetings(trainer) * _ring(n, NEWS) * CONTROL_ITEM + average
+    ) / steps
 
 
 def _parts(trainer: Trainer) -> list[int]:
     """Bytes of the parameters that each server holds."""
     dealt_out = dealt(trainer.storage.spans, trainer.grid.axes.servers)
-    return [sum(piece.stop - piece.start for piece in pieces) * trainer.storage.dtype.itemsize for pieces in dealt_out]
+    return [
+        sum(piece.stop - piece.start for piece in pieces) * trainer.storage.dtype.itemsize
+        for pieces in dealt_out
+    ]
 
 
 def _server_sync(job: Job) -> float:
     parts, workers = _parts(job.trainer), job.trainer.grid.axes.dp
     servers = len(parts)
-    return max(sum(parts) + servers * HEADER, *(workers * (part + HEADER) + _ring_of(server, servers, SQUARES) * CONTROL_ITEM
-                                                for server, part in enumerate(parts)))
+    return max(
+        sum(parts) + servers * HEADER,
+        *(
+            workers * (part + HEADER) + _ring_of(server, servers, SQUARES) * CONTROL_ITEM
+            for server, part in enumerate(parts)
+        ),
+    )
 
 
 def _server_late(job: Job) -> float | None:
@@ -180,29 +219,48 @@ def _server_late(job: Job) -> float | None:
     is_bounded, tickets, pauses, met = config.replication.update == "bounded", steps * workers, 0, 0
     while met < steps:
         met, pauses = config.next_pause(met), pauses + 1
-    most = steps if is_bounded else tickets    # that a worker draws
+    most = steps if is_bounded else tickets  # that a worker draws
     pushed = most * (sum(parts) + (2 * servers + 1) * HEADER) + (pauses + servers) * HEADER
     served = [(tickets + workers) * (part + HEADER) + tickets * HEADER for part in parts]
-    served[0] += (tickets + workers * pauses + steps * (workers + servers - 1)) * HEADER    # the tickets' own
+    served[0] += (
+        tickets + workers * pauses + steps * (workers + servers - 1)
+    ) * HEADER  # the tickets' own
     return None if pushed > max(served) and not is_bounded else max(pushed, *served) / steps
 
 
 FORMULAS = {
     "ring": _summed("2 (n-1)/n S", _ring),
-    "halving-doubling": _summed("2 (n'-1)/n' S, and S more if n > n'",
-                                lambda n, count: 2 * count * (1 - 0.5 ** _lg(n)) + count * (n > 1 << _lg(n))),
-    "recursive-doubling": _summed("lg n' S, and S more if n > n'", lambda n, count: count * (_lg(n) + (n > 1 << _lg(n)))),
+    "halving-doubling": _summed(
+        "2 (n'-1)/n' S, and S more if n > n'",
+        lambda n, count: 2 * count * (1 - 0.5 ** _lg(n)) + count * (n > 1 << _lg(n)),
+    ),
+    "recursive-doubling": _summed(
+        "lg n' S, and S more if n > n'", lambda n, count: count * (_lg(n) + (n > 1 << _lg(n)))
+    ),
     "tree": _summed("ceil(lg n) S", lambda n, count: count * (n - 1).bit_length()),
     "star": _summed("(n-1) S, the root", lambda n, count: (n - 1) * count),
     "shared": _summed("0: ranks read each other's memory", lambda n, count: 0),
-    **{f"zero{stage}": _divided(words.format("(n-1)/n"), travelled) for stage, (words, travelled) in ZERO.items()},
-    **{f"zero{stage}-host": _divided(words.format("(s-1)/s") + "; between hosts 2 (h-1)/h S/s", travelled)
-       for stage, (words, travelled) in ZERO.items()},
+    **{
+        f"zero{stage}": _divided(words.format("(n-1)/n"), travelled)
+        for stage, (words, travelled) in ZERO.items()
+    },
+    **{
+        f"zero{stage}-host": _divided(
+            words.format("(s-1)/s") + "; between hosts 2 (h-1)/h S/s", travelled
+        )
+        for stage, (words, travelled) in ZERO.items()
+    },
     "master": Formula("ceil(lg n) S, and all others' rows and gradients of logits", _master),
     "local": Formula("2 (n-1)/n S once in replication.period steps", _local),
     "gossip": Formula("S, and 2 (n-1)/n S once for the average at the end", _gossip),
-    "server-sync": Formula("W times the part of S that a server holds, or S, a worker", _server_sync),
-    "server-async": Formula("W times the part of S that a server holds, and so at the end", _server_late),
-    "server-bounded": Formula("W times the part of S that a server holds, and so at the end, or S, a worker", _server_late),
+    "server-sync": Formula(
+        "W times the part of S that a server holds, or S, a worker", _server_sync
+    ),
+    "server-async": Formula(
+        "W times the part of S that a server holds, and so at the end", _server_late
+    ),
+    "server-bounded": Formula(
+        "W times the part of S that a server holds, and so at the end, or S, a worker", _server_late
+    ),
 }
 """{word: formula}; a word without one has none, or depends on what is chosen."""

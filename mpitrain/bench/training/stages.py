@@ -34,26 +34,50 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
 
     inputs, targets  rows of this rank, as many as its step has
     """
-    plan, pipe, stage = fused_at_the_input(trainer.resolved.plan), trainer.pipe, trainer.grid.place.pp
-    (sent, sent_bytes), (returned, returned_bytes) = pipe.channel.sent["activation"], pipe.channel.sent["gradient"]
+    plan, pipe, stage = (
+        fused_at_the_input(trainer.resolved.plan),
+        trainer.pipe,
+        trainer.grid.place.pp,
+    )
+    (sent, sent_bytes), (returned, returned_bytes) = (
+        pipe.channel.sent["activation"],
+        pipe.channel.sent["gradient"],
+    )
     held = pipe.peak_bytes
     most = -(-len(inputs) // plan.micro_batches)
     costs = measure(trainer, inputs, targets, [most])[0].costs
     planned = Counter(i.what for i in with_messages(plan)[stage] if isinstance(i, Send))
-    mine = StageRow(stage, len(trainer.units), sent, returned, planned["activation"], planned["gradient"],
-                    sent_bytes + returned_bytes, held, peak(plan.lists[stage], costs).nbytes)
+    mine = StageRow(
+        stage,
+        len(trainer.units),
+        sent,
+        returned,
+        planned["activation"],
+        planned["gradient"],
+        sent_bytes + returned_bytes,
+        held,
+        peak(plan.lists[stage], costs).nbytes,
+    )
     told = sorted(StageRow(*row) for row in trainer.transport.gather_text(mine))
-    return [max((row for row in told if row.stage == number), key=lambda row: row.peak_bytes)
-            for number in range(trainer.grid.axes.pp)]
+    return [
+        max((row for row in told if row.stage == number), key=lambda row: row.peak_bytes)
+        for number in range(trainer.grid.axes.pp)
+    ]
 
 
 def stage_table(rows: list[StageRow]) -> list[str]:
     """Lines to print."""
-    lines = [f"{'stage':>5} {'units':>6} {'activations sent':>17} {'gradients sent':>15} {'MB sent':>9} "
-             f"{'peak activations MB':>20} {'simulated':>10} {'ratio':>6}"]
+    lines = [
+        f"{'stage':>5} {'units':>6} {'activations sent':>17} {'gradients sent':>15} {'MB sent':>9} "
+        f"{'peak activations MB':>20} {'simulated':>10} {'ratio':>6}"
+    ]
     for row in rows:
-        ratio = f"{row.peak_bytes / row.simulated_bytes:6.2f}" if row.simulated_bytes else f"{'-':>6}"
-        lines.append(f"{row.stage:>5} {row.units:>6} {f'{row.activations} of {row.planned_activations}':>17} "
-                     f"{f'{row.gradients} of {row.planned_gradients}':>15} {row.sent_bytes / 1e6:>9.2f} "
-                     f"{row.peak_bytes / 1e6:>20.2f} {row.simulated_bytes / 1e6:>10.2f} {ratio}")
+        ratio = (
+            f"{row.peak_bytes / row.simulated_bytes:6.2f}" if row.simulated_bytes else f"{'-':>6}"
+        )
+        lines.append(
+            f"{row.stage:>5} {row.units:>6} {f'{row.activations} of {row.planned_activations}':>17} "
+            f"{f'{row.gradients} of {row.planned_gradients}':>15} {row.sent_bytes / 1e6:>9.2f} "
+            f"{row.peak_bytes / 1e6:>20.2f} {row.simulated_bytes / 1e6:>10.2f} {ratio}"
+        )
     return lines

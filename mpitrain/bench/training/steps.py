@@ -94,27 +94,50 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     dp      replicas
     """
     if config.replication.mode != "all-reduce":
-        raise ConfigError(f"The peer has no servers, but replication.mode is {config.replication.mode}.",
-                          "Leave out --peer, or set replication.mode=all-reduce.")
+        raise ConfigError(
+            f"The peer has no servers, but replication.mode is {config.replication.mode}.",
+            "Leave out --peer, or set replication.mode=all-reduce.",
+        )
     if config.run.delay:
-        raise ConfigError(f"The peer has no stragglers, but run.delay is {config.run.delay}.",
-                          "Leave out --peer, or leave run.delay empty.")
-    if config.layout.tp > 1 and (dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel):
-        raise ConfigError("The peer shares layers among all ranks, without ZeRO, and every rank has all rows.",
-                          "Leave out --peer, or set layout.dp=1, layout.pp=1, replication.zero=0 and "
-                          "layout.sequence_parallel=false.")
+        raise ConfigError(
+            f"The peer has no stragglers, but run.delay is {config.run.delay}.",
+            "Leave out --peer, or leave run.delay empty.",
+        )
+    if config.layout.tp > 1 and (
+        dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel
+    ):
+        raise ConfigError(
+            "The peer shares layers among all ranks, without ZeRO, and every rank has all rows.",
+            "Leave out --peer, or set layout.dp=1, layout.pp=1, replication.zero=0 and "
+            "layout.sequence_parallel=false.",
+        )
     stages, micro_batches = config.layout.pp, config.batch.micro_batches
-    if config.model.kind != "gpt" or config.optimizer.name != "adamw" or (micro_batches > 1 and stages == 1):
-        raise ConfigError("The peer trains a GPT with AdamW in one micro-batch.",
-                          "Leave out --peer, or set model.kind=gpt, optimizer.name=adamw and batch.micro_batches=1.")
-    if stages > 1 and (config.pipeline.schedule not in ("gpipe", "1f1b") or config.model.tied or config.replication.zero
-                       or (micro_batches and config.batch.size % micro_batches) or dp > 1):
-        raise ConfigError("The peer trains stages by gpipe or 1f1b, untied, without ZeRO, in micro-batches of one size, as one "
-                          "replica.",
-                          "Leave out --peer, or set pipeline.schedule, batch.micro_batches and layout.dp=1 so.")
+    if (
+        config.model.kind != "gpt"
+        or config.optimizer.name != "adamw"
+        or (micro_batches > 1 and stages == 1)
+    ):
+        raise ConfigError(
+            "The peer trains a GPT with AdamW in one micro-batch.",
+            "Leave out --peer, or set model.kind=gpt, optimizer.name=adamw and batch.micro_batches=1.",
+        )
+    if stages > 1 and (
+        config.pipeline.schedule not in ("gpipe", "1f1b")
+        or config.model.tied
+        or config.replication.zero
+        or (micro_batches and config.batch.size % micro_batches)
+        or dp > 1
+    ):
+        raise ConfigError(
+            "The peer trains stages by gpipe or 1f1b, untied, without ZeRO, in micro-batches of one size, as one "
+            "replica.",
+            "Leave out --peer, or set pipeline.schedule, batch.micro_batches and layout.dp=1 so.",
+        )
     if config.precision.compute != "float32" or config.optimizer.clip:
-        raise ConfigError("The peer computes in float32 and does not clip.",
-                          "Leave out --peer, or set precision.compute=float32 and optimizer.clip=0.")
+        raise ConfigError(
+            "The peer computes in float32 and does not clip.",
+            "Leave out --peer, or set precision.compute=float32 and optimizer.clip=0.",
+        )
     peer = imported(name)
     peer.placed(config.device.kind)
     return peer.TorchPeer
@@ -126,26 +149,36 @@ def imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"The peer {name} needs the module {error.name}, which is not installed.",
-                          f"Install it with `{way_in}`, or leave out --peer.") from None
+        raise ConfigError(
+            f"The peer {name} needs the module {error.name}, which is not installed.",
+            f"Install it with `{way_in}`, or leave out --peer.",
+        ) from None
 
 
 def check_same_work(settings: Sequence[str]) -> None:
     """ConfigError if one of these `section.key=value` would give the other side other work than ours. Local."""
     for key in map(key_of, settings):
         if key.startswith(THE_WORK):
-            raise ConfigError(f"--against is for how the work is done, but {key} says what it is, or on which device.",
-                              "Set it for both sides, with --set.")
+            raise ConfigError(
+                f"--against is for how the work is done, but {key} says what it is, or on which device.",
+                "Set it for both sides, with --set.",
+            )
 
 
 def check_common_steps(config: Config) -> None:
     """ConfigError if the ranks make no steps together, whose time could be measured. Local."""
     if config.replication.mode == "server" and config.replication.update != "sync":
-        raise ConfigError("bench train measures steps that all ranks make together, but replication.update is "
-                          f"{config.replication.update}.", "Set replication.update=sync.")
+        raise ConfigError(
+            "bench train measures steps that all ranks make together, but replication.update is "
+            f"{config.replication.update}.",
+            "Set replication.update=sync.",
+        )
     if config.pipeline.schedule in ASYNCHRONOUS:
-        raise ConfigError("bench train measures steps that all ranks make together, but in pipeline.schedule "
-                          f"{config.pipeline.schedule} none ends.", "Take another schedule, or `mpitrain train`.")
+        raise ConfigError(
+            "bench train measures steps that all ranks make together, but in pipeline.schedule "
+            f"{config.pipeline.schedule} none ends.",
+            "Take another schedule, or `mpitrain train`.",
+        )
 
 
 def named(config: Config, settings: Sequence[str]) -> str:
@@ -160,7 +193,9 @@ def key_of(setting: str) -> str:
     return setting.partition("=")[0].strip()
 
 
-def alternate(transport: Transport, job: Job, sides: Sequence[Any], blocks: int, steps: int) -> list[Result]:
+def alternate(
+    transport: Transport, job: Job, sides: Sequence[Any], blocks: int, steps: int
+) -> list[Result]:
     """Blocks of steps of each side in turn; every side sees the same batches. Collective.
 
     blocks  times that every side has its turn
@@ -179,7 +214,9 @@ def alternate(transport: Transport, job: Job, sides: Sequence[Any], blocks: int,
     return results
 
 
-def _timed(transport: Transport, job: Job, side: Any, indices: range) -> tuple[list[float], list[float], list[float]]:
+def _timed(
+    transport: Transport, job: Job, side: Any, indices: range
+) -> tuple[list[float], list[float], list[float]]:
     """Of each step, over the ranks that make it: the most seconds, the mean of their losses, and the longest stand-still."""
     times, losses, waits = [], [], []
     whose = side.job if isinstance(side, Ours) else job
@@ -191,31 +228,43 @@ def _timed(transport: Transport, job: Job, side: Any, indices: range) -> tuple[l
         times.append(time.perf_counter() - start)
         if isinstance(side, Ours):
             waits.append(side.comm_s)
-    gathered = [told for told in transport.gather_text([times, losses, waits]) if told[0]]    # by those that do not look on
-    slowest, all_losses, longest = (list(zip(*each, strict=True)) for each in zip(*gathered, strict=True))
+    gathered = [
+        told for told in transport.gather_text([times, losses, waits]) if told[0]
+    ]  # by those that do not look on
+    slowest, all_losses, longest = (
+        list(zip(*each, strict=True)) for each in zip(*gathered, strict=True)
+    )
     return [*map(max, slowest)], [*map(fmean, all_losses)], [*map(max, longest)]
 
 
 def table(results: Sequence[Result], tokens: int) -> list[str]:
     """Lines to print; the first result is the one that the others are compared with. tokens: per step, over all ranks."""
     width = max(18, *(len(result.name) for result in results))
-    lines = [f"{'side':<{width}} {'step s':>9} {'comm s':>9} {'tokens/s':>10}   {'step s, blocks':<18} {'last loss':>10}"]
+    lines = [
+        f"{'side':<{width}} {'step s':>9} {'comm s':>9} {'tokens/s':>10}   {'step s, blocks':<18} {'last loss':>10}"
+    ]
     for result in results:
         spread = f"{min(result.blocks):.4f} .. {max(result.blocks):.4f}"
         rate = f"{tokens / result.step_s:10.0f}" if tokens else f"{'-':>10}"
         waits = f"{median(result.comm_s):9.4f}" if result.comm_s else f"{'-':>9}"
         mark = "~" if result.is_spoilt else " "
-        lines.append(f"{result.name:<{width}} {result.step_s:9.4f}{mark}{waits} {rate}   {spread:<18} {result.losses[-1]:10.5f}")
+        lines.append(
+            f"{result.name:<{width}} {result.step_s:9.4f}{mark}{waits} {rate}   {spread:<18} {result.losses[-1]:10.5f}"
+        )
     ours, *others = results
     for other in others:
         ratios = against(ours, other)
         apart = max(abs(a - b) for a, b in zip(ours.losses, other.losses, strict=True))
         if ours.is_spoilt or other.is_spoilt:
-            lines.append(f"{ours.name} and {other.name}: no ratio, as a median block took over {FAR:g} times the fastest (~): "
-                         f"measure again; losses at most {apart:.1e} apart")
+            lines.append(
+                f"{ours.name} and {other.name}: no ratio, as a median block took over {FAR:g} times the fastest (~): "
+                f"measure again; losses at most {apart:.1e} apart"
+            )
             continue
-        lines.append(f"{ours.name} is {median(ratios):.3f} times as fast as {other.name} (blocks {min(ratios):.3f} .. "
-                     f"{max(ratios):.3f}); losses at most {apart:.1e} apart")
+        lines.append(
+            f"{ours.name} is {median(ratios):.3f} times as fast as {other.name} (blocks {min(ratios):.3f} .. "
+            f"{max(ratios):.3f}); losses at most {apart:.1e} apart"
+        )
     return lines
 
 
@@ -226,9 +275,17 @@ def against(ours: Result, other: Result) -> list[float]:
 
 def block_rows(results: Sequence[Result]) -> list[Block]:
     """Every block of every side."""
-    return [Block(result.name, number, seconds) for result in results for number, seconds in enumerate(result.blocks, 1)]
+    return [
+        Block(result.name, number, seconds)
+        for result in results
+        for number, seconds in enumerate(result.blocks, 1)
+    ]
 
 
 def write_json(path: Path, device: str, results: Sequence[Result]) -> None:
     """Write every side's blocks and losses; the first result is ours."""
-    write_whole(path, json.dumps({"device": device, "sides": [result._asdict() for result in results]}, indent=1) + "\n")
+    write_whole(
+        path,
+        json.dumps({"device": device, "sides": [result._asdict() for result in results]}, indent=1)
+        + "\n",
+    )

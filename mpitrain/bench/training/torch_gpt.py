@@ -27,7 +27,9 @@ class Block(nn.Module):
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """Its first half."""
         batch, length, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
@@ -55,7 +57,7 @@ class GPT(nn.Module):
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T) -> (B, T, C)."""
-        return self.tokens(tokens) + self.positions.weight[:tokens.shape[1]]
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, vocab)."""
@@ -89,8 +91,14 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def torch_name(name: str) -> str:
     """Where `GPT` keeps the tensor that mpitrain calls `name`."""
     for ours, theirs in (
-        ("gain", "weight"), ("attention.norm", "norm1"), ("mlp.norm", "norm2"), ("attention.", ""), ("mlp.", ""),
-        ("embedding.tokens", "tokens.weight"), ("embedding.positions", "positions.weight"), ("head.norm", "norm"),
+        ("gain", "weight"),
+        ("attention.norm", "norm1"),
+        ("mlp.norm", "norm2"),
+        ("attention.", ""),
+        ("mlp.", ""),
+        ("embedding.tokens", "tokens.weight"),
+        ("embedding.positions", "positions.weight"),
+        ("head.norm", "norm"),
         ("head.logits", "head"),
     ):
         name = name.replace(ours, theirs)
@@ -107,4 +115,6 @@ def copy_weights(arrays: Mapping[str, np.ndarray], model: GPT, is_whole: bool = 
         raise ValueError(f"names differ: {sorted(map(torch_name, arrays))} and {sorted(tensors)}")
     with torch.no_grad():
         for name, array in arrays.items():
-            tensors[torch_name(name)].copy_(torch.from_numpy(array.astype("float32") if array.itemsize == 2 else array))
+            tensors[torch_name(name)].copy_(
+                torch.from_numpy(array.astype("float32") if array.itemsize == 2 else array)
+            )

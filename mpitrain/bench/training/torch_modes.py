@@ -44,15 +44,23 @@ def alone(model: GPT, arrays: Arrays, settings: Config) -> Way:
 def replicas(model: GPT, arrays: Arrays, settings: Config) -> Way:
     """Every rank holds the model and the optimizer's state; gradients are all-reduced during the backward pass."""
     copy_weights(arrays, model)
-    return Way("torch DDP, gloo", partial(_backward, nn.parallel.DistributedDataParallel(model)), _adamw(model, settings))
+    return Way(
+        "torch DDP, gloo",
+        partial(_backward, nn.parallel.DistributedDataParallel(model)),
+        _adamw(model, settings),
+    )
 
 
 def divided_state(model: GPT, arrays: Arrays, settings: Config) -> Way:
     """As `replicas`, but each rank holds the optimizer's state of its share of the tensors, updates these and broadcasts them."""
     copy_weights(arrays, model)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(_groups(model, settings), torch.optim.AdamW, parameters_as_bucket_view=True,
-                                        **_constants(settings))
+    optimizer = ZeroRedundancyOptimizer(
+        _groups(model, settings),
+        torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        **_constants(settings),
+    )
     return Way("torch ZeroRedundancyOptimizer, gloo", partial(_backward, wrapped), optimizer)
 
 
@@ -60,7 +68,9 @@ def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> Way:
     """Each rank holds its share of every tensor, of its gradient and of the optimizer's state. A block is gathered in the forward
     pass and stays gathered until the backward pass has used it; gradients are reduce-scattered.
     """
-    return _fully_sharded("torch FSDP2 (reshard_after_forward=False), gloo", False, model, arrays, settings)
+    return _fully_sharded(
+        "torch FSDP2 (reshard_after_forward=False), gloo", False, model, arrays, settings
+    )
 
 
 def divided_parameters(model: GPT, arrays: Arrays, settings: Config) -> Way:
@@ -68,7 +78,9 @@ def divided_parameters(model: GPT, arrays: Arrays, settings: Config) -> Way:
     return _fully_sharded("torch FSDP2, gloo", True, model, arrays, settings)
 
 
-def _fully_sharded(name: str, frees_after_forward: bool, model: GPT, arrays: Arrays, settings: Config) -> Way:
+def _fully_sharded(
+    name: str, frees_after_forward: bool, model: GPT, arrays: Arrays, settings: Config
+) -> Way:
     copy_weights(arrays, model)
     for part in [*model.blocks, model]:
         fully_shard(part, mesh=_mesh(model), reshard_after_forward=frees_after_forward)
@@ -128,7 +140,9 @@ def _backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> 
 
 def _mesh(model: GPT) -> DeviceMesh:
     """All ranks, along one dim."""
-    return init_device_mesh(next(model.parameters()).device.type, (torch.distributed.get_world_size(),))
+    return init_device_mesh(
+        next(model.parameters()).device.type, (torch.distributed.get_world_size(),)
+    )
 
 
 def _adamw(model: GPT, settings: Config) -> torch.optim.AdamW:
@@ -141,7 +155,9 @@ def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
     for tensor in model.parameters():
         is_matrix = tensor.dim() > 1
         decay = settings.optimizer.weight_decay if is_matrix else 0.0
-        groups.setdefault((is_matrix, type(tensor.data)), {"params": [], "weight_decay": decay})["params"].append(tensor)
+        groups.setdefault((is_matrix, type(tensor.data)), {"params": [], "weight_decay": decay})[
+            "params"
+        ].append(tensor)
     return list(groups.values())
 
 

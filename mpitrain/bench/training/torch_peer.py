@@ -22,19 +22,41 @@ from mpitrain.transport.base import Transport
 class TorchPeer:
     """Trains a copy of our model as PyTorch does. Construction and steps are collective."""
 
-    def __init__(self, transport: Transport, settings: config.Config, vocab: int, arrays: Mapping[str, np.ndarray]):
+    def __init__(
+        self,
+        transport: Transport,
+        settings: config.Config,
+        vocab: int,
+        arrays: Mapping[str, np.ndarray],
+    ):
         """arrays: what this rank of ours holds, by name."""
         self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())
         store = None
         if transport.rank == 0:
-            store = torch.distributed.TCPStore(transport.hosts[0], 0, transport.size, is_master=True, wait_for_workers=False)
+            store = torch.distributed.TCPStore(
+                transport.hosts[0], 0, transport.size, is_master=True, wait_for_workers=False
+            )
         port = transport.gather_text(store.port if store else 0)[0]
-        store = store or torch.distributed.TCPStore(transport.hosts[0], port, transport.size, is_master=False)
-        torch.distributed.init_process_group("gloo", store=store, rank=transport.rank, world_size=transport.size)
+        store = store or torch.distributed.TCPStore(
+            transport.hosts[0], port, transport.size, is_master=False
+        )
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=transport.rank, world_size=transport.size
+        )
         m = settings.model
-        model = GPT(vocab=vocab, context=m.context, width=m.width, heads=m.heads, depth=m.layers, tied=m.tied)
-        self._settings, self._way = settings, way_of(settings)(model.to(self._device), arrays, settings)
+        model = GPT(
+            vocab=vocab,
+            context=m.context,
+            width=m.width,
+            heads=m.heads,
+            depth=m.layers,
+            tied=m.tied,
+        )
+        self._settings, self._way = (
+            settings,
+            way_of(settings)(model.to(self._device), arrays, settings),
+        )
         self.name = self._way.name
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> float:
@@ -43,7 +65,9 @@ class TorchPeer:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self._settings.optimizer, index, self._settings.run.steps)
         optimizer.zero_grad(set_to_none=True)
-        loss = self._way.gradients(*(torch.from_numpy(array).to(self._device) for array in (inputs, targets)))
+        loss = self._way.gradients(
+            *(torch.from_numpy(array).to(self._device) for array in (inputs, targets))
+        )
         optimizer.step()
         return loss.item()
 
@@ -76,8 +100,12 @@ def placed(kind: str) -> torch.device:
     if kind != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(f"The peer cannot use the GPU: PyTorch {torch.__version__} finds none.",
-                          "Install PyTorch for your CUDA (pip install torch), or leave out --peer.")
+        raise ConfigError(
+            f"The peer cannot use the GPU: PyTorch {torch.__version__} finds none.",
+            "Install PyTorch for your CUDA (pip install torch), or leave out --peer.",
+        )
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    return torch.device("cuda", launched().local_rank % torch.cuda.device_count())    # the same one as ours
+    return torch.device(
+        "cuda", launched().local_rank % torch.cuda.device_count()
+    )  # the same one as ours

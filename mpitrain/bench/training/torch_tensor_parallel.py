@@ -12,13 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from mpitrain.bench.training.torch_gpt import GPT, torch_name
 
 
-def divide(model: GPT, arrays: Mapping[str, np.ndarray],
-           mesh: DeviceMesh) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def divide(
+    model: GPT, arrays: Mapping[str, np.ndarray], mesh: DeviceMesh
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Leave each rank its part of the model, with our values; returns what computes gradients of inputs and targets.
 
     Each half of a block is columns and then rows; the table of tokens is split by rows, the logits by columns, and the loss takes
@@ -31,12 +37,24 @@ def divide(model: GPT, arrays: Mapping[str, np.ndarray],
     for block in model.blocks:
         assert isinstance(block.heads, int)
         block.heads //= mesh.size()
-        parallelize_module(block, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel(), "up": ColwiseParallel(),
-                                         "down": RowwiseParallel()})
-    parallelize_module(model, mesh, {
-        "tokens": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    })
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "qkv": ColwiseParallel(),
+                "out": RowwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(),
+            },
+        )
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tokens": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
     if is_tied:
         model.head.weight = model.tokens.weight
     _copy_parts(arrays, model, mesh)
@@ -63,7 +81,9 @@ def _copy_parts(arrays: Mapping[str, np.ndarray], model: nn.Module, mesh: Device
             if name in ("embedding.tokens", "head.logits.weight"):
                 parts: list[np.ndarray] = [array] * mesh.size()
                 torch.distributed.all_gather_object(parts, array)
-                tensor.copy_(distribute_tensor(torch.from_numpy(np.concatenate(parts)), mesh, [Shard(0)]))
+                tensor.copy_(
+                    distribute_tensor(torch.from_numpy(np.concatenate(parts)), mesh, [Shard(0)])
+                )
             else:
                 own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 own.copy_(torch.from_numpy(array))

@@ -14,19 +14,46 @@ MOST_IN_FLIGHT = 1 << 12
 
 
 @click.command("bandwidth")
-@click.option("--pairs", type=click.Choice(["one", "all"]), default="one", show_default=True,
-              help="Rank 0 and rank n/2, or all ranks k and k + n/2 at the same time.")
-@click.option("--ways", type=click.Choice(["one", "both", "one,both"]), default="one,both", show_default=True,
-              help="One way as osu_bw, both ways as osu_bibw.")
-@click.option("--window", type=click.IntRange(1, MOST_IN_FLIGHT), default=64, show_default=True,
-              help="Messages in flight; fewer where they take more than 64 MiB.")
+@click.option(
+    "--pairs",
+    type=click.Choice(["one", "all"]),
+    default="one",
+    show_default=True,
+    help="Rank 0 and rank n/2, or all ranks k and k + n/2 at the same time.",
+)
+@click.option(
+    "--ways",
+    type=click.Choice(["one", "both", "one,both"]),
+    default="one,both",
+    show_default=True,
+    help="One way as osu_bw, both ways as osu_bibw.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(1, MOST_IN_FLIGHT),
+    default=64,
+    show_default=True,
+    help="Messages in flight; fewer where they take more than 64 MiB.",
+)
 @click.option("--min-bytes", type=Bytes(), default="1", show_default=True, help="Shortest message.")
 @click.option("--max-bytes", type=Bytes(), default="4M", show_default=True, help="Longest message.")
-@click.option("--factor", type=float, default=4, show_default=True, help="From one size to the next.")
-@click.option("--iterations", type=click.IntRange(0, MOST), default=0, show_default=True,
-              help="Timed windows per row; 0: what fits in a quarter of a second, from 5 to 500.")
+@click.option(
+    "--factor", type=float, default=4, show_default=True, help="From one size to the next."
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(0, MOST),
+    default=0,
+    show_default=True,
+    help="Timed windows per row; 0: what fits in a quarter of a second, from 5 to 500.",
+)
 @table_options
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw bandwidth and messages a second.")
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(path_type=Path),
+    help="Draw bandwidth and messages a second.",
+)
 def command(**options: Any) -> None:
     """Measure bandwidth with many messages in flight, one way and both ways, as osu_bw, osu_bibw and osu_mbw_mr do.
 
@@ -49,14 +76,25 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     from mpitrain.transport.agreement import on_all_ranks
 
     if transport.size == 1:
-        raise on_every_rank(ConfigError("bench bandwidth measures messages between two ranks, but there is one.",
-                                        "mpitrain launch -n 2 -- bench bandwidth"))
-    lengths = on_all_ranks(transport, lambda: sizes(options["min_bytes"], options["max_bytes"], options["factor"]))
+        raise on_every_rank(
+            ConfigError(
+                "bench bandwidth measures messages between two ranks, but there is one.",
+                "mpitrain launch -n 2 -- bench bandwidth",
+            )
+        )
+    lengths = on_all_ranks(
+        transport, lambda: sizes(options["min_bytes"], options["max_bytes"], options["factor"])
+    )
     files = options["json_file"], options["csv_file"]
     on_all_ranks(transport, lambda: check_files(transport.rank, files, options["plot_file"]))
     facts = header(transport, "bandwidth", "cpu", sys.argv[1:])
-    request = BandwidthRequest(list(dict.fromkeys(lengths)), options["window"], options["ways"].split(","),
-                               options["pairs"] == "all", options["iterations"])
+    request = BandwidthRequest(
+        list(dict.fromkeys(lengths)),
+        options["window"],
+        options["ways"].split(","),
+        options["pairs"] == "all",
+        options["iterations"],
+    )
     measured = measure(transport, request)
     outputs = Outputs()
     if transport.rank != 0:

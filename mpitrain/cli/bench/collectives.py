@@ -18,7 +18,17 @@ from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.machine.kinds import KINDS
 
-OPERATIONS = ("allreduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all", "sendrecv")
+OPERATIONS = (
+    "allreduce",
+    "reduce-scatter",
+    "all-gather",
+    "broadcast",
+    "reduce",
+    "all-to-all",
+    "sendrecv",
+)
+
+
 @click.group(cls=Group)
 def command() -> None:
     """Measure collectives, with all the ranks this was started with: mpitrain launch -n 4 -- bench allreduce
@@ -37,33 +47,97 @@ command.add_command(pairs)
 command.add_command(bandwidth)
 
 
-WIRE = click.option("--wire", default="", metavar="A,B",
-                    help="Formats to measure beside the algorithms, float32: fp16, bf16, int8, topk:0.01, powersgd:4.")
+WIRE = click.option(
+    "--wire",
+    default="",
+    metavar="A,B",
+    help="Formats to measure beside the algorithms, float32: fp16, bf16, int8, topk:0.01, powersgd:4.",
+)
 
 
 def collective(name: str) -> click.Command:
     """The subcommand that measures one collective."""
-    @click.command(name, short_help=f"Measure {name}: sizes x algorithms.",
-                   help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.")
-    @click.option("--algorithm", default="all", metavar="A,B|all", help="Algorithms to measure; all: every one there is.")
-    @click.option("--min-bytes", type=Bytes(), default="4K", show_default=True, help="Smallest array.")
-    @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
-    @click.option("--factor", type=float, default=4, show_default=True, help="From one size to the next.")
-    @click.option("--dtype", default="float32", show_default=True, help="float32, float64, float16, bfloat16, int32.")
-    @click.option("--device", type=click.Choice(KINDS), default="cpu", show_default=True,
-                  help="Whose memory holds the arrays, and whose kernels reduce them.")
-    @click.option("--buffers", default="window", show_default=True, metavar="window|plain|leased|A,B",
-                  help="Where arrays lie: in memory shared by the ranks of a host, as in training; anywhere; of allreduce also "
-                       "where activations that travel do, leased anew for every run.")
-    @click.option("--iterations", type=click.IntRange(0, MOST), default=0, show_default=True,
-                  help="Timed runs per row; 0: what fits in a quarter of a second, from 5 to 500.")
-    @click.option("--warmup", type=click.IntRange(1, MOST), default=3, show_default=True, help="Runs before those.")
-    @click.option("--sweeps", type=click.IntRange(1, MOST), default=1, show_default=True, help="Times to go through it all.")
-    @click.option("--tuning", type=click.Path(path_type=Path), help="Constants for `auto` and the predictions, from bench fit.")
+
+    @click.command(
+        name,
+        short_help=f"Measure {name}: sizes x algorithms.",
+        help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.",
+    )
+    @click.option(
+        "--algorithm",
+        default="all",
+        metavar="A,B|all",
+        help="Algorithms to measure; all: every one there is.",
+    )
+    @click.option(
+        "--min-bytes", type=Bytes(), default="4K", show_default=True, help="Smallest array."
+    )
+    @click.option(
+        "--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array."
+    )
+    @click.option(
+        "--factor", type=float, default=4, show_default=True, help="From one size to the next."
+    )
+    @click.option(
+        "--dtype",
+        default="float32",
+        show_default=True,
+        help="float32, float64, float16, bfloat16, int32.",
+    )
+    @click.option(
+        "--device",
+        type=click.Choice(KINDS),
+        default="cpu",
+        show_default=True,
+        help="Whose memory holds the arrays, and whose kernels reduce them.",
+    )
+    @click.option(
+        "--buffers",
+        default="window",
+        show_default=True,
+        metavar="window|plain|leased|A,B",
+        help="Where arrays lie: in memory shared by the ranks of a host, as in training; anywhere; of allreduce also "
+        "where activations that travel do, leased anew for every run.",
+    )
+    @click.option(
+        "--iterations",
+        type=click.IntRange(0, MOST),
+        default=0,
+        show_default=True,
+        help="Timed runs per row; 0: what fits in a quarter of a second, from 5 to 500.",
+    )
+    @click.option(
+        "--warmup",
+        type=click.IntRange(1, MOST),
+        default=3,
+        show_default=True,
+        help="Runs before those.",
+    )
+    @click.option(
+        "--sweeps",
+        type=click.IntRange(1, MOST),
+        default=1,
+        show_default=True,
+        help="Times to go through it all.",
+    )
+    @click.option(
+        "--tuning",
+        type=click.Path(path_type=Path),
+        help="Constants for `auto` and the predictions, from bench fit.",
+    )
     @table_options
-    @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time and bandwidth, at the end.")
-    @click.option("--fail-below", type=click.FloatRange(min=0), metavar="GB/s",
-                  help="Exit with 1 if an algorithm's bus bandwidth at the largest size is below this, for scripts.")
+    @click.option(
+        "--plot",
+        "plot_file",
+        type=click.Path(path_type=Path),
+        help="Draw time and bandwidth, at the end.",
+    )
+    @click.option(
+        "--fail-below",
+        type=click.FloatRange(min=0),
+        metavar="GB/s",
+        help="Exit with 1 if an algorithm's bus bandwidth at the largest size is below this, for scripts.",
+    )
     def measure(**options: Any) -> None:
         with mpi_session(kind=lambda: options["device"]) as transport:
             wrong = _measure(transport, name, options)
@@ -85,8 +159,12 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
 
     request = on_all_ranks(transport, lambda: _request(name, options))
     files = {key: options[key] for key in ("json_file", "csv_file")}
-    on_all_ranks(transport, lambda: check_files(transport.rank, [*files.values()], options["plot_file"]))
-    tuning = on_all_ranks(transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT)
+    on_all_ranks(
+        transport, lambda: check_files(transport.rank, [*files.values()], options["plot_file"])
+    )
+    tuning = on_all_ranks(
+        transport, lambda: read_tuning(options["tuning"]) if options["tuning"] else DEFAULT
+    )
     facts = header(transport, request.operation, request.device, sys.argv[1:])
     if transport.rank == 0 and (advice := foreign(tuning, transport.hosts)):
         click.echo(f"{advice} with --tuning")
@@ -119,12 +197,28 @@ def _request(name: str, options: dict[str, Any]) -> Any:
         check_name(f"{name} algorithm", algorithm, names(name))
     places = options["buffers"].split(",")
     for place in places:
-        check_name(f"buffers of {name}", place, (*MEMORY, LEASED) if name == "allreduce" else MEMORY)
+        check_name(
+            f"buffers of {name}", place, (*MEMORY, LEASED) if name == "allreduce" else MEMORY
+        )
     wires = [parse_wire(text) for text in options.get("wire", "").split(",") if text]
     if wires and LEASED in places:
-        raise ConfigError("--wire is for gradients, but --buffers has activations.", "Leave out one of the two.")
+        raise ConfigError(
+            "--wire is for gradients, but --buffers has activations.", "Leave out one of the two."
+        )
     if wires and options["dtype"] != "float32":
-        raise ConfigError(f"--wire is for arrays of float32, but these are of {options['dtype']}.", "Leave out one of the two.")
-    return SweepRequest(name, algorithms, sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
-                        dtype_of(options["dtype"]), options["iterations"], options["warmup"], places, options["sweeps"],
-                        [wire for wire in wires if wire.name != "none"], options["device"])
+        raise ConfigError(
+            f"--wire is for arrays of float32, but these are of {options['dtype']}.",
+            "Leave out one of the two.",
+        )
+    return SweepRequest(
+        name,
+        algorithms,
+        sizes(options["min_bytes"], options["max_bytes"], options["factor"]),
+        dtype_of(options["dtype"]),
+        options["iterations"],
+        options["warmup"],
+        places,
+        options["sweeps"],
+        [wire for wire in wires if wire.name != "none"],
+        options["device"],
+    )

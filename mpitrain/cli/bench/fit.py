@@ -14,10 +14,22 @@ from mpitrain.cli.session import MOST, mpi_session
 
 
 @click.command("fit")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("tuning.json"), show_default=True, help="The tuning file.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("tuning.json"),
+    show_default=True,
+    help="The tuning file.",
+)
 @click.option("--min-bytes", type=Bytes(), default="64", show_default=True, help="Smallest array.")
 @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
-@click.option("--sweeps", type=click.IntRange(1, MOST), default=3, show_default=True, help="Times to go through it all.")
+@click.option(
+    "--sweeps",
+    type=click.IntRange(1, MOST),
+    default=3,
+    show_default=True,
+    help="Times to go through it all.",
+)
 @table_options
 def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, **printing: Any) -> None:
     """Measure every all-reduce and fit the cost model to it, for this number of ranks.
@@ -30,14 +42,23 @@ def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, **printing: Any)
         _fit(transport, out, min_bytes, max_bytes, sweeps, printing)
 
 
-def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int, printing: dict[str, Any]) -> None:
+def _fit(
+    transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int, printing: dict[str, Any]
+) -> None:
     """Measure, fit and write after every sweep; at the end check on sizes left out.
 
     printing  the options of `table_options`
     """
     import numpy as np
 
-    from mpitrain.bench.collectives.fit import all_spoilt, checked, described, fit, median_of_sweeps, merged
+    from mpitrain.bench.collectives.fit import (
+        all_spoilt,
+        checked,
+        described,
+        fit,
+        median_of_sweeps,
+        merged,
+    )
     from mpitrain.bench.collectives.header import header, machine
     from mpitrain.bench.collectives.request import SweepRequest, sizes
     from mpitrain.bench.collectives.sweep import Row
@@ -49,13 +70,31 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
     from mpitrain.transport.agreement import on_all_ranks
 
     if transport.size == 1:
-        raise on_every_rank(ConfigError("bench fit measures messages, and one rank sends none.",
-                                        "mpitrain launch -n 2 -- bench fit"))
+        raise on_every_rank(
+            ConfigError(
+                "bench fit measures messages, and one rank sends none.",
+                "mpitrain launch -n 2 -- bench fit",
+            )
+        )
     before = on_all_ranks(transport, lambda: read_tuning(out) if out.exists() else None)
-    on_all_ranks(transport, lambda: check_files(transport.rank, [out, printing["json_file"], printing["csv_file"]]))
-    places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)  # windows serve `shared`, which needs one host
-    request = SweepRequest("allreduce", candidates(Topology(transport.hosts)), sizes(min_bytes, max_bytes, 2),
-                           np.dtype("float32"), 0, 3, places, sweeps, stops=True)
+    on_all_ranks(
+        transport,
+        lambda: check_files(transport.rank, [out, printing["json_file"], printing["csv_file"]]),
+    )
+    places = (
+        MEMORY if len(set(transport.hosts)) == 1 else ("plain",)
+    )  # windows serve `shared`, which needs one host
+    request = SweepRequest(
+        "allreduce",
+        candidates(Topology(transport.hosts)),
+        sizes(min_bytes, max_bytes, 2),
+        np.dtype("float32"),
+        0,
+        3,
+        places,
+        sweeps,
+        stops=True,
+    )
     identity, tuning = machine(transport), DEFAULT
     rows, outputs = list[Row](), Outputs()
     facts = header(transport, request.operation, request.device, sys.argv[1:])
@@ -64,17 +103,27 @@ def _fit(transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int,
         rows += swept
         if spoilt := all_spoilt(rows):
             measured.say(
-                f"sweep {number} of {sweeps}: nothing is written, as every row of {' and '.join(spoilt)} arrays is marked ~")
+                f"sweep {number} of {sweeps}: nothing is written, as every row of {' and '.join(spoilt)} arrays is marked ~"
+            )
         elif transport.rank == 0:
             tuning = fit(identity, transport.hosts, median_of_sweeps(rows))
             with outputs.to(out):
                 write_tuning(out, merged(before, tuning))
                 measured.say(f"sweep {number} of {sweeps}: written to {out}")
     if all_spoilt(rows):
-        raise on_every_rank(MpitrainError("bench fit learns from rows that other work did not spoil, but there are none.",
-                                          "Measure again while nothing else runs, or with more --sweeps."))
+        raise on_every_rank(
+            MpitrainError(
+                "bench fit learns from rows that other work did not spoil, but there are none.",
+                "Measure again while nothing else runs, or with more --sweeps.",
+            )
+        )
     if transport.rank == 0:
-        click.echo("\n" + "\n".join([*described(tuning, transport.size), *checked(identity, transport.hosts, rows)]))
+        click.echo(
+            "\n"
+            + "\n".join(
+                [*described(tuning, transport.size), *checked(identity, transport.hosts, rows)]
+            )
+        )
         if before and before.machine != identity:
             click.echo(f"{out} held constants of another machine; these have taken their place")
     on_all_ranks(transport, outputs.settle)

@@ -12,7 +12,7 @@ from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
 
-if TYPE_CHECKING:    # NumPy must not be loaded before its threads are limited
+if TYPE_CHECKING:  # NumPy must not be loaded before its threads are limited
     from mpitrain.ops.device import Device
 
 PRODUCTS = ("NT", "NN", "TN", "NT+gelu", "TN+sums")
@@ -27,7 +27,9 @@ class Names(click.ParamType):
     def __init__(self, known: tuple[str, ...]):
         self._known = known
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> tuple[str, ...]:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> tuple[str, ...]:
         found = tuple(value.split(",")) if isinstance(value, str) else value
         if wrong := [name for name in found if name not in self._known]:
             self.fail(f"{wrong[0]!r} is none of {', '.join(self._known)}.")
@@ -39,11 +41,32 @@ def on_a_device(command: Callable) -> Callable:
     for option in (
         CSV,
         JSON,
-        click.option("--tiles", type=click.Path(), default="", help="Take tiles from this table, of bench gemm --tune."),
-        click.option("--gemm", type=click.Choice(["tiled", "library"]), default="tiled", show_default=True,
-                     help="Our matrix products: by our kernels, or by cuBLAS and kernels after it."),
-        click.option("--checked", is_flag=True, help="Of cuda-sim: look for races, wrong addresses and uninitialised reads."),
-        click.option("--device", "kind", type=click.Choice(KINDS), default="cpu", show_default=True, help="Where to compute."),
+        click.option(
+            "--tiles",
+            type=click.Path(),
+            default="",
+            help="Take tiles from this table, of bench gemm --tune.",
+        ),
+        click.option(
+            "--gemm",
+            type=click.Choice(["tiled", "library"]),
+            default="tiled",
+            show_default=True,
+            help="Our matrix products: by our kernels, or by cuBLAS and kernels after it.",
+        ),
+        click.option(
+            "--checked",
+            is_flag=True,
+            help="Of cuda-sim: look for races, wrong addresses and uninitialised reads.",
+        ),
+        click.option(
+            "--device",
+            "kind",
+            type=click.Choice(KINDS),
+            default="cpu",
+            show_default=True,
+            help="Where to compute.",
+        ),
     ):
         command = option(command)
     return command
@@ -51,15 +74,27 @@ def on_a_device(command: Callable) -> Callable:
 
 @click.command("kernels")
 @on_a_device
-@click.option("--peer", type=click.Choice(["torch"]), help="Measure attention in turns with PyTorch's fused one.")
-def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, csv_file: Path | None,
-            peer: str | None) -> None:
+@click.option(
+    "--peer",
+    type=click.Choice(["torch"]),
+    help="Measure attention in turns with PyTorch's fused one.",
+)
+def kernels(
+    kind: str,
+    checked: bool,
+    gemm: str,
+    tiles: str,
+    json_file: Path | None,
+    csv_file: Path | None,
+    peer: str | None,
+) -> None:
     """Measure every operation of a training step on this device.
 
     percent: of the bandwidth that a plain copy reaches, or of the rate of the first product; peer: of what adds or activates
     in the same pass, our two operations in its place; #wrong: elements that differ from the reference. The exit code is 1 if
     any does.
     """
+
     def run() -> int:
         from mpitrain.bench.kernels.operations import measure
         from mpitrain.bench.training.steps import imported
@@ -67,49 +102,101 @@ def kernels(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | N
         theirs = imported(peer).TorchAttention if peer else None
         device, name = _device(kind, gemm, tiles, checked)
         click.echo(f"# {name}")
-        click.echo(f"{'operation':<26} {'time us':>10} {'rate':>10} {'':<8} {'percent':>8} {'peer us':>10} {'#wrong':>7}")
+        click.echo(
+            f"{'operation':<26} {'time us':>10} {'rate':>10} {'':<8} {'percent':>8} {'peer us':>10} {'#wrong':>7}"
+        )
         return _printed(
-            measure(device, theirs), (json_file, csv_file), name,
-            lambda row: f"{row.name:<26} {row.time_us:10.1f} {row.rate:10.2f} {row.unit:<8} {row.percent:8.1f} "
-                        f"{row.peer_us:10.1f} {row.wrong:7}".replace(f"{float('nan'):10.1f}", f"{'-':>10}"))
+            measure(device, theirs),
+            (json_file, csv_file),
+            name,
+            lambda row: (
+                f"{row.name:<26} {row.time_us:10.1f} {row.rate:10.2f} {row.unit:<8} {row.percent:8.1f} "
+                f"{row.peer_us:10.1f} {row.wrong:7}".replace(f"{float('nan'):10.1f}", f"{'-':>10}")
+            ),
+        )
 
     _end(run)
 
 
 @click.command("gemm")
 @on_a_device
-@click.option("--shapes", default="", metavar="MxNxK,N", help="Products (M, K) times (K, N); a number alone is a cube.")
-@click.option("--dtype", "dtypes", type=Names(DTYPES), default="float32", show_default=True, metavar="A,B",
-              help=f"Of the operands: {', '.join(DTYPES)}.")
-@click.option("--products", type=Names(PRODUCTS), default=",".join(PRODUCTS), show_default=True, metavar="A,B",
-              help="Of a linear layer: forward, input and weight half; with bias and GELU; with the bias gradient.")
-@click.option("--tune", is_flag=True, help="Measure every tile instead, and write the best ones to --out.")
-@click.option("--out", type=click.Path(path_type=Path),
-              help="Of --tune: the table, for --tiles and device.tiles [tiles.json]; it keeps what it has for other shapes.")
-def gemm(kind: str, checked: bool, gemm: str, tiles: str, json_file: Path | None, csv_file: Path | None, shapes: str,
-         dtypes: tuple[str, ...], products: tuple[str, ...], tune: bool, out: Path | None) -> None:
+@click.option(
+    "--shapes",
+    default="",
+    metavar="MxNxK,N",
+    help="Products (M, K) times (K, N); a number alone is a cube.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=Names(DTYPES),
+    default="float32",
+    show_default=True,
+    metavar="A,B",
+    help=f"Of the operands: {', '.join(DTYPES)}.",
+)
+@click.option(
+    "--products",
+    type=Names(PRODUCTS),
+    default=",".join(PRODUCTS),
+    show_default=True,
+    metavar="A,B",
+    help="Of a linear layer: forward, input and weight half; with bias and GELU; with the bias gradient.",
+)
+@click.option(
+    "--tune", is_flag=True, help="Measure every tile instead, and write the best ones to --out."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Of --tune: the table, for --tiles and device.tiles [tiles.json]; it keeps what it has for other shapes.",
+)
+def gemm(
+    kind: str,
+    checked: bool,
+    gemm: str,
+    tiles: str,
+    json_file: Path | None,
+    csv_file: Path | None,
+    shapes: str,
+    dtypes: tuple[str, ...],
+    products: tuple[str, ...],
+    tune: bool,
+    out: Path | None,
+) -> None:
     """Measure matrix products in turns with the library's: cuBLAS through CuPy, NumPy's BLAS on cuda-sim and cpu.
 
     T: an operand is stored transposed. Where ours does more than a product, the library's time has kernels after it.
     percent: of the library's rate. The exit code is 1 if any element is wrong.
     """
+
     def run() -> int:
         from mpitrain.bench.kernels import gemm as bench
         from mpitrain.errors import ConfigError
 
         if out and not tune:
-            raise ConfigError("--out is where --tune writes its table, but --tune is not given.", "Add --tune, or use --json.")
+            raise ConfigError(
+                "--out is where --tune writes its table, but --tune is not given.",
+                "Add --tune, or use --json.",
+            )
         device, name = _device(kind, gemm, tiles, checked)
         wanted = bench.parse_shapes(shapes or bench.SHAPES[kind])
         click.echo(f"# {name}")
         if tune:
             return _tune(bench.tune(device, wanted, dtypes), out or Path("tiles.json"), name)
-        click.echo(f"{'product':<8} {'M x N x K':>18} {'dtype':>8}  {'tile':<13} {'time us':>10} {'library us':>11} "
-                   f"{'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}")
+        click.echo(
+            f"{'product':<8} {'M x N x K':>18} {'dtype':>8}  {'tile':<13} {'time us':>10} {'library us':>11} "
+            f"{'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}"
+        )
         return _printed(
-            bench.measure(device, wanted, dtypes, products), (json_file, csv_file), name,
-            lambda row: f"{row.product:<8} {f'{row.m} x {row.n} x {row.k}':>18} {row.dtype:>8}  {row.plan or '-':<13} "
-                        f"{row.time_us:10.1f} {row.library_us:11.1f} {row.gflops:10.2f} {row.percent:8.1f} {row.wrong:7}")
+            bench.measure(device, wanted, dtypes, products),
+            (json_file, csv_file),
+            name,
+            lambda row: (
+                f"{row.product:<8} {f'{row.m} x {row.n} x {row.k}':>18} {row.dtype:>8}  {row.plan or '-':<13} "
+                f"{row.time_us:10.1f} {row.library_us:11.1f} {row.gflops:10.2f} {row.percent:8.1f} {row.wrong:7}"
+            ),
+        )
 
     _end(run)
 
@@ -124,17 +211,22 @@ def launch(json_file: Path | None, csv_file: Path | None) -> None:
     is found again. calls: of Python functions, where the operation's launches are found again. Buffers are at hand: leasing is
     not counted.
     """
+
     def run() -> int:
         from mpitrain.bench.kernels.launch_overhead import measure
 
         check_files(0, [json_file, csv_file])
-        click.echo(f"{'operation':<28} {'looked at us':>13} {'found again us':>15} {'ratio':>7} {'calls':>6} {'launches':>9}")
+        click.echo(
+            f"{'operation':<28} {'looked at us':>13} {'found again us':>15} {'ratio':>7} {'calls':>6} {'launches':>9}"
+        )
         seen, outputs = list[Any](), Outputs()
         for row in measure():
             seen.append(row)
             write_rows(outputs, json_file, csv_file, {"arguments": sys.argv[1:]}, seen)
-            click.echo(f"{row.name:<28} {row.looked_at_us:13.2f} {row.found_us:15.2f} {row.looked_at_us / row.found_us:7.1f} "
-                       f"{row.calls:6} {row.launches:9}")
+            click.echo(
+                f"{row.name:<28} {row.looked_at_us:13.2f} {row.found_us:15.2f} {row.looked_at_us / row.found_us:7.1f} "
+                f"{row.calls:6} {row.launches:9}"
+            )
         outputs.settle()
         return 0
 
@@ -148,12 +240,17 @@ def _device(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, s
     from mpitrain.ops.device import device_for
 
     if kind == "cpu" and (gemm != "tiled" or tiles):
-        raise ConfigError("--gemm and --tiles are about products on a GPU, but --device is cpu.", "Leave them out.")
+        raise ConfigError(
+            "--gemm and --tiles are about products on a GPU, but --device is cpu.",
+            "Leave them out.",
+        )
     device = device_for(kind, gemm, tiles, checked)
     return device, device.kernels.engine.name if device.kernels else processor()
 
 
-def _printed(rows: Any, files: tuple[Path | None, Path | None], name: str, line: Callable[[Any], str]) -> int:
+def _printed(
+    rows: Any, files: tuple[Path | None, Path | None], name: str, line: Callable[[Any], str]
+) -> int:
     """Print rows as they come, and write them; how many elements are wrong. files: JSON and CSV."""
     check_files(0, files)
     seen, outputs = list[Any](), Outputs()
@@ -171,13 +268,20 @@ def _tune(rows: Any, out: Path, name: str) -> int:
 
     check_files(0, [out])
     table = {entry[:5]: entry for entry in (read_tiles(out).measured if out.exists() else ())}
-    click.echo(f"{'stored':<6} {'M x N x K':>18} {'dtype':>8}  {'best tile':<14} {'time us':>10} {'usual us':>10} {'tried':>6} "
-               f"{'#wrong':>7}")
+    click.echo(
+        f"{'stored':<6} {'M x N x K':>18} {'dtype':>8}  {'best tile':<14} {'time us':>10} {'usual us':>10} {'tried':>6} "
+        f"{'#wrong':>7}"
+    )
     wrong, outputs = 0, Outputs()
     for row in rows:
-        best, tile = row.best, "x".join(map(str, row.best.tiling.tile[:3])) + f"/{row.best.tiling.splits}"
-        click.echo(f"{best.stored:<6} {f'{best.m} x {best.n} x {best.k}':>18} {best.elements:>8}  {tile:<14} {row.time_us:10.1f} "
-                   f"{row.usual_us:10.1f} {row.tried:6} {row.wrong:7}")
+        best, tile = (
+            row.best,
+            "x".join(map(str, row.best.tiling.tile[:3])) + f"/{row.best.tiling.splits}",
+        )
+        click.echo(
+            f"{best.stored:<6} {f'{best.m} x {best.n} x {best.k}':>18} {best.elements:>8}  {tile:<14} {row.time_us:10.1f} "
+            f"{row.usual_us:10.1f} {row.tried:6} {row.wrong:7}"
+        )
         table[best[:5]] = best
         wrong += row.wrong
         with outputs.to(out):

@@ -18,7 +18,9 @@ class Bytes(click.ParamType):
 
     name = "bytes"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
         if isinstance(value, int):
             return value
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", value.strip(), re.IGNORECASE)
@@ -30,9 +32,21 @@ class Bytes(click.ParamType):
         return int(size)
 
 
-JSON = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write rows there, as they are measured.")
-CSV = click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="The same as a table for spreadsheets.")
-WIDE = click.option("--wide", is_flag=True, help="Print every column, however narrow the terminal is.")
+JSON = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    help="Write rows there, as they are measured.",
+)
+CSV = click.option(
+    "--csv",
+    "csv_file",
+    type=click.Path(path_type=Path),
+    help="The same as a table for spreadsheets.",
+)
+WIDE = click.option(
+    "--wide", is_flag=True, help="Print every column, however narrow the terminal is."
+)
 
 
 def table_options(command: Callable) -> Callable:
@@ -42,8 +56,13 @@ def table_options(command: Callable) -> Callable:
     return command
 
 
-def write_rows(outputs: Outputs, json_file: Path | None, csv_file: Path | None, facts: dict[str, Any],
-               rows: list[Any]) -> None:
+def write_rows(
+    outputs: Outputs,
+    json_file: Path | None,
+    csv_file: Path | None,
+    facts: dict[str, Any],
+    rows: list[Any],
+) -> None:
     """Write the rows so far where the options ask for it."""
     from mpitrain.bench.collectives.table import write_csv, write_json
 

@@ -12,12 +12,31 @@ from mpitrain.cli.session import MOST, mpi_session
 
 
 @click.command("pairs")
-@click.option("--short", type=Bytes(), default="8", show_default=True, help="Message that latency is taken from.")
-@click.option("--long", type=Bytes(), default="4M", show_default=True, help="Message that bandwidth is taken from.")
-@click.option("--iterations", type=click.IntRange(0, MOST), default=0, show_default=True,
-              help="Round trips of each pair and size; 0: what fits in 0.1 s, from 3 to 500.")
+@click.option(
+    "--short",
+    type=Bytes(),
+    default="8",
+    show_default=True,
+    help="Message that latency is taken from.",
+)
+@click.option(
+    "--long",
+    type=Bytes(),
+    default="4M",
+    show_default=True,
+    help="Message that bandwidth is taken from.",
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(0, MOST),
+    default=0,
+    show_default=True,
+    help="Round trips of each pair and size; 0: what fits in 0.1 s, from 3 to 500.",
+)
 @table_options
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw both matrices as heat maps.")
+@click.option(
+    "--plot", "plot_file", type=click.Path(path_type=Path), help="Draw both matrices as heat maps."
+)
 def command(**options: Any) -> None:
     """Measure latency and bandwidth of every pair of ranks, and name the links that are slow.
 
@@ -41,15 +60,26 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     from mpitrain.transport.agreement import on_all_ranks
 
     if transport.size == 1:
-        raise on_every_rank(ConfigError("bench pairs measures messages between two ranks, but there is one.",
-                                        "mpitrain launch -n 2 -- bench pairs"))
+        raise on_every_rank(
+            ConfigError(
+                "bench pairs measures messages between two ranks, but there is one.",
+                "mpitrain launch -n 2 -- bench pairs",
+            )
+        )
     if min(options["short"], options["long"]) < 1:
-        raise on_every_rank(ConfigError("A message has at least 1 byte, but --short or --long is 0.", "Set both to 1 or more."))
+        raise on_every_rank(
+            ConfigError(
+                "A message has at least 1 byte, but --short or --long is 0.",
+                "Set both to 1 or more.",
+            )
+        )
     files = options["json_file"], options["csv_file"]
     on_all_ranks(transport, lambda: check_files(transport.rank, files, options["plot_file"]))
     facts = header(transport, "pairs", "cpu", sys.argv[1:])
     places = places_to_judge(transport.hosts, facts["cores"])
-    measured = measure(transport, options["short"], options["long"], options["iterations"], places=places)
+    measured = measure(
+        transport, options["short"], options["long"], options["iterations"], places=places
+    )
     outputs = Outputs()
     if transport.rank != 0:
         wrong = sum(pair.wrong for pairs in measured for pair in pairs)

@@ -11,8 +11,17 @@ from mpitrain.cli.output_checks import Outputs
 class Printed:
     """Iterates over the rows of a request as they are measured; rank 0 prints each, and writes all so far if asked."""
 
-    def __init__(self, transport: Any, request: Any, tuning: Any, facts: dict[str, Any], wide: bool,
-                 outputs: Outputs, json_file: Path | None, csv_file: Path | None):
+    def __init__(
+        self,
+        transport: Any,
+        request: Any,
+        tuning: Any,
+        facts: dict[str, Any],
+        wide: bool,
+        outputs: Outputs,
+        json_file: Path | None,
+        csv_file: Path | None,
+    ):
         """Collective. outputs: what could not be written, which the caller settles."""
         from mpitrain.bench.collectives.columns import Table
         from mpitrain.bench.collectives.header import printed
@@ -21,10 +30,16 @@ class Printed:
         from mpitrain.cli.terminal.screen import output_columns
         from mpitrain.cli.terminal.table_rows import Rows
 
-        self._measured, self._files, self._facts = sweep(transport, request, tuning), (json_file, csv_file), facts
+        self._measured, self._files, self._facts = (
+            sweep(transport, request, tuning),
+            (json_file, csv_file),
+            facts,
+        )
         self._outputs = outputs
         self._shown = Rows(self._measured.total) if transport.rank == 0 else None
-        self._table = Table(columns(request.buffers, bool(request.wires)), 0 if wide else output_columns())
+        self._table = Table(
+            columns(request.buffers, bool(request.wires)), 0 if wide else output_columns()
+        )
         self.say("\n".join([*printed(facts), "", *self._table.heading()]))
 
     def __iter__(self) -> Iterator[Any]:

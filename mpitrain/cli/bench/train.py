@@ -8,39 +8,116 @@ import click
 from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.cli.session import MOST, mpi_session, settings_of
 
-SHAPE = {"model.layers": 4, "model.width": 256, "model.heads": 4, "model.context": 128, "optimizer.clip": 0.0,
-         "optimizer.lr": 1e-3}
+SHAPE = {
+    "model.layers": 4,
+    "model.width": 256,
+    "model.heads": 4,
+    "model.context": 128,
+    "optimizer.clip": 0.0,
+    "optimizer.lr": 1e-3,
+}
 SEQUENCES = 16  # per rank
-ALONE = ["layout.dp=1", "layout.tp=1", "layout.pp=1", "layout.sequence_parallel=false", "replication.mode=all-reduce",
-         "replication.shard=all", "run.delay="]
+ALONE = [
+    "layout.dp=1",
+    "layout.tp=1",
+    "layout.pp=1",
+    "layout.sequence_parallel=false",
+    "replication.mode=all-reduce",
+    "replication.shard=all",
+    "run.delay=",
+]
 """What makes the job that of one rank."""
 
 
 @click.command("train")
 @click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
-@click.option("--gemm", metavar="WHO", help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).")
+@click.option(
+    "--gemm",
+    metavar="WHO",
+    help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
+)
 @click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages, each with some of the layers (default: 1).")
-@click.option("--against", "others", multiple=True, metavar="SECTION.KEY=VALUE",
-              help="Measure a second job in turns with the first: the same with this setting (repeatable; all of one job).")
-@click.option("--alone", is_flag=True, help="Measure one rank as well, in turns: it computes the whole batch, the others wait.")
-@click.option("--peer", type=click.Choice(["torch"]),
-              help="Measure this as well, in turns: PyTorch over gloo, with what it has like the first job's replication.")
-@click.option("--blocks", type=click.IntRange(1, MOST), default=5, show_default=True, help="Turns that each side has.")
-@click.option("--steps", type=click.IntRange(1, MOST), default=10, show_default=True, help="Training steps in a turn.")
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change the configuration (repeatable).")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all sides' times there, at the end.")
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write every side's blocks there, for spreadsheets.")
-def command(device: str | None, gemm: str | None, tp: int | None, pp: int | None, others: tuple[str, ...], alone: bool,
-            peer: str | None, blocks: int, steps: int, settings: tuple[str, ...], json_file: Path | None,
-            csv_file: Path | None) -> None:
+@click.option(
+    "--pp",
+    type=int,
+    metavar="N",
+    help="Pipeline stages, each with some of the layers (default: 1).",
+)
+@click.option(
+    "--against",
+    "others",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Measure a second job in turns with the first: the same with this setting (repeatable; all of one job).",
+)
+@click.option(
+    "--alone",
+    is_flag=True,
+    help="Measure one rank as well, in turns: it computes the whole batch, the others wait.",
+)
+@click.option(
+    "--peer",
+    type=click.Choice(["torch"]),
+    help="Measure this as well, in turns: PyTorch over gloo, with what it has like the first job's replication.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, MOST),
+    default=5,
+    show_default=True,
+    help="Turns that each side has.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, MOST),
+    default=10,
+    show_default=True,
+    help="Training steps in a turn.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change the configuration (repeatable).",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    help="Write all sides' times there, at the end.",
+)
+@click.option(
+    "--csv",
+    "csv_file",
+    type=click.Path(path_type=Path),
+    help="Write every side's blocks there, for spreadsheets.",
+)
+def command(
+    device: str | None,
+    gemm: str | None,
+    tp: int | None,
+    pp: int | None,
+    others: tuple[str, ...],
+    alone: bool,
+    peer: str | None,
+    blocks: int,
+    steps: int,
+    settings: tuple[str, ...],
+    json_file: Path | None,
+    csv_file: Path | None,
+) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences per rank.
 
     All sides start from the same weights and see the same batches, so their losses show that they do the same work. Of pipelines
     there is a line for each stage: what it sent in a step of the first job, and held at most.
     """
-    changes = [*settings, *settings_of(("device.kind", device), ("device.gemm", gemm), ("layout.tp", tp),
-                                        ("layout.pp", pp))]
+    changes = [
+        *settings,
+        *settings_of(
+            ("device.kind", device), ("device.gemm", gemm), ("layout.tp", tp), ("layout.pp", pp)
+        ),
+    ]
     with mpi_session(kind=lambda: _configured(1, blocks, steps, changes).device.kind) as transport:
         _measure(transport, changes, list(others), alone, peer, blocks, steps, json_file, csv_file)
 
@@ -54,8 +131,17 @@ def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
     return parse(with_settings({}, [*(f"{key}={value}" for key, value in shape.items()), *changes]))
 
 
-def _measure(transport: Any, settings: list[str], others: list[str], alone: bool, peer: str | None, blocks: int, steps: int,
-             json_file: Path | None, csv_file: Path | None) -> None:
+def _measure(
+    transport: Any,
+    settings: list[str],
+    others: list[str],
+    alone: bool,
+    peer: str | None,
+    blocks: int,
+    steps: int,
+    json_file: Path | None,
+    csv_file: Path | None,
+) -> None:
     from mpitrain.bench.collectives.table import write_csv
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import (
@@ -77,7 +163,10 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
 
     def configured() -> list[Any]:
         check_same_work(others)
-        found = [_configured(transport.size, blocks, steps, [*settings, *more]) for more in ([], others, ALONE)]
+        found = [
+            _configured(transport.size, blocks, steps, [*settings, *more])
+            for more in ([], others, ALONE)
+        ]
         for each in found:
             check_common_steps(each)
         return found
@@ -86,8 +175,12 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
     first, second, third = on_all_ranks(transport, configured)
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
-    config = job.trainer.config    # which knows what device.kind auto has become
-    rival = on_all_ranks(transport, lambda: peer_class(peer, config, job.trainer.grid.axes.dp)) if peer else None
+    config = job.trainer.config  # which knows what device.kind auto has become
+    rival = (
+        on_all_ranks(transport, lambda: peer_class(peer, config, job.trainer.grid.axes.dp))
+        if peer
+        else None
+    )
     sides: list[Any] = [Ours(each, named(each.trainer.config, others)) for each in jobs]
     if alone:
         own = transport.split(None if transport.rank else 0)
@@ -97,18 +190,28 @@ def _measure(transport: Any, settings: list[str], others: list[str], alone: bool
     if rival:
         sides.append(rival(transport, config, job.source.inputs, job.trainer.tensors()))
     results = alternate(transport, job, sides, blocks, steps)
-    of_stages = stage_rows(job.trainer, *job.trainer.replication.batch(job.data, 0)) if config.layout.pp > 1 else []
-    for side in sides:    # not after an error, which other ranks may not have: they would be waited for
+    of_stages = (
+        stage_rows(job.trainer, *job.trainer.replication.batch(job.data, 0))
+        if config.layout.pp > 1
+        else []
+    )
+    for (
+        side
+    ) in sides:  # not after an error, which other ranks may not have: they would be waited for
         side.close()
     outputs = Outputs()
     if transport.rank == 0:
-        if config.replication.algorithm == "auto" and (advice := foreign(job.trainer.resolved.tuning, transport.hosts)):
+        if config.replication.algorithm == "auto" and (
+            advice := foreign(job.trainer.resolved.tuning, transport.hosts)
+        ):
             click.echo(f"{advice} in replication.tuning")
         tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
-        click.echo(f"{transport.size} ranks, {config.batch.size} rows per step, "
-                   f"{job.trainer.parameter_count} parameters, "
-                   f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
-                   f"{blocks} blocks of {steps} steps")
+        click.echo(
+            f"{transport.size} ranks, {config.batch.size} rows per step, "
+            f"{job.trainer.parameter_count} parameters, "
+            f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
+            f"{blocks} blocks of {steps} steps"
+        )
         click.echo("\n".join(table(results, tokens)))
         if of_stages:
             click.echo("\n" + "\n".join(stage_table(of_stages)))

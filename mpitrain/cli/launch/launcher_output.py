@@ -17,24 +17,39 @@ from mpitrain.cli.terminal.screen import Screen
 
 RULE = b"-" * 74  # above and below each of Open MPI's boxes
 BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n", re.DOTALL)
-LONGEST = 4096  # bytes of a box, and of what was said before and is looked at again when more has come
+LONGEST = (
+    4096  # bytes of a box, and of what was said before and is looked at again when more has come
+)
 PAUSE = 0.3  # seconds without a byte after which an unfinished box is passed on
 
 TAG = rb"^(?:\[[^\]\n]*\](?:<\w+>)?: ?|\d+: ?)?"  # the beginning of a line, which a launcher may mark with its rank
 
 KILLED = (
-    re.compile(rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+)\s+exited\s+on\s+"
-               rb"(?P<how>signal\s+\d+ \([^)]*\))"),
-    re.compile(rb"^srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?!Exited with)(?P<how>.+)$", re.MULTILINE),
-    re.compile(rb"PID (?P<process>\d+) RUNNING AT (?P<host>\S+)\n.*TERMINATED WITH THE EXIT STRING: .*\((?P<how>signal \d+)\)",
-               re.DOTALL),
+    re.compile(
+        rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+)\s+exited\s+on\s+"
+        rb"(?P<how>signal\s+\d+ \([^)]*\))"
+    ),
+    re.compile(
+        rb"^srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?!Exited with)(?P<how>.+)$",
+        re.MULTILINE,
+    ),
+    re.compile(
+        rb"PID (?P<process>\d+) RUNNING AT (?P<host>\S+)\n.*TERMINATED WITH THE EXIT STRING: .*\((?P<how>signal \d+)\)",
+        re.DOTALL,
+    ),
 )
 # What srun and its daemons say when they kill all that are left, and which rank PMIx lost first.
 ABORTED = re.compile(rb"^srun: Job step aborted|^slurmstepd-\S+: error: \*\*\* STEP ", re.MULTILINE)
-LOST = re.compile(rb"^slurmstepd-\S+: error:.* _errhandler: .* source = \[\S+:(\d+)\]", re.MULTILINE)
-LEFT = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE)  # after which srun itself kills the others
+LOST = re.compile(
+    rb"^slurmstepd-\S+: error:.* _errhandler: .* source = \[\S+:(\d+)\]", re.MULTILINE
+)
+LEFT = re.compile(
+    rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE
+)  # after which srun itself kills the others
 PMIX = re.compile(rb"\[\S+:\d+\] PMIX ERROR")
-ENDINGS = re.compile(rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank")
+ENDINGS = re.compile(
+    rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank"
+)
 
 
 class Killed(NamedTuple):
@@ -55,7 +70,9 @@ class Killed(NamedTuple):
 
     def has(self, rank: int) -> bool:
         """Whether this rank is among those that are listed."""
-        ends = [[int(end) for end in listed.split("-")] for listed in self.rank.split(",") if listed]
+        ends = [
+            [int(end) for end in listed.split("-")] for listed in self.rank.split(",") if listed
+        ]
         return any(first <= rank <= last for first, *_, last in ([*pair, *pair] for pair in ends))
 
     def __str__(self) -> str:
@@ -63,8 +80,10 @@ class Killed(NamedTuple):
             return f"at least one of the ranks {self.rank} on {self.host} was killed: {self.how} (Slurm then ends the others)"
         if self.rank:
             return f"rank {self.rank} on {self.host} was killed: {self.how}"
-        return (f"process {self.process} on {self.host} was killed: {self.how}. MPICH does not tell its rank, and ends the "
-                "others itself when one has left")
+        return (
+            f"process {self.process} on {self.host} was killed: {self.how}. MPICH does not tell its rank, and ends the "
+            "others itself when one has left"
+        )
 
 
 class LauncherOutput:
@@ -91,9 +110,13 @@ class LauncherOutput:
             for killed in self._killed:
                 if killed.has(self._lost):
                     return killed._replace(rank=str(self._lost))
-        if self._is_aborted and len(self._killed) > 1:    # srun ended all before it said so of any: nothing tells them apart
-            return self._killed[0]._replace(rank=",".join(killed.rank for killed in self._killed),
-                                            host=", ".join(killed.host for killed in self._killed))
+        if (
+            self._is_aborted and len(self._killed) > 1
+        ):  # srun ended all before it said so of any: nothing tells them apart
+            return self._killed[0]._replace(
+                rank=",".join(killed.rank for killed in self._killed),
+                host=", ".join(killed.host for killed in self._killed),
+            )
         return self._killed[0] if self._killed else None
 
     def hear(self, text: bytes) -> None:
@@ -101,7 +124,9 @@ class LauncherOutput:
         if not self.began and (found := re.search(re.escape(BEGAN.encode()) + rb"(.*)", text)):
             self.began, self.run = True, found[1].decode(errors="replace").strip()
         for sentence in (ENDED, STOPPED_AT, NOT_BEGUN):
-            if self.closing is None and re.search(TAG + re.escape(sentence.encode()), text, re.MULTILINE):
+            if self.closing is None and re.search(
+                TAG + re.escape(sentence.encode()), text, re.MULTILINE
+            ):
                 self.closing = sentence
         lost = LOST.search(text)
         if lost and self._lost is None:
@@ -109,8 +134,12 @@ class LauncherOutput:
         left = LEFT.search(text)
         for pattern in KILLED if not self._has_left else ():
             for found in pattern.finditer(text, 0, left.start() if left else len(text)):
-                killed = Killed(**{name: " ".join(value.decode(errors="replace").split())
-                                   for name, value in found.groupdict().items()})
+                killed = Killed(
+                    **{
+                        name: " ".join(value.decode(errors="replace").split())
+                        for name, value in found.groupdict().items()
+                    }
+                )
                 if not self._killed:
                     self._is_aborted = bool(ABORTED.search(text, 0, found.start()))
                 if killed not in self._killed:
@@ -129,7 +158,7 @@ class Output:
     def pass_on(self, chunk: bytes) -> bytes:
         """The bytes to show now."""
         self._recent += chunk
-        self._words.hear(self._recent[:self._recent.rfind(b"\n") + 1])
+        self._words.hear(self._recent[: self._recent.rfind(b"\n") + 1])
         self._recent = self._recent[-LONGEST:]
         return chunk
 
@@ -159,7 +188,7 @@ class Errors:
                 data = data[1:]
             self._follows_box = False
             if self._at_line_start and (box := BOX.match(data)):
-                shown, data = shown + self._show(box[0], self._repeats(box[0])), data[box.end():]
+                shown, data = shown + self._show(box[0], self._repeats(box[0])), data[box.end() :]
                 self._follows_box = True
             elif self._at_line_start and self._is_unfinished(data):
                 self.held, data = data, b""
@@ -177,7 +206,11 @@ class Errors:
     def _is_unfinished(self, data: bytes) -> bool:
         if data.startswith(RULE):
             return len(data) < LONGEST
-        return RULE.startswith(data) or self._server.startswith(data) or (data.startswith(self._server) and b"\n" not in data)
+        return (
+            RULE.startswith(data)
+            or self._server.startswith(data)
+            or (data.startswith(self._server) and b"\n" not in data)
+        )
 
     def _repeats(self, box: bytes) -> bool:
         """Whether our own message says what this box says."""
@@ -208,8 +241,14 @@ class Passage(threading.Thread):
     lost         why the target took no more; None as long as it takes everything
     """
 
-    def __init__(self, source: int, target: int, stream: Output | Errors, is_courtesy: bool = False,
-                 screen: Screen | None = None):
+    def __init__(
+        self,
+        source: int,
+        target: int,
+        stream: Output | Errors,
+        is_courtesy: bool = False,
+        screen: Screen | None = None,
+    ):
         super().__init__(daemon=True)
         self._is_courtesy, self._screen = is_courtesy, screen
         self.lost: OSError | None = None
@@ -250,7 +289,7 @@ class Passage(threading.Thread):
     def _write_all(self, data: bytes) -> None:
         while data and self.lost is None:
             try:
-                data = data[os.write(self._target, data):]
+                data = data[os.write(self._target, data) :]
             except OSError as error:
                 self.lost = error
                 if not self._is_courtesy:

@@ -17,7 +17,14 @@ import time
 
 from mpitrain.cli import ENDED, LAUNCHED, NOT_BEGUN, STOPPED, STOPPED_AT, USAGE
 from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput, Output, Passage
-from mpitrain.cli.terminal.screen import ONE_TERMINAL, OUTPUT_TERMINAL, TERMINAL, Screen, columns, is_one_terminal
+from mpitrain.cli.terminal.screen import (
+    ONE_TERMINAL,
+    OUTPUT_TERMINAL,
+    TERMINAL,
+    Screen,
+    columns,
+    is_one_terminal,
+)
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -38,7 +45,13 @@ class Requests(list[int]):
             sys.exit(STOPPED)
 
 
-def run(line: list[str], settings: dict[str, str], requests: Requests, is_training: bool, is_ours: bool = True) -> int:
+def run(
+    line: list[str],
+    settings: dict[str, str],
+    requests: Requests,
+    is_training: bool,
+    is_ours: bool = True,
+) -> int:
     """Start the line in a session of its own, and return the exit code of the run.
 
     The first request asks a training run for a checkpoint; the next one tells the launcher to end, and any after that kills
@@ -47,19 +60,32 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
     is_ours  the ranks are told of the terminal; the output of other programs passes as it is
     """
     environment, screen = {**os.environ, **settings, LAUNCHED: "1"}, Screen()
-    shown: list[Screen | None] = [None, None]  # on which the ranks' standard output and standard error end
-    if is_ours and sys.stderr.isatty() and line[0] != "srun":  # which holds a bar until its line ends: it gets lines instead
+    shown: list[Screen | None] = [
+        None,
+        None,
+    ]  # on which the ranks' standard output and standard error end
+    if (
+        is_ours and sys.stderr.isatty() and line[0] != "srun"
+    ):  # which holds a bar until its line ends: it gets lines instead
         environment[TERMINAL], shown[1] = str(columns()), screen
         if is_one_terminal():
             environment[ONE_TERMINAL], shown[0] = "1", screen
     environment[OUTPUT_TERMINAL] = str(columns(1) if sys.stdout.isatty() else 0)
-    process = subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        line,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout and process.stderr
     words = LauncherOutput()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
-    passages = [Passage(os.dup(process.stdout.fileno()), 1, Output(words), is_training, shown[0]),
-                Passage(os.dup(process.stderr.fileno()), 2, Errors(words, server), is_training, shown[1])]
+    passages = [
+        Passage(os.dup(process.stdout.fileno()), 1, Output(words), is_training, shown[0]),
+        Passage(os.dup(process.stderr.fileno()), 2, Errors(words, server), is_training, shown[1]),
+    ]
     process.stdout.close()
     process.stderr.close()
     told, told_the_run = 0, False
@@ -69,21 +95,30 @@ def run(line: list[str], settings: dict[str, str], requests: Requests, is_traini
             _pass_request(screen, process, told if is_training else told + 1, words.began)
         elif is_training and told == 1 and words.began and not told_the_run:
             told_the_run = True
-            process.send_signal(signal.SIGUSR1)  # a launcher may have had no ranks yet when it got the first
+            process.send_signal(
+                signal.SIGUSR1
+            )  # a launcher may have had no ranks yet when it got the first
         time.sleep(0.02)
     _kill(process.pid)  # a launcher that was killed may have left ranks behind
     for passage in passages:
         passage.finish(2)
     if words.killed and told < 2 and (words.began or not told):
         which = f". `mpitrain report {shlex.quote(words.run)}` says which one fell silent first"
-        say(screen, f"{words.killed}" + (which if words.began and not words.killed.is_one else "")
-            + (". With --resume the run goes on from its last checkpoint" if words.began else ""))
+        say(
+            screen,
+            f"{words.killed}"
+            + (which if words.began and not words.killed.is_one else "")
+            + (". With --resume the run goes on from its last checkpoint" if words.began else ""),
+        )
     if is_training:
         return training_code(screen, words, code, told)
     if passages[0].lost is None:
         return _positive(code)
     if passages[0].lost.errno != errno.EPIPE:
-        say(screen, f"standard output takes no more, and the result is lost: {passages[0].lost.strerror}")
+        say(
+            screen,
+            f"standard output takes no more, and the result is lost: {passages[0].lost.strerror}",
+        )
     return _positive(code) or 1
 
 
@@ -96,9 +131,15 @@ def say(screen: Screen, text: str) -> None:
 
 def _pass_request(screen: Screen, process: subprocess.Popen, which: int, has_begun: bool) -> None:
     if which == 1:
-        say(screen, "asked to stop; the run " + ("ends after a step and a checkpoint" if has_begun else "has not begun")
-            + ". Ask again to end it at once")
-        process.send_signal(signal.SIGUSR1)  # launchers forward it to the ranks; TERM would end them
+        say(
+            screen,
+            "asked to stop; the run "
+            + ("ends after a step and a checkpoint" if has_begun else "has not begun")
+            + ". Ask again to end it at once",
+        )
+        process.send_signal(
+            signal.SIGUSR1
+        )  # launchers forward it to the ranks; TERM would end them
     elif which == 2:
         say(screen, "ending it now")
         process.terminate()
@@ -135,5 +176,8 @@ def training_code(screen: Screen, words: LauncherOutput, code: int, asked: int) 
             say(screen, NOT_BEGUN)
         return STOPPED
     if code == 0:
-        say(screen, "the launcher returned 0, but rank 0 did not say that the run ended: a host may be lost")
+        say(
+            screen,
+            "the launcher returned 0, but rank 0 did not say that the run ended: a host may be lost",
+        )
     return _positive(code) or 1

@@ -14,4 +14,8 @@ def columns() -> int:
 
 def filled(sentences: Iterable[str]) -> list[str]:
     """Sentences in lines that fit the terminal."""
-    return [line for text in sentences for line in textwrap.wrap(text, columns(), subsequent_indent="  ")]
+    return [
+        line
+        for text in sentences
+        for line in textwrap.wrap(text, columns(), subsequent_indent="  ")
+    ]

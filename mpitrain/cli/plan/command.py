@@ -33,30 +33,73 @@ for each in (micro_batches, allreduce, reduce_scatter, all_gather):
 
 def amount(name: str, default: float, text: str) -> Callable:
     """An option that takes milliseconds or megabytes."""
-    return click.option(name, type=click.FloatRange(0), default=default, show_default=True, metavar="NUMBER", help=text)
+    return click.option(
+        name,
+        type=click.FloatRange(0),
+        default=default,
+        show_default=True,
+        metavar="NUMBER",
+        help=text,
+    )
 
 
 @command.command("schedule")
-@click.option("--schedule", "name", default="1f1b", show_default=True, metavar="NAME|FILE",
-              help=f"{', '.join(NAMED)}, or a file.")
-@click.option("--stages", type=click.IntRange(1, 128), show_default="4", help="Ranks of the pipeline.")
-@click.option("--micro-batches", type=click.IntRange(1, 512), show_default="8", help="Parts of a batch.")
-@click.option("--chunks", type=click.IntRange(1, 26), show_default="2",
-              help="Parts of the model per stage, of interleaved and breadth-first.")
+@click.option(
+    "--schedule",
+    "name",
+    default="1f1b",
+    show_default=True,
+    metavar="NAME|FILE",
+    help=f"{', '.join(NAMED)}, or a file.",
+)
+@click.option(
+    "--stages", type=click.IntRange(1, 128), show_default="4", help="Ranks of the pipeline."
+)
+@click.option(
+    "--micro-batches", type=click.IntRange(1, 512), show_default="8", help="Parts of a batch."
+)
+@click.option(
+    "--chunks",
+    type=click.IntRange(1, 26),
+    show_default="2",
+    help="Parts of the model per stage, of interleaved and breadth-first.",
+)
 @amount("--forward-ms", 1, "A micro-batch's forward in a stage, all its parts together.")
 @amount("--backward-ms", 1, "Likewise the half of backward that makes the input's gradient.")
 @amount("--weight-ms", 1, "Likewise the half that makes the weights' gradients.")
 @amount("--transfer-ms", 0, "A message's way, beside what stages compute meanwhile.")
 @amount("--receive-ms", 0, "What a message takes of the stage that waits for it.")
-@click.option("--eager", "is_eager", is_flag=True,
-              help="Messages travel before their receives are posted, as MPI's short ones do.")
+@click.option(
+    "--eager",
+    "is_eager",
+    is_flag=True,
+    help="Messages travel before their receives are posted, as MPI's short ones do.",
+)
 @amount("--overhead-ms", 0, "What a stage's host takes before each instruction.")
 @amount("--saved-mb", 0, "What a stage's forward keeps of a micro-batch for its input half.")
 @amount("--pending-mb", 0, "What the input half keeps for the weight half.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the order there, as --schedule reads it.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw the chart there. Needs mpitrain[report].")
-def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: int | None, json_file: Path | None,
-             plot_file: Path | None, is_eager: bool, **amounts: float) -> None:
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    help="Write the order there, as --schedule reads it.",
+)
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(path_type=Path),
+    help="Draw the chart there. Needs mpitrain[report].",
+)
+def schedule(
+    name: str,
+    stages: int | None,
+    micro_batches: int | None,
+    chunks: int | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+    is_eager: bool,
+    **amounts: float,
+) -> None:
     """Simulate a pipeline, and print what each stage computes when, its bubble and what it holds.
 
     F is a forward, B the input half of a backward, W the weight half, BW both in one; then the number of the micro-batch, and
@@ -79,12 +122,17 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
 
     takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
     if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
-        raise ConfigError(f"Times and sizes are 0 or from {LEAST:g} to {MOST:g}, and a stage takes time, but these are "
-                          + ", ".join(f"{option} {value:g}" for option, value in amounts.items()) + ".",
-                          f"Give one of {', '.join(f'--{half}-ms' for half in HALVES)} more than 0.")
+        raise ConfigError(
+            f"Times and sizes are 0 or from {LEAST:g} to {MOST:g}, and a stage takes time, but these are "
+            + ", ".join(f"{option} {value:g}" for option, value in amounts.items())
+            + ".",
+            f"Give one of {', '.join(f'--{half}-ms' for half in HALVES)} more than 0.",
+        )
     if json_file and name in STREAMS:
-        raise ConfigError(f"A file has the order of one step, but {name} goes on over the ends of steps.",
-                          "Leave out --json, or write that of 1f1b.")
+        raise ConfigError(
+            f"A file has the order of one step, but {name} goes on over the ends of steps.",
+            "Leave out --json, or write that of 1f1b.",
+        )
     messages = amounts["transfer_ms"], amounts["receive_ms"], is_eager, amounts["overhead_ms"]
     if name in STREAMS:
         _stream(name, stages, micro_batches, chunks, plot_file, amounts, messages)
@@ -92,11 +140,24 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     plan = find_plan(name, stages, micro_batches, chunks)
     check_files(0, [json_file], plot_file)
     share = len(plan.lists) / len(plan.place)
-    cost = Cost(*(share * amounts[f"{half}_ms"] for half in HALVES), *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT))
+    cost = Cost(
+        *(share * amounts[f"{half}_ms"] for half in HALVES),
+        *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT),
+    )
     costs = [cost] * len(plan.place)
     simulation = simulate(with_messages(plan), costs, *messages)
     title = f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"
-    click.echo("\n".join([title, "", *chart(plan, simulation, columns()), "", *filled(summary(plan, simulation, costs))]))
+    click.echo(
+        "\n".join(
+            [
+                title,
+                "",
+                *chart(plan, simulation, columns()),
+                "",
+                *filled(summary(plan, simulation, costs)),
+            ]
+        )
+    )
     outputs = Outputs()
     if json_file:
         with outputs.to(json_file):
@@ -114,23 +175,48 @@ def schedule(name: str, stages: int | None, micro_batches: int | None, chunks: i
     outputs.settle()
 
 
-def _stream(name: str, stages: int | None, micro_batches: int | None, chunks: int | None, plot_file: Path | None,
-            amounts: dict[str, float], messages: tuple[float, float, bool, float]) -> None:
+def _stream(
+    name: str,
+    stages: int | None,
+    micro_batches: int | None,
+    chunks: int | None,
+    plot_file: Path | None,
+    amounts: dict[str, float],
+    messages: tuple[float, float, bool, float],
+) -> None:
     """Print and draw a schedule that goes on over the ends of steps."""
     from mpitrain.pipeline.simulate import Cost
     from mpitrain.plan import async_schedule
     from mpitrain.plan.chart import chart
 
-    cost = Cost(*(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT))
+    cost = Cost(
+        *(amounts[f"{half}_ms"] for half in HALVES), *(1e6 * amounts[f"{kept}_mb"] for kept in KEPT)
+    )
     found = async_schedule.stream(name, stages, micro_batches, chunks, cost, *messages)
     check_files(0, [], plot_file)
     rows = chart(found.plan, found.drawn, columns(), found.notes(), "version")
-    click.echo("\n".join([*filled([async_schedule.title(found)]), "", *rows, "", *filled(async_schedule.summary(found, cost))]))
+    click.echo(
+        "\n".join(
+            [
+                *filled([async_schedule.title(found)]),
+                "",
+                *rows,
+                "",
+                *filled(async_schedule.summary(found, cost)),
+            ]
+        )
+    )
     if plot_file:
         from mpitrain.plan.picture import draw
 
         idle, outputs = f"idle in the steady state {100 * found.idle(cost):.1f}%", Outputs()
         with outputs.to(plot_file):
-            draw(found.plan, found.drawn, f"simulated pipeline by {async_schedule.title(found)}; {idle}", plot_file, found.notes())
+            draw(
+                found.plan,
+                found.drawn,
+                f"simulated pipeline by {async_schedule.title(found)}; {idle}",
+                plot_file,
+                found.notes(),
+            )
             click.echo(f"drawn in {plot_file}")
         outputs.settle()

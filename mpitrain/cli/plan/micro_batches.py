@@ -11,24 +11,66 @@ from mpitrain.cli.session import MOST, mpi_session, settings_of
 
 
 @click.command("micro-batches")
-@click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one configuration key (repeatable).")
+@click.argument(
+    "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set one configuration key (repeatable).",
+)
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
 @click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages, each with some of the layers.")
 @click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
-@click.option("--verify", is_flag=True, help="Measure steps of the best count and of its neighbours.")
-@click.option("--blocks", type=click.IntRange(1, MOST), default=5, show_default=True, help="Of --verify: turns of each count.")
-@click.option("--steps", type=click.IntRange(1, MOST), default=5, show_default=True, help="Of --verify: steps in a turn.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all counts there, and the measurement.")
-def command(config_file: Path | None, settings: tuple[str, ...], dp: int | None, tp: int | None, pp: int | None,
-            device: str | None, verify: bool, blocks: int, steps: int, json_file: Path | None) -> None:
+@click.option(
+    "--verify", is_flag=True, help="Measure steps of the best count and of its neighbours."
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, MOST),
+    default=5,
+    show_default=True,
+    help="Of --verify: turns of each count.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, MOST),
+    default=5,
+    show_default=True,
+    help="Of --verify: steps in a turn.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    help="Write all counts there, and the measurement.",
+)
+def command(
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    dp: int | None,
+    tp: int | None,
+    pp: int | None,
+    device: str | None,
+    verify: bool,
+    blocks: int,
+    steps: int,
+    json_file: Path | None,
+) -> None:
     """Say into how many micro-batches to split: mpitrain launch -n 2 -- plan micro-batches --pp 2
 
     The stages of the model are measured once, with micro-batches of a few sizes and all ranks at work, and so are messages
     between them and the end of a step. The simulator then says what a step takes for every number of micro-batches.
     """
-    changes = [*settings, *settings_of(("layout.dp", dp), ("layout.tp", tp), ("layout.pp", pp), ("device.kind", device))]
+    changes = [
+        *settings,
+        *settings_of(
+            ("layout.dp", dp), ("layout.tp", tp), ("layout.pp", pp), ("device.kind", device)
+        ),
+    ]
     with mpi_session(kind=lambda: _configured(config_file, changes).device.kind) as transport:
         _plan(transport, config_file, changes, (blocks, steps) if verify else None, json_file)
 
@@ -39,13 +81,27 @@ def _configured(config_file: Path | None, changes: list[str]) -> Any:
     return parse(with_settings(read_toml(config_file) if config_file else {}, changes), config_file)
 
 
-def _plan(transport: Any, config_file: Path | None, changes: list[str], verified: tuple[int, int] | None,
-          json_file: Path | None) -> None:
+def _plan(
+    transport: Any,
+    config_file: Path | None,
+    changes: list[str],
+    verified: tuple[int, int] | None,
+    json_file: Path | None,
+) -> None:
     """Measure, and print what follows. verified: blocks and steps of the measured counts."""
     from mpitrain.bench.collectives.header import machine
     from mpitrain.bench.collectives.table import write_json
     from mpitrain.parallel.tensor.sequence import sequences_of
-    from mpitrain.plan.micro_batches import advice, best, counts, explanation, neighbours, predict, sizes, table
+    from mpitrain.plan.micro_batches import (
+        advice,
+        best,
+        counts,
+        explanation,
+        neighbours,
+        predict,
+        sizes,
+        table,
+    )
     from mpitrain.plan.stages import end_s, measure
     from mpitrain.run.build import build
     from mpitrain.run.resolve import resolve
@@ -61,34 +117,49 @@ def _plan(transport: Any, config_file: Path | None, changes: list[str], verified
     trainer = job.trainer
     inputs, targets = trainer.replication.batch(job.data, 0)
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
-    ending = end_s(trainer, inputs[:measured[0].rows], targets[:measured[0].rows])
+    ending = end_s(trainer, inputs[: measured[0].rows], targets[: measured[0].rows])
     predicted = predict(config, stages, rows, choices, measured, ending)
     is_root, way, outputs = transport.rank == 0, measured[-1].way, Outputs()
     protocol = "eagerly" if way.is_eager else "by rendezvous"
     if is_root:
-        click.echo(f"{stages} stages by {config.pipeline.schedule}, {rows} rows in each of {found.axes.dp} replica(s), "
-                   f"{trainer.parameter_count:,} parameters, {trainer.config.device.kind}\n"
-                   f"measured with {', '.join(str(each.rows) for each in measured)} row(s) in a micro-batch; of "
-                   f"{measured[-1].rows} a message, sent {protocol}, takes\n"
-                   f"{1e3 * way.transfer:.2f} ms beside compute and {1e3 * way.receive:.2f} "
-                   f"ms of its receiver's; the end of a step {1e3 * ending:.2f} ms\n")
+        click.echo(
+            f"{stages} stages by {config.pipeline.schedule}, {rows} rows in each of {found.axes.dp} replica(s), "
+            f"{trainer.parameter_count:,} parameters, {trainer.config.device.kind}\n"
+            f"measured with {', '.join(str(each.rows) for each in measured)} row(s) in a micro-batch; of "
+            f"{measured[-1].rows} a message, sent {protocol}, takes\n"
+            f"{1e3 * way.transfer:.2f} ms beside compute and {1e3 * way.receive:.2f} "
+            f"ms of its receiver's; the end of a step {1e3 * ending:.2f} ms\n"
+        )
         click.echo("\n".join(table(predicted)))
         click.echo("".join(f"\n{line}" for line in explanation(config, stages, rows, measured)))
         click.echo("\n".join(advice(predicted)))
         if json_file:
             named = None if best(predicted).is_spoilt else best(predicted).micro_batches
             with outputs.to(json_file):
-                write_json(json_file, {"best": named, "end_s": ending, **machine(transport),
-                                       "measured": measured, "arguments": sys.argv[1:]}, predicted)
+                write_json(
+                    json_file,
+                    {
+                        "best": named,
+                        "end_s": ending,
+                        **machine(transport),
+                        "measured": measured,
+                        "arguments": sys.argv[1:],
+                    },
+                    predicted,
+                )
     if verified:
         near = neighbours(predicted)
-        config = config.model_copy(update={"pipeline": trainer.config.pipeline})    # cut as it was measured
+        config = config.model_copy(
+            update={"pipeline": trainer.config.pipeline}
+        )  # cut as it was measured
         job.close()
         _verify(transport, config, job.source, near, *verified)
     on_all_ranks(transport, outputs.settle)
 
 
-def _verify(transport: Any, config: Any, source: Any, predicted: list[Any], blocks: int, steps: int) -> None:
+def _verify(
+    transport: Any, config: Any, source: Any, predicted: list[Any], blocks: int, steps: int
+) -> None:
     """Measure steps of these counts in turns, and print them beside what was predicted."""
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import WARM_UP, Ours, alternate
@@ -98,9 +169,18 @@ def _verify(transport: Any, config: Any, source: Any, predicted: list[Any], bloc
 
     sides = []
     for each in predicted:
-        settings = [f"batch.micro_batches={each.micro_batches}", f"run.steps={WARM_UP + blocks * steps}"]
-        sides.append(Ours(build(transport, parse(with_settings(config.model_dump(), settings)), source=source),
-                          str(each.micro_batches)))
+        settings = [
+            f"batch.micro_batches={each.micro_batches}",
+            f"run.steps={WARM_UP + blocks * steps}",
+        ]
+        sides.append(
+            Ours(
+                build(
+                    transport, parse(with_settings(config.model_dump(), settings)), source=source
+                ),
+                str(each.micro_batches),
+            )
+        )
     results = alternate(transport, sides[0].job, sides, blocks, steps)
     named, quiet = best(predicted), [result for result in results if not result.is_spoilt]
     chosen = sides[predicted.index(named)].job
@@ -111,13 +191,21 @@ def _verify(transport: Any, config: Any, source: Any, predicted: list[Any], bloc
         click.echo(f"\n{'micro-batches':>13} {'predicted ms':>13} {'measured ms':>12}   blocks")
         for each, result in zip(predicted, results, strict=True):
             mark = "~" if result.is_spoilt else " "
-            click.echo(f"{each.micro_batches:>13} {1e3 * each.step_s:>13.2f} {1e3 * result.step_s:>12.2f}{mark}  "
-                       f"{1e3 * min(result.blocks):.2f} .. {1e3 * max(result.blocks):.2f}")
+            click.echo(
+                f"{each.micro_batches:>13} {1e3 * each.step_s:>13.2f} {1e3 * result.step_s:>12.2f}{mark}  "
+                f"{1e3 * min(result.blocks):.2f} .. {1e3 * max(result.blocks):.2f}"
+            )
         own = results[predicted.index(named)]
         if own in quiet:
             fastest = min(quiet, key=lambda result: result.step_s)
-            click.echo(f"measured best: {fastest.name}; a step of {named.micro_batches} takes "
-                       f"{own.step_s / fastest.step_s:.3f} times as long")
+            click.echo(
+                f"measured best: {fastest.name}; a step of {named.micro_batches} takes "
+                f"{own.step_s / fastest.step_s:.3f} times as long"
+            )
         if len(quiet) < len(results):
-            click.echo(f"~ {len(results) - len(quiet)} of {len(results)} counts say nothing: other work ran most of the time")
-        click.echo(f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(stage_table(rows)))
+            click.echo(
+                f"~ {len(results) - len(quiet)} of {len(results)} counts say nothing: other work ran most of the time"
+            )
+        click.echo(
+            f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(stage_table(rows))
+        )

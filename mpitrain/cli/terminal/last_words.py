@@ -9,8 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 SECONDS = 0.25  # between CONT and TERM, and again between TERM and KILL
-ADVICE = (f"note: mpirun kills its ranks {SECONDS} s after it sends them TERM, which may be before a checkpoint is written; "
-          "`mpitrain launch` is needed to stop safely by Ctrl-C or TERM (or send mpirun USR1)")
+ADVICE = (
+    f"note: mpirun kills its ranks {SECONDS} s after it sends them TERM, which may be before a checkpoint is written; "
+    "`mpitrain launch` is needed to stop safely by Ctrl-C or TERM (or send mpirun USR1)"
+)
 
 
 def parent() -> str:

@@ -35,12 +35,18 @@ class Output(io.FileIO):
             self.is_lost = True
             if self.is_courtesy:
                 if self.fileno() == 1:
-                    print(f"warning: standard output takes no more ({error.strerror}): the run goes on, and its metrics.jsonl "
-                          "says how.", file=sys.stderr)
+                    print(
+                        f"warning: standard output takes no more ({error.strerror}): the run goes on, and its metrics.jsonl "
+                        "says how.",
+                        file=sys.stderr,
+                    )
                 return len(data)
             if isinstance(error, BrokenPipeError):
                 raise
-            raise OutputError(f"Standard output takes no more: {error.strerror}.", "Make room, or name another file.") from None
+            raise OutputError(
+                f"Standard output takes no more: {error.strerror}.",
+                "Make room, or name another file.",
+            ) from None
 
 
 def open_output() -> None:
@@ -51,24 +57,33 @@ def open_output() -> None:
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:    # closed: the next file that is opened would get its number, and all that libraries print
+        except OSError:  # closed: the next file that is opened would get its number, and all that libraries print
             os.open(os.devnull, os.O_RDWR)
     screen = Screen() if width() is not None else None
-    sys.stdout = _stream(2 if ONE_TERMINAL in os.environ else 1, sys.stdout, False, screen if shows_output() else None)
+    sys.stdout = _stream(
+        2 if ONE_TERMINAL in os.environ else 1,
+        sys.stdout,
+        False,
+        screen if shows_output() else None,
+    )
     sys.stderr = _stream(2, sys.stderr, True, screen)
 
 
 def be_courtesy() -> None:
     """From now on standard output is a courtesy: a run of hours does not end because nobody takes what it prints."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw, Output):    # that of the other ranks and of tests is something else
+    if isinstance(raw, Output):  # that of the other ranks and of tests is something else
         raw.is_courtesy = True
 
 
-def _stream(descriptor: int, now: TextIO | None, is_courtesy: bool, screen: Screen | None) -> TextIO:
+def _stream(
+    descriptor: int, now: TextIO | None, is_courtesy: bool, screen: Screen | None
+) -> TextIO:
     if now is not None:
         now.flush()
     raw = Output(descriptor, "w", closefd=False)
     raw.is_courtesy, raw.screen = is_courtesy, screen
     encoding = now.encoding if now is not None else "utf-8"
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=True
+    )

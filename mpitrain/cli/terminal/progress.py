@@ -30,10 +30,20 @@ class Bar(tqdm):
 
 def bar(steps: int, first: int = 0, unit: str = "step") -> Bar:
     """A bar of so many steps, of which `first` are done; nothing is shown where standard error is no terminal."""
-    def size(_: TextIO | None = None) -> tuple[int, None]:
-        return max(1, (width() or 0) - 1), None  # a line that ends in the last column has its end erased
 
-    shown = Bar(total=steps, initial=first, unit=unit, disable=width() is None, file=sys.stderr, ncols=size()[0])
+    def size(_: TextIO | None = None) -> tuple[int, None]:
+        return max(
+            1, (width() or 0) - 1
+        ), None  # a line that ends in the last column has its end erased
+
+    shown = Bar(
+        total=steps,
+        initial=first,
+        unit=unit,
+        disable=width() is None,
+        file=sys.stderr,
+        ncols=size()[0],
+    )
     shown.dynamic_ncols = size  # asked each time that the bar is drawn
     return shown
 
@@ -67,14 +77,20 @@ class Progress:
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
-        print(f"{network}: {record['parameters']:,} parameters on {visible(c.data.source)}; {record['ranks']} rank(s), "
-              f"{way(c)}{BEGAN}{folder}", flush=True)
+        print(
+            f"{network}: {record['parameters']:,} parameters on {visible(c.data.source)}; {record['ranks']} rank(s), "
+            f"{way(c)}{BEGAN}{folder}",
+            flush=True,
+        )
         if said := amounts(c, record):
             print(said, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
-            print(f"all {c.run.steps} steps were done before; to train on, set run.steps to more", flush=True)
+            print(
+                f"all {c.run.steps} steps were done before; to train on, set run.steps to more",
+                flush=True,
+            )
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
         self._bar = bar(c.run.steps, self._first)
 
@@ -88,27 +104,42 @@ class Progress:
             unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
             why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
             if self._has_bar:
-                self._bar.set_postfix_str(f"loss {record['loss']:.3f}, {rate:,.0f} {unit}", refresh=False)
+                self._bar.set_postfix_str(
+                    f"loss {record['loss']:.3f}, {rate:,.0f} {unit}", refresh=False
+                )
             if self._has_lines or why:
-                self._line(f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
-                           f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}  "
-                           f"left {self._left(step)}" + why)
+                self._line(
+                    f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
+                    f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}  "
+                    f"left {self._left(step)}" + why
+                )
         elif "val_loss" in record:
-            self._line(f"step {step}: validation loss {record['val_loss']:.4f} nats, "
-                       f"{record['val_accuracy']:.1%} of predictions right")
+            self._line(
+                f"step {step}: validation loss {record['val_loss']:.4f} nats, "
+                f"{record['val_accuracy']:.1%} of predictions right"
+            )
         elif event == "end":
             self._bar.close()
             said = ENDED if record["replicas_equal"] else "done: parameters bitwise NOT equal"
             peaks = record["peak_activation_bytes_of_ranks"]
-            print(f"{said} on all ranks, "
-                  f"peak activations {max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}", flush=True)
+            print(
+                f"{said} on all ranks, "
+                f"peak activations {max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}",
+                flush=True,
+            )
         elif event in CLOSING:
             self._bar.close()
-            said = f"{STOPPED_AT}{step}; --resume goes on from there" if event == "stopped" else f"{event} at step {step}"
+            said = (
+                f"{STOPPED_AT}{step}; --resume goes on from there"
+                if event == "stopped"
+                else f"{event} at step {step}"
+            )
             self._say_last(said)
 
     def _left(self, step: int) -> str:
-        seconds = (time.perf_counter() - self._start) / max(1, step - self._first) * (self._steps - step)
+        seconds = (
+            (time.perf_counter() - self._start) / max(1, step - self._first) * (self._steps - step)
+        )
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
     def _line(self, text: str) -> None:
@@ -129,8 +160,10 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
     else:
         return ""
     epochs = steps * size / there
-    return (f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
-            f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps")
+    return (
+        f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
+        f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps"
+    )
 
 
 def way(config: Config) -> str:
@@ -145,5 +178,7 @@ def way(config: Config) -> str:
         rows = ", rows of norms divided" if layout.sequence_parallel else ""
         said.append(f"{layout.tp} of them share layers by {layout.algorithm} all-reduce{rows}")
     if layout.pp > 1:
-        said.append(f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches")
+        said.append(
+            f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches"
+        )
     return ", ".join(said if layout.tp > 1 else [*said, f"{replication.algorithm} all-reduce"])

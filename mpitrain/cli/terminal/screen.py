@@ -7,7 +7,9 @@ import threading
 # What `launch` tells its ranks of the terminal behind the pipes that they are given.
 TERMINAL = "MPITRAIN_TERMINAL"  # the columns of the one behind standard error
 ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"  # set where standard output ends there, too
-OUTPUT_TERMINAL = "MPITRAIN_OUTPUT_TERMINAL"  # the columns of the one behind standard output, 0 without one
+OUTPUT_TERMINAL = (
+    "MPITRAIN_OUTPUT_TERMINAL"  # the columns of the one behind standard output, 0 without one
+)
 
 USUAL = 80  # columns of a terminal that does not say how many it has
 DRAWN = re.compile(rb"(\r[^\r\n\x1b]*\x1b\[K)")  # a bar: over the line's text, whose rest is erased
@@ -34,7 +36,9 @@ def width() -> int | None:
 
 def output_columns() -> int:
     """Columns of the terminal behind standard output, also behind the pipe of `launch`; 0 without one."""
-    told = os.environ.get(OUTPUT_TERMINAL, "")  # mpirun gives its ranks a terminal of its own, whatever is behind that
+    told = os.environ.get(
+        OUTPUT_TERMINAL, ""
+    )  # mpirun gives its ranks a terminal of its own, whatever is behind that
     if told.isdecimal():
         return int(told)
     return columns(1) if os.isatty(1) else 0

@@ -22,8 +22,13 @@ from mpitrain.machine.backend import on_device
 from mpitrain.transport.base import Transport
 
 
-def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = (),
-               arithmetic: Arithmetic = HOST) -> Reduction:
+def bind_lossy(
+    transport: Transport,
+    array: np.ndarray,
+    wire: Wire,
+    matrices: Sequence[Matrix] = (),
+    arithmetic: Arithmetic = HOST,
+) -> Reduction:
     """Bind a sum of `array` over all ranks, in place, that travels in a wire format.
 
     array       float32, contiguous; one length on all ranks
@@ -32,20 +37,39 @@ def bind_lossy(transport: Transport, array: np.ndarray, wire: Wire, matrices: Se
     raises      CommError on every rank if ranks differ or the array is not float32; ConfigError on every rank if the
                 array lies in a GPU's memory and the format's residuals cannot
     """
-    tag = agree(transport, "lossy all-reduce", array, (wire.name,), wire.name, amount=wire.amount, matrices=len(matrices))
+    tag = agree(
+        transport,
+        "lossy all-reduce",
+        array,
+        (wire.name,),
+        wire.name,
+        amount=wire.amount,
+        matrices=len(matrices),
+    )
     if array.dtype != np.float32:
-        raise on_every_rank(CommError(
-            f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.", "Use wire none."))
+        raise on_every_rank(
+            CommError(
+                f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.",
+                "Use wire none.",
+            )
+        )
     if wire.name in ("topk", "powersgd") and on_device(array):
-        raise on_every_rank(ConfigError(
-            f"Wire format {wire.name} keeps its residuals in host memory, but this array lies in a GPU's.",
-            "Use wire fp16, bf16, int8 or none, or device.kind cpu."))
+        raise on_every_rank(
+            ConfigError(
+                f"Wire format {wire.name} keeps its residuals in host memory, but this array lies in a GPU's.",
+                "Use wire fp16, bf16, int8 or none, or device.kind cpu.",
+            )
+        )
     flat = array.reshape(-1)
     if wire.name == "topk":
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag, arithmetic.largest)
     if wire.name == "powersgd":
         beyond = [matrix for matrix in matrices if not matrix.fits(flat.size)]
         if beyond:
-            raise on_every_rank(CommError(f"Matrices lie within their array, but {beyond[0]} does not in {flat.size} elements."))
+            raise on_every_rank(
+                CommError(
+                    f"Matrices lie within their array, but {beyond[0]} does not in {flat.size} elements."
+                )
+            )
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
     return bind_coded(transport, flat, arithmetic.codecs[wire.name], tag)

@@ -40,7 +40,7 @@ class Feedback:
             kept, prediction = self.residual[part], self.prediction[part]
             kept *= 1 - RECENT
             kept += array[part]
-            kept -= np.multiply(prediction, self._share, out=self.scratch[:kept.size])
+            kept -= np.multiply(prediction, self._share, out=self.scratch[: kept.size])
 
     def learn(self, total: np.ndarray) -> None:
         """Put a sum that travelled whole into the prediction, unless it is not finite; what was not sent before fades."""
@@ -51,4 +51,6 @@ class Feedback:
             if is_finite:
                 prediction = self.prediction[part]
                 prediction *= 1 - RECENT
-                prediction += np.multiply(total[part], np.float32(RECENT), out=self.scratch[:prediction.size])
+                prediction += np.multiply(
+                    total[part], np.float32(RECENT), out=self.scratch[: prediction.size]
+                )

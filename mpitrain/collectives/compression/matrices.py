@@ -18,12 +18,19 @@ class Matrix(NamedTuple):
     def fits(self, count: int) -> bool:
         """Whether it lies in an array of `count` elements."""
         end = self.start + (self.rows - 1) * self.stride + self.columns
-        return self.start >= 0 and 0 <= self.columns <= self.stride and self.rows >= 0 and (self.rows == 0 or end <= count)
+        return (
+            self.start >= 0
+            and 0 <= self.columns <= self.stride
+            and self.rows >= 0
+            and (self.rows == 0 or end <= count)
+        )
 
     def of(self, flat: np.ndarray) -> np.ndarray:
         """The matrix in such an array, which must reach to its end."""
         strides = self.stride * flat.itemsize, flat.itemsize
-        return np.lib.stride_tricks.as_strided(flat[self.start:], (self.rows, self.columns), strides)
+        return np.lib.stride_tricks.as_strided(
+            flat[self.start :], (self.rows, self.columns), strides
+        )
 
 
 def tiles(start: int, rows: int, columns: int) -> list[Matrix]:

@@ -24,8 +24,14 @@ class PowerSgd(Chain):
     source   Vogels, Karimireddy & Jaggi 2019, NeurIPS; arXiv:1905.13727
     """
 
-    def __init__(self, transport: Transport, array: np.ndarray, k: int, matrices: Sequence[Matrix], tag: int):
-        matrices = [m for m in matrices or [square(array.size)] if k * (m.rows + m.columns) < m.rows * m.columns]
+    def __init__(
+        self, transport: Transport, array: np.ndarray, k: int, matrices: Sequence[Matrix], tag: int
+    ):
+        matrices = [
+            m
+            for m in matrices or [square(array.size)]
+            if k * (m.rows + m.columns) < m.rows * m.columns
+        ]
         outside = np.ones(array.size, bool)
         for m in matrices:
             m.of(outside)[:] = False
@@ -36,12 +42,19 @@ class PowerSgd(Chain):
         self.state, self.learn = {**feedback.state, "factors": factors}, feedback.learn
         left = np.empty(k * sum(heights), np.float32)
         right = np.empty(factors.size + outside.size, np.float32)
-        views = list(zip(matrices, _factors(left, heights, k), _factors(right, widths, k), _factors(factors, widths, k),
-                         strict=True))
+        views = list(
+            zip(
+                matrices,
+                _factors(left, heights, k),
+                _factors(right, widths, k),
+                _factors(factors, widths, k),
+                strict=True,
+            )
+        )
         scratch = np.empty(max((m.rows * m.columns for m in matrices), default=0), np.float32)
 
         def product(m: Matrix, p: np.ndarray, q: np.ndarray) -> np.ndarray:
-            return np.matmul(p, q.T, out=scratch[:m.rows * m.columns].reshape(m.rows, m.columns))
+            return np.matmul(p, q.T, out=scratch[: m.rows * m.columns].reshape(m.rows, m.columns))
 
         def project() -> None:
             feedback.take(array)
@@ -55,7 +68,7 @@ class PowerSgd(Chain):
                 lost = m.of(feedback.residual)
                 np.matmul(lost.T, p, out=q)
                 lost -= product(m, p, q)
-            right[factors.size:] = feedback.residual[outside]
+            right[factors.size :] = feedback.residual[outside]
             feedback.residual[outside] = 0
 
         def rebuild() -> None:
@@ -68,14 +81,31 @@ class PowerSgd(Chain):
                     prediction += sent
                     is_live = p.any(axis=0)
                     old[:, is_live] = q[:, is_live]  # a direction that vanished is tried again
-            array[outside] = right[factors.size:]
+            array[outside] = right[factors.size :]
             if not is_finite:  # as for topk
                 feedback.residual[:] = 0
 
-        rings = [Execution(transport, buffer, "add", ring.all_reduce(transport.rank, transport.size, buffer.size), tag)
-                 for buffer in (left, right)]
-        super().__init__(transport, [LocalReduction(project), rings[0], LocalReduction(reproject), rings[1], LocalReduction(rebuild)],
-                         sum(kept.nbytes for kept in (left, right, scratch, outside, feedback.scratch)))
+        rings = [
+            Execution(
+                transport,
+                buffer,
+                "add",
+                ring.all_reduce(transport.rank, transport.size, buffer.size),
+                tag,
+            )
+            for buffer in (left, right)
+        ]
+        super().__init__(
+            transport,
+            [
+                LocalReduction(project),
+                rings[0],
+                LocalReduction(reproject),
+                rings[1],
+                LocalReduction(rebuild),
+            ],
+            sum(kept.nbytes for kept in (left, right, scratch, outside, feedback.scratch)),
+        )
 
 
 def orthonormalise(columns: np.ndarray) -> None:
@@ -91,4 +121,7 @@ def orthonormalise(columns: np.ndarray) -> None:
 
 def _factors(flat: np.ndarray, lengths: Sequence[int], k: int) -> list[np.ndarray]:
     """Views (length, k) of a flat buffer, one after the other."""
-    return [flat[k * start:k * stop].reshape(-1, k) for start, stop in pairwise(accumulate(lengths, initial=0))]
+    return [
+        flat[k * start : k * stop].reshape(-1, k)
+        for start, stop in pairwise(accumulate(lengths, initial=0))
+    ]

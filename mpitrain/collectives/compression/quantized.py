@@ -26,12 +26,16 @@ def bind_coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) 
     traffic  2(n-1) chunks, each coded: LANE elements of every whole lane, ceil(rest / n) rounded up to blocks of the last
     """
     n, most = transport.size, transport.size * LANE
-    lanes = [array[start:start + most] for start in range(0, array.size, most)] or [array]
+    lanes = [array[start : start + most] for start in range(0, array.size, most)] or [array]
     width = min(len(lanes), max(2, 2 * WINDOW // n))
     tags = [tag, *(transport.claim_tag() for _ in range(2 * width - 1))]
-    desks = [Workspace(lanes[0], n, codec, tags[2 * i:2 * i + 2]) for i in range(width)]
-    return PipelinedChain(transport, [links(transport, part, codec, desks[i % width]) for i, part in enumerate(lanes)], width,
-                 sum(desk.nbytes for desk in desks))
+    desks = [Workspace(lanes[0], n, codec, tags[2 * i : 2 * i + 2]) for i in range(width)]
+    return PipelinedChain(
+        transport,
+        [links(transport, part, codec, desks[i % width]) for i, part in enumerate(lanes)],
+        width,
+        sum(desk.nbytes for desk in desks),
+    )
 
 
 class Workspace:
@@ -40,23 +44,32 @@ class Workspace:
     def __init__(self, part: np.ndarray, n: int, codec: Codec, tags: Sequence[int]):
         self.tags = tags
         blocks = n * -(-part.size // (n * BLOCK))
-        self.values, self.scratch = (np.empty_like(part, shape=count * BLOCK) for count in (blocks, blocks // n))
-        self.outgoing, self.incoming = (np.empty_like(part, np.uint8, shape=blocks * codec.block_bytes) for _ in range(2))
-        self.nbytes = sum(array.nbytes for array in (self.values, self.scratch, self.outgoing, self.incoming))
+        self.values, self.scratch = (
+            np.empty_like(part, shape=count * BLOCK) for count in (blocks, blocks // n)
+        )
+        self.outgoing, self.incoming = (
+            np.empty_like(part, np.uint8, shape=blocks * codec.block_bytes) for _ in range(2)
+        )
+        self.nbytes = sum(
+            array.nbytes for array in (self.values, self.scratch, self.outgoing, self.incoming)
+        )
 
 
 def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace) -> list[Reduction]:
     """One lane: code, send each chunk to the rank that sums it; sum, code, send the sums to all; decode."""
     rank, n = transport.rank, transport.size
     blocks = -(-part.size // (n * BLOCK))
-    flat, scratch = desk.values[:n * blocks * BLOCK], desk.scratch[:blocks * BLOCK]
+    flat, scratch = desk.values[: n * blocks * BLOCK], desk.scratch[: blocks * BLOCK]
     values = flat.reshape(n, -1)
-    outgoing, incoming = (buffer[:n * blocks * codec.block_bytes].reshape(n, -1) for buffer in (desk.outgoing, desk.incoming))
+    outgoing, incoming = (
+        buffer[: n * blocks * codec.block_bytes].reshape(n, -1)
+        for buffer in (desk.outgoing, desk.incoming)
+    )
     others = [(rank + step) % n for step in range(1, n)]
 
     def scatter() -> None:
-        flat[:part.size] = part
-        flat[part.size:] = 0
+        flat[: part.size] = part
+        flat[part.size :] = 0
         for peer in others:
             codec.encode(values[peer], outgoing[peer])
 
@@ -68,22 +81,36 @@ def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace)
     def finish() -> None:
         for owner in range(n):
             codec.decode(incoming[owner], values[owner])
-        part[:] = flat[:part.size]
+        part[:] = flat[: part.size]
 
-    plans = without_self(pairwise.all_to_all(rank, n, incoming.size), rank), pairwise.all_gather(rank, n, incoming.size)
+    plans = (
+        without_self(pairwise.all_to_all(rank, n, incoming.size), rank),
+        pairwise.all_gather(rank, n, incoming.size),
+    )
     # All peers at once: a rank that is late to code its chunk then holds up nobody's exchange with the others.
-    to_all, from_all = (Execution(transport, incoming, "add", at_once(plan), tag, source)
-                        for plan, tag, source in zip(plans, desk.tags, (outgoing, incoming), strict=True))
-    return [LocalReduction(scatter), to_all, LocalReduction(gather), from_all, LocalReduction(finish)]
+    to_all, from_all = (
+        Execution(transport, incoming, "add", at_once(plan), tag, source)
+        for plan, tag, source in zip(plans, desk.tags, (outgoing, incoming), strict=True)
+    )
+    return [
+        LocalReduction(scatter),
+        to_all,
+        LocalReduction(gather),
+        from_all,
+        LocalReduction(finish),
+    ]
 
 
 def without_self(plan: Plan, rank: int) -> Plan:
     """The plan but for what a rank sends itself."""
-    return plan._replace(steps=tuple(step for step in plan.steps if all(t.peer != rank for t in step.sends)))
+    return plan._replace(
+        steps=tuple(step for step in plan.steps if all(t.peer != rank for t in step.sends))
+    )
 
 
-def bind_coded_all_gather(transport: Transport, array: np.ndarray, codec: Codec,
-                          bind: Callable[[np.ndarray], Reduction]) -> Chain:
+def bind_coded_all_gather(
+    transport: Transport, array: np.ndarray, codec: Codec, bind: Callable[[np.ndarray], Reduction]
+) -> Chain:
     """Bind an all-gather of coded chunks: what chunk r of rank r is decoded to ends in everyone's array, on rank r, too.
 
     array    float32; its size divides into as many chunks as ranks
@@ -107,4 +134,8 @@ def bind_coded_all_gather(transport: Transport, array: np.ndarray, codec: Codec,
             codec.decode(part, values)
             chunk[:] = values[:length]
 
-    return Chain(transport, [LocalReduction(encode), bind(coded), LocalReduction(decode)], values.nbytes + coded.nbytes)
+    return Chain(
+        transport,
+        [LocalReduction(encode), bind(coded), LocalReduction(decode)],
+        values.nbytes + coded.nbytes,
+    )

@@ -19,8 +19,14 @@ class TopK(Chain):
     source   Stich, Cordonnier & Jaggi 2018, NeurIPS; arXiv:1809.07599
     """
 
-    def __init__(self, transport: Transport, array: np.ndarray, k: int, tag: int,
-                 largest: Callable[[np.ndarray, int], np.ndarray]):
+    def __init__(
+        self,
+        transport: Transport,
+        array: np.ndarray,
+        k: int,
+        tag: int,
+        largest: Callable[[np.ndarray, int], np.ndarray],
+    ):
         rank, n = transport.rank, transport.size
         feedback = Feedback(array, n)
         self.state, self.learn = feedback.state, feedback.learn
@@ -38,10 +44,18 @@ class TopK(Chain):
             for positions, values in everyone:
                 array[positions] += values.view(np.float32)
             if not np.isfinite(array[everyone[:, 0]]).all():
-                feedback.residual[:] = 0  # the step will be skipped: what it left behind must not spoil the next
+                feedback.residual[:] = (
+                    0  # the step will be skipped: what it left behind must not spoil the next
+                )
                 return
             for positions, values in everyone:
                 feedback.prediction[positions] += np.float32(RECENT) * values.view(np.float32)
 
-        exchange = Execution(transport, everyone, "add", ring.all_gather(rank, n, everyone.size), tag)
-        super().__init__(transport, [LocalReduction(choose), exchange, LocalReduction(add_up)], everyone.nbytes + feedback.scratch.nbytes)
+        exchange = Execution(
+            transport, everyone, "add", ring.all_gather(rank, n, everyone.size), tag
+        )
+        super().__init__(
+            transport,
+            [LocalReduction(choose), exchange, LocalReduction(add_up)],
+            everyone.nbytes + feedback.scratch.nbytes,
+        )

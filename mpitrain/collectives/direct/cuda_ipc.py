@@ -22,7 +22,9 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.device.messages import DeviceTransport
 
 
-def bind_shared_gpu(transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
+def bind_shared_gpu(
+    transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic
+) -> Reduction | None:
     """Bind an all-reduce through GPU memory, under the conditions of `_bound`.
 
     order   chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
@@ -40,7 +42,9 @@ def bind_shared_gpu(transport: Transport, array: Any, op: str, tag: int, arithme
     return _bound(transport, array, tag, reduce)
 
 
-def bind_reduce_scatter_gpu(transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
+def bind_reduce_scatter_gpu(
+    transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic
+) -> Reduction | None:
     """Bind a reduce-scatter through GPU memory, under the conditions of `_bound`, in the order of the all-reduce."""
     combine = arithmetic.combining(array, op)
 
@@ -71,7 +75,9 @@ def _turned(transport: Transport, arrays: list[Any]) -> list[Any]:
     return [whole[start:stop] for whole in arrays[rank:] + arrays[:rank]]
 
 
-def _bound(transport: Transport, array: Any, tag: int, work: Callable[[list[Any]], None]) -> Reduction | None:
+def _bound(
+    transport: Transport, array: Any, tag: int, work: Callable[[list[Any]], None]
+) -> Reduction | None:
     """What does some work on every rank's array, by rank, between two barriers; they stay open as long as it lives.
 
     Collective, over the ranks of one host. None on every rank, and one line from rank 0, if a rank cannot open another's
@@ -79,9 +85,12 @@ def _bound(transport: Transport, array: Any, tag: int, work: Callable[[list[Any]
     memory  the driver must not get an array's allocation back while other ranks have it open; CuPy's pools keep theirs
     """
     if not isinstance(transport, DeviceTransport):
-        raise on_every_rank(ConfigError(
-            "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
-            "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring."))
+        raise on_every_rank(
+            ConfigError(
+                "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
+                "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring.",
+            )
+        )
     _check_gpus_are_seen(transport)
     gpu = transport.backend
     try:
@@ -95,8 +104,12 @@ def _bound(transport: Transport, array: Any, tag: int, work: Callable[[list[Any]
         work(arrays)
         gpu.synchronize()
 
-    meeting = Execution(transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag)
-    return Chain(transport, [LocalReduction(gpu.synchronize), meeting, LocalReduction(run), meeting])
+    meeting = Execution(
+        transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag
+    )
+    return Chain(
+        transport, [LocalReduction(gpu.synchronize), meeting, LocalReduction(run), meeting]
+    )
 
 
 def _check_gpus_are_seen(transport: DeviceTransport) -> None:
@@ -105,10 +118,13 @@ def _check_gpus_are_seen(transport: DeviceTransport) -> None:
     for reader, (_, seen) in enumerate(everyone):
         for owner, (gpu, _) in enumerate(everyone):
             if gpu not in seen:
-                raise on_every_rank(ConfigError(
-                    f"algorithm shared needs every rank to see the GPUs of all, but rank {reader} does not see that of rank "
-                    f"{owner} ({gpu}).",
-                    "Leave CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task out, or use algorithm ring."))
+                raise on_every_rank(
+                    ConfigError(
+                        f"algorithm shared needs every rank to see the GPUs of all, but rank {reader} does not see that of rank "
+                        f"{owner} ({gpu}).",
+                        "Leave CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task out, or use algorithm ring.",
+                    )
+                )
 
 
 def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
@@ -117,10 +133,15 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
         return [flat] * transport.size
     gpu = transport.backend
     places = transport.gather_text(on_all_ranks(transport, lambda: gpu.export(flat)))
-    return on_all_ranks(transport, lambda: [flat if peer == transport.rank else gpu.open(handle, offset, flat)
-                                      for peer, (handle, offset) in enumerate(places)])
+    return on_all_ranks(
+        transport,
+        lambda: [
+            flat if peer == transport.rank else gpu.open(handle, offset, flat)
+            for peer, (handle, offset) in enumerate(places)
+        ],
+    )
 
 
-@cache    # many arrays are bound, one after the other
+@cache  # many arrays are bound, one after the other
 def _say_once(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -17,7 +17,9 @@ class Native:
     is_messages = False
     scratch_bytes = 0
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic):
+    def __init__(
+        self, transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+    ):
         self._transport, self._array, self._op = transport, array, op
         self._request: Request | None = None
 
@@ -46,8 +48,10 @@ def refusal(situation: Topology) -> CommError | None:
     """MPI must know the dtype."""
     if situation.is_native:
         return None
-    return CommError(f"algorithm native needs a dtype that MPI reduces, which {situation.dtype} is not.",
-                     "Use algorithm ring, which reduces any type.")
+    return CommError(
+        f"algorithm native needs a dtype that MPI reduces, which {situation.dtype} is not.",
+        "Use algorithm ring, which reduces any type.",
+    )
 
 
 def is_rival(situation: Topology) -> bool:

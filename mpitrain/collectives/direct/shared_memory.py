@@ -42,7 +42,9 @@ class Shared(ABC):
     def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int):
         self._transport, self._combine = transport, HOST.combining(array, op)
         self._array = array.reshape(-1)
-        self._meeting = Execution(transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag)
+        self._meeting = Execution(
+            transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag
+        )
         self._meetings_left = 0
 
     def run(self) -> None:
@@ -84,8 +86,11 @@ class Shared(ABC):
         """Why no run may begin: without this, what is written would not be memory any more."""
         if self._meetings_left:
             return started_twice()
-        return CommError(f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
-                         "it was split from is closed.", "Close it when all reductions have ended.")
+        return CommError(
+            f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
+            "it was split from is closed.",
+            "Close it when all reductions have ended.",
+        )
 
     def _go_on(self) -> None:
         """All ranks have met."""
@@ -104,16 +109,21 @@ class InPlace(Shared):
 
     meetings = 2
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, windows: list[np.ndarray]):
+    def __init__(
+        self, transport: Transport, array: np.ndarray, op: str, tag: int, windows: list[np.ndarray]
+    ):
         super().__init__(transport, array, op, tag)
         rank, n = transport.rank, transport.size
         self._own = windows[rank]
         self._in_window = self._array.ctypes.data == self._own.ctypes.data
         start, stop = chunk_bounds(array.size, n)[rank]
         step = max(1, CACHED_BYTES // array.itemsize)
-        turned = windows[rank + 1:] + windows[:rank]
+        turned = windows[rank + 1 :] + windows[:rank]
         self._blocks = [
-            (self._own[low:min(low + step, stop)], [window[low:min(low + step, stop)] for window in turned])
+            (
+                self._own[low : min(low + step, stop)],
+                [window[low : min(low + step, stop)] for window in turned],
+            )
             for low in range(start, stop, step)
         ]
 
@@ -143,7 +153,14 @@ class Small(Shared):
 
     meetings = 1
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]):
+    def __init__(
+        self,
+        transport: Transport,
+        array: np.ndarray,
+        op: str,
+        tag: int,
+        slots: list[list[np.ndarray]],
+    ):
         super().__init__(transport, array, op, tag)
         self._own = [copies[transport.rank] for copies in slots]
         self._copies = [(copies[0], copies[1:]) for copies in slots]
@@ -160,7 +177,9 @@ class Small(Shared):
             combine(array, other)
 
 
-def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
+def bind_shared(
+    transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+) -> Reduction | None:
     """Bind an all-reduce through shared memory: through the window the array lies in, or through one it is copied to.
 
     Collective, over the ranks of one host. None on every rank if the host has no room for a window.
@@ -168,12 +187,20 @@ def bind_shared(transport: Transport, array: np.ndarray, op: str, tag: int, arit
     """
     if on_device(array):
         return bind_shared_gpu(transport, array, op, tag, arithmetic)
-    return bind_in_window(transport, array, lambda slots: Small(transport, array, op, tag, slots) if len(slots) == 2
-                          else InPlace(transport, array, op, tag, slots[0]))
+    return bind_in_window(
+        transport,
+        array,
+        lambda slots: (
+            Small(transport, array, op, tag, slots)
+            if len(slots) == 2
+            else InPlace(transport, array, op, tag, slots[0])
+        ),
+    )
 
 
-def bind_in_window(transport: Transport, array: np.ndarray,
-                   make: Callable[[list[list[np.ndarray]]], Shared]) -> Reduction | None:
+def bind_in_window(
+    transport: Transport, array: np.ndarray, make: Callable[[list[list[np.ndarray]]], Shared]
+) -> Reduction | None:
     """What is made of (slots): every rank's part of a window, by rank; two sets of copies if the array is small.
 
     Collective, over the ranks of one host. None on every rank if the host has no room for a window.
@@ -197,7 +224,8 @@ def no_window(transport: Transport, array: np.ndarray) -> ConfigError:
     return ConfigError(
         f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
         f"{transport.hosts[0]} has no room for them.",
-        "Make it larger (docker run --shm-size=4g), or use algorithm auto; of a benchmark, lower --max-bytes.")
+        "Make it larger (docker run --shm-size=4g), or use algorithm auto; of a benchmark, lower --max-bytes.",
+    )
 
 
 def refusal(situation: Topology) -> ConfigError | None:
@@ -209,8 +237,10 @@ def hosts_differ(situation: Topology, instead: str) -> ConfigError | None:
     """The refusal where ranks are on several hosts, which names what to use instead."""
     if len(set(situation.hosts)) == 1:
         return None
-    return ConfigError(f"algorithm shared needs all ranks on one host, but they are on {len(set(situation.hosts))}.",
-                       f"Use algorithm {instead}.")
+    return ConfigError(
+        f"algorithm shared needs all ranks on one host, but they are on {len(set(situation.hosts))}.",
+        f"Use algorithm {instead}.",
+    )
 
 
 def is_rival(situation: Topology) -> bool:
@@ -221,20 +251,41 @@ def is_rival(situation: Topology) -> bool:
 def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:
     """What lies where `array` does in every rank's window; None unless it lies at one location on all ranks. Collective."""
     location = transport.windows.locate(array, transport.members[transport.rank])
-    views = None if location is None else transport.windows.views(location, transport.members, array.size, array.dtype)
+    views = (
+        None
+        if location is None
+        else transport.windows.views(location, transport.members, array.size, array.dtype)
+    )
     locations = transport.gather_text(None if views is None else location)
     return views if all(p == locations[0] for p in locations) else None
 
 
-def _borrow(transport: Transport, array: np.ndarray, copies: int) -> tuple[int, list[list[np.ndarray]], int] | None:
+def _borrow(
+    transport: Transport, array: np.ndarray, copies: int
+) -> tuple[int, list[list[np.ndarray]], int] | None:
     """A window that is idle on every rank, or a new one; copies of the array in it, each by rank; its bytes. Collective."""
     apart = -(-array.nbytes // 64) * 64
-    nbytes = 1 << max(12, (copies * apart - 1).bit_length())  # few sizes, so that they are used again
-    idle = set.intersection(*map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members))))
-    location = Location(min(idle), 0) if idle else transport.windows.locate(
-        transport.allocate(nbytes, np.uint8), transport.members[transport.rank])
-    views = [None if location is None else transport.windows.views(
-        location._replace(offset=copy * apart), transport.members, array.size, array.dtype) for copy in range(copies)]
+    nbytes = 1 << max(
+        12, (copies * apart - 1).bit_length()
+    )  # few sizes, so that they are used again
+    idle = set.intersection(
+        *map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members)))
+    )
+    location = (
+        Location(min(idle), 0)
+        if idle
+        else transport.windows.locate(
+            transport.allocate(nbytes, np.uint8), transport.members[transport.rank]
+        )
+    )
+    views = [
+        None
+        if location is None
+        else transport.windows.views(
+            location._replace(offset=copy * apart), transport.members, array.size, array.dtype
+        )
+        for copy in range(copies)
+    ]
     slots = [view for view in views if view is not None]
     is_whole = all(transport.gather_text(len(slots) == copies))
     return (location.window, slots, nbytes) if location is not None and is_whole else None

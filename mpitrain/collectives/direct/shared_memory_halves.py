@@ -11,7 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain.collectives.direct.cuda_ipc import bind_all_gather_gpu, bind_reduce_scatter_gpu
-from mpitrain.collectives.direct.shared_memory import CACHED_BYTES, Shared, bind_in_window, hosts_differ
+from mpitrain.collectives.direct.shared_memory import (
+    CACHED_BYTES,
+    Shared,
+    bind_in_window,
+    hosts_differ,
+)
 from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.plans.steps import chunk_bounds
@@ -48,7 +53,9 @@ class Half(Shared):
             their own: a rank that enters the barrier of one run has read the copies of the run before
     """
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int, turns: list[Reads]):
+    def __init__(
+        self, transport: Transport, array: np.ndarray, op: str, tag: int, turns: list[Reads]
+    ):
         super().__init__(transport, array, op, tag)
         self._turns, self._turn = turns, 0
         self.meetings = 3 - len(turns)
@@ -67,7 +74,9 @@ class Half(Shared):
             self._combine(target, source)
 
 
-def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
+def bind_reduce_scatter(
+    transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+) -> Reduction | None:
     """Bind a reduce-scatter through shared memory, as `bind_shared` does an all-reduce. Collective.
 
     order   as in the all-reduce: of a small array ranks 0, 1, 2 ...; of others rank r sums its own part first, then those
@@ -78,7 +87,9 @@ def bind_reduce_scatter(transport: Transport, array: np.ndarray, op: str, tag: i
     return bind_in_window(transport, array, partial(_reduce_scatter, transport, array, op, tag))
 
 
-def bind_all_gather(transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic) -> Reduction | None:
+def bind_all_gather(
+    transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+) -> Reduction | None:
     """Bind an all-gather through shared memory, as `bind_shared` does an all-reduce. Collective."""
     if on_device(array):
         return bind_all_gather_gpu(transport, array, tag)
@@ -90,31 +101,70 @@ def refusal(situation: Topology) -> ConfigError | None:
     return hosts_differ(situation, "ring")
 
 
-def _reduce_scatter(transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]) -> Half:
+def _reduce_scatter(
+    transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]
+) -> Half:
     """slots: every rank's copy of the array, by rank; two sets of a small array."""
     flat, rank = array.reshape(-1), transport.rank
     start, stop = chunk_bounds(flat.size, transport.size)[rank]
     mine = flat[start:stop]
     if len(slots) == 2:
-        return Half(transport, array, op, tag, [
-            Reads([(copies[rank], flat)], [(mine, copies[0][start:stop])], [(mine, copy[start:stop]) for copy in copies[1:]])
-            for copies in slots])
+        return Half(
+            transport,
+            array,
+            op,
+            tag,
+            [
+                Reads(
+                    [(copies[rank], flat)],
+                    [(mine, copies[0][start:stop])],
+                    [(mine, copy[start:stop]) for copy in copies[1:]],
+                )
+                for copies in slots
+            ],
+        )
     copies, step = slots[0], max(1, CACHED_BYTES // flat.itemsize)
     blocks = [slice(low, min(low + step, stop)) for low in range(start, stop, step)]
-    summed = [(flat[block], copy[block]) for block in blocks for copy in copies[rank + 1:] + copies[:rank]]
+    summed = [
+        (flat[block], copy[block])
+        for block in blocks
+        for copy in copies[rank + 1 :] + copies[:rank]
+    ]
     outside = [slice(0, start), slice(stop, None)] if _is_copied(flat, copies[rank]) else []
-    return Half(transport, array, op, tag, [Reads([(copies[rank][part], flat[part]) for part in outside], [], summed)])
+    return Half(
+        transport,
+        array,
+        op,
+        tag,
+        [Reads([(copies[rank][part], flat[part]) for part in outside], [], summed)],
+    )
 
 
-def _all_gather(transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]) -> Half:
+def _all_gather(
+    transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]
+) -> Half:
     """slots: every rank's copy of the array, by rank; two sets of a small array."""
     flat, rank = array.reshape(-1), transport.rank
     chunks = [slice(*bounds) for bounds in chunk_bounds(flat.size, transport.size)]
-    peers = [(rank + step) % transport.size for step in range(1, transport.size)]  # each begins with another one's chunk
-    return Half(transport, array, op, tag, [
-        Reads([(copies[rank][chunks[rank]], flat[chunks[rank]])] if _is_copied(flat, copies[rank]) else [],
-              [(flat[chunks[peer]], copies[peer][chunks[peer]]) for peer in peers], [])
-        for copies in slots])
+    peers = [
+        (rank + step) % transport.size for step in range(1, transport.size)
+    ]  # each begins with another one's chunk
+    return Half(
+        transport,
+        array,
+        op,
+        tag,
+        [
+            Reads(
+                [(copies[rank][chunks[rank]], flat[chunks[rank]])]
+                if _is_copied(flat, copies[rank])
+                else [],
+                [(flat[chunks[peer]], copies[peer][chunks[peer]]) for peer in peers],
+                [],
+            )
+            for copies in slots
+        ],
+    )
 
 
 def _is_copied(flat: np.ndarray, own: np.ndarray) -> bool:

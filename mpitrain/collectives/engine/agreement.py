@@ -10,36 +10,58 @@ from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.base import Transport
 
 
-def agree(transport: Transport, operation: str, array: np.ndarray, known: tuple[str, ...], algorithm: str,
-          **settings: Any) -> int:
+def agree(
+    transport: Transport,
+    operation: str,
+    array: np.ndarray,
+    known: tuple[str, ...],
+    algorithm: str,
+    **settings: Any,
+) -> int:
     """Compare what the ranks are about to bind, and return the tag it gets.
 
     raises   CommError on every rank if anything differs, if any rank's array is not one contiguous, writable block of
              numbers, or if there is no rank `root`; ConfigError for an unknown op or algorithm
     """
     problem = unfit(array)
-    mine = {"operation": operation, "problem": problem, "algorithm": algorithm, **settings, "tag": transport.claim_tag()}
+    mine = {
+        "operation": operation,
+        "problem": problem,
+        "algorithm": algorithm,
+        **settings,
+        "tag": transport.claim_tag(),
+    }
     if problem is None:
         mine |= {"count": array.size, "dtype": array.dtype.name}
     everyone = transport.gather_text(mine)
     for rank, facts in enumerate(everyone):
         if facts["problem"] is not None:
-            raise on_every_rank(CommError(
-                f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but rank {rank} "
-                f"passed {facts['problem']}.",
-                "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of."))
+            raise on_every_rank(
+                CommError(
+                    f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but rank {rank} "
+                    f"passed {facts['problem']}.",
+                    "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of.",
+                )
+            )
     for name in dict.fromkeys(name for facts in everyone for name in facts):
         values = [facts.get(name) for facts in everyone]
         if any(value != values[0] or type(value) is not type(values[0]) for value in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise on_every_rank(CommError(
-                f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
-                "All ranks must bind the same collectives, on equal arrays, in the same order."))
+            raise on_every_rank(
+                CommError(
+                    f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
+                    "All ranks must bind the same collectives, on equal arrays, in the same order.",
+                )
+            )
     check_name(f"{operation} algorithm", algorithm, known)
     check_name("op", settings.get("op", "add"), OPS)
     root = settings.get("root", 0)
     if not isinstance(root, int) or not 0 <= root < transport.size:
-        raise on_every_rank(CommError(f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."))
+        raise on_every_rank(
+            CommError(
+                f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
+            )
+        )
     return mine["tag"]
 
 
@@ -47,7 +69,9 @@ def unfit(array: Any) -> str | None:
     """Why something cannot be reduced, in words that follow "passed"; None for one writable block of numbers."""
     if not hasattr(array, "flags") or not hasattr(array, "dtype"):
         return f"a {type(array).__name__}, which is no array"
-    if array.dtype.name != "bfloat16" and (array.dtype.kind not in "biuf" or array.dtype.itemsize > 8):
+    if array.dtype.name != "bfloat16" and (
+        array.dtype.kind not in "biuf" or array.dtype.itemsize > 8
+    ):
         return f"elements of type {array.dtype}"
     if not array.dtype.isnative:
         return f"{array.dtype.str}, whose bytes are in another order than this machine's"
@@ -61,4 +85,6 @@ def unfit(array: Any) -> str | None:
 def check_name(what: str, name: str, known: Collection[str]) -> None:
     """ConfigError that lists what there is, unless the name is among it."""
     if name not in known:
-        raise on_every_rank(ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}."))
+        raise on_every_rank(
+            ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}.")
+        )

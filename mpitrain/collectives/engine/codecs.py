@@ -60,13 +60,21 @@ def parse_wire(text: str) -> Wire:
         value = float(amount) if amount else DEFAULTS.get(name, 0.0)
     except ValueError:
         value = -1.0
-    if "_" in amount or not amount.isascii():    # Python would take 1_0 for 10
+    if "_" in amount or not amount.isascii():  # Python would take 1_0 for 10
         value = -1.0
-    valid = {"none": not amount, "fp16": not amount, "bf16": not amount, "int8": not amount,
-             "topk": 0 < value <= 1, "powersgd": value >= 1 and value.is_integer()}
+    valid = {
+        "none": not amount,
+        "fp16": not amount,
+        "bf16": not amount,
+        "int8": not amount,
+        "topk": 0 < value <= 1,
+        "powersgd": value >= 1 and value.is_integer(),
+    }
     if not valid.get(name, False):
-        raise ConfigError(f"wire is one of {', '.join(valid)}, topk with the part of the elements it sends (topk:0.01), "
-                          f"powersgd with its rank (powersgd:4), but it is {text!r}.")
+        raise ConfigError(
+            f"wire is one of {', '.join(valid)}, topk with the part of the elements it sends (topk:0.01), "
+            f"powersgd with its rank (powersgd:4), but it is {text!r}."
+        )
     return Wire(name, value)
 
 
@@ -140,6 +148,7 @@ def _decode_fp16(coded: np.ndarray, values: np.ndarray) -> None:
 
 def _cast(dtype: np.dtype) -> Codec:
     """Every element as another float type; what would be rounded up to infinity becomes it, and the step is skipped."""
+
     def encode(values: np.ndarray, coded: np.ndarray) -> None:
         coded.view(dtype)[:] = values
 
@@ -166,8 +175,11 @@ def _decode_int8(coded: np.ndarray, values: np.ndarray) -> None:
     np.multiply(numbers, scales, out=values.reshape(-1, BLOCK))
 
 
-def _adding(decode: Callable[[np.ndarray, np.ndarray], None]) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
+def _adding(
+    decode: Callable[[np.ndarray, np.ndarray], None],
+) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
     """The `add` of a codec."""
+
     def add(coded: np.ndarray, values: np.ndarray, scratch: np.ndarray) -> None:
         decode(coded, scratch)
         values += scratch
@@ -191,12 +203,14 @@ def largest(values: np.ndarray, k: int) -> np.ndarray:
     sizes = np.abs(values)
     candidates = None
     if values.size > 1 << 14:
-        sample = sizes[::values.size // 4096]
+        sample = sizes[:: values.size // 4096]
         rank = min(sample.size - 1, int(1.3 * k / values.size * sample.size) + 8)
         threshold = np.partition(sample, sample.size - 1 - rank)[sample.size - 1 - rank]
         candidates = np.flatnonzero(~(sizes < threshold))
     if candidates is None or candidates.size < k:
         candidates = np.arange(values.size)
-    found = candidates[np.argpartition(sizes[candidates], candidates.size - k)[candidates.size - k:]]
+    found = candidates[
+        np.argpartition(sizes[candidates], candidates.size - k)[candidates.size - k :]
+    ]
     found.sort()
     return found

@@ -38,13 +38,21 @@ class PipelinedChain:
     learn: Callable[[np.ndarray], None] | None = None
     algorithm = ""
 
-    def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int, scratch: int = 0):
+    def __init__(
+        self,
+        transport: Transport,
+        lanes: Sequence[Sequence[Reduction]],
+        width: int,
+        scratch: int = 0,
+    ):
         self._transport = transport
         self._lanes, self._width, self._length = lanes, width, len(lanes[0])
         self._ended = [self._length] * len(lanes)  # links of each lane; -1: it has not started
         self._first = len(lanes)  # the lanes before it have ended
         self.is_messages = all(link.is_messages for lane in lanes for link in lane)
-        self.scratch_bytes = scratch + sum({id(link): link.scratch_bytes for lane in lanes for link in lane}.values())
+        self.scratch_bytes = scratch + sum(
+            {id(link): link.scratch_bytes for lane in lanes for link in lane}.values()
+        )
 
     def run(self) -> None:
         self.start()
@@ -62,7 +70,9 @@ class PipelinedChain:
         return self._first == len(self._lanes)
 
     def wait(self) -> None:
-        self._transport.wait_until(self.poll)  # to block on one lane would hold up what the others can go on with
+        self._transport.wait_until(
+            self.poll
+        )  # to block on one lane would hold up what the others can go on with
 
     def _go_on(self) -> None:
         """Everything that can be done without blocking, the oldest lane first."""

@@ -29,6 +29,7 @@ def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena)
     is_theirs  whether an array lies where the kernels can reach it
     arena      of the same memory: scratch
     """
+
     def combining(array: Any, op: str) -> Combine:
         if not is_theirs(array) or array.dtype.name not in FLOATS:
             return by_numpy(array, op)
@@ -38,7 +39,8 @@ def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena)
         return CODECS["bf16"]._replace(
             encode=lambda values, coded: wire.convert(kernels, values, coded.view(BFLOAT16)),
             decode=lambda coded, values: wire.convert(kernels, coded.view(BFLOAT16), values),
-            add=lambda coded, values, scratch: wire.add_into(kernels, values, coded.view(BFLOAT16)))
+            add=lambda coded, values, scratch: wire.add_into(kernels, values, coded.view(BFLOAT16)),
+        )
 
     def scaled(name: str, dtype: str, encode: Callable, decode: Callable) -> Codec:
         def parts(coded: Any) -> tuple[Any, Any]:
@@ -48,11 +50,17 @@ def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena)
         return CODECS[name]._replace(
             encode=lambda values, coded: encode(kernels, values, *parts(coded)),
             decode=lambda coded, values: decode(kernels, *parts(coded), values, accumulate=False),
-            add=lambda coded, values, scratch: decode(kernels, *parts(coded), values, accumulate=True))
+            add=lambda coded, values, scratch: decode(
+                kernels, *parts(coded), values, accumulate=True
+            ),
+        )
 
     def chosen(values: Any, k: int) -> Any:
         return top_k.top_k(kernels, values, k, arena)[0]
 
-    codecs = {"fp16": scaled("fp16", "float16", wire.encode_fp16, wire.decode_fp16), "bf16": bf16(),
-              "int8": scaled("int8", "int8", wire.encode_int8, wire.decode_int8)}
+    codecs = {
+        "fp16": scaled("fp16", "float16", wire.encode_fp16, wire.decode_fp16),
+        "bf16": bf16(),
+        "int8": scaled("int8", "int8", wire.encode_int8, wire.decode_int8),
+    }
     return Arithmetic(combining, codecs, chosen)

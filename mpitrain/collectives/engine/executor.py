@@ -68,8 +68,10 @@ class Reduction(Protocol):
 
 def started_twice() -> CommError:
     """The error of a start before the end of the last run."""
-    return CommError("A reduction was started again before its last run had ended.",
-                     "Call wait() first, or bind one reduction per buffer.")
+    return CommError(
+        "A reduction was started again before its last run had ended.",
+        "Call wait() first, or bind one reduction per buffer.",
+    )
 
 
 class _BoundStep(NamedTuple):
@@ -95,11 +97,21 @@ class Execution:
     algorithm = ""
     is_messages = True
 
-    def __init__(self, transport: Transport, array: np.ndarray, op: str, plan: Plan, tag: int,
-                 outgoing: np.ndarray | None = None, arithmetic: Arithmetic = HOST):
+    def __init__(
+        self,
+        transport: Transport,
+        array: np.ndarray,
+        op: str,
+        plan: Plan,
+        tag: int,
+        outgoing: np.ndarray | None = None,
+        arithmetic: Arithmetic = HOST,
+    ):
         self._transport, self._combine, self._tag = transport, arithmetic.combining(array, op), tag
         flat = array.reshape(-1)
-        self._steps, scratch = bind_plan(transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat)
+        self._steps, scratch = bind_plan(
+            transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat
+        )
         self.scratch_bytes = sum(array.nbytes for array in scratch)
         self._requests: deque[list[Request]] = deque()
         self._posted = self._ended = len(self._steps)
@@ -155,7 +167,10 @@ class Execution:
     def _post(self) -> None:
         """Begin every step that may begin."""
         transport, tag = self._transport, self._tag
-        while self._posted < len(self._steps) and (step := self._steps[self._posted]).after <= self._ended:
+        while (
+            self._posted < len(self._steps)
+            and (step := self._steps[self._posted]).after <= self._ended
+        ):
             requests = [transport.start_recv(view, peer, tag) for view, peer in step.receives]
             requests += [transport.start_send(view, peer, tag) for view, peer in step.sends]
             for target, source in step.copies:
@@ -172,18 +187,27 @@ class Execution:
         self._post()
 
 
-def bind_plan(transport: Transport, plan: Plan, source: np.ndarray,
-              flat: np.ndarray) -> tuple[list[_BoundStep], list[np.ndarray]]:
+def bind_plan(
+    transport: Transport, plan: Plan, source: np.ndarray, flat: np.ndarray
+) -> tuple[list[_BoundStep], list[np.ndarray]]:
     """The plan's steps over these arrays, those between hosts in parts; and the scratch, which it allocates."""
-    longest = max((sum(t.stop - t.start for t in step.receives) for step in plan.steps if step.combine), default=0)
+    longest = max(
+        (sum(t.stop - t.start for t in step.receives) for step in plan.steps if step.combine),
+        default=0,
+    )
     scratch = [np.empty_like(flat, shape=longest) for _ in range(plan.depth)]
     bound: list[_BoundStep] = []
     ends: list[int] = []
     for i, step in enumerate(plan.steps):
         before, used = ends[i - plan.depth] if i >= plan.depth else 0, 0
         for part in cut(step, transport, max(1, BETWEEN_HOSTS // flat.itemsize)):
-            after = max(before, len(bound) + 1 - max(2, WINDOW // max(1, len(part.sends), len(part.receives))))
-            bound.append(bind_step(part, after, transport.rank, source, flat, scratch[i % plan.depth][used:]))
+            after = max(
+                before,
+                len(bound) + 1 - max(2, WINDOW // max(1, len(part.sends), len(part.receives))),
+            )
+            bound.append(
+                bind_step(part, after, transport.rank, source, flat, scratch[i % plan.depth][used:])
+            )
             used += sum(t.stop - t.start for t in part.receives)
         ends.append(len(bound))
     return bound, scratch
@@ -197,18 +221,32 @@ def cut(step: Step, transport: Transport, limit: int) -> list[Step]:
         length = transfer.stop - transfer.start
         if length <= limit or hosts[transfer.peer] == here:
             return [transfer]
-        return [Transfer(transfer.peer, *part) for part in pieces(transfer.start, transfer.stop, -(-length // limit))]
+        return [
+            Transfer(transfer.peer, *part)
+            for part in pieces(transfer.start, transfer.stop, -(-length // limit))
+        ]
 
     sends, receives = ([parts(t) for t in way] for way in (step.sends, step.receives))
-    return [Step(tuple(s[i] for s in sends if i < len(s)), tuple(r[i] for r in receives if i < len(r)), step.combine)
-            for i in range(max(map(len, sends + receives), default=0))]
+    return [
+        Step(
+            tuple(s[i] for s in sends if i < len(s)),
+            tuple(r[i] for r in receives if i < len(r)),
+            step.combine,
+        )
+        for i in range(max(map(len, sends + receives), default=0))
+    ]
 
 
-def bind_step(step: Step, after: int, rank: int, source: np.ndarray, flat: np.ndarray, scratch: np.ndarray) -> _BoundStep:
+def bind_step(
+    step: Step, after: int, rank: int, source: np.ndarray, flat: np.ndarray, scratch: np.ndarray
+) -> _BoundStep:
     """Views of the arrays, and of the scratch where received elements wait to be combined."""
-    sends = [(source[t.start:t.stop], t.peer) for t in step.sends]
-    targets = [(flat[t.start:t.stop], t.peer) for t in step.receives]
-    own = [view for view, peer in sends if peer == rank], [view for view, peer in targets if peer == rank]
+    sends = [(source[t.start : t.stop], t.peer) for t in step.sends]
+    targets = [(flat[t.start : t.stop], t.peer) for t in step.receives]
+    own = (
+        [view for view, peer in sends if peer == rank],
+        [view for view, peer in targets if peer == rank],
+    )
     sends = [(view, peer) for view, peer in sends if peer != rank]
     targets = [(view, peer) for view, peer in targets if peer != rank]
     copies = list(zip(own[1], own[0], strict=True))
@@ -216,7 +254,9 @@ def bind_step(step: Step, after: int, rank: int, source: np.ndarray, flat: np.nd
         return _BoundStep(after, sends, targets, copies, [])
     receives, used = [], 0
     for target, peer in targets:
-        receives.append((scratch[used:used + target.size], peer))
+        receives.append((scratch[used : used + target.size], peer))
         used += target.size
-    combines = [(target, received) for (target, _), (received, _) in zip(targets, receives, strict=True)]
+    combines = [
+        (target, received) for (target, _), (received, _) in zip(targets, receives, strict=True)
+    ]
     return _BoundStep(after, sends, receives, copies, combines)

@@ -52,7 +52,9 @@ class PolledProgress:
 
     def wait(self, reduction: Reduction | None = None) -> None:
         self._transport.wait_until(partial(_ended, self._started, reduction))
-        self._started = [one for one in self._started if reduction is not None and one is not reduction]
+        self._started = [
+            one for one in self._started if reduction is not None and one is not reduction
+        ]
 
     def leave(self) -> None:
         self._started = []
@@ -61,16 +63,17 @@ class PolledProgress:
 class ProgressThread:
     """Moves reductions from a thread of its own, which lives from the first start to the wait.
 
-    The thread calls the transport only to poll started reductions, and polls none that it has seen end. A reduction adds in the
-    order of its plan, so results are those of `PolledProgress`, bit for bit. The thread also ends when the thread that started it does:
-    a job that fails between start and wait is not held up.
+    The thread calls the transport only to poll started reductions, and polls none that it has seen end.
+    A reduction adds in the order of its plan, so results are those of `PolledProgress`, bit for bit.
+    The thread also ends when the thread that started it does: a job that fails between start and wait
+    is not held up.
     raises  what was raised in the thread, at the next call, as an error that names the rank
     """
 
     def __init__(self, transport: Transport):
         self._transport = transport
         self._started: list[Reduction] = []
-        self._ended: set[int] = set()   # ids of those that the thread has seen end
+        self._ended: set[int] = set()  # ids of those that the thread has seen end
         self._thread: threading.Thread | None = None
         self._stop = False
         self._error: Exception | None = None
@@ -88,7 +91,9 @@ class ProgressThread:
         self._stop = False
         sys.setswitchinterval(min(TURN, sys.getswitchinterval()))
         self._transport.admit_thread()
-        self._thread = threading.Thread(target=self._run, args=(threading.current_thread(),), name="mover")
+        self._thread = threading.Thread(
+            target=self._run, args=(threading.current_thread(),), name="mover"
+        )
         self._thread.start()
 
     def poll(self) -> None:
@@ -122,6 +127,7 @@ class ProgressThread:
 
     def _run(self, owner: threading.Thread) -> None:
         """The thread."""
+
         def is_over() -> bool:
             if not self._stop:
                 for reduction in tuple(self._started):
@@ -134,8 +140,10 @@ class ProgressThread:
         except MpitrainError as error:
             self._error = error
         except Exception as error:
-            self._error = CommError(f"rank {self._transport.rank}: what moves reductions beside the training step failed: "
-                                    f"{type(error).__name__}: {error}")
+            self._error = CommError(
+                f"rank {self._transport.rank}: what moves reductions beside the training step failed: "
+                f"{type(error).__name__}: {error}"
+            )
             self._error.__cause__ = error
         finally:
             self._transport.dismiss_thread()
@@ -143,15 +151,27 @@ class ProgressThread:
 
 def _ended(started: Sequence[Reduction], awaited: Reduction | None = None) -> bool:
     """Poll everything; True when all have ended, or the one that is awaited has."""
-    ended = {id(reduction): reduction.poll() for reduction in tuple(started)}  # every one, whatever the first says
+    ended = {
+        id(reduction): reduction.poll() for reduction in tuple(started)
+    }  # every one, whatever the first says
     return all(ended.values()) if awaited is None else ended[id(awaited)]
 
 
-def mover(transport: Transport, reductions: Sequence[Reduction], thread: str = "auto") -> ProgressEngine:
+def mover(
+    transport: Transport, reductions: Sequence[Reduction], thread: str = "auto"
+) -> ProgressEngine:
     """What moves these reductions: a thread, if there are several hosts, MPI takes calls of several threads, and all reductions
     are messages of host memory; otherwise whoever polls. Within one host a thread would hide little.
 
     thread  as replication.progress_thread
     """
-    can = thread != "no" and transport.admits_threads and all(reduction.is_messages for reduction in reductions)
-    return ProgressThread(transport) if can and len(set(transport.hosts)) > 1 else PolledProgress(transport)
+    can = (
+        thread != "no"
+        and transport.admits_threads
+        and all(reduction.is_messages for reduction in reductions)
+    )
+    return (
+        ProgressThread(transport)
+        if can and len(set(transport.hosts)) > 1
+        else PolledProgress(transport)
+    )

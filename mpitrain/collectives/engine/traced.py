@@ -11,7 +11,9 @@ from mpitrain.trace.ring_buffer import REDUCTION
 from mpitrain.transport.base import Transport
 
 
-def bind_traced(transport: Transport, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
+def bind_traced(
+    transport: Transport, operation: str, array: Any, bind: Callable[[], Reduction]
+) -> Reduction:
     """Bind a reduction under the name that the transport's recorder has for what is bound meanwhile; so are its messages called.
 
     operation  "all-reduce" or the like
@@ -21,7 +23,9 @@ def bind_traced(transport: Transport, operation: str, array: Any, bind: Callable
         return bind()
     what = f"{operation} of {recorder.naming}" if recorder.naming else operation
     with recorder.called(what):
-        return TracedReduction(bind(), recorder, recorder.name(what, transport.members), array.nbytes)
+        return TracedReduction(
+            bind(), recorder, recorder.name(what, transport.members), array.nbytes
+        )
 
 
 class TracedReduction:
@@ -30,7 +34,11 @@ class TracedReduction:
     def __init__(self, inner: Reduction, recorder: Recorder, name: int, nbytes: int):
         self._inner, self._recorder, self._name, self._nbytes = inner, recorder, name, nbytes
         self._span = 0
-        self.algorithm, self.is_messages, self.scratch_bytes = inner.algorithm, inner.is_messages, inner.scratch_bytes
+        self.algorithm, self.is_messages, self.scratch_bytes = (
+            inner.algorithm,
+            inner.is_messages,
+            inner.scratch_bytes,
+        )
 
     @property
     def state(self) -> dict[str, np.ndarray] | None:

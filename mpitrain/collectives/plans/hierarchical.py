@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mpitrain.collectives.plans import ring
-from mpitrain.collectives.plans.steps import Plan, Step, Transfer, chunk_bounds, relabel, reverse, segments
+from mpitrain.collectives.plans.steps import (
+    Plan,
+    Step,
+    Transfer,
+    chunk_bounds,
+    relabel,
+    reverse,
+    segments,
+)
 from mpitrain.collectives.plans.topology import Topology
 
 
@@ -30,12 +38,18 @@ def all_reduce(rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, Plan,
 
 def _to_columns(rank: int, local: list[int], columns: list[tuple[int, int]]) -> Plan:
     """Every rank of the host sends each column to the rank that owns it, which adds them up."""
-    owners = local[:len(columns)]
-    sends = tuple(Transfer(owner, *column) for owner, column in zip(owners, columns, strict=True) if owner != rank)
+    owners = local[: len(columns)]
+    sends = tuple(
+        Transfer(owner, *column)
+        for owner, column in zip(owners, columns, strict=True)
+        if owner != rank
+    )
     if rank not in owners:
         return Plan((Step(sends),))
     mine = columns[owners.index(rank)]
-    return Plan((Step(sends, tuple(Transfer(peer, *mine) for peer in local if peer != rank), combine=True),))
+    return Plan(
+        (Step(sends, tuple(Transfer(peer, *mine) for peer in local if peer != rank), combine=True),)
+    )
 
 
 def _around(rank: int, hosts: list[list[int]], columns: list[tuple[int, int]]) -> Plan:

@@ -36,7 +36,9 @@ def _halve_and_double(rank: int, n: int, count: int) -> Plan:
     for bit in reversed(range(n.bit_length() - 1)):
         peer = rank ^ (1 << bit)
         mine, theirs = (  # 2^bit chunks each: the half that this rank goes on with, and its peer's
-            (chunks[half << bit][0], chunks[(half + 1 << bit) - 1][1]) for half in (rank >> bit, peer >> bit))
+            (chunks[half << bit][0], chunks[(half + 1 << bit) - 1][1])
+            for half in (rank >> bit, peer >> bit)
+        )
         scatter.append(Step((Transfer(peer, *theirs),), (Transfer(peer, *mine),), combine=True))
         gather.append(Step((Transfer(peer, *mine),), (Transfer(peer, *theirs),)))
     return Plan((*scatter, *reversed(gather)))

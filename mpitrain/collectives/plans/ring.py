@@ -3,7 +3,15 @@
 source   Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2): no all-reduce sends less from its busiest rank
 """
 
-from mpitrain.collectives.plans.steps import DEPTH, Plan, Step, Transfer, chunk_bounds, pieces, segments
+from mpitrain.collectives.plans.steps import (
+    DEPTH,
+    Plan,
+    Step,
+    Transfer,
+    chunk_bounds,
+    pieces,
+    segments,
+)
 
 
 def reduce_scatter(rank: int, n: int, count: int) -> Plan:
@@ -33,9 +41,15 @@ def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:
     """
     chunks, per_round = chunk_bounds(count, n), segments(n, count)
     after, before = (rank + 1) % n, (rank - 1) % n
-    return Plan(tuple(
-        Step((Transfer(after, *outgoing),), (Transfer(before, *incoming),), combine)
-        for step in range(n - 1)
-        for outgoing, incoming in zip(pieces(*chunks[(first - step) % n], per_round),
-                                      pieces(*chunks[(first - step - 1) % n], per_round), strict=True)
-    ), depth=min(DEPTH, per_round))
+    return Plan(
+        tuple(
+            Step((Transfer(after, *outgoing),), (Transfer(before, *incoming),), combine)
+            for step in range(n - 1)
+            for outgoing, incoming in zip(
+                pieces(*chunks[(first - step) % n], per_round),
+                pieces(*chunks[(first - step - 1) % n], per_round),
+                strict=True,
+            )
+        ),
+        depth=min(DEPTH, per_round),
+    )

@@ -18,7 +18,9 @@ def scatter(rank: int, n: int, count: int, root: int = 0) -> Plan:
     chunks = chunk_bounds(count, n)
     if rank != root:
         return Plan((Step(receives=(Transfer(root, *chunks[rank]),)),))
-    return Plan((Step(sends=tuple(Transfer(peer, *chunks[peer]) for peer in range(n) if peer != root)),))
+    return Plan(
+        (Step(sends=tuple(Transfer(peer, *chunks[peer]) for peer in range(n) if peer != root)),)
+    )
 
 
 def broadcast(rank: int, n: int, count: int, root: int = 0) -> Plan:

@@ -63,23 +63,38 @@ def segmented(plan: Callable[[int, int, int], Plan], rank: int, n: int, count: i
     """The plans of the segments of an array in turn: the first steps of all of them, then the second ones ..."""
     bounds = pieces(0, count, segments(n, count))
     plans = [relabel(plan(rank, n, stop - start), range(n), start) for start, stop in bounds]
-    return Plan(tuple(chain.from_iterable(zip(*(p.steps for p in plans), strict=True))), min(DEPTH, len(plans)))
+    return Plan(
+        tuple(chain.from_iterable(zip(*(p.steps for p in plans), strict=True))),
+        min(DEPTH, len(plans)),
+    )
 
 
 def reverse(plan: Plan, combine: bool) -> Plan:
     """The plan played backwards: what was received is sent. A broadcast becomes a reduction this way."""
-    return Plan(tuple(Step(step.receives, step.sends, combine) for step in reversed(plan.steps)), plan.depth)
+    return Plan(
+        tuple(Step(step.receives, step.sends, combine) for step in reversed(plan.steps)), plan.depth
+    )
 
 
 def at_once(plan: Plan) -> Plan:
     """The same messages, all under way together, for plans whose steps do not build on each other."""
     steps = plan.steps
-    return Plan((Step(tuple(t for step in steps for t in step.sends), tuple(t for step in steps for t in step.receives)),))
+    return Plan(
+        (
+            Step(
+                tuple(t for step in steps for t in step.sends),
+                tuple(t for step in steps for t in step.receives),
+            ),
+        )
+    )
 
 
 def relabel(plan: Plan, ranks: Sequence[int], offset: int = 0) -> Plan:
     """A plan made for ranks 0 to n - 1 and elements from 0, moved to these ranks and to elements from `offset`."""
+
     def moved(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         return tuple(Transfer(ranks[t.peer], t.start + offset, t.stop + offset) for t in transfers)
 
-    return Plan(tuple(Step(moved(s.sends), moved(s.receives), s.combine) for s in plan.steps), plan.depth)
+    return Plan(
+        tuple(Step(moved(s.sends), moved(s.receives), s.combine) for s in plan.steps), plan.depth
+    )

@@ -60,18 +60,29 @@ class Algorithm(NamedTuple):
     of_all_reduce: tuple[float, float] = (1.0, 1.0)
 
 
-def of_plans(plans: Callable[[int, Sequence[str], int], tuple[Plan, ...]], is_rival: Callable[[Topology], bool] = always,
-             segments: Callable[[Sequence[str], int], int] = one_piece) -> Algorithm:
+def of_plans(
+    plans: Callable[[int, Sequence[str], int], tuple[Plan, ...]],
+    is_rival: Callable[[Topology], bool] = always,
+    segments: Callable[[Sequence[str], int], int] = one_piece,
+) -> Algorithm:
     """An algorithm that is plans, a function of (rank, hosts, count): it runs anywhere."""
-    def bind(transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic) -> Reduction:
-        links = [Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
-                 for plan in plans(transport.rank, transport.hosts, array.size)]
+
+    def bind(
+        transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+    ) -> Reduction:
+        links = [
+            Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
+            for plan in plans(transport.rank, transport.hosts, array.size)
+        ]
         return links[0] if len(links) == 1 else Chain(transport, links)
 
     return Algorithm(bind, plans, is_rival=is_rival, segments=segments)
 
 
-def of_plan(plan: Callable[[int, int, int], Plan], is_rival: Callable[[Topology], bool] = always,
-            segments: Callable[[Sequence[str], int], int] = one_piece) -> Algorithm:
+def of_plan(
+    plan: Callable[[int, int, int], Plan],
+    is_rival: Callable[[Topology], bool] = always,
+    segments: Callable[[Sequence[str], int], int] = one_piece,
+) -> Algorithm:
     """An algorithm that is one plan, a function of (rank, n, count), wherever the ranks are."""
     return of_plans(lambda rank, hosts, count: (plan(rank, len(hosts), count),), is_rival, segments)

@@ -78,27 +78,55 @@ def shares(nbytes: int) -> list[float]:
     return [part if i == above else 1 - part if i == above - 1 else 0.0 for i in range(len(KNOTS))]
 
 
-def work(operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int, cores: int) -> Work:
+def work(
+    operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int, cores: int
+) -> Work:
     """What the busiest rank does in one run, or what each core has to do for all ranks of its host, if that is more.
 
     hosts   the host name of every rank, in blocks or not
     cores   of a host
     """
     distinct, times = list(dict.fromkeys(hosts)), _segments(operation, algorithm, hosts, count)
-    short, busiest = count // times, Work()  # an array of one segment, which tells of all: a long plan takes seconds to make
+    short, busiest = (
+        count // times,
+        Work(),
+    )  # an array of one segment, which tells of all: a long plan takes seconds to make
     longer = count / short if short else 1.0
-    for host in dict.fromkeys([*distinct[:ENDS], *distinct[-ENDS:], max(distinct, key=hosts.count)]):
+    for host in dict.fromkeys(
+        [*distinct[:ENDS], *distinct[-ENDS:], max(distinct, key=hosts.count)]
+    ):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
         plans = [plans_of(operation, algorithm, rank, hosts, short) for rank in ranks]
-        works = [_of_rank(mine, rank, hosts, itemsize * longer, times) for mine, rank in zip(plans, ranks, strict=True)]
-        own = max(works, key=lambda w: (w.host_bytes, w.reduced_bytes, w.net_messages + w.host_messages))
-        own = Work(*(max(amount, sum(amounts) / cores) for amount, *amounts in zip(own, *works, strict=True)))
+        works = [
+            _of_rank(mine, rank, hosts, itemsize * longer, times)
+            for mine, rank in zip(plans, ranks, strict=True)
+        ]
+        own = max(
+            works, key=lambda w: (w.host_bytes, w.reduced_bytes, w.net_messages + w.host_messages)
+        )
+        own = Work(
+            *(
+                max(amount, sum(amounts) / cores)
+                for amount, *amounts in zip(own, *works, strict=True)
+            )
+        )
         steps = [[step for plan in mine for step in plan.steps] for mine in plans]
-        shared = sum(max(_moved(way, hosts, host) for way in ([t for s in level if s for t in s.sends],
-                                                             [t for s in level if s for t in s.receives]))
-                     for level in zip_longest(*steps))
+        shared = sum(
+            max(
+                _moved(way, hosts, host)
+                for way in (
+                    [t for s in level if s for t in s.sends],
+                    [t for s in level if s for t in s.receives],
+                )
+            )
+            for level in zip_longest(*steps)
+        )
         own = own._replace(net_bytes=itemsize * longer * shared)
-        busiest = max(busiest, own, key=lambda w: (w.net_bytes, w.host_bytes, w.reduced_bytes, w.host_messages))
+        busiest = max(
+            busiest,
+            own,
+            key=lambda w: (w.net_bytes, w.host_bytes, w.reduced_bytes, w.host_messages),
+        )
     return busiest
 
 
@@ -107,7 +135,9 @@ def _segments(operation: str, algorithm: str, hosts: Sequence[str], count: int) 
     return TABLES[operation][algorithm].segments(hosts, count) if operation in TABLES else 1
 
 
-def plans_of(operation: str, algorithm: str, rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, ...]:
+def plans_of(
+    operation: str, algorithm: str, rank: int, hosts: Sequence[str], count: int
+) -> tuple[Plan, ...]:
     """The plans a rank runs one after the other."""
     if operation in TABLES:
         plans = TABLES[operation][algorithm].plans
@@ -121,7 +151,9 @@ def is_whole(operation: str, algorithm: str) -> bool:
     return operation in TABLES and TABLES[operation][algorithm].plans is None
 
 
-def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], width: float, times: int) -> Work:
+def _of_rank(
+    plans: Sequence[Plan], rank: int, hosts: Sequence[str], width: float, times: int
+) -> Work:
     """Sum over steps. A step costs as much as the larger of what it sends and receives, since both go on at once; but within
     a host a message is mostly work for its two ranks: each counts that is sent or received, and hides behind no other.
 
@@ -137,9 +169,15 @@ def _of_rank(plans: Sequence[Plan], rank: int, hosts: Sequence[str], width: floa
             ways = [[t for t in way if t.peer != rank] for way in (step.sends, step.receives)]
             near = [[t for t in way if hosts[t.peer] == hosts[rank]] for way in ways]
             host_messages += again * sum(map(len, near))
-            host_long += again * sum(width * (t.stop - t.start) > EAGER * again for way in near for t in way)
+            host_long += again * sum(
+                width * (t.stop - t.start) > EAGER * again for way in near for t in way
+            )
             host_bytes += width * max(sum(t.stop - t.start for t in way) for way in near)
-            net_messages += again * max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True)) / depth
+            net_messages += (
+                again
+                * max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True))
+                / depth
+            )
             reduced += step.combine * width * sum(t.stop - t.start for t in step.receives)
     return Work(host_messages, host_long, host_bytes, net_messages, 0, reduced)
 
@@ -149,8 +187,15 @@ def _moved(transfers: Sequence[Transfer], hosts: Sequence[str], host: str) -> in
     return sum(t.stop - t.start for t in transfers if hosts[t.peer] != host)
 
 
-def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int,
-            memory: str = "plain") -> float:
+def predict(
+    tuning: Tuning,
+    operation: str,
+    algorithm: str,
+    hosts: Sequence[str],
+    count: int,
+    itemsize: int,
+    memory: str = "plain",
+) -> float:
     """Seconds that a run takes on arrays in that memory; NaN for an algorithm that the tuning knows nothing about."""
     n, nbytes = len(hosts), count * itemsize
     plans, whole = (_nearest(found, n) for found in (tuning.plans, tuning.whole))
@@ -158,7 +203,9 @@ def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str]
     amounts: tuple[float, ...]
     if is_whole(operation, algorithm):
         if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
-            return math.nan  # measured within a host, or between hosts, and says nothing about the other
+            return (
+                math.nan
+            )  # measured within a host, or between hosts, and says nothing about the other
         once, per_byte = TABLES[operation][algorithm].of_all_reduce
         constants, amounts = whole[memory].get(algorithm), (once, per_byte * nbytes)
     else:
@@ -166,8 +213,11 @@ def predict(tuning: Tuning, operation: str, algorithm: str, hosts: Sequence[str]
         amounts = work(operation, algorithm, hosts, count, itemsize, tuning.machine["cores"])
     if constants is None:
         return math.nan
-    seconds = sum(share * sum(c * amount for c, amount in zip(constants[knot], amounts, strict=True))
-                  for knot, share in zip(KNOTS, shares(nbytes), strict=True) if share)
+    seconds = sum(
+        share * sum(c * amount for c, amount in zip(constants[knot], amounts, strict=True))
+        for knot, share in zip(KNOTS, shares(nbytes), strict=True)
+        if share
+    )
     return seconds / 2 if operation == "sendrecv" else seconds  # one way of a ping-pong
 
 

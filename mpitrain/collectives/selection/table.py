@@ -5,7 +5,13 @@ from collections.abc import Callable
 from mpitrain.collectives.direct import native, shared_memory, shared_memory_halves
 from mpitrain.collectives.plans import binomial, hierarchical, pairwise, recursive, ring, star
 from mpitrain.collectives.plans.steps import Plan
-from mpitrain.collectives.selection.algorithm import Algorithm, chunks_in_segments, never, of_plan, of_plans
+from mpitrain.collectives.selection.algorithm import (
+    Algorithm,
+    chunks_in_segments,
+    never,
+    of_plan,
+    of_plans,
+)
 
 ALL_REDUCE = {
     "ring": of_plan(ring.all_reduce, segments=chunks_in_segments),
@@ -13,23 +19,35 @@ ALL_REDUCE = {
     "recursive-doubling": of_plan(recursive.recursive_doubling),
     "tree": of_plan(binomial.all_reduce),
     "star": of_plan(star.all_reduce, is_rival=never),
-    "hierarchical": of_plans(hierarchical.all_reduce, hierarchical.is_rival, hierarchical.segments_of),
-    "shared": Algorithm(shared_memory.bind_shared, refusal=shared_memory.refusal, is_rival=shared_memory.is_rival),
+    "hierarchical": of_plans(
+        hierarchical.all_reduce, hierarchical.is_rival, hierarchical.segments_of
+    ),
+    "shared": Algorithm(
+        shared_memory.bind_shared, refusal=shared_memory.refusal, is_rival=shared_memory.is_rival
+    ),
     "native": Algorithm(native.Native, refusal=native.refusal, is_rival=native.is_rival),
 }
 
 REDUCE_SCATTER = {
     "ring": of_plan(ring.reduce_scatter, segments=chunks_in_segments),
     "pairwise": of_plan(pairwise.reduce_scatter, is_rival=never),
-    "shared": Algorithm(shared_memory_halves.bind_reduce_scatter, refusal=shared_memory_halves.refusal, is_rival=shared_memory.is_rival,
-                        of_all_reduce=shared_memory_halves.REDUCE_SCATTER_TAKES),
+    "shared": Algorithm(
+        shared_memory_halves.bind_reduce_scatter,
+        refusal=shared_memory_halves.refusal,
+        is_rival=shared_memory.is_rival,
+        of_all_reduce=shared_memory_halves.REDUCE_SCATTER_TAKES,
+    ),
 }
 
 ALL_GATHER = {
     "ring": of_plan(ring.all_gather, segments=chunks_in_segments),
     "pairwise": of_plan(pairwise.all_gather, is_rival=never),
-    "shared": Algorithm(shared_memory_halves.bind_all_gather, refusal=shared_memory_halves.refusal, is_rival=shared_memory.is_rival,
-                        of_all_reduce=shared_memory_halves.ALL_GATHER_TAKES),
+    "shared": Algorithm(
+        shared_memory_halves.bind_all_gather,
+        refusal=shared_memory_halves.refusal,
+        is_rival=shared_memory.is_rival,
+        of_all_reduce=shared_memory_halves.ALL_GATHER_TAKES,
+    ),
 }
 
 TABLES = {"allreduce": ALL_REDUCE, "reduce-scatter": REDUCE_SCATTER, "all-gather": ALL_GATHER}

@@ -48,23 +48,43 @@ def read_tuning(path: Path) -> Tuning:
     try:
         found = validated(_File, contents(path))
     except OSError as error:
-        raise ConfigError(f"The tuning file {path} cannot be read: {error.strerror}.",
-                          "mpitrain bench fit writes one.") from None
+        raise ConfigError(
+            f"The tuning file {path} cannot be read: {error.strerror}.",
+            "mpitrain bench fit writes one.",
+        ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no tuning file: {error}.", "mpitrain bench fit writes one.") from None
+        raise ConfigError(
+            f"{path} is no tuning file: {error}.", "mpitrain bench fit writes one."
+        ) from None
     tuning = Tuning(
         found.machine.model_dump(),
-        {int(n): {memory: _constants(at) for memory, at in memories.items()}
-         for n, memories in found.plans.items()},
-        {int(n): {memory: {name: _constants(at) for name, at in names.items()}
-                  for memory, names in memories.items()}
-         for n, memories in found.whole.items()})
+        {
+            int(n): {memory: _constants(at) for memory, at in memories.items()}
+            for n, memories in found.plans.items()
+        },
+        {
+            int(n): {
+                memory: {name: _constants(at) for name, at in names.items()}
+                for memory, names in memories.items()
+            }
+            for n, memories in found.whole.items()
+        },
+    )
     if not _is_complete(tuning):
-        raise ConfigError(f"{path} is a tuning file of another version of mpitrain.",
-                          "Delete it and measure again: mpitrain bench fit.")
-    if any(not any(values) for memories in tuning.plans.values() for at in memories.values() for values in at.values()):
-        raise ConfigError(f"{path} is no tuning file: messages that take no time at all were never measured.",
-                          "mpitrain bench fit writes one.")
+        raise ConfigError(
+            f"{path} is a tuning file of another version of mpitrain.",
+            "Delete it and measure again: mpitrain bench fit.",
+        )
+    if any(
+        not any(values)
+        for memories in tuning.plans.values()
+        for at in memories.values()
+        for values in at.values()
+    ):
+        raise ConfigError(
+            f"{path} is no tuning file: messages that take no time at all were never measured.",
+            "mpitrain bench fit writes one.",
+        )
     return tuning
 
 
@@ -76,10 +96,22 @@ def _is_complete(tuning: Tuning) -> bool:
     """Whether `predict` finds what it looks for."""
     plans, whole = tuning.plans, tuning.whole
     tables = [(at, len(TERMS)) for memories in plans.values() for at in memories.values()]
-    tables += [(at, 2) for memories in whole.values() for names in memories.values() for at in names.values()]
-    return (len(plans) > 0 and all("plain" in memories and {*memories} <= {*MEMORY} for memories in plans.values())
-            and {n: set(memories) for n, memories in plans.items()} == {n: set(memories) for n, memories in whole.items()}
-            and all(set(at) == set(KNOTS) and {len(values) for values in at.values()} == {length} for at, length in tables))
+    tables += [
+        (at, 2)
+        for memories in whole.values()
+        for names in memories.values()
+        for at in names.values()
+    ]
+    return (
+        len(plans) > 0
+        and all("plain" in memories and {*memories} <= {*MEMORY} for memories in plans.values())
+        and {n: set(memories) for n, memories in plans.items()}
+        == {n: set(memories) for n, memories in whole.items()}
+        and all(
+            set(at) == set(KNOTS) and {len(values) for values in at.values()} == {length}
+            for at, length in tables
+        )
+    )
 
 
 def tuning_text(tuning: Tuning) -> str:
@@ -97,8 +129,10 @@ def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
     """One line of advice if the tuning was measured on one host, but the ranks are on several; else nothing."""
     if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
         return ""
-    return (f"No network measurements: algorithm auto guesses. Run `mpitrain launch -n {len(hosts)} -- bench fit` on these "
-            f"{len(set(hosts))} hosts, and name its file")
+    return (
+        f"No network measurements: algorithm auto guesses. Run `mpitrain launch -n {len(hosts)} -- bench fit` on these "
+        f"{len(set(hosts))} hosts, and name its file"
+    )
 
 
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))

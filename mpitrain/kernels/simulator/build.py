@@ -24,13 +24,22 @@ HERE = Path(__file__).parent
 RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "launch.cpp")
 
 COMMON = (
-    "-std=c++20", "-fPIC", "-g1", "-w", f"-I{HERE}",
-    "-ffp-contract=fast", "-fno-exceptions",
+    "-std=c++20",
+    "-fPIC",
+    "-g1",
+    "-w",
+    f"-I{HERE}",
+    "-ffp-contract=fast",
+    "-fno-exceptions",
     # Otherwise shared arrays of templates are one for the whole process, whatever library they come from.
-    "-fno-gnu-unique", "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-fvisibility=hidden",
 )
 FAST = ("-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math")
-CHECKED = ("-O1", "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero")
+CHECKED = (
+    "-O1",
+    "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+)
 
 # The tail of every kernel library. Shared memory is the library's thread-local image; the dynamic part has its most.
 _TAIL = """
@@ -49,7 +58,9 @@ def _machine() -> str:
     """What -march=native and the language level depend on: the processor's abilities and the compiler's version."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     processor = next((line for line in lines if line.startswith("flags")), "")
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60)
+    version = subprocess.run(
+        [compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
     return processor + version.stdout
 
 
@@ -62,10 +73,14 @@ def _compile(arguments: list[str], target: Path, what: str) -> None:
     """Run g++; the library appears under its final name only when whole, so that other ranks never load half of one."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         part = Path(folder) / target.name
-        done = subprocess.run([compiler(), *arguments, "-o", str(part)], capture_output=True, text=True)
+        done = subprocess.run(
+            [compiler(), *arguments, "-o", str(part)], capture_output=True, text=True
+        )
         if done.returncode:
-            raise KernelError(f"g++ cannot compile {what} for the simulator:\n{done.stderr.strip()[:4000]}",
-                              "What NVRTC accepts and g++ does not belongs into simulator/language.h.")
+            raise KernelError(
+                f"g++ cannot compile {what} for the simulator:\n{done.stderr.strip()[:4000]}",
+                "What NVRTC accepts and g++ does not belongs into simulator/language.h.",
+            )
         part.replace(target)
 
 
@@ -73,8 +88,11 @@ def _compile(arguments: list[str], target: Path, what: str) -> None:
 def _say_that_it_compiles(folder: Path) -> None:
     """One line of rank 0, before the first library that is missing: nothing else shows why the start takes so long."""
     if process.launched().rank == 0:
-        print(f"Compiling kernels for cuda-sim with g++, which takes up to a minute; they are kept in {folder}", file=sys.stderr,
-              flush=True)
+        print(
+            f"Compiling kernels for cuda-sim with g++, which takes up to a minute; they are kept in {folder}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @contextmanager
@@ -96,19 +114,34 @@ def build_runtime(folder: Path) -> Path:
     with _alone(target):
         if not target.exists():
             sources = [str(HERE / name) for name in RUNTIME]
-            _compile(["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", *sources], target, "the runtime")
+            _compile(
+                ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", *sources],
+                target,
+                "the runtime",
+            )
     return target
 
 
-def build_kernels(source: SourceFile, defines: dict[str, str], checked: bool, capability: int, folder: Path) -> Path:
+def build_kernels(
+    source: SourceFile, defines: dict[str, str], checked: bool, capability: int, folder: Path
+) -> Path:
     """The library of one source under one set of macros."""
     runtime = build_runtime(folder)
-    entries = [_ENTRY.format(name=kernel.name, bound=kernel.bound or 1024) for kernel in source.kernels.values()]
+    entries = [
+        _ENTRY.format(name=kernel.name, bound=kernel.bound or 1024)
+        for kernel in source.kernels.values()
+    ]
     # g++ does not know CUDA's pragma; without it a tile's accumulators stay in memory, and products take 20 times as long.
-    text = source.text if checked else re.sub(r"#pragma unroll$", "#pragma GCC unroll 16", source.text, flags=re.MULTILINE)
+    text = (
+        source.text
+        if checked
+        else re.sub(r"#pragma unroll$", "#pragma GCC unroll 16", source.text, flags=re.MULTILINE)
+    )
     text += _TAIL + "".join(entries)
     flags = [
-        *COMMON, *(CHECKED if checked else FAST), f"-D__CUDA_ARCH__={capability}0",
+        *COMMON,
+        *(CHECKED if checked else FAST),
+        f"-D__CUDA_ARCH__={capability}0",
         *(f"-D{macro}={value}" for macro, value in defines.items()),
     ]
     key = hashlib.sha256("\0".join([text, *flags, runtime.name]).encode()).hexdigest()[:16]
@@ -124,6 +157,15 @@ def build_kernels(source: SourceFile, defines: dict[str, str], checked: bool, ca
         include = ["-include", str(HERE / "language.h"), f"-I{HERE / 'include'}"]
         _compile([*flags, *include, "-x", "c++", "-c", str(code)], compiled, source.path.name)
         # Linked without -fsanitize: that is what lets shadow.cpp answer instead of the compiler's own libraries.
-        _compile(["-shared", "-Wl,-Bsymbolic,--no-undefined", str(compiled), str(runtime), f"-Wl,-rpath,{folder}"],
-                 target, source.path.name)
+        _compile(
+            [
+                "-shared",
+                "-Wl,-Bsymbolic,--no-undefined",
+                str(compiled),
+                str(runtime),
+                f"-Wl,-rpath,{folder}",
+            ],
+            target,
+            source.path.name,
+        )
     return target

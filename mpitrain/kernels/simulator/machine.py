@@ -36,10 +36,17 @@ WAYS_OUT = {
 
 class _Launch(c.Structure):
     _fields_ = [
-        ("name", c.c_char_p), ("call", c.c_void_p), ("arguments", c.POINTER(c.c_void_p)),
-        ("blocks", c.c_uint * 3), ("threads", c.c_uint * 3), ("dynamic_shared", c.c_uint),
-        ("order", c.c_uint), ("seed", c.c_uint), ("checked", c.c_uint),
-        ("buffers", c.POINTER(Buffer)), ("buffer_count", c.c_uint),
+        ("name", c.c_char_p),
+        ("call", c.c_void_p),
+        ("arguments", c.POINTER(c.c_void_p)),
+        ("blocks", c.c_uint * 3),
+        ("threads", c.c_uint * 3),
+        ("dynamic_shared", c.c_uint),
+        ("order", c.c_uint),
+        ("seed", c.c_uint),
+        ("checked", c.c_uint),
+        ("buffers", c.POINTER(Buffer)),
+        ("buffer_count", c.c_uint),
     ]
 
 
@@ -70,47 +77,87 @@ class Simulator:
     """
 
     name = "simulator"
-    takes_plain = False    # it looks at what arrays are, too
-    multiprocessors, multiprocessor = 132, H100    # of the GPU that tilings are chosen for
-    _one_at_a_time = threading.Lock()    # the runtime has one set of fibers, whoever launches
+    takes_plain = False  # it looks at what arrays are, too
+    multiprocessors, multiprocessor = 132, H100  # of the GPU that tilings are chosen for
+    _one_at_a_time = threading.Lock()  # the runtime has one set of fibers, whoever launches
 
-    def __init__(self, checked: bool = False, order: Literal["forward", "reverse", "random"] = "forward", seed: int = 0,
-                 capability: int = 80, cache: Path | None = None, traffic: list[Traffic] | None = None):
-        self.checked, self.order, self.seed, self.capability, self.traffic = checked, order, seed, capability, traffic
+    def __init__(
+        self,
+        checked: bool = False,
+        order: Literal["forward", "reverse", "random"] = "forward",
+        seed: int = 0,
+        capability: int = 80,
+        cache: Path | None = None,
+        traffic: list[Traffic] | None = None,
+    ):
+        self.checked, self.order, self.seed, self.capability, self.traffic = (
+            checked,
+            order,
+            seed,
+            capability,
+            traffic,
+        )
         self.cache = cache or cache_of("simulator")
         self._runtime = c.CDLL(str(build_runtime(self.cache)))
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:
         """One kernel of a source, compiled now or found in the cache."""
         path = build_kernels(source, defines, self.checked, self.capability, self.cache)
-        library = c.CDLL(str(path))     # of this kernel alone: no other thread may use it before the next line
+        library = c.CDLL(
+            str(path)
+        )  # of this kernel alone: no other thread may use it before the next line
         library.simulator_dynamic_shared.restype = c.c_void_p
         bound = library[f"simulator_bound_{signature.name}"]()
         return partial(self._launch, path, library, signature, bound)
 
-    def multiply(self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool) -> None:
+    def multiply(
+        self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool
+    ) -> None:
         """By NumPy's BLAS."""
         wide = np.float64 if a.dtype == np.float64 else np.float32
-        left, right = (array.astype(wide, copy=False) for array in (a.T if transposed_a else a, b.T if transposed_b else b))
+        left, right = (
+            array.astype(wide, copy=False)
+            for array in (a.T if transposed_a else a, b.T if transposed_b else b)
+        )
         product = left @ right
         c[...] = c + product if accumulate else product
 
-    def _launch(self, path: Path, library: c.CDLL, signature: Signature, bound: int, grid: Dims, block: Dims,
-                arguments: list[Any], shared: int) -> None:
+    def _launch(
+        self,
+        path: Path,
+        library: c.CDLL,
+        signature: Signature,
+        bound: int,
+        grid: Dims,
+        block: Dims,
+        arguments: list[Any],
+        shared: int,
+    ) -> None:
         grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
         threads = block[0] * block[1] * block[2]
         if threads > bound:
             raise KernelError(
                 f"{signature.name} is launched with {threads} threads a block; its launch bounds say {bound}.",
-                "Use smaller blocks, or raise __launch_bounds__.")
+                "Use smaller blocks, or raise __launch_bounds__.",
+            )
         report = _Report()
-        with self._one_at_a_time, guarded(self._runtime, signature, arguments, self.checked) as (buffers, cells):
+        with (
+            self._one_at_a_time,
+            guarded(self._runtime, signature, arguments, self.checked) as (buffers, cells),
+        ):
             counted = (Buffer * (len(buffers) + 1))(*buffers)
             launch = _Launch(
-                signature.name.encode(), c.cast(library[f"simulator_call_{signature.name}"], c.c_void_p),
+                signature.name.encode(),
+                c.cast(library[f"simulator_call_{signature.name}"], c.c_void_p),
                 (c.c_void_p * (len(cells) + 1))(*[c.addressof(cell) for cell in cells]),
-                grid, block, shared, ORDERS.index(self.order), self.seed, self.checked,
-                counted, len(buffers),
+                grid,
+                block,
+                shared,
+                ORDERS.index(self.order),
+                self.seed,
+                self.checked,
+                counted,
+                len(buffers),
             )
             dynamic_shared = c.c_void_p(library.simulator_dynamic_shared())
             if self._runtime.simulator_launch(c.byref(launch), dynamic_shared, c.byref(report)):
@@ -118,14 +165,23 @@ class Simulator:
             if self.traffic is not None:
                 names = [buffer.name.decode().strip("`") for buffer in buffers]
                 moved = list(zip(names, counted, strict=False))
-                self.traffic.append(Traffic(signature.name, {name: buffer.bytes_read for name, buffer in moved},
-                                            {name: buffer.bytes_written for name, buffer in moved},
-                                            {name: buffer.accesses for name, buffer in moved}))
+                self.traffic.append(
+                    Traffic(
+                        signature.name,
+                        {name: buffer.bytes_read for name, buffer in moved},
+                        {name: buffer.bytes_written for name, buffer in moved},
+                        {name: buffer.accesses for name, buffer in moved},
+                    )
+                )
 
     def _error(self, path: Path, signature: Signature, report: _Report) -> KernelError:
         place = f", {_source_line(path, report.offset)}" if report.offset else ""
         kind = report.kind.decode()
-        text = re.sub(r"shared memory \+ (\d+) bytes", lambda m: _shared_array(path, int(m[1])), report.text.decode())
+        text = re.sub(
+            r"shared memory \+ (\d+) bytes",
+            lambda m: _shared_array(path, int(m[1])),
+            report.text.decode(),
+        )
         return KernelError(f"{kind} in {signature.name}{place}: {text}.", WAYS_OUT[kind])
 
 

@@ -36,7 +36,10 @@ class Way(NamedTuple):
 def attention(kernels: Kernels, qkv, heads, arena):
     """y = softmax(q k^T / sqrt(D), causal) v for each head."""
     batch, length, width = _shape(qkv)
-    y, log_sums = arena.take((batch, length, width), qkv.dtype), arena.take((batch, heads, length), KINDS[qkv.dtype].sums)
+    y, log_sums = (
+        arena.take((batch, length, width), qkv.dtype),
+        arena.take((batch, heads, length), KINDS[qkv.dtype].sums),
+    )
     way = choose(kernels, qkv, heads, qkv.itemsize == 2 and address(qkv) % 16 == 0)
     _launch(kernels, way, "", way.scale, qkv, heads, (qkv, y, log_sums), "y log_sums")
     return y, (qkv, y, log_sums, heads)
@@ -48,10 +51,24 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
     batch, length, width = _shape(qkv)
     dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
     way = choose(kernels, qkv, heads, qkv.itemsize == 2 and (address(qkv) | address(dy)) % 16 == 0)
-    kernels.launch("attention_dots", row_blocks(dots.size), ROWS, (batch, length, heads, width // heads, y, dy, dots),
-                   macros=KINDS[qkv.dtype].macros, fresh="dots")
+    kernels.launch(
+        "attention_dots",
+        row_blocks(dots.size),
+        ROWS,
+        (batch, length, heads, width // heads, y, dy, dots),
+        macros=KINDS[qkv.dtype].macros,
+        fresh="dots",
+    )
     for half in ("_backward_kv", "_backward_q"):
-        _launch(kernels, way, half, (width // heads)**-0.5, qkv, heads, (qkv, dy, log_sums, dots, dqkv))
+        _launch(
+            kernels,
+            way,
+            half,
+            (width // heads) ** -0.5,
+            qkv,
+            heads,
+            (qkv, dy, log_sums, dots, dqkv),
+        )
     return dqkv
 
 
@@ -71,26 +88,52 @@ def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
     _, length, width = _shape(qkv)
     head, capability = width // heads, kernels.engine.capability
     limit, common = most_shared(kernels), {**element(qkv), "HEAD": head}
-    if c_type(qkv) in ("__half", "__nv_bfloat16") and capability >= 80 and head % 16 == 0 and head <= 128:
+    if (
+        c_type(qkv) in ("__half", "__nv_bfloat16")
+        and capability >= 80
+        and head % 16 == 0
+        and head <= 128
+    ):
         # One tile of 128 rows, or two, and two stages of two tiles and of the statistics of their rows.
-        forward, backward = ({step: (tiles * 128 + 4 * step) * 2 * (head + 8) + 16 * step for step in steps}
-                             for tiles, steps in ((1, (64, 32)), (2, (32, 16))))
+        forward, backward = (
+            {step: (tiles * 128 + 4 * step) * 2 * (head + 8) + 16 * step for step in steps}
+            for tiles, steps in ((1, (64, 32)), (2, (32, 16)))
+        )
         steps = _step(forward, limit), _step(backward, limit)
-        macros = tuple(kernels.macros(**common, STEP=step, CHUNKED=int(is_chunked)) for step in steps)
-        return Way("attention_tensor", 128, 128 if head <= 64 else 256, head**-0.5 * log2(e),
-                   (forward[steps[0]], backward[steps[1]]), (macros[0], macros[1]))
+        macros = tuple(
+            kernels.macros(**common, STEP=step, CHUNKED=int(is_chunked)) for step in steps
+        )
+        return Way(
+            "attention_tensor",
+            128,
+            128 if head <= 64 else 256,
+            head**-0.5 * log2(e),
+            (forward[steps[0]], backward[steps[1]]),
+            (macros[0], macros[1]),
+        )
     pitch, size = -(-head // 4) * 4 + 4, 8 if sum_type(qkv) == "float64" else 4
     for tile in (64, 32) if length > 32 else (32,):
         shared = tile * (2 * pitch + tile + 4) * size, tile * (4 * pitch + tile + 4) * size
         if shared[1] <= limit:
-            return Way("attention", tile, tile * tile // 16, head**-0.5, shared, (kernels.macros(**common, TILE=tile),) * 2)
-    raise KernelError(f"Heads of {head} channels need {shared[1]} bytes of shared memory a block; this device has {limit}.",
-                      "Use more and narrower heads.")
+            return Way(
+                "attention",
+                tile,
+                tile * tile // 16,
+                head**-0.5,
+                shared,
+                (kernels.macros(**common, TILE=tile),) * 2,
+            )
+    raise KernelError(
+        f"Heads of {head} channels need {shared[1]} bytes of shared memory a block; this device has {limit}.",
+        "Use more and narrower heads.",
+    )
 
 
 def _step(shared: dict[int, int], limit: int) -> int:
     """The first step, of those with these bytes a block, of which two blocks fit a multiprocessor; else of which one does."""
-    return next((step for blocks in (2, 1) for step, nbytes in shared.items() if blocks * nbytes <= limit))
+    return next(
+        (step for blocks in (2, 1) for step, nbytes in shared.items() if blocks * nbytes <= limit)
+    )
 
 
 def _shape(qkv: Any) -> tuple[int, int, int]:
@@ -98,8 +141,24 @@ def _shape(qkv: Any) -> tuple[int, int, int]:
     return batch, length, triple // 3
 
 
-def _launch(kernels: Kernels, way: Way, half: str, scale: float, qkv: Any, heads: int, arrays: tuple, fresh: str = "") -> None:
+def _launch(
+    kernels: Kernels,
+    way: Way,
+    half: str,
+    scale: float,
+    qkv: Any,
+    heads: int,
+    arrays: tuple,
+    fresh: str = "",
+) -> None:
     is_backward = half != ""
     batch, length, _ = qkv.shape
-    kernels.launch(way.prefix + half, (-(-length // way.tile), heads, batch), (way.threads,),
-                   (length, heads, scale, *arrays), way.shared[is_backward], way.macros[is_backward], fresh)
+    kernels.launch(
+        way.prefix + half,
+        (-(-length // way.tile), heads, batch),
+        (way.threads,),
+        (length, heads, scale, *arrays),
+        way.shared[is_backward],
+        way.macros[is_backward],
+        fresh,
+    )

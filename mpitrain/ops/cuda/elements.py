@@ -68,7 +68,9 @@ def c_type(array: Any) -> str:
     """The C++ name of a float array's elements."""
     name = name_of(array.dtype)
     if name not in FLOATS:
-        raise KernelError(f"Kernels compute with {', '.join(FLOATS)}, not with {name}.", "Cast the array first.")
+        raise KernelError(
+            f"Kernels compute with {', '.join(FLOATS)}, not with {name}.", "Cast the array first."
+        )
     return ELEMENTS[name]
 
 
@@ -89,13 +91,21 @@ def result(array: Any, like: Any) -> dict[str, Any]:
 
 def in_chunks(*arrays: Any) -> int:
     """CHUNKED: whether all rows of all arrays begin at multiples of 16 bytes, so that 16 of them can be copied at a time."""
-    return int(all(address(array) % 16 == 0 and not any(step % 16 for step in array.strides[:-1]) for array in arrays))
+    return int(
+        all(
+            address(array) % 16 == 0 and not any(step % 16 for step in array.strides[:-1])
+            for array in arrays
+        )
+    )
 
 
 def index(array: Any) -> dict[str, Any]:
     """Index: the type of tokens and targets."""
     if name_of(array.dtype) not in INDICES:
-        raise KernelError(f"Tokens and targets are {' or '.join(INDICES)}, not {array.dtype.name}.", "Cast them first.")
+        raise KernelError(
+            f"Tokens and targets are {' or '.join(INDICES)}, not {array.dtype.name}.",
+            "Cast them first.",
+        )
     return {"Index": ELEMENTS[name_of(array.dtype)]}
 
 

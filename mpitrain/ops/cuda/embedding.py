@@ -12,9 +12,14 @@ def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=No
     """x[b, t] = table[tokens[b, t] - first] + positions[t]; a row that is not held counts as zero."""
     vocab, width = table.shape
     x = arena.take((*tokens.shape, width), table.dtype) if out is None else out
-    kernels.launch("embedding", row_blocks(tokens.size), ROWS,
-                   (tokens.size, tokens.shape[1], width, vocab, first, tokens, table, positions, x),
-                   macros=INDEXED[table.dtype, tokens.dtype], fresh="x")
+    kernels.launch(
+        "embedding",
+        row_blocks(tokens.size),
+        ROWS,
+        (tokens.size, tokens.shape[1], width, vocab, first, tokens, table, positions, x),
+        macros=INDEXED[table.dtype, tokens.dtype],
+        fresh="x",
+    )
     return x, (tokens, first)
 
 
@@ -23,15 +28,25 @@ def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, ar
     tokens, first = saved
     vocab, width = dtable.shape
     macros = TABLES[dx.dtype, dtable.dtype, tokens.dtype]
-    kernels.launch("embedding_backward_table", (-(-vocab // 32), -(-width // (32 * macros.run))), ROWS,
-                   (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable), macros=macros,
-                   fresh="" if accumulate else "dtable")
+    kernels.launch(
+        "embedding_backward_table",
+        (-(-vocab // 32), -(-width // (32 * macros.run))),
+        ROWS,
+        (tokens.size, width, vocab, first, tokens, dx, float(accumulate), dtable),
+        macros=macros,
+        fresh="" if accumulate else "dtable",
+    )
 
 
 def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):
     """Write or add the sum of dx over the batch; positions beyond T have gradient 0."""
     batch, length, width = dx.shape
     macros = POSITIONS[dx.dtype, dpositions.dtype]
-    kernels.launch("embedding_backward_positions", blocks(dpositions.size, macros.run), POINTWISE,
-                   (batch, length, width, len(dpositions), dx, float(accumulate), dpositions), macros=macros,
-                   fresh="" if accumulate else "dpositions")
+    kernels.launch(
+        "embedding_backward_positions",
+        blocks(dpositions.size, macros.run),
+        POINTWISE,
+        (batch, length, width, len(dpositions), dx, float(accumulate), dpositions),
+        macros=macros,
+        fresh="" if accumulate else "dpositions",
+    )

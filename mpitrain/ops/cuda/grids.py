@@ -4,15 +4,25 @@ from functools import cache
 
 from mpitrain.kernels.loader import Kernels
 
-POINTWISE = (256,)    # threads a block of the kernels that go element by element
-ROWS = (128,)         # of those with one warp a row: four rows a block
-WIDE_ROWS = (1024,)   # of those with one block a row, where it is long: enough loads under way to use the memory's whole rate
-MOST_BLOCKS = 2048    # of kernels that go round until nothing is left: enough to fill any GPU
+POINTWISE = (256,)  # threads a block of the kernels that go element by element
+ROWS = (128,)  # of those with one warp a row: four rows a block
+WIDE_ROWS = (
+    1024,
+)  # of those with one block a row, where it is long: enough loads under way to use the memory's whole rate
+MOST_BLOCKS = 2048  # of kernels that go round until nothing is left: enough to fill any GPU
 
 # Bytes of shared memory that a block may have, by compute capability; the largest entry not above a device's counts.
-SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+SHARED = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    120: 99 << 10,
+}
 
-SCRATCH = 2 << 10    # bytes of it that a kernel needs, at most, beside rows that it keeps
+SCRATCH = 2 << 10  # bytes of it that a kernel needs, at most, beside rows that it keeps
 
 
 def most_shared(kernels: Kernels) -> int:

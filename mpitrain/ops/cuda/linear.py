@@ -36,7 +36,7 @@ def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None, resid
 
 def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     """As `linear`. Between the rows of y there is room up to a multiple of PITCH, which nobody reads or writes."""
-    y = arena.take((len(x), -(-len(w) // PITCH) * PITCH), x.dtype)[:, :len(w)]
+    y = arena.take((len(x), -(-len(w) // PITCH) * PITCH), x.dtype)[:, : len(w)]
     return linear(kernels, multiply, x, w, b, arena, y)
 
 
@@ -57,7 +57,16 @@ def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, save
 def linear_backward_weight(kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena):
     """dw = dy^T x, or added to it; dy's sum over rows on the way."""
     sums = arena.take(dw.shape[:1], KINDS[pending.dy.dtype].sums) if pending.has_bias else None
-    multiply(kernels, arena, pending.dy, pending.x, dw, transposed_a=True, beta=float(accumulate), row_sums=sums)
+    multiply(
+        kernels,
+        arena,
+        pending.dy,
+        pending.x,
+        dw,
+        transposed_a=True,
+        beta=float(accumulate),
+        row_sums=sums,
+    )
     pending.sums = sums
 
 
@@ -131,25 +140,48 @@ def add(kernels: Kernels, a, b, out, arena):
 def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
     """out = alpha a + beta b; out may be a or b."""
     macros = KINDS[a.dtype].macros
-    kernels.launch("weighted_sum", blocks(a.size, macros.run), POINTWISE, (a.size, alpha, a, beta, b, out), macros=macros)
+    kernels.launch(
+        "weighted_sum",
+        blocks(a.size, macros.run),
+        POINTWISE,
+        (a.size, alpha, a, beta, b, out),
+        macros=macros,
+    )
 
 
 def add_bias(kernels: Kernels, x, b, out, arena, residual=None):
     """out = x + b + residual, b to every row; out may be x."""
     columns = x.shape[-1]
     rows = x.size // columns
-    kernels.launch("add_bias", row_blocks(rows), ROWS, (rows, columns, x, b, residual, out), macros=KINDS[x.dtype].macros,
-                   fresh="" if out is x else "y")
+    kernels.launch(
+        "add_bias",
+        row_blocks(rows),
+        ROWS,
+        (rows, columns, x, b, residual, out),
+        macros=KINDS[x.dtype].macros,
+        fresh="" if out is x else "y",
+    )
 
 
 def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:
     y, macros = arena.take(z.shape, z.dtype), KINDS[z.dtype].macros
-    kernels.launch("activation_forward", blocks(z.size, macros.run), POINTWISE, (z.size, ACTIVATIONS[activation], z, y),
-                   macros=macros, fresh="y")
+    kernels.launch(
+        "activation_forward",
+        blocks(z.size, macros.run),
+        POINTWISE,
+        (z.size, ACTIVATIONS[activation], z, y),
+        macros=macros,
+        fresh="y",
+    )
     return y
 
 
 def _through_activation(kernels: Kernels, activation: str, z: Any, dy: Any, dz: Any) -> None:
     macros = KINDS[z.dtype].macros
-    kernels.launch("activation_backward", blocks(z.size, macros.run), POINTWISE, (z.size, ACTIVATIONS[activation], z, dy, dz),
-                   macros=macros)
+    kernels.launch(
+        "activation_backward",
+        blocks(z.size, macros.run),
+        POINTWISE,
+        (z.size, ACTIVATIONS[activation], z, dy, dz),
+        macros=macros,
+    )

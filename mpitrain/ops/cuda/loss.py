@@ -12,28 +12,43 @@ from mpitrain.ops.cuda.elements import INDEXED, KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, SCRATCH, WIDE_ROWS, blocks, most_shared
 from mpitrain.ops.cuda.sums import sum_all
 
-ANY = np.dtype(np.int64)    # of targets, where a kernel takes none
+ANY = np.dtype(np.int64)  # of targets, where a kernel takes none
 
 
 def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
     """(loss_sum, dlogits), dlogits written over the logits; loss_sum is an array without dims."""
-    losses, row = arena.take((len(logits),), KINDS[logits.dtype].sums), logits.shape[1] * logits.itemsize
+    losses, row = (
+        arena.take((len(logits),), KINDS[logits.dtype].sums),
+        logits.shape[1] * logits.itemsize,
+    )
     keep = row <= most_shared(kernels) - SCRATCH
-    _launch(kernels, "cross_entropy", logits, (int(keep), targets, scale, logits, losses), targets.dtype, "losses", row * keep)
+    _launch(
+        kernels,
+        "cross_entropy",
+        logits,
+        (int(keep), targets, scale, logits, losses),
+        targets.dtype,
+        "losses",
+        row * keep,
+    )
     return sum_all(kernels, losses, arena), logits
 
 
 def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
     """loss_sum alone."""
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
-    _launch(kernels, "cross_entropy_loss", logits, (targets, logits, losses), targets.dtype, "losses")
+    _launch(
+        kernels, "cross_entropy_loss", logits, (targets, logits, losses), targets.dtype, "losses"
+    )
     return sum_all(kernels, losses, arena)
 
 
 def count_correct(kernels: Kernels, logits, targets, arena):
     """How many rows have their largest logit at the target; an array without dims."""
     correct = arena.take((len(logits),), KINDS[logits.dtype].sums)
-    _launch(kernels, "largest_is_target", logits, (targets, logits, correct), targets.dtype, "correct")
+    _launch(
+        kernels, "largest_is_target", logits, (targets, logits, correct), targets.dtype, "correct"
+    )
     return sum_all(kernels, correct, arena)
 
 
@@ -47,16 +62,28 @@ def row_maximum(kernels: Kernels, logits, arena, out=None):
 def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena, out=None):
     """(2, M): each row's sum of exp(x - maximum), and its target's x - maximum or 0, for a sum over the parts."""
     facts = arena.take((2, len(logits)), KINDS[logits.dtype].sums) if out is None else out
-    _launch(kernels, "row_exponentials", logits, (first, targets, logits, maxima, facts[0], facts[1]),
-            targets.dtype, "sums target_logits")
+    _launch(
+        kernels,
+        "row_exponentials",
+        logits,
+        (first, targets, logits, maxima, facts[0], facts[1]),
+        targets.dtype,
+        "sums target_logits",
+    )
     return facts
 
 
 def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts, scale, arena):
     """As `cross_entropy`, over the columns held here, from the sums over the parts; the loss is that of whole rows."""
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
-    _launch(kernels, "cross_entropy_split", logits, (first, targets, scale, maxima, facts[0], facts[1], logits, losses),
-            targets.dtype, "losses")
+    _launch(
+        kernels,
+        "cross_entropy_split",
+        logits,
+        (first, targets, scale, maxima, facts[0], facts[1], logits, losses),
+        targets.dtype,
+        "losses",
+    )
     return sum_all(kernels, losses, arena), logits
 
 
@@ -70,14 +97,36 @@ def row_argmax(kernels: Kernels, logits, first, maxima, arena, out=None):
 def count_correct_split(kernels: Kernels, places, targets, arena):
     """How many rows have minus their target in `places`; an array without dims."""
     correct = arena.take(places.shape, places.dtype)
-    kernels.launch("place_is_target", blocks(places.size), POINTWISE, (places.size, targets, places, correct),
-                   macros=INDEXED[places.dtype, targets.dtype], fresh="correct")
+    kernels.launch(
+        "place_is_target",
+        blocks(places.size),
+        POINTWISE,
+        (places.size, targets, places, correct),
+        macros=INDEXED[places.dtype, targets.dtype],
+        fresh="correct",
+    )
     return sum_all(kernels, correct, arena)
 
 
-def _launch(kernels: Kernels, name: str, logits: Any, rest: tuple, indices: np.dtype, fresh: str, shared: int = 0) -> None:
+def _launch(
+    kernels: Kernels,
+    name: str,
+    logits: Any,
+    rest: tuple,
+    indices: np.dtype,
+    fresh: str,
+    shared: int = 0,
+) -> None:
     """A block a row, of more threads where rows are long; `rest` follows M, V and the pitch."""
     rows, columns = logits.shape
     threads = POINTWISE if columns <= 16 * POINTWISE[0] else WIDE_ROWS
-    kernels.launch(name, (rows,), threads, (rows, columns, logits.strides[0] // logits.itemsize, *rest), shared,
-                   INDEXED[logits.dtype, indices], fresh, "logits")
+    kernels.launch(
+        name,
+        (rows,),
+        threads,
+        (rows, columns, logits.strides[0] // logits.itemsize, *rest),
+        shared,
+        INDEXED[logits.dtype, indices],
+        fresh,
+        "logits",
+    )

@@ -6,17 +6,27 @@ from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_b
 from mpitrain.ops.cuda.sums import add_parts
 from mpitrain.ops.reference import EPSILON
 
-PARTS = 4          # of the rows of a backward, to a multiprocessor
-FEWEST_ROWS = 8    # of a part
+PARTS = 4  # of the rows of a backward, to a multiprocessor
+FEWEST_ROWS = 8  # of a part
 
 
 def layer_norm(kernels: Kernels, x, gain, bias, arena):
     """y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim."""
     rows, width = x.shape
     sums, macros = KINDS[x.dtype]
-    y, mean, inverse = arena.take(x.shape, x.dtype), arena.take((rows,), sums), arena.take((rows,), sums)
-    kernels.launch("layer_norm", row_blocks(rows), ROWS, (rows, width, EPSILON, x, gain, bias, y, mean, inverse),
-                   macros=macros, fresh="y mean inverse")
+    y, mean, inverse = (
+        arena.take(x.shape, x.dtype),
+        arena.take((rows,), sums),
+        arena.take((rows,), sums),
+    )
+    kernels.launch(
+        "layer_norm",
+        row_blocks(rows),
+        ROWS,
+        (rows, width, EPSILON, x, gain, bias, y, mean, inverse),
+        macros=macros,
+        fresh="y mean inverse",
+    )
     return y, (x, mean, inverse)
 
 
@@ -29,14 +39,23 @@ def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual
     dx = arena.take(dy.shape, dy.dtype)
     kind = KINDS[dy.dtype]
     wide = kind.macros.run
-    sums = arena.take((2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width), kind.sums)
+    sums = arena.take(
+        (2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width),
+        kind.sums,
+    )
     room = -(-width // wide) * wide
     shared = 4 * room * sums.itemsize
     keep = shared <= most_shared(kernels) - SCRATCH
     threads = min(-(-room // wide // 32) * 32, WIDE_ROWS[0])
-    kernels.launch("layer_norm_backward", sums.shape[1:2], (threads,),
-                   (rows, width, int(keep), dy, gain, *saved, residual, dx, sums[0], sums[1]), shared * keep, macros=kind.macros,
-                   fresh="dx gain_parts bias_parts")
+    kernels.launch(
+        "layer_norm_backward",
+        sums.shape[1:2],
+        (threads,),
+        (rows, width, int(keep), dy, gain, *saved, residual, dx, sums[0], sums[1]),
+        shared * keep,
+        macros=kind.macros,
+        fresh="dx gain_parts bias_parts",
+    )
     return dx, sums
 
 

@@ -13,7 +13,7 @@ from mpitrain.ops.cuda.tiles import DEFAULT, Table, Tiling, count
 
 ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2, "gelu backward": -1}
 STRIDED, STRIDED_COMBINE = "A B C residual saved", "C residual saved"
-COMBINE = (256,)    # threads of gemm_combine
+COMBINE = (256,)  # threads of gemm_combine
 
 
 class Plan(NamedTuple):
@@ -40,9 +40,25 @@ class Plan(NamedTuple):
     combined: tuple[int, int, int]
 
 
-def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
-         alpha: float = 1.0, beta: float = 0.0, bias: Any = None, residual: Any = None, saved: Any = None,
-         activation: str | None = None, row_sums: Any = None, table: Table = DEFAULT, tiling: Tiling | None = None) -> None:
+def gemm(
+    kernels: Kernels,
+    arena: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    *,
+    transposed_a: bool = False,
+    transposed_b: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Any = None,
+    residual: Any = None,
+    saved: Any = None,
+    activation: str | None = None,
+    row_sums: Any = None,
+    table: Table = DEFAULT,
+    tiling: Tiling | None = None,
+) -> None:
     """c = activation(alpha op(a) op(b) + beta c + bias) + residual.
 
     a, b, c    (rows, columns) or (batch, rows, columns), the last dim contiguous; stored transposed where so flagged
@@ -53,45 +69,170 @@ def gemm(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: 
     raises     KernelError if the shapes do not fit
     """
     reads_c = beta != 0 or activation == "gelu backward"
-    key = (a.dtype, c.dtype, a.shape, b.shape, c.shape, a.strides, b.strides, c.strides, transposed_a, transposed_b,
-           row_sums is None, reads_c, table, tiling, a.itemsize == 2 and (address(a) | address(b)) % 16 == 0)
+    key = (
+        a.dtype,
+        c.dtype,
+        a.shape,
+        b.shape,
+        c.shape,
+        a.strides,
+        b.strides,
+        c.strides,
+        transposed_a,
+        transposed_b,
+        row_sums is None,
+        reads_c,
+        table,
+        tiling,
+        a.itemsize == 2 and (address(a) | address(b)) % 16 == 0,
+    )
     plan = kernels.plans.get(key)
     if plan is None:
-        plan = kernels.plans[key] = _plan(kernels, a, b, c, transposed_a, transposed_b, row_sums, reads_c, table, tiling)
+        plan = kernels.plans[key] = _plan(
+            kernels, a, b, c, transposed_a, transposed_b, row_sums, reads_c, table, tiling
+        )
     _check_like(c, saved, residual)
     m, n, k = plan.shape
     lda, stride_a, ldb, stride_b, ldc, stride_c = plan.steps
     if plan.splits == 1:
-        kernels.launch(plan.kernel, plan.grid, plan.block,
-                       (m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta, c, ldc, stride_c, bias, residual, saved,
-                        ACTIVATIONS[activation], row_sums, 1, None), plan.shared, plan.macros, plan.fresh, STRIDED)
+        kernels.launch(
+            plan.kernel,
+            plan.grid,
+            plan.block,
+            (
+                m,
+                n,
+                k,
+                alpha,
+                a,
+                lda,
+                stride_a,
+                b,
+                ldb,
+                stride_b,
+                beta,
+                c,
+                ldc,
+                stride_c,
+                bias,
+                residual,
+                saved,
+                ACTIVATIONS[activation],
+                row_sums,
+                1,
+                None,
+            ),
+            plan.shared,
+            plan.macros,
+            plan.fresh,
+            STRIDED,
+        )
         return
     workspace = arena.take((plan.parts,), plan.sums)
-    kernels.launch(plan.kernel, plan.grid, plan.block,
-                   (m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta, None, ldc, stride_c, None, None, None, 0, None,
-                    plan.splits, workspace), plan.shared, plan.macros, "workspace", STRIDED)
-    kernels.launch("gemm_combine", plan.combined, COMBINE,
-                   (m, n, alpha, beta, c, ldc, stride_c, bias, residual, saved, ACTIVATIONS[activation], row_sums, plan.splits,
-                    workspace), 0, plan.types, plan.fresh, STRIDED_COMBINE)
+    kernels.launch(
+        plan.kernel,
+        plan.grid,
+        plan.block,
+        (
+            m,
+            n,
+            k,
+            alpha,
+            a,
+            lda,
+            stride_a,
+            b,
+            ldb,
+            stride_b,
+            beta,
+            None,
+            ldc,
+            stride_c,
+            None,
+            None,
+            None,
+            0,
+            None,
+            plan.splits,
+            workspace,
+        ),
+        plan.shared,
+        plan.macros,
+        "workspace",
+        STRIDED,
+    )
+    kernels.launch(
+        "gemm_combine",
+        plan.combined,
+        COMBINE,
+        (
+            m,
+            n,
+            alpha,
+            beta,
+            c,
+            ldc,
+            stride_c,
+            bias,
+            residual,
+            saved,
+            ACTIVATIONS[activation],
+            row_sums,
+            plan.splits,
+            workspace,
+        ),
+        0,
+        plan.types,
+        plan.fresh,
+        STRIDED_COMBINE,
+    )
 
 
-def _plan(kernels: Kernels, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, row_sums: Any, reads_c: bool,
-          table: Table, tiling: Tiling | None) -> Plan:
+def _plan(
+    kernels: Kernels,
+    a: Any,
+    b: Any,
+    c: Any,
+    transposed_a: bool,
+    transposed_b: bool,
+    row_sums: Any,
+    reads_c: bool,
+    table: Table,
+    tiling: Tiling | None,
+) -> Plan:
     """What follows from shapes and types alone; KernelError if the shapes do not fit."""
     m, n, k = _check(a, b, c, transposed_a, transposed_b)
     batches = c.shape[0] if c.ndim == 3 else 1
     if row_sums is not None and batches > 1:
-        raise KernelError(f"Row sums of {batches} products have no place in one array.", "Multiply one by one.")
+        raise KernelError(
+            f"Row sums of {batches} products have no place in one array.", "Multiply one by one."
+        )
     stored = "NT"[transposed_a] + "NT"[transposed_b]
     tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
     chunked = {"CHUNKED": in_chunks(a, b)} if tile.kernel == "gemm_tensor" else {}
-    macros = kernels.macros(**types, **tile._asdict(), **chunked, TRANSPOSED_A=int(transposed_a), TRANSPOSED_B=int(transposed_b))
+    macros = kernels.macros(
+        **types,
+        **tile._asdict(),
+        **chunked,
+        TRANSPOSED_A=int(transposed_a),
+        TRANSPOSED_B=int(transposed_b),
+    )
     return Plan(
-        (m, n, k), (*_steps(a), *_steps(b), *_steps(c)), tile.kernel, splits, tile.shared,
-        (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits), (tile.threads,), macros,
-        kernels.macros(**types), _fresh(reads_c), batches * splits * m * (n + types["ROW_SUMS"]), np.dtype(sum_type(a)),
-        _combined(c, row_sums))
+        (m, n, k),
+        (*_steps(a), *_steps(b), *_steps(c)),
+        tile.kernel,
+        splits,
+        tile.shared,
+        (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits),
+        (tile.threads,),
+        macros,
+        kernels.macros(**types),
+        _fresh(reads_c),
+        batches * splits * m * (n + types["ROW_SUMS"]),
+        np.dtype(sum_type(a)),
+        _combined(c, row_sums),
+    )
 
 
 def _fresh(reads_c: bool) -> str:
@@ -99,9 +240,23 @@ def _fresh(reads_c: bool) -> str:
     return "saved row_sums" if reads_c else "C saved row_sums"
 
 
-def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_a: bool = False, transposed_b: bool = False,
-            alpha: float = 1.0, beta: float = 0.0, bias: Any = None, residual: Any = None, saved: Any = None,
-            activation: str | None = None, row_sums: Any = None) -> None:
+def library(
+    kernels: Kernels,
+    arena: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    *,
+    transposed_a: bool = False,
+    transposed_b: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Any = None,
+    residual: Any = None,
+    saved: Any = None,
+    activation: str | None = None,
+    row_sums: Any = None,
+) -> None:
     """As `gemm` of two dims, but the product is cuBLAS's (in the simulator NumPy's), and kernels after it do the rest.
 
     row_sums   only where `a` is stored transposed, and then contiguous: the sums down its columns
@@ -110,23 +265,57 @@ def library(kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, transposed_
     m, n, _ = _check(a, b, c, transposed_a, transposed_b)
     _check_like(c, saved, residual)
     if c.ndim != 2:
-        raise KernelError(f"The library makes one product at a time, not {c.shape[0]}.", "Multiply one by one, or by `gemm`.")
+        raise KernelError(
+            f"The library makes one product at a time, not {c.shape[0]}.",
+            "Multiply one by one, or by `gemm`.",
+        )
     if row_sums is not None and not transposed_a:
-        raise KernelError(f"Only of an operand stored transposed can the rows be summed, not of {a.shape}.", "Use `gemm`.")
+        raise KernelError(
+            f"Only of an operand stored transposed can the rows be summed, not of {a.shape}.",
+            "Use `gemm`.",
+        )
     if row_sums is not None:
         sum_rows(kernels, a, row_sums, False, arena)
     reads_c = beta != 0 or activation == "gelu backward"
-    is_bare = bias is None and residual is None and saved is None and activation is None and alpha == 1 and beta in (0, 1)
+    is_bare = (
+        bias is None
+        and residual is None
+        and saved is None
+        and activation is None
+        and alpha == 1
+        and beta in (0, 1)
+    )
     product = c if is_bare else arena.take((m, n), sum_type(a))
     if a.size and c.size:
         kernels.engine.multiply(a, b, product, transposed_a, transposed_b, is_bare and beta == 1)
     elif not (is_bare and beta == 1):
-        product.fill(0)    # sums over nothing
+        product.fill(0)  # sums over nothing
     if not is_bare:
         types = element(a) | {"Result": c_type(c), "ROW_SUMS": 0}
-        kernels.launch("gemm_combine", _combined(c, None), COMBINE,
-                       (m, n, alpha, beta, c, *_steps(c), bias, residual, saved, ACTIVATIONS[activation], None, 1, product), 0,
-                       kernels.macros(**types), _fresh(reads_c), STRIDED_COMBINE)
+        kernels.launch(
+            "gemm_combine",
+            _combined(c, None),
+            COMBINE,
+            (
+                m,
+                n,
+                alpha,
+                beta,
+                c,
+                *_steps(c),
+                bias,
+                residual,
+                saved,
+                ACTIVATIONS[activation],
+                None,
+                1,
+                product,
+            ),
+            0,
+            kernels.macros(**types),
+            _fresh(reads_c),
+            STRIDED_COMBINE,
+        )
 
 
 def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tuple[int, int, int]:
@@ -134,11 +323,17 @@ def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tu
     (m, k), (n, inner) = a.shape[-2:], b.shape[-2:]
     m, k = (k, m) if transposed_a else (m, k)
     n, inner = (n, inner) if transposed_b else (inner, n)
-    if inner != k or c.shape[-2:] != (m, n) or not a.ndim == b.ndim == c.ndim or any(
-            x.ndim == 3 and x.shape[0] != c.shape[0] for x in (a, b)):
+    if (
+        inner != k
+        or c.shape[-2:] != (m, n)
+        or not a.ndim == b.ndim == c.ndim
+        or any(x.ndim == 3 and x.shape[0] != c.shape[0] for x in (a, b))
+    ):
         raise KernelError(
             f"A product of {a.shape}{' transposed' * transposed_a} and {b.shape}{' transposed' * transposed_b} "
-            f"does not fit into {c.shape}.", "Pass op(a): (M, K), op(b): (K, N), c: (M, N), with one batch size.")
+            f"does not fit into {c.shape}.",
+            "Pass op(a): (M, K), op(b): (K, N), c: (M, N), with one batch size.",
+        )
     return m, n, k
 
 
@@ -146,8 +341,10 @@ def _check_like(c: Any, saved: Any, residual: Any) -> None:
     """KernelError unless what is written, or added, beside c lies as c does."""
     for name, array in (("saved", saved), ("residual", residual)):
         if array is not None and (array.shape != c.shape or array.strides != c.strides):
-            raise KernelError(f"`{name}` of shape {array.shape} is not like the product of shape {c.shape}.",
-                              "Pass an array of the same shape and strides.")
+            raise KernelError(
+                f"`{name}` of shape {array.shape} is not like the product of shape {c.shape}.",
+                "Pass an array of the same shape and strides.",
+            )
 
 
 def _combined(c: Any, row_sums: Any) -> tuple[int, int, int]:

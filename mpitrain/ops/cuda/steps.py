@@ -19,7 +19,11 @@ class Numbers:
     """
 
     def __init__(self, backend: Backend):
-        self._backend, self._arrays, self._written = backend, dict[np.dtype, Any](), dict[np.dtype, tuple[float, ...]]()
+        self._backend, self._arrays, self._written = (
+            backend,
+            dict[np.dtype, Any](),
+            dict[np.dtype, tuple[float, ...]](),
+        )
 
     def of(self, like: Any, *values: float) -> Any:
         """The array that holds these, for sums over `like`."""
@@ -35,23 +39,67 @@ class Numbers:
 def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
     """p -= lr (scale g + weight_decay p)."""
     macros = _types(p, mirror)
-    kernels.launch("sgd", blocks(p.size, macros.run), POINTWISE, (p.size, p, g, mirror, numbers.of(p, scale, lr), weight_decay),
-                   macros=macros)
+    kernels.launch(
+        "sgd",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (p.size, p, g, mirror, numbers.of(p, scale, lr), weight_decay),
+        macros=macros,
+    )
 
 
-def momentum(kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
+def momentum(
+    kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
+):
     """m = beta m + scale g + weight_decay p, p -= lr m."""
     macros = _types(p, mirror)
-    kernels.launch("momentum", blocks(p.size, macros.run), POINTWISE,
-                   (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay), macros=macros)
+    kernels.launch(
+        "momentum",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (p.size, p, g, m, mirror, numbers.of(p, scale, lr), beta, weight_decay),
+        macros=macros,
+    )
 
 
-def adamw(kernels: Kernels, numbers: Numbers, p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
+def adamw(
+    kernels: Kernels,
+    numbers: Numbers,
+    p,
+    g,
+    m,
+    v,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    arena,
+    mirror=None,
+):
     """Decoupled decay, step counted from 1; what depends on the step alone is computed here in double."""
     macros = _types(p, mirror)
-    kernels.launch("adamw", blocks(p.size, macros.run), POINTWISE,
-                   (p.size, p, g, m, v, mirror, numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step), 1 - beta1, 1 - beta2,
-                    eps, weight_decay), macros=macros)
+    kernels.launch(
+        "adamw",
+        blocks(p.size, macros.run),
+        POINTWISE,
+        (
+            p.size,
+            p,
+            g,
+            m,
+            v,
+            mirror,
+            numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
+            1 - beta1,
+            1 - beta2,
+            eps,
+            weight_decay,
+        ),
+        macros=macros,
+    )
 
 
 def _types(p: Any, mirror: Any) -> Typed:

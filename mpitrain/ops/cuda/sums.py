@@ -6,15 +6,23 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, blocks, parts
 
-COLUMNS = (8, 32)    # threads of the kernels that sum down columns: 8 times what a thread takes, 32 rows at a time
+COLUMNS = (
+    8,
+    32,
+)  # threads of the kernels that sum down columns: 8 times what a thread takes, 32 rows at a time
 
 
 def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
     """out = the sum of the rows of `sums`, (P, N) in the dtype of sums, or added to it."""
     macros = KINDS[out.dtype].macros
-    kernels.launch("add_parts", (-(-out.size // (8 * macros.run)),), COLUMNS,
-                   (len(sums), out.size, sums, float(accumulate), out), macros=macros,
-                   fresh="" if accumulate else "y")
+    kernels.launch(
+        "add_parts",
+        (-(-out.size // (8 * macros.run)),),
+        COLUMNS,
+        (len(sums), out.size, sums, float(accumulate), out),
+        macros=macros,
+        fresh="" if accumulate else "y",
+    )
 
 
 def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -> None:
@@ -23,8 +31,14 @@ def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -
     kind = KINDS[x.dtype]
     across = -(-columns // (8 * kind.macros.run))
     sums = arena.take((parts(rows, across), columns), kind.sums)
-    kernels.launch("column_sums", (across, len(sums)), COLUMNS, (rows, columns, x, sums), macros=kind.macros,
-                   fresh="parts")
+    kernels.launch(
+        "column_sums",
+        (across, len(sums)),
+        COLUMNS,
+        (rows, columns, x, sums),
+        macros=kind.macros,
+        fresh="parts",
+    )
     add_parts(kernels, sums, out, accumulate)
 
 
@@ -32,14 +46,28 @@ def total(kernels: Kernels, partial: Any, arena: Any) -> Any:
     """The sum of each row of a float64 array (rows, count): (rows,) float64."""
     rows, count = partial.shape
     result = arena.take((rows,), "float64")
-    kernels.launch("total", (1, rows), POINTWISE, (count, partial, result), macros=KINDS[partial.dtype].macros, fresh="result")
+    kernels.launch(
+        "total",
+        (1, rows),
+        POINTWISE,
+        (count, partial, result),
+        macros=KINDS[partial.dtype].macros,
+        fresh="result",
+    )
     return result
 
 
 def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
     """The sum of a flat array, in float64, as an array without dims."""
     partial = arena.take((1, max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)), "float64")
-    kernels.launch("sum_parts", (partial.size,), POINTWISE, (x.size, x, partial), macros=KINDS[x.dtype].macros, fresh="parts")
+    kernels.launch(
+        "sum_parts",
+        (partial.size,),
+        POINTWISE,
+        (x.size, x, partial),
+        macros=KINDS[x.dtype].macros,
+        fresh="parts",
+    )
     return total(kernels, partial, arena).reshape(())
 
 
@@ -47,6 +75,12 @@ def gradient_facts(kernels: Kernels, x, arena):
     """(2,): the sum of squares, in float64, and how many elements are infinite or NaN; nobody waits for either here."""
     count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
     facts = arena.take((2, count), "float64")
-    kernels.launch("gradient_facts", (count,), POINTWISE, (x.size, x, facts[0], facts[1]), macros=KINDS[x.dtype].macros,
-                   fresh="square_parts nonfinite_parts")
+    kernels.launch(
+        "gradient_facts",
+        (count,),
+        POINTWISE,
+        (x.size, x, facts[0], facts[1]),
+        macros=KINDS[x.dtype].macros,
+        fresh="square_parts nonfinite_parts",
+    )
     return total(kernels, facts, arena)

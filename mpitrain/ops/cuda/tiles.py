@@ -88,20 +88,33 @@ class TensorTile(NamedTuple):
         return 1024
 
 
-TILES = (Tile(128, 128, 8, 8, 8), Tile(64, 64, 16, 4, 4), Tile(32, 32, 16, 4, 4),
-         Tile(128, 64, 16, 8, 4), Tile(64, 128, 16, 4, 8))
-TENSOR_TILES = (TensorTile(128, 128, 32, 64, 32, 4), TensorTile(64, 64, 32, 32, 32, 4), TensorTile(32, 32, 32, 16, 16, 3),
-                TensorTile(128, 128, 32, 64, 64, 4), TensorTile(128, 256, 32, 64, 64, 3), TensorTile(256, 128, 32, 64, 64, 3))
-USUAL = 3      # so many of them are taken without a measurement, large ones first
-NEAR = 2.0     # what was measured speaks for shapes of which no dim is further away than by this factor
+TILES = (
+    Tile(128, 128, 8, 8, 8),
+    Tile(64, 64, 16, 4, 4),
+    Tile(32, 32, 16, 4, 4),
+    Tile(128, 64, 16, 8, 4),
+    Tile(64, 128, 16, 4, 8),
+)
+TENSOR_TILES = (
+    TensorTile(128, 128, 32, 64, 32, 4),
+    TensorTile(64, 64, 32, 32, 32, 4),
+    TensorTile(32, 32, 32, 16, 16, 3),
+    TensorTile(128, 128, 32, 64, 64, 4),
+    TensorTile(128, 256, 32, 64, 64, 3),
+    TensorTile(256, 128, 32, 64, 64, 3),
+)
+USUAL = 3  # so many of them are taken without a measurement, large ones first
+NEAR = (
+    2.0  # what was measured speaks for shapes of which no dim is further away than by this factor
+)
 SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
-SHORTEST = 256    # of a sum over K no part is shorter
-FILLING = 3       # tiles of TILE_K that pass before a block multiplies, and what its start and end take: unless others multiply
-EDGE = 16         # a block does as much work on what passes through shared memory as so many more rows and columns of it were
-BYTES = 20        # that a multiprocessor's share of the memory moves in a cycle
-LAUNCH = 5000     # cycles that one more kernel takes
-GAIN = 1.05       # by which splitting must win: the arithmetic is no more exact
+SHORTEST = 256  # of a sum over K no part is shorter
+FILLING = 3  # tiles of TILE_K that pass before a block multiplies, and what its start and end take: unless others multiply
+EDGE = 16  # a block does as much work on what passes through shared memory as so many more rows and columns of it were
+BYTES = 20  # that a multiprocessor's share of the memory moves in a cycle
+LAUNCH = 5000  # cycles that one more kernel takes
+GAIN = 1.05  # by which splitting must win: the arithmetic is no more exact
 
 
 Extent = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -130,7 +143,10 @@ class Measured(NamedTuple):
 
     def distance(self, m: int, n: int, k: int) -> float:
         """The largest factor between the dims of both shapes."""
-        return max(max(mine, other) / min(mine, other) for mine, other in zip(self[2:5], (m, n, k), strict=True))
+        return max(
+            max(mine, other) / min(mine, other)
+            for mine, other in zip(self[2:5], (m, n, k), strict=True)
+        )
 
 
 class Table:
@@ -138,20 +154,46 @@ class Table:
 
     def __init__(self, measured: Iterable[Measured] = ()):
         self.measured = tuple(measured)
-        self._chosen: dict[tuple, Tiling] = {}    # a search for each of a step's products would cost as much as its launch
+        self._chosen: dict[
+            tuple, Tiling
+        ] = {}  # a search for each of a step's products would cost as much as its launch
 
-    def tiling(self, a: Any, stored: str, shape: tuple[int, int, int, int], engine: Engine) -> Tiling:
+    def tiling(
+        self, a: Any, stored: str, shape: tuple[int, int, int, int], engine: Engine
+    ) -> Tiling:
         """The tiling for operands like `a` on the engine's device; shape: (M, N, K, batches)."""
-        key = (a.dtype, stored, shape, engine.capability, engine.multiprocessors, engine.multiprocessor)
+        key = (
+            a.dtype,
+            stored,
+            shape,
+            engine.capability,
+            engine.multiprocessors,
+            engine.multiprocessor,
+        )
         if key not in self._chosen:
-            self._chosen[key] = self._choose(possible(a, engine.capability), a.dtype.name, stored, shape, engine)
+            self._chosen[key] = self._choose(
+                possible(a, engine.capability), a.dtype.name, stored, shape, engine
+            )
         return self._chosen[key]
 
-    def _choose(self, tiles: tuple[Tile | TensorTile, ...], elements: str, stored: str,
-                shape: tuple[int, int, int, int], engine: Engine) -> Tiling:
+    def _choose(
+        self,
+        tiles: tuple[Tile | TensorTile, ...],
+        elements: str,
+        stored: str,
+        shape: tuple[int, int, int, int],
+        engine: Engine,
+    ) -> Tiling:
         *dims, batches = shape
-        known = [entry for entry in self.measured if batches == 1 and min(dims) > 0 and entry.tiling.tile in tiles
-                 and (entry.elements, entry.stored) == (elements, stored) and entry.distance(*dims) <= NEAR]
+        known = [
+            entry
+            for entry in self.measured
+            if batches == 1
+            and min(dims) > 0
+            and entry.tiling.tile in tiles
+            and (entry.elements, entry.stored) == (elements, stored)
+            and entry.distance(*dims) <= NEAR
+        ]
         if known:
             return min(known, key=lambda entry: entry.distance(*dims)).tiling
         return usual(tiles[:USUAL], *shape, engine)
@@ -173,11 +215,15 @@ def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
     return TENSOR_TILES if kind in ("__half", "__nv_bfloat16") and capability >= 80 else TILES
 
 
-def usual(tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, engine: Engine) -> Tiling:
+def usual(
+    tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, engine: Engine
+) -> Tiling:
     """The tiling of the lowest cost, of equals the one of the largest tile and the fewest parts."""
     splits = range(1, max(1, min(k // SHORTEST, MOST_SPLITS)) + 1)
-    return min((Tiling(tile, parts) for tile in tiles for parts in splits),
-               key=lambda tiling: cost(tiling, m, n, k, batches, engine))
+    return min(
+        (Tiling(tile, parts) for tile in tiles for parts in splits),
+        key=lambda tiling: cost(tiling, m, n, k, batches, engine),
+    )
 
 
 def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -> float:
@@ -191,7 +237,9 @@ def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -
     area = (tile.TILE_M + EDGE) * (tile.TILE_N + EDGE)
     rounds = count(blocks, multiprocessors)
     waves = count(rounds, engine.multiprocessor.resident(tile.threads, tile.registers, tile.shared))
-    multiplying = (rounds * count(k, tile.TILE_K * splits) + waves * FILLING) * tile.TILE_K * area / tile.rate
+    multiplying = (
+        (rounds * count(k, tile.TILE_K * splits) + waves * FILLING) * tile.TILE_K * area / tile.rate
+    )
     if splits == 1:
         return multiplying
     return GAIN * multiplying + LAUNCH + (2 * splits + 1) * 4 * elements / multiprocessors / BYTES
@@ -202,8 +250,11 @@ def worth_measuring(a: Any, m: int, n: int, k: int, engine: Engine) -> list[Tili
     tilings, multiprocessors = [], engine.multiprocessors
     for tile in possible(a, engine.capability):
         blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N)
-        tilings += [Tiling(tile, splits) for splits in SPLITS
-                    if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * multiprocessors)]
+        tilings += [
+            Tiling(tile, splits)
+            for splits in SPLITS
+            if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * multiprocessors)
+        ]
     return tilings
 
 
@@ -235,16 +286,26 @@ def read_tiles(path: Path) -> Table:
     try:
         return Table(map(_entry, validated(_File, contents(path)).measured))
     except OSError as error:
-        raise ConfigError(f"The table of tiles {path} cannot be read: {error.strerror}.",
-                          "mpitrain bench gemm --tune writes one.") from None
+        raise ConfigError(
+            f"The table of tiles {path} cannot be read: {error.strerror}.",
+            "mpitrain bench gemm --tune writes one.",
+        ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no table of tiles: {error}.", "mpitrain bench gemm --tune writes one.") from None
+        raise ConfigError(
+            f"{path} is no table of tiles: {error}.", "mpitrain bench gemm --tune writes one."
+        ) from None
 
 
 def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
     """Write the file whole. device: the name of what it was measured on, for the reader."""
-    listed = [{**dict(zip(Measured._fields, entry[:5], strict=False)), "plan": entry.tiling, "kernel": entry.tiling.tile.kernel}
-              for entry in measured]
+    listed = [
+        {
+            **dict(zip(Measured._fields, entry[:5], strict=False)),
+            "plan": entry.tiling,
+            "kernel": entry.tiling.tile.kernel,
+        }
+        for entry in measured
+    ]
     write_whole(path, json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
 
 
@@ -254,7 +315,9 @@ def _entry(line: _Line) -> Measured:
     tiles: list[Tile | TensorTile] = [*TILES, *TENSOR_TILES, *two_stages()]
     for tile in tiles:
         if [*tile] == wanted and tile.kernel == line.kernel:
-            return Measured(line.elements, line.stored, line.m, line.n, line.k, Tiling(tile, splits))
+            return Measured(
+                line.elements, line.stored, line.m, line.n, line.k, Tiling(tile, splits)
+            )
     raise ValueError(f"no kernel takes {wanted} of {line.kernel}")
 
 

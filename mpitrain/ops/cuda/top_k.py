@@ -7,7 +7,7 @@ from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.ops.cuda.grids import POINTWISE
 
 TYPES = Macros(Element="float", Sum="float")
-DIGITS = (24, 16, 8, 0)    # the lowest bit of each, highest digit first
+DIGITS = (24, 16, 8, 0)  # the lowest bit of each, highest digit first
 
 
 def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:
@@ -17,8 +17,10 @@ def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:
     raises  KernelError from 2^31 elements on: indices and counts are 32 bits wide
     """
     if x.size >= 1 << 31:
-        raise KernelError(f"Indices of 32 bits reach {(1 << 31) - 1} elements, but there are {x.size} to choose from.",
-                          "Choose from parts of the array.")
+        raise KernelError(
+            f"Indices of 32 bits reach {(1 << 31) - 1} elements, but there are {x.size} to choose from.",
+            "Choose from parts of the array.",
+        )
     if not 0 <= k <= x.size:
         raise KernelError(f"Cannot choose {k} of {x.size} elements.", f"Choose 0 to {x.size}.")
     blocks = max(1, min(-(-x.size // 4096), 1024))
@@ -30,10 +32,25 @@ def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:
     counts.fill(0)
     state[0], state[1] = 0, k
     for shift in DIGITS:
-        kernels.launch("count_digits", (blocks,), POINTWISE, (x.size, x, shift, state, counts), macros=TYPES)
+        kernels.launch(
+            "count_digits", (blocks,), POINTWISE, (x.size, x, shift, state, counts), macros=TYPES
+        )
         kernels.launch("choose_digit", (1,), POINTWISE, (shift, state, counts), macros=TYPES)
-    kernels.launch("count_chosen", (blocks,), POINTWISE, (x.size, x, state, places), macros=TYPES, fresh="places")
+    kernels.launch(
+        "count_chosen",
+        (blocks,),
+        POINTWISE,
+        (x.size, x, state, places),
+        macros=TYPES,
+        fresh="places",
+    )
     kernels.launch("place_chosen", (1,), (32,), (blocks, places), macros=TYPES)
-    kernels.launch("write_chosen", (blocks,), POINTWISE, (x.size, x, state, places, indices, chosen),
-                   macros=TYPES, fresh="indices values")
+    kernels.launch(
+        "write_chosen",
+        (blocks,),
+        POINTWISE,
+        (x.size, x, state, places, indices, chosen),
+        macros=TYPES,
+        fresh="indices values",
+    )
     return indices, chosen

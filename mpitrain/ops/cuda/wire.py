@@ -31,13 +31,17 @@ def add_into(kernels: Kernels, y: Any, x: Any) -> None:
 def maximum_into(kernels: Kernels, y: Any, x: Any) -> None:
     """y = the larger of y and x, element by element; a NaN stays."""
     macros = WIRE[y.dtype, x.dtype]
-    kernels.launch("maximum_into", blocks(y.size, macros.run), POINTWISE, (y.size, y, x), macros=macros)
+    kernels.launch(
+        "maximum_into", blocks(y.size, macros.run), POINTWISE, (y.size, y, x), macros=macros
+    )
 
 
 def convert(kernels: Kernels, x: Any, y: Any) -> None:
     """y = x in y's element type."""
     macros = CONVERTED[x.dtype, y.dtype]
-    kernels.launch("convert", blocks(x.size, macros.run), POINTWISE, (x.size, x, y), macros=macros, fresh="y")
+    kernels.launch(
+        "convert", blocks(x.size, macros.run), POINTWISE, (x.size, x, y), macros=macros, fresh="y"
+    )
 
 
 def encode_int8(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
@@ -61,10 +65,22 @@ def decode_fp16(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool)
 
 
 def _encode(kernels: Kernels, name: str, x: Any, q: Any, scales: Any) -> None:
-    kernels.launch(name, (-(-scales.size // 8),), POINTWISE, (x.size, x, q, scales), macros=WIRE[x.dtype, x.dtype],
-                   fresh="q scales")
+    kernels.launch(
+        name,
+        (-(-scales.size // 8),),
+        POINTWISE,
+        (x.size, x, q, scales),
+        macros=WIRE[x.dtype, x.dtype],
+        fresh="q scales",
+    )
 
 
 def _decode(kernels: Kernels, name: str, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
-    kernels.launch(name, blocks(y.size, BLOCK // 32), POINTWISE,
-                   (y.size, int(accumulate), q, scales, y), macros=WIRE[y.dtype, y.dtype], fresh="" if accumulate else "y")
+    kernels.launch(
+        name,
+        blocks(y.size, BLOCK // 32),
+        POINTWISE,
+        (y.size, int(accumulate), q, scales, y),
+        macros=WIRE[y.dtype, y.dtype],
+        fresh="" if accumulate else "y",
+    )

@@ -5,7 +5,11 @@ product is done while its block of rows is hot, and nothing is transposed by cop
 """
 
 from mpitrain.ops.host.attention import attention, attention_backward
-from mpitrain.ops.host.embedding import embedding, embedding_backward_positions, embedding_backward_table
+from mpitrain.ops.host.embedding import (
+    embedding,
+    embedding_backward_positions,
+    embedding_backward_table,
+)
 from mpitrain.ops.host.linear import (
     add_bias,
     gelu,

@@ -10,7 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 QUERIES = 64  # per block: smaller blocks skip more of the masked half, but make slower products
-SAFE = 1e-25, 1e25  # row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64
+SAFE = (
+    1e-25,
+    1e25,
+)  # row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64
 
 
 class Block(NamedTuple):
@@ -31,18 +34,21 @@ def attention(qkv, heads, arena):
         stop = min(start + QUERIES, length)
         exp = arena.take((batch, heads, stop - start, stop), qkv.dtype)
         blocks.append(Block(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype)))
-    masks = [np.triu(np.full(block.exp.shape[2:], -np.inf, qkv.dtype), 1 + block.rows.start) for block in blocks]
+    masks = [
+        np.triu(np.full(block.exp.shape[2:], -np.inf, qkv.dtype), 1 + block.rows.start)
+        for block in blocks
+    ]
     ones = np.ones(length, qkv.dtype)
     every_scaled = arena.take((heads, min(length, QUERIES), width), qkv.dtype)
     for sequence in range(batch):
         q, k, v = _heads(qkv[sequence], 3, heads)
-        out, = _heads(y[sequence], 1, heads)
+        (out,) = _heads(y[sequence], 1, heads)
         for block, mask in zip(blocks, masks, strict=True):
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
-            scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, :exp.shape[1]])
-            _exponentials(scaled, k[:, :rows.stop], mask, ones[:rows.stop], exp, inverse)
+            scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, : exp.shape[1]])
+            _exponentials(scaled, k[:, : rows.stop], mask, ones[: rows.stop], exp, inverse)
             # A product into contiguous scratch, so that only one of the two writes is strided.
-            np.multiply(np.matmul(exp, v[:, :rows.stop], out=scaled), inverse, out=out[:, rows])
+            np.multiply(np.matmul(exp, v[:, : rows.stop], out=scaled), inverse, out=out[:, rows])
     return y, (qkv, heads, blocks)
 
 
@@ -60,7 +66,7 @@ def attention_backward(dy, saved, arena):
     for sequence in range(batch):
         q, k, v = _heads(qkv[sequence], 3, heads)
         dq, dk, dv = _heads(dqkv[sequence], 3, heads)
-        d, = _heads(dy[sequence], 1, heads)
+        (d,) = _heads(dy[sequence], 1, heads)
         for block, dscore in zip(reversed(blocks), reversed(dscores), strict=True):
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
             keys, count = exp.shape[2], exp.shape[1]
@@ -108,7 +114,7 @@ def _write_or_add(a, b, out, first, part):
     if first:
         np.matmul(a, b, out=out)
     else:
-        out += np.matmul(a, b, out=part[:, :out.shape[1]])
+        out += np.matmul(a, b, out=part[:, : out.shape[1]])
 
 
 def _heads(packed, parts, heads):

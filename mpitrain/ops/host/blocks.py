@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-L2_SHARE = 256 * 1024  # bytes of one array in a block; a chain of operations keeps four or five of them in L2
+L2_SHARE = (
+    256 * 1024
+)  # bytes of one array in a block; a chain of operations keeps four or five of them in L2
 
 
 def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:

@@ -10,10 +10,12 @@ def embedding(tokens, table, positions, arena, first=0, out=None):
     rows = tokens - first
     x = arena.take((*tokens.shape, table.shape[1]), table.dtype) if out is None else out
     if len(table):
-        np.take(table, rows, axis=0, out=x, mode="clip")  # the default mode would copy through a buffer
+        np.take(
+            table, rows, axis=0, out=x, mode="clip"
+        )  # the default mode would copy through a buffer
     x[(rows < 0) | (rows >= len(table))] = 0
     if positions is not None:
-        x += positions[:tokens.shape[1]]
+        x += positions[: tokens.shape[1]]
     return x, rows
 
 
@@ -23,15 +25,19 @@ def embedding_backward_table(dx, saved, dtable, accumulate, arena):
         dtable.fill(0)
     rows = saved.reshape(-1)
     order = rows.argsort(kind="stable")
-    order = order[slice(*np.searchsorted(rows, (0, len(dtable)), sorter=order))]  # those that the table holds
+    order = order[
+        slice(*np.searchsorted(rows, (0, len(dtable)), sorter=order))
+    ]  # those that the table holds
     if not len(order):
         return
     rows = rows[order]
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     # As long as they can become: a length that changed from step to step would be a new buffer each time.
     sorted_dx, sums = (arena.take((saved.size, dx.shape[-1]), dx.dtype) for _ in range(2))
-    sorted_dx = np.take(dx.reshape(sorted_dx.shape), order, axis=0, out=sorted_dx[:len(order)], mode="clip")
-    dtable[rows[starts]] += np.add.reduceat(sorted_dx, starts, axis=0, out=sums[:len(starts)])
+    sorted_dx = np.take(
+        dx.reshape(sorted_dx.shape), order, axis=0, out=sorted_dx[: len(order)], mode="clip"
+    )
+    dtable[rows[starts]] += np.add.reduceat(sorted_dx, starts, axis=0, out=sums[: len(starts)])
 
 
 def embedding_backward_positions(dx, dpositions, accumulate, arena):

@@ -76,7 +76,7 @@ def _gelu(y, b, arena):
     c1, c3 = GELU_SCALE, GELU_SCALE * GELU_CUBIC
     for rows in row_blocks(y):
         z, slope = y[rows], every_slope[rows]
-        h, rest = scratch[:, :len(z)]
+        h, rest = scratch[:, : len(z)]
         if b is not None:
             z += b
         np.multiply(z, z, out=slope)
@@ -138,7 +138,7 @@ def weighted_sum(a, alpha, b, beta, out, arena):
     """a, b, out: of one shape, computed in blocks of rows"""
     scratch = arena.take(block_shape(out), out.dtype)
     for rows in row_blocks(out):
-        part = None if b is None else np.multiply(b[rows], beta, out=scratch[:len(out[rows])])
+        part = None if b is None else np.multiply(b[rows], beta, out=scratch[: len(out[rows])])
         np.multiply(a[rows], alpha, out=out[rows])
         if part is not None:
             out[rows] += part

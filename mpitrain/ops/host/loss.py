@@ -34,7 +34,9 @@ def count_correct(logits, targets, arena):
 
 def row_maximum(logits, arena, out=None):
     """logits: (M, V); maxima: (M,)"""
-    return logits.max(1, initial=-np.inf, out=arena.take((len(logits),), logits.dtype) if out is None else out)
+    return logits.max(
+        1, initial=-np.inf, out=arena.take((len(logits),), logits.dtype) if out is None else out
+    )
 
 
 def row_exponentials(logits, targets, first, maxima, arena, out=None):

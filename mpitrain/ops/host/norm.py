@@ -42,7 +42,7 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     weights = gain / dy.shape[1]
     for rows in row_blocks(dy):
         block, n, d = dy[rows], normal[rows], dx[rows]
-        one, product, mean = ones[:len(d)], scratch[:len(d)], means[:len(d)]
+        one, product, mean = ones[: len(d)], scratch[: len(d)], means[: len(d)]
         np.multiply(block, n, out=product)
         dgain += np.matmul(one, product, out=part)
         dbias += np.matmul(one, block, out=part)

@@ -19,9 +19,28 @@ ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # of the CBLAS interface
 def put_product(a, b, out, accumulate, arena):
     """Write or add a b to out.    a: (M, K); b: (K, N); out: (M, N), all of one dtype; views that BLAS can read stay views"""
     multiply = mkl().get(out.dtype)
-    if multiply and (order_a := _order(a)) and (order_b := _order(b)) and out.flags.c_contiguous and out.size:
-        multiply(ROW_MAJOR, order_a.how, order_b.how, *out.shape, a.shape[1], 1, _address(a), order_a.stride,
-                 _address(b), order_b.stride, float(accumulate), _address(out), out.shape[1])
+    if (
+        multiply
+        and (order_a := _order(a))
+        and (order_b := _order(b))
+        and out.flags.c_contiguous
+        and out.size
+    ):
+        multiply(
+            ROW_MAJOR,
+            order_a.how,
+            order_b.how,
+            *out.shape,
+            a.shape[1],
+            1,
+            _address(a),
+            order_a.stride,
+            _address(b),
+            order_b.stride,
+            float(accumulate),
+            _address(out),
+            out.shape[1],
+        )
     elif accumulate:
         out += np.matmul(a, b, out=arena.take(out.shape, out.dtype))
     else:
@@ -32,13 +51,17 @@ def put_product(a, b, out, accumulate, arena):
 def mkl() -> dict[np.dtype, Callable]:
     """MKL's product for each dtype; empty where MKL is not installed or does not load."""
     try:
-        paths = [file.locate() for file in files("mkl") or () if file.name.startswith("libmkl_rt.so")]
+        paths = [
+            file.locate() for file in files("mkl") or () if file.name.startswith("libmkl_rt.so")
+        ]
         library = ctypes.CDLL(str(Path(paths[0]).resolve()))
     except (PackageNotFoundError, IndexError, OSError):
         return {}
     found: dict[np.dtype, Callable] = {}
-    for dtype, scalar, function in ((np.float32, ctypes.c_float, library.cblas_sgemm),
-                                    (np.float64, ctypes.c_double, library.cblas_dgemm)):
+    for dtype, scalar, function in (
+        (np.float32, ctypes.c_float, library.cblas_sgemm),
+        (np.float64, ctypes.c_double, library.cblas_dgemm),
+    ):
         matrix: list[Any] = [ctypes.c_void_p, ctypes.c_int]
         function.argtypes = [*[ctypes.c_int] * 6, scalar, *matrix, *matrix, scalar, *matrix]
         function.restype = None

@@ -21,9 +21,22 @@ from mpitrain.ops.host.blocks import row_blocks
 Round = Callable[[np.ndarray, Arena], None]
 """Round a float32 array in place."""
 
-FIRST = ("linear", "logits", "linear_gelu", "linear_relu", "linear_backward_input", "gelu_linear_backward_input",
-         "linear_gelu_backward_input", "linear_relu_backward_input", "gelu", "relu", "layer_norm", "layer_norm_backward_input",
-         "embedding", "attention")
+FIRST = (
+    "linear",
+    "logits",
+    "linear_gelu",
+    "linear_relu",
+    "linear_backward_input",
+    "gelu_linear_backward_input",
+    "linear_gelu_backward_input",
+    "linear_relu_backward_input",
+    "gelu",
+    "relu",
+    "layer_norm",
+    "layer_norm_backward_input",
+    "embedding",
+    "attention",
+)
 SECOND = ("cross_entropy", "cross_entropy_split")
 """Operations that return a pair, of which the first or the second is rounded."""
 
@@ -55,6 +68,7 @@ def rounded(body: Any, dtype: str) -> Rounded:
 
     def picking(pick: Callable[[Any], np.ndarray]) -> Callable[[Callable], Callable]:
         """Makes of an operation one that rounds what is picked from its result."""
+
         def rounding(operation: Callable) -> Callable:
             place = list(signature(operation).parameters).index("arena")
 
@@ -67,15 +81,29 @@ def rounded(body: Any, dtype: str) -> Rounded:
                 return result
 
             return run
+
         return rounding
 
     def stepping(step: Callable) -> Callable:
         @wraps(step)
-        def run(p: np.ndarray, g: np.ndarray, *state: np.ndarray, arena: Arena, mirror: np.ndarray | None = None,
-                **numbers: Any) -> None:
+        def run(
+            p: np.ndarray,
+            g: np.ndarray,
+            *state: np.ndarray,
+            arena: Arena,
+            mirror: np.ndarray | None = None,
+            **numbers: Any,
+        ) -> None:
             for block in row_blocks(p):
                 copy = None if mirror is None else mirror[block]
-                step(p[block], g[block], *(buffer[block] for buffer in state), arena=arena, mirror=copy, **numbers)
+                step(
+                    p[block],
+                    g[block],
+                    *(buffer[block] for buffer in state),
+                    arena=arena,
+                    mirror=copy,
+                    **numbers,
+                )
                 if copy is not None:
                     put(copy, arena)
 
@@ -86,24 +114,39 @@ def rounded(body: Any, dtype: str) -> Rounded:
             np.add(a[block], b[block], out=out[block])
             put(out[block], arena)
 
-    def add_bias(x: np.ndarray, b: np.ndarray | None, out: np.ndarray, arena: Arena, residual: np.ndarray | None = None) -> None:
+    def add_bias(
+        x: np.ndarray,
+        b: np.ndarray | None,
+        out: np.ndarray,
+        arena: Arena,
+        residual: np.ndarray | None = None,
+    ) -> None:
         for block in row_blocks(out):
-            body.add_bias(x[block], b, out[block], arena, None if residual is None else residual[block])
+            body.add_bias(
+                x[block], b, out[block], arena, None if residual is None else residual[block]
+            )
             put(out[block], arena)
 
     changed = {name: picking(lambda pair: pair[0])(getattr(body, name)) for name in FIRST}
     changed |= {name: picking(lambda pair: pair[1])(getattr(body, name)) for name in SECOND}
     changed |= {name: picking(lambda dx: dx)(getattr(body, name)) for name in WHOLE}
-    changed |= {name: stepping(getattr(body, name)) for name in STEPS} | {"add": add, "add_bias": add_bias}
-    quietly = np.errstate(over="ignore", invalid="ignore")    # an overflow is what the loss scale looks for
-    ops = SimpleNamespace(**{name: quietly(changed.get(name) or getattr(body, name)) for name in Ops.__annotations__})
+    changed |= {name: stepping(getattr(body, name)) for name in STEPS} | {
+        "add": add,
+        "add_bias": add_bias,
+    }
+    quietly = np.errstate(
+        over="ignore", invalid="ignore"
+    )  # an overflow is what the loss scale looks for
+    ops = SimpleNamespace(
+        **{name: quietly(changed.get(name) or getattr(body, name)) for name in Ops.__annotations__}
+    )
     return Rounded(cast(Ops, ops), mirror)
 
 
 def to_bfloat16(x: np.ndarray, arena: Arena) -> None:
     """To nearest, ties to even.    x: float32, contiguous"""
     short = arena.take(x.shape, ml_dtypes.bfloat16)
-    with np.errstate(invalid="ignore"):    # a NaN is no error
+    with np.errstate(invalid="ignore"):  # a NaN is no error
         short[...] = x
     x[...] = short
 
@@ -118,7 +161,9 @@ def to_float16(x: np.ndarray, arena: Arena) -> None:
     grid = arena.take(x.shape, np.float32)
     bits = grid.view(np.int32)
     np.bitwise_and(x.view(np.int32), 0x7F800000, out=bits)
-    np.clip(bits, 113 << 23, 200 << 23, out=bits)    # of what has a larger exponent nothing will be left
+    np.clip(
+        bits, 113 << 23, 200 << 23, out=bits
+    )  # of what has a larger exponent nothing will be left
     bits += (13 << 23) | 0x400000
     with np.errstate(invalid="ignore"):
         x += grid

@@ -67,4 +67,6 @@ def gradient_facts(x, arena):
         squares += float(wide @ wide)
     if math.isfinite(squares):
         return squares, 0.0
-    return squares, float(x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x)))
+    return squares, float(
+        x.size - sum(int(np.count_nonzero(np.isfinite(x[block]))) for block in row_blocks(x))
+    )

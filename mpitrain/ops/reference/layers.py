@@ -141,7 +141,10 @@ def embedding(tokens, table, positions, arena, first=0, out=None):
     held = (tokens >= first) & (tokens < first + len(table))
     x = np.zeros((*tokens.shape, table.shape[1]), table.dtype)
     x[held] = table[tokens[held] - first]
-    return into(out, x if positions is None else x + positions[:tokens.shape[1]]), (tokens[held] - first, held)
+    return into(out, x if positions is None else x + positions[: tokens.shape[1]]), (
+        tokens[held] - first,
+        held,
+    )
 
 
 def embedding_backward_table(dx, saved, dtable, accumulate, arena):
@@ -156,7 +159,7 @@ def embedding_backward_positions(dx, dpositions, accumulate, arena):
     """Write or add the sum of dx over the batch; positions beyond T have gradient 0.    dpositions: (>= T, C)"""
     if not accumulate:
         dpositions.fill(0)
-    dpositions[:dx.shape[1]] += dx.sum(0)
+    dpositions[: dx.shape[1]] += dx.sum(0)
 
 
 def attention(qkv, heads, arena):

@@ -80,7 +80,9 @@ def row_argmax(logits, first, maxima, arena, out=None):
     """
     entries = first + np.arange(logits.shape[-1], dtype=logits.dtype)
     is_largest = (logits == maxima[:, None]) | np.isnan(logits)
-    return into(out, np.where(is_largest, -entries, -np.inf).max(-1, initial=-np.inf).astype(logits.dtype))
+    return into(
+        out, np.where(is_largest, -entries, -np.inf).max(-1, initial=-np.inf).astype(logits.dtype)
+    )
 
 
 def count_correct_split(places, targets, arena):

@@ -35,10 +35,14 @@ class ModelAveraging(AllReduce, ABC):
         self._own, self._own_weights = self.parameters, self._weights
         self._average = grid.world.transport.allocate(storage.length, storage.dtype)
         self._average[:] = self._own
-        self._average_weights = storage.weights(self._average) if self.mirror is None else self._weights
+        self._average_weights = (
+            storage.weights(self._average) if self.mirror is None else self._weights
+        )
         self._sum_of_all = grid.dp.bind(self._average)
         self._is_settled = True  # whether the second buffer holds the average
-        self._news = np.zeros(5)  # loss, square of the norm; since the last: elements not finite, updates left out, stops
+        self._news = np.zeros(
+            5
+        )  # loss, square of the norm; since the last: elements not finite, updates left out, stops
         self._tell = grid.world.bind(self._news)
 
     def _peers(self) -> Group:
@@ -115,12 +119,18 @@ class ModelAveraging(AllReduce, ABC):
     def scalars(self) -> dict[str, float]:
         """What each worker has skipped, for it skips by itself, and the mean; collective."""
         told = self.replica.grid.dp.transport.gather_text(self._skipped)
-        return {"skipped_updates": sum(told) // len(told), **{_skipped_by(worker): count for worker, count in enumerate(told)}}
+        return {
+            "skipped_updates": sum(told) // len(told),
+            **{_skipped_by(worker): count for worker, count in enumerate(told)},
+        }
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         super().restore(scalars)
         workers, me = self.replica.grid.dp.size, self.replica.grid.dp.rank
-        if [_skipped_by(worker) in scalars for worker in (workers - 1, workers)] == [True, False]:    # as many as there were
+        if [_skipped_by(worker) in scalars for worker in (workers - 1, workers)] == [
+            True,
+            False,
+        ]:  # as many as there were
             self._skipped = int(scalars[_skipped_by(me)])
 
     def kept(self) -> list[StateBuffer]:

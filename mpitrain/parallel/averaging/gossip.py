@@ -30,14 +30,29 @@ class Gossip(ModelAveraging):
         n, rank = transport.size, transport.rank
         with transport.recorder.called("parameters of a neighbour"):
             self._shifts = [
-                Execution(transport, self._average, "add", Plan((Step((Transfer((rank + distance) % n, 0, length),),
-                                                                      (Transfer((rank - distance) % n, 0, length),)),)),
-                          transport.claim_tag(), outgoing=self._own)
-                for distance in distances(n)]
+                Execution(
+                    transport,
+                    self._average,
+                    "add",
+                    Plan(
+                        (
+                            Step(
+                                (Transfer((rank + distance) % n, 0, length),),
+                                (Transfer((rank - distance) % n, 0, length),),
+                            ),
+                        )
+                    ),
+                    transport.claim_tag(),
+                    outgoing=self._own,
+                )
+                for distance in distances(n)
+            ]
 
     def _weight_in_average(self) -> float:
         return 1 / self.replica.grid.dp.size
 
     def _mix(self, step: int) -> None:
-        self._shifts[step % len(self._shifts)].run()  # the second buffer holds the neighbour's parameters until then
+        self._shifts[
+            step % len(self._shifts)
+        ].run()  # the second buffer holds the neighbour's parameters until then
         self._add(self._own, 0.5, self._average, 0.5, self._own)

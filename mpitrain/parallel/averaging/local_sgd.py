@@ -30,10 +30,17 @@ class LocalSGD(ModelAveraging):
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
-        settings, backend, length = replica.config.replication, replica.device.backend, replica.storage.length
+        settings, backend, length = (
+            replica.config.replication,
+            replica.device.backend,
+            replica.storage.length,
+        )
         self._outer = {}
         if has_outer(settings):
-            self._outer = {name: backend.zeros(length, replica.storage.dtype) for name in ("outer_start", "outer_momentum")}
+            self._outer = {
+                name: backend.zeros(length, replica.storage.dtype)
+                for name in ("outer_start", "outer_momentum")
+            }
             self._outer["outer_start"][:] = self._own
 
     def _mix(self, step: int) -> None:
@@ -45,16 +52,37 @@ class LocalSGD(ModelAveraging):
 
     def _propose(self, average: np.ndarray) -> None:
         """Make of an average what the outer momentum makes of it, in place."""
-        settings, ops, arena = self.replica.config.replication, self.replica.device.ops, self.replica.arena
+        settings, ops, arena = (
+            self.replica.config.replication,
+            self.replica.device.ops,
+            self.replica.arena,
+        )
         start, momentum = self._outer.values()
         lr, beta, delta = settings.outer_lr, settings.outer_momentum, average
         self._add(start, 1.0, average, -1.0, delta)
-        ops.momentum(start, delta, momentum, scale=1.0, lr=lr * beta, beta=beta, weight_decay=0.0, arena=arena)
+        ops.momentum(
+            start,
+            delta,
+            momentum,
+            scale=1.0,
+            lr=lr * beta,
+            beta=beta,
+            weight_decay=0.0,
+            arena=arena,
+        )
         ops.sgd(start, delta, scale=1.0, lr=lr, weight_decay=0.0, arena=arena)
         average[:] = start
 
     def kept(self) -> list[StateBuffer]:
         average, *others = super().kept()
-        outer = [StateBuffer(name, buffer, average.pieces, needed=False, like=average.name if name == "outer_start" else "")
-                 for name, buffer in self._outer.items()]
+        outer = [
+            StateBuffer(
+                name,
+                buffer,
+                average.pieces,
+                needed=False,
+                like=average.name if name == "outer_start" else "",
+            )
+            for name, buffer in self._outer.items()
+        ]
         return [average, *others, *outer]

@@ -31,19 +31,28 @@ class AllReduce(Replication):
     def __init__(self, replica: ReplicationContext):
         config, grid, storage, _, device, arena, *_ = self.replica = replica
         # Ranks that share layers cut alike what all of them hold, or they would sum it in different orders.
-        self._bucket_bytes = max(grid.tp.transport.gather_text(bucket_bytes(config, self._peers(), storage)))
+        self._bucket_bytes = max(
+            grid.tp.transport.gather_text(bucket_bytes(config, self._peers(), storage))
+        )
         super().__init__(replica)
         self._overlap, self._clip = config.replication.overlap, config.optimizer.clip
-        self.optimizer = Optimizer(config.optimizer, storage, self._owned(), device.ops, device.backend, arena)
+        self.optimizer = Optimizer(
+            config.optimizer, storage, self._owned(), device.ops, device.backend, arena
+        )
         self.buckets = self._reductions()
         self._control = np.zeros(4)  # on the host
         self._recorder = recorder = grid.transport.recorder
         with recorder.called("the control message"):
             self._agree = grid.world.bind(self._control)
-        self._gradients_name = recorder.name("the sums of gradients", self._peers().transport.members)
-        self._norm_name, self._update_name = recorder.name("the norm"), recorder.name("the parameters")
-        self._exchanged_s = 0.0    # when the step began
-        self._is_spoiled = False    # whether padding may hold what is not finite: blocks of wire formats lie over it, too
+        self._gradients_name = recorder.name(
+            "the sums of gradients", self._peers().transport.members
+        )
+        self._norm_name, self._update_name = (
+            recorder.name("the norm"),
+            recorder.name("the parameters"),
+        )
+        self._exchanged_s = 0.0  # when the step began
+        self._is_spoiled = False  # whether padding may hold what is not finite: blocks of wire formats lie over it, too
         self._squared = [self._gradients_of(piece) for piece in self._counted()]
 
     @cached_property
@@ -54,7 +63,16 @@ class AllReduce(Replication):
     def _reductions(self) -> Buckets | ShardedGradients:
         """The reductions of all buckets."""
         config, _, storage, wire, *_ = self.replica
-        return Buckets(self._peers(), storage, self._cut, self.gradient_buffer, config, wire, self._sum, list(self._parts()))
+        return Buckets(
+            self._peers(),
+            storage,
+            self._cut,
+            self.gradient_buffer,
+            config,
+            wire,
+            self._sum,
+            list(self._parts()),
+        )
 
     def _peers(self) -> Group:
         """The ranks whose gradients are summed: all replicas."""
@@ -70,10 +88,14 @@ class AllReduce(Replication):
 
     def _parts(self) -> Iterator[Reduction]:
         """What sums gradients over their holders that have only parts of them: once a step for each set of holders."""
-        for (holders, partial), found in groupby(self.replica.storage.spans, lambda span: (span.holders, span.partial)):
+        for (holders, partial), found in groupby(
+            self.replica.storage.spans, lambda span: (span.holders, span.partial)
+        ):
             if partial:
                 spans = list(found)
-                yield self.replica.grid.holders[holders].bind(self.gradient_buffer[spans[0].start:spans[-1].stop])
+                yield self.replica.grid.holders[holders].bind(
+                    self.gradient_buffer[spans[0].start : spans[-1].stop]
+                )
 
     def _counted(self) -> Sequence[Piece]:
         """What this rank squares: its share of the reduced gradient, so that each element is squared once, on one rank."""
@@ -93,13 +115,13 @@ class AllReduce(Replication):
         return [Piece(start, stop, 0) for start, stop in runs]
 
     def _parameters_of(self, piece: Piece) -> Any:
-        return self.parameters[piece.start:piece.stop]
+        return self.parameters[piece.start : piece.stop]
 
     def _mirror_of(self, piece: Piece) -> Any:
-        return None if self.mirror is None else self.mirror[piece.start:piece.stop]
+        return None if self.mirror is None else self.mirror[piece.start : piece.stop]
 
     def _gradients_of(self, piece: Piece) -> Any:
-        return self.gradient_buffer[piece.start:piece.stop]
+        return self.gradient_buffer[piece.start : piece.stop]
 
     def begin(self, step: int) -> None:
         super().begin(step)
@@ -159,10 +181,21 @@ class AllReduce(Replication):
             self._update_piece(piece, scale, mine)
 
     def _update_piece(self, piece: Piece, scale: float, mine: StepInput) -> None:
-        self.optimizer.update(piece, self._parameters_of(piece), self._gradients_of(piece), scale, mine.lr,
-                              mine.number - self._skipped, delayed=self.buckets.delay, mirror=self._mirror_of(piece))
+        self.optimizer.update(
+            piece,
+            self._parameters_of(piece),
+            self._gradients_of(piece),
+            scale,
+            mine.lr,
+            mine.number - self._skipped,
+            delayed=self.buckets.delay,
+            mirror=self._mirror_of(piece),
+        )
 
     def kept(self) -> list[StateBuffer]:
         state: dict[str, Any] = self.optimizer.state
-        return [*super().kept(), *(StateBuffer(name, buffer, self.optimizer.pieces) for name, buffer in state.items()),
-                *self.buckets.kept()]
+        return [
+            *super().kept(),
+            *(StateBuffer(name, buffer, self.optimizer.pieces) for name, buffer in state.items()),
+            *self.buckets.kept(),
+        ]

@@ -39,8 +39,17 @@ class Buckets:
     bytes sent  as the bound reductions say; in a wire format, as its formula does
     """
 
-    def __init__(self, group: Group, storage: Storage, buckets: Sequence[Bucket], gradients: np.ndarray, config: Config,
-                 wire: Wire, bind: Callable[[np.ndarray], Reduction], parts: Sequence[Reduction] = ()):
+    def __init__(
+        self,
+        group: Group,
+        storage: Storage,
+        buckets: Sequence[Bucket],
+        gradients: np.ndarray,
+        config: Config,
+        wire: Wire,
+        bind: Callable[[np.ndarray], Reduction],
+        parts: Sequence[Reduction] = (),
+    ):
         """Collective.
 
         bind   what sums a bucket, where it does not travel in the wire format
@@ -48,17 +57,25 @@ class Buckets:
         """
         self._parts = parts
         self._storage, self._buckets, self._dense_steps = storage, buckets, config.dense_steps
-        self._writers = [{*bucket.units, *others, *((SUMMED,) if bucket.partial else ())}
-                         for bucket, others in users(storage, buckets).items()]
-        self._views = views = [gradients[b.start:b.stop] for b in buckets]
-        needs_dense = [wire.name == "none" or config.dense_steps > 0 or bool(b.holders) for b in buckets]
+        self._writers = [
+            {*bucket.units, *others, *((SUMMED,) if bucket.partial else ())}
+            for bucket, others in users(storage, buckets).items()
+        ]
+        self._views = views = [gradients[b.start : b.stop] for b in buckets]
+        needs_dense = [
+            wire.name == "none" or config.dense_steps > 0 or bool(b.holders) for b in buckets
+        ]
         self._dense: list[Reduction | None] = []
         self._lossy: list[Reduction | None] = []
-        for number, (bucket, view, needed) in enumerate(zip(buckets, views, needs_dense, strict=True)):
+        for number, (bucket, view, needed) in enumerate(
+            zip(buckets, views, needs_dense, strict=True)
+        ):
             with group.transport.recorder.called(f"bucket {number}"):
                 self._dense.append(bind(view) if needed else None)
                 is_lossy = wire.name != "none" and not bucket.holders
-                self._lossy.append(group.bind_lossy(view, wire, self._matrices(bucket)) if is_lossy else None)
+                self._lossy.append(
+                    group.bind_lossy(view, wire, self._matrices(bucket)) if is_lossy else None
+                )
         bound = [reduction for reduction in (*self._dense, *self._lossy) if reduction]
         self._mover = mover(group.transport, bound, config.replication.progress_thread)
         self.begin(0)
@@ -76,8 +93,11 @@ class Buckets:
 
     def begin(self, step: int) -> None:
         """Choose the reductions of step `step`, from 0; no unit's gradient is ready."""
-        first, second = (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
-        self._active: list[Reduction] = [one or other for one, other in zip(first, second, strict=True)]  # type: ignore[misc]
+        first, second = (
+            (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
+        )
+        both = zip(first, second, strict=True)
+        self._active: list[Reduction] = [one or other for one, other in both]  # type: ignore[misc]
         self._missing = [*map(set, self._writers)]
 
     @property

@@ -30,8 +30,15 @@ class UnshardedBuffers:
     nbytes   of all slots
     """
 
-    def __init__(self, storage: Storage, buckets: Collection[Bucket], alone: Collection[Bucket], transport: Transport,
-                 parts: Sequence[range] = (), dtype: Any = None):
+    def __init__(
+        self,
+        storage: Storage,
+        buckets: Collection[Bucket],
+        alone: Collection[Bucket],
+        transport: Transport,
+        parts: Sequence[range] = (),
+        dtype: Any = None,
+    ):
         """Collective: slots lie in a window, where there are windows.
 
         parts  see `ReplicationContext`; no bucket has units of two
@@ -41,24 +48,32 @@ class UnshardedBuffers:
         turns: dict[Any, count] = {}
         self.slot: dict[Bucket, int] = {}
         for bucket in sorted(set(buckets) - set(alone)):
-            part = next((number for number, units in enumerate(parts) if bucket.units[0] in units), None)
+            part = next(
+                (number for number, units in enumerate(parts) if bucket.units[0] in units), None
+            )
             kind = bucket.holders, bucket.partial
             turn = next(turns.setdefault((kind, part), count()))
-            self.slot[bucket] = numbers.setdefault((kind, turn if parts else turn % TURNS), len(numbers))
+            self.slot[bucket] = numbers.setdefault(
+                (kind, turn if parts else turn % TURNS), len(numbers)
+            )
         self.slot |= {bucket: number for number, bucket in enumerate(sorted(alone), len(numbers))}
-        lengths = [max(b.stop - b.start for b, slot in self.slot.items() if slot == number)
-                   for number in range(len(numbers) + len(alone))]
+        lengths = [
+            max(b.stop - b.start for b, slot in self.slot.items() if slot == number)
+            for number in range(len(numbers) + len(alone))
+        ]
         flat = transport.allocate(sum(lengths), dtype or storage.dtype)
         self.nbytes = flat.nbytes
         self.views = {}
         self.tensors: dict[str, Any] = {}
         for bucket, slot in self.slot.items():
             start = sum(lengths[:slot])
-            self.views[bucket] = view = flat[start:start + bucket.stop - bucket.start]
+            self.views[bucket] = view = flat[start : start + bucket.stop - bucket.start]
             for entry in storage.entries:
                 if bucket.start <= entry.start < bucket.stop:
                     shape = entry.parameter.local_shape
-                    self.tensors[entry.name] = view[entry.start - bucket.start:entry.stop - bucket.start].reshape(shape)
+                    self.tensors[entry.name] = view[
+                        entry.start - bucket.start : entry.stop - bucket.start
+                    ].reshape(shape)
 
     def bind(self, bind: Callable[[Any], Reduction]) -> dict[Bucket, Reduction]:
         """A reduction for each bucket; those of one length in one slot have one, and its scratch, in turn. Collective."""
@@ -73,18 +88,25 @@ class UnshardedBuffers:
 def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
     """By unit: the buckets that hold its tensors, tied ones included; in order of storage."""
     starts = [[entry.start for entry in storage.used(unit)] for unit in range(len(storage.units))]
-    return [[b for b in sorted(buckets) if any(b.start <= start < b.stop for start in mine)] for mine in starts]
+    return [
+        [b for b in sorted(buckets) if any(b.start <= start < b.stop for start in mine)]
+        for mine in starts
+    ]
 
 
 def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
     """The units that compute with tensors of each bucket, those of other units that are tied to one included."""
     used = buckets_used(storage, buckets)
-    return {bucket: {unit for unit, mine in enumerate(used) if bucket in mine} for bucket in buckets}
+    return {
+        bucket: {unit for unit, mine in enumerate(used) if bucket in mine} for bucket in buckets
+    }
 
 
 def shared_by_ties(storage: Storage, buckets: Sequence[Bucket]) -> list[Bucket]:
     """The buckets with tensors that units outside of them use too."""
-    return [bucket for bucket, units in users(storage, buckets).items() if not units <= {*bucket.units}]
+    return [
+        bucket for bucket, units in users(storage, buckets).items() if not units <= {*bucket.units}
+    ]
 
 
 class ShardedGradients:
@@ -99,8 +121,16 @@ class ShardedGradients:
 
     delay = False
 
-    def __init__(self, replica: ReplicationContext, dividing: Group, alike: Group, pieces: Mapping[Bucket, Piece], compact: Any,
-                 beside: Sequence[Reduction], held: Sequence[Reduction]):
+    def __init__(
+        self,
+        replica: ReplicationContext,
+        dividing: Group,
+        alike: Group,
+        pieces: Mapping[Bucket, Piece],
+        compact: Any,
+        beside: Sequence[Reduction],
+        held: Sequence[Reduction],
+    ):
         """Collective.
 
         dividing, alike  the ranks that have a part each of every bucket, and those that have the same
@@ -109,25 +139,35 @@ class ShardedGradients:
         """
         buckets, storage = list(pieces), replica.storage
         self._is_once, self._held = bool(replica.parts), held
-        self.slots = slots = UnshardedBuffers(storage, buckets, shared_by_ties(storage, buckets), dividing.transport, replica.parts)
+        self.slots = slots = UnshardedBuffers(
+            storage, buckets, shared_by_ties(storage, buckets), dividing.transport, replica.parts
+        )
         self._used = buckets_used(storage, buckets)
         self._writers = users(storage, buckets)
         leaves = {name: Gradient(tensor) for name, tensor in slots.tensors.items()}
         self._trees = storage.nested(leaves)
-        self._leaves = {b: [leaves[e.name] for e in storage.entries if b.start <= e.start < b.stop] for b in buckets}
+        self._leaves = {
+            b: [leaves[e.name] for e in storage.entries if b.start <= e.start < b.stop]
+            for b in buckets
+        }
         self._padding = {b: _padding(storage, b, view) for b, view in slots.views.items()}
         self._mine, self._sums = {}, {}
         for bucket, piece in pieces.items():
             length = piece.stop - piece.start
             start = piece.start - bucket.start
-            self._mine[bucket] = slots.views[bucket][start:start + length]
-            self._sums[bucket] = compact[piece.place:piece.place + length]
+            self._mine[bucket] = slots.views[bucket][start : start + length]
+            self._sums[bucket] = compact[piece.place : piece.place + length]
         self._add = dividing.arithmetic.combining(compact, "add")
         self._reductions = slots.bind(dividing.bind_reduce_scatter)
         self._totals = {bucket: alike.bind(part) for bucket, part in self._sums.items()}
-        self.mover = mover(replica.grid.dp.transport, [*self._reductions.values(), *self._totals.values(), *beside],
-                           replica.config.replication.progress_thread)
-        self._under_way: dict[int, tuple[Bucket, bool]] = {}  # by slot; and whether it is the last of a step
+        self.mover = mover(
+            replica.grid.dp.transport,
+            [*self._reductions.values(), *self._totals.values(), *beside],
+            replica.config.replication.progress_thread,
+        )
+        self._under_way: dict[
+            int, tuple[Bucket, bool]
+        ] = {}  # by slot; and whether it is the last of a step
         self._totalled: list[Reduction] = []
         self.begin(0)
 
@@ -202,9 +242,11 @@ class ShardedGradients:
 def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
     """What lies between the tensors of a bucket: other buckets write there."""
     gaps, end = [], bucket.start
-    for start, stop in [*((e.start, e.stop) for e in storage.entries if bucket.start <= e.start < bucket.stop),
-                        (bucket.stop, bucket.stop)]:
+    for start, stop in [
+        *((e.start, e.stop) for e in storage.entries if bucket.start <= e.start < bucket.stop),
+        (bucket.stop, bucket.stop),
+    ]:
         if end < start:
-            gaps.append(view[end - bucket.start:start - bucket.start])
+            gaps.append(view[end - bucket.start : start - bucket.start])
         end = stop
     return gaps

@@ -56,8 +56,13 @@ class WeightStashing(AllReduce):
         config, grid, storage, *_ = replica
         world, backend, self._stages = grid.world, replica.device.backend, grid.axes.pp
         self._micro_batches = m = config.batch.micro_batches
-        self._late = -(-(2 * self._stages - 1) // m)  # steps that all have computed before they know a step's outcome
-        self._held = [self._computed, *(backend.zeros(storage.length, replica.computed) for _ in range(self.versions - 1))]
+        self._late = -(
+            -(2 * self._stages - 1) // m
+        )  # steps that all have computed before they know a step's outcome
+        self._held = [
+            self._computed,
+            *(backend.zeros(storage.length, replica.computed) for _ in range(self.versions - 1)),
+        ]
         self._views = [storage.weights(version) for version in self._held]
         self._of_stage = np.zeros(2)  # squares, elements not finite
         self._sum_of_stage = grid.tp.bind(self._of_stage)
@@ -77,7 +82,9 @@ class WeightStashing(AllReduce):
         self._numbers: list[int] = []  # of the steps that were begun
         self._turns = 0  # backwards begun
         self._made = 0  # versions made
-        self._told: deque[list[float]] = deque()  # by micro-batch of the steps whose outcome is not known: what all were told
+        self._told: deque[list[float]] = (
+            deque()
+        )  # by micro-batch of the steps whose outcome is not known: what all were told
         self._released = 0  # steps whose outcome is known
         self._unread: deque[int] = deque()  # the messages under way
         self._stop_after: int | None = None  # the last step, counted
@@ -88,7 +95,10 @@ class WeightStashing(AllReduce):
     def _rows(self, part: int) -> int:
         """Rows of a micro-batch, those of all replicas."""
         size, n = self.replica.config.batch.size, self.replica.grid.axes.dp
-        return sum(len(share(len(share(size, replica, n)), part, self._micro_batches)) for replica in range(n))
+        return sum(
+            len(share(len(share(size, replica, n)), part, self._micro_batches))
+            for replica in range(n)
+        )
 
     def _updates(self) -> int:
         """In a step."""
@@ -107,18 +117,27 @@ class WeightStashing(AllReduce):
     def ends(self) -> bool:
         """Whether the step that was begun last ends with an empty pipe: all meet after it, or a rank was asked to stop."""
         here, asked = len(self._numbers) - 1, self._stop_after
-        return self._numbers[-1] + 1 >= self.replica.config.next_pause(self._numbers[0]) or (asked is not None and here >= asked)
+        return self._numbers[-1] + 1 >= self.replica.config.next_pause(self._numbers[0]) or (
+            asked is not None and here >= asked
+        )
 
     def open(self, unit: int, part: int) -> Weights:
         """The parameters that the micro-batch uses, forward and back. part: as `Stream` numbers them"""
         last = max(1, len(self._numbers)) * self._micro_batches - 1
-        return self._views[self._version_of(last - (last - part) % (2 * self._micro_batches)) % self.versions][unit]
+        return self._views[
+            self._version_of(last - (last - part) % (2 * self._micro_batches)) % self.versions
+        ][unit]
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         value, gradient = super().loss(logits, targets, scale)
-        at, size = self._turns % self._micro_batches, self.replica.config.batch.size  # what went forward last goes back next
-        self._losses[at:at + 1] = value
-        self._parts_of_mean[at] = len(share(len(self.share(size)), at, self._micro_batches)) / (size * len(targets))
+        at, size = (
+            self._turns % self._micro_batches,
+            self.replica.config.batch.size,
+        )  # what went forward last goes back next
+        self._losses[at : at + 1] = value
+        self._parts_of_mean[at] = len(share(len(self.share(size)), at, self._micro_batches)) / (
+            size * len(targets)
+        )
         return value, gradient
 
     def turn(self) -> bool:
@@ -134,7 +153,12 @@ class WeightStashing(AllReduce):
         """Its gradients are there: update, where these are all of an update; begin to tell all ranks."""
         micro, self._turns = self._turns, self._turns + 1
         grid, at, squares, nonfinite = self.replica.grid, micro % self._micro_batches, 0.0, 0.0
-        mine = StepInput(micro, self._losses[at:at + 1] if grid.speaks else (), 0.0, weights=self._parts_of_mean[at:at + 1])
+        mine = StepInput(
+            micro,
+            self._losses[at : at + 1] if grid.speaks else (),
+            0.0,
+            weights=self._parts_of_mean[at : at + 1],
+        )
         if self._turns % self.every == 0:
             loss, squares, nonfinite = self._make(micro, mine)
         else:
@@ -156,9 +180,11 @@ class WeightStashing(AllReduce):
         self._of_stage[:] = squares, nonfinite
         self._waited_s += waited
         self._sum_of_stage.run()
-        found = self._of_stage.tolist()    # of all ranks that share the stage's layers
+        found = self._of_stage.tolist()  # of all ranks that share the stage's layers
         span = self._recorder.compute(self._update_name, UPDATE)
-        source, target = (self._held[version % self.versions] for version in (self._made, self._made + 1))
+        source, target = (
+            self._held[version % self.versions] for version in (self._made, self._made + 1)
+        )
         if source is not target:
             target[...] = source
         self._made += 1
@@ -170,11 +196,17 @@ class WeightStashing(AllReduce):
         return loss, found[0], found[1]
 
     def _parameters_of(self, piece: Piece) -> Any:
-        newest = self.parameters if self.mirror is not None else self._held[self._made % self.versions]
-        return newest[piece.start:piece.stop]
+        newest = (
+            self.parameters if self.mirror is not None else self._held[self._made % self.versions]
+        )
+        return newest[piece.start : piece.stop]
 
     def _mirror_of(self, piece: Piece) -> Any:
-        return None if self.mirror is None else self._held[self._made % self.versions][piece.start:piece.stop]
+        return (
+            None
+            if self.mirror is None
+            else self._held[self._made % self.versions][piece.start : piece.stop]
+        )
 
     def _read(self) -> None:
         """Wait for the oldest message under way."""
@@ -211,8 +243,13 @@ class WeightStashing(AllReduce):
             norm = math.sqrt(squares / self._updates()) if squares >= 0 else math.nan
             stops = is_end and at == steps - 1 and self._stop_after is not None
             self._newest = self._known[step] = StepResult(
-                losses, norm, int(nonfinite), learning_rate(config.optimizer, step, config.run.steps),
-                math.isfinite(losses) and math.isfinite(norm), stops)
+                losses,
+                norm,
+                int(nonfinite),
+                learning_rate(config.optimizer, step, config.run.steps),
+                math.isfinite(losses) and math.isfinite(norm),
+                stops,
+            )
         self._released = max(self._released, steps)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:

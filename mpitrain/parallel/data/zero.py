@@ -43,7 +43,13 @@ class ZeroBase(AllReduce):
     @cached_property
     def _pieces(self) -> dict[Bucket, Piece]:
         """What this rank has of each bucket; in order of storage."""
-        return dict(zip(sorted(self._cut), shard(self._cut, self.dividing.rank, self.dividing.size), strict=True))
+        return dict(
+            zip(
+                sorted(self._cut),
+                shard(self._cut, self.dividing.rank, self.dividing.size),
+                strict=True,
+            )
+        )
 
     def _owned(self) -> Sequence[Piece]:
         return list(self._pieces.values())
@@ -59,7 +65,9 @@ class ZeroBase(AllReduce):
     def _divide_parameters(self) -> None:
         """Make room for this rank's pieces of the parameters alone, and let them begin."""
         storage, backend, pieces = self.replica.storage, self.replica.device.backend, self._owned()
-        self.parameters = backend.zeros(sum(piece.stop - piece.start for piece in pieces), storage.dtype)
+        self.parameters = backend.zeros(
+            sum(piece.stop - piece.start for piece in pieces), storage.dtype
+        )
         storage.initialize(self.parameters, self.replica.config.run.seed, backend, pieces)
 
     def finish(self, mine: StepInput) -> StepResult:
@@ -91,7 +99,9 @@ class ZeroOne(ZeroBase):
             return
         self._divide_parameters()
         self.mirror = grid.world.transport.allocate(storage.length, self.replica.computed)
-        storage.initialize(self.mirror, config.run.seed, device.backend)    # whole: nobody has to gather it
+        storage.initialize(
+            self.mirror, config.run.seed, device.backend
+        )  # whole: nobody has to gather it
         if not device.half:
             device.mirror(self.mirror, self.mirror, arena)
         self._weights = storage.weights(self.mirror)
@@ -102,16 +112,26 @@ class ZeroOne(ZeroBase):
     def _parameters_of(self, piece: Piece) -> Any:
         if self.mirror is None:
             return super()._parameters_of(piece)
-        return self.parameters[piece.place:piece.place + piece.stop - piece.start]
+        return self.parameters[piece.place : piece.place + piece.stop - piece.start]
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
         cut = list(self._pieces)
-        self._gathers = [self.dividing.bind_all_gather(self._computed[b.start:b.stop]) for b in cut]
-        self._needed = [[gather for gather, bucket in zip(self._gathers, cut, strict=True) if unit in bucket.units]
-                        for unit in range(len(replica.storage.units))]
+        self._gathers = [
+            self.dividing.bind_all_gather(self._computed[b.start : b.stop]) for b in cut
+        ]
+        self._needed = [
+            [
+                gather
+                for gather, bucket in zip(self._gathers, cut, strict=True)
+                if unit in bucket.units
+            ]
+            for unit in range(len(replica.storage.units))
+        ]
         self._open: list[Reduction] = []
-        self._mover = mover(self.dividing.transport, self._gathers, replica.config.replication.progress_thread)
+        self._mover = mover(
+            self.dividing.transport, self._gathers, replica.config.replication.progress_thread
+        )
 
     def _sum(self, gradients: np.ndarray) -> Reduction:
         if self.replica.wire.name != "none":
@@ -154,7 +174,9 @@ class ZeroOne(ZeroBase):
     def _write_mirror(self) -> None:
         if self.replica.device.mirror:
             for piece, gather in zip(self.optimizer.pieces, self._gathers, strict=True):
-                self.replica.device.mirror(self._parameters_of(piece), self._mirror_of(piece), self.replica.arena)
+                self.replica.device.mirror(
+                    self._parameters_of(piece), self._mirror_of(piece), self.replica.arena
+                )
                 self._start(gather)
 
     def settle(self) -> None:
@@ -174,7 +196,9 @@ class ZeroShardedGradients(ZeroBase):
 
     @cached_property
     def _cut(self) -> Sequence[Bucket]:
-        return self.replica.storage.buckets(self._bucket_bytes, [part.start for part in self.replica.parts])
+        return self.replica.storage.buckets(
+            self._bucket_bytes, [part.start for part in self.replica.parts]
+        )
 
     def _hold_gradients(self) -> None:
         length = sum(piece.stop - piece.start for piece in self._pieces.values())
@@ -182,13 +206,22 @@ class ZeroShardedGradients(ZeroBase):
         self._leaves = []  # those in slots are claimed for every micro-batch
 
     def _reductions(self) -> ShardedGradients:
-        return ShardedGradients(self.replica, self.dividing, self.alike, self._pieces, self.gradient_buffer, self._beside(),
-                             list(self._parts()))
+        return ShardedGradients(
+            self.replica,
+            self.dividing,
+            self.alike,
+            self._pieces,
+            self.gradient_buffer,
+            self._beside(),
+            list(self._parts()),
+        )
 
     def _parts(self) -> Iterator[Reduction]:
-        for (holders, partial), found in groupby(self._pieces.items(), lambda each: (each[0].holders, each[0].partial)):
+        for (holders, partial), found in groupby(
+            self._pieces.items(), lambda each: (each[0].holders, each[0].partial)
+        ):
             if partial:
-                pieces = [piece for _, piece in found]    # neighbours, here as in storage
+                pieces = [piece for _, piece in found]  # neighbours, here as in storage
                 start, stop = pieces[0].place, pieces[-1].place + pieces[-1].stop - pieces[-1].start
                 yield self.replica.grid.holders[holders].bind(self.gradient_buffer[start:stop])
 
@@ -200,7 +233,7 @@ class ZeroShardedGradients(ZeroBase):
         return super().held() + self.buckets.slots.nbytes
 
     def _gradients_of(self, piece: Piece) -> Any:
-        return self.gradient_buffer[piece.place:piece.place + piece.stop - piece.start]
+        return self.gradient_buffer[piece.place : piece.place + piece.stop - piece.start]
 
     def gradients(self, unit: int, part: int) -> Gradients:
         began = time.perf_counter()

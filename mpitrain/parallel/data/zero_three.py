@@ -42,13 +42,27 @@ class ZeroThree(ZeroShardedGradients):
         buckets = list(self._pieces)
         self._divide_parameters()
         tied = shared_by_ties(storage, buckets)
-        alone = [b for b in buckets if b in tied or _elements(storage.entries, b) <= config.replication.zero_keep]
-        self.slots = UnshardedBuffers(storage, buckets, alone, self.dividing.transport, self.replica.parts, self.replica.computed)
+        alone = [
+            b
+            for b in buckets
+            if b in tied or _elements(storage.entries, b) <= config.replication.zero_keep
+        ]
+        self.slots = UnshardedBuffers(
+            storage,
+            buckets,
+            alone,
+            self.dividing.transport,
+            self.replica.parts,
+            self.replica.computed,
+        )
         self._weights = storage.nested(self.slots.tensors)
         self._needed = buckets_used(storage, buckets)
         wire = parse_wire(config.replication.gather)
-        self._gathers = self.slots.bind(self.dividing.bind_all_gather if wire.name == "none" else
-                                        lambda unit: self.dividing.bind_coded_all_gather(unit, wire))
+        self._gathers = self.slots.bind(
+            self.dividing.bind_all_gather
+            if wire.name == "none"
+            else lambda unit: self.dividing.bind_coded_all_gather(unit, wire)
+        )
         self._there: dict[int, Bucket] = {}
         self._under_way: list[Bucket] = []
         self._opened = 0
@@ -57,7 +71,7 @@ class ZeroThree(ZeroShardedGradients):
         return list(self._gathers.values())
 
     def _parameters_of(self, piece: Piece) -> Any:
-        return self.parameters[piece.place:piece.place + piece.stop - piece.start]
+        return self.parameters[piece.place : piece.place + piece.stop - piece.start]
 
     def open(self, unit: int, part: int) -> Weights:
         began = time.perf_counter()
@@ -98,7 +112,7 @@ class ZeroThree(ZeroShardedGradients):
             self._wait(self._there[slot])
         self._there[slot] = bucket
         start = piece.start - bucket.start
-        mine = self.slots.views[bucket][start:start + piece.stop - piece.start]
+        mine = self.slots.views[bucket][start : start + piece.stop - piece.start]
         if self.replica.device.mirror:
             self.replica.device.mirror(self._parameters_of(piece), mine, self.replica.arena)
         else:
@@ -135,4 +149,6 @@ class ZeroThree(ZeroShardedGradients):
 
 def _elements(entries: Sequence[Any], bucket: Bucket) -> int:
     """Of the tensors in a bucket, padding left out."""
-    return sum(entry.stop - entry.start for entry in entries if bucket.start <= entry.start < bucket.stop)
+    return sum(
+        entry.stop - entry.start for entry in entries if bucket.start <= entry.start < bucket.stop
+    )

@@ -48,15 +48,25 @@ class DynamicLossScale(LossScale):
             if self.good == self.GOOD:
                 self.value, self.good = min(2 * value, self.MOST), 0
         else:
-            self.value, self.good, self.overflows = max(value / 2, self.LEAST), 0, self.overflows + 1
+            self.value, self.good, self.overflows = (
+                max(value / 2, self.LEAST),
+                0,
+                self.overflows + 1,
+            )
         return outcome._replace(loss_scale=value, overflows=self.overflows)
 
     def numbers(self) -> dict[str, float]:
-        return {"loss_scale": self.value, "loss_scale_good": self.good, "loss_scale_overflows": self.overflows}
+        return {
+            "loss_scale": self.value,
+            "loss_scale_good": self.good,
+            "loss_scale_overflows": self.overflows,
+        }
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         self.value = numbers.get("loss_scale", self.FIRST)
-        self.good, self.overflows = (int(numbers.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows"))
+        self.good, self.overflows = (
+            int(numbers.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows")
+        )
 
 
 def loss_scale_for(compute: str) -> LossScale:

@@ -42,7 +42,9 @@ class ReplicationContext(NamedTuple):
         """The dtype of what layers compute with, and of activations."""
         return self.device.half or self.storage.dtype
 
-    def facts(self, mine: StepInput | None, gradients: Sequence[np.ndarray]) -> tuple[float, float, int]:
+    def facts(
+        self, mine: StepInput | None, gradients: Sequence[np.ndarray]
+    ) -> tuple[float, float, int]:
         """A step's loss, the sum of these arrays' squares and how many of their elements are not finite.
 
         What the device knows of all this is read at once. In a step nothing else is, and nobody else waits for it: from this
@@ -54,13 +56,13 @@ class ReplicationContext(NamedTuple):
             return 0.0, 0.0, 0
         found = self.arena.take((len(losses) + 2 * len(gradients),), np.float64)
         if len(losses):
-            found[:len(losses)] = losses
+            found[: len(losses)] = losses
         for place, gradient in enumerate(gradients):
             at = len(losses) + 2 * place
-            found[at:at + 2] = ops.gradient_facts(gradient, self.arena)
+            found[at : at + 2] = ops.gradient_facts(gradient, self.arena)
         read = self.device.backend.to_host(found).tolist()
-        loss = mine._replace(losses=read[:len(losses)]).loss if mine else 0.0
-        return loss, sum(read[len(losses)::2]), int(sum(read[len(losses) + 1::2]))
+        loss = mine._replace(losses=read[: len(losses)]).loss if mine else 0.0
+        return loss, sum(read[len(losses) :: 2]), int(sum(read[len(losses) + 1 :: 2]))
 
 
 class Replication:
@@ -87,15 +89,19 @@ class Replication:
     def _count_from_zero(self) -> None:
         """No update was made or skipped, and no gradient was beyond its type."""
         self._scale = loss_scale_for(self.replica.config.precision.compute)
-        self._skipped = 0    # updates, which AdamW does not count
+        self._skipped = 0  # updates, which AdamW does not count
 
     def _hold_parameters(self) -> None:
         """Make room for the parameters, and let them begin."""
         storage = self.replica.storage
         self.parameters = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
-        storage.initialize(self.parameters, self.replica.config.run.seed, self.replica.device.backend)
+        storage.initialize(
+            self.parameters, self.replica.config.run.seed, self.replica.device.backend
+        )
         if self.replica.device.mirror:
-            self.mirror = self.replica.grid.world.transport.allocate(storage.length, self.replica.computed)
+            self.mirror = self.replica.grid.world.transport.allocate(
+                storage.length, self.replica.computed
+            )
             self._write_mirror()
         self._weights = storage.weights(self._computed)
 
@@ -112,7 +118,9 @@ class Replication:
     def _hold_gradients(self) -> None:
         """Make room for the gradients."""
         storage = self.replica.storage
-        self.gradient_buffer = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
+        self.gradient_buffer = self.replica.grid.world.transport.allocate(
+            storage.length, storage.dtype
+        )
         self._gradients, self._leaves = storage.gradients(self.gradient_buffer)
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
@@ -132,10 +140,14 @@ class Replication:
         grid = self.replica.grid
         return share(rows, grid.place.dp, grid.axes.dp)
 
-    def batch(self, source: Source, step: int, before: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def batch(
+        self, source: Source, step: int, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The inputs and targets of this rank in step `step`, from 0; before: see `Source.batch`."""
         config = self.replica.config
-        return source.batch(config.run.seed, step, config.batch.size, self.share(config.batch.size), before)
+        return source.batch(
+            config.run.seed, step, config.batch.size, self.share(config.batch.size), before
+        )
 
     def scale(self, predictions: int, part: int) -> float:
         """What the gradient of a summed loss is multiplied by: the mean over the rows that one update uses is taken here alone.
@@ -159,7 +171,9 @@ class Replication:
 
     def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[Any, np.ndarray]:
         """As `Loss.gradient`: the summed loss of a micro-batch, and the gradient of scale x that sum; x the loss scale, too."""
-        return self.replica.loss.gradient(logits, targets, scale * self.loss_scale, self.replica.arena)
+        return self.replica.loss.gradient(
+            logits, targets, scale * self.loss_scale, self.replica.arena
+        )
 
     @property
     def loss_scale(self) -> float:
@@ -222,5 +236,13 @@ class Replication:
 
         What is on its way is included; activations are not.
         """
-        arrays = [self.parameters, self._computed, self.gradient_buffer, *(kept.array for kept in self.kept())]
-        return sum({id(array): array.nbytes for array in arrays}.values()) + self.replica.grid.scratch_bytes
+        arrays = [
+            self.parameters,
+            self._computed,
+            self.gradient_buffer,
+            *(kept.array for kept in self.kept()),
+        ]
+        return (
+            sum({id(array): array.nbytes for array in arrays}.values())
+            + self.replica.grid.scratch_bytes
+        )

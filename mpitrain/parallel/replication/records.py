@@ -68,7 +68,15 @@ def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float) -> StepR
     """
     loss, squares, nonfinite, stop = totals
     norm = math.sqrt(squares) if squares >= 0 else math.nan
-    return StepResult(loss, norm, int(nonfinite), mine.lr, math.isfinite(loss) and math.isfinite(norm), stop > 0, comm_s)
+    return StepResult(
+        loss,
+        norm,
+        int(nonfinite),
+        mine.lr,
+        math.isfinite(loss) and math.isfinite(norm),
+        stop > 0,
+        comm_s,
+    )
 
 
 def clipping(clip: float, norm: float) -> float:

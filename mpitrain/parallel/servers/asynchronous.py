@@ -29,19 +29,30 @@ NO_TICKET = -1
 
 def _filled(*numbers: float) -> np.ndarray:
     filled = header()
-    filled[:len(numbers)] = numbers
+    filled[: len(numbers)] = numbers
     return filled
 
 
 def _numbers(step: int, outcome: StepResult) -> tuple[float, ...]:
     """A step's outcome, as a header tells it."""
-    return step, outcome.loss, outcome.grad_norm, outcome.nonfinite, outcome.lr, outcome.updated, outcome.stop, \
-        outcome.lead, outcome.staleness
+    return (
+        step,
+        outcome.loss,
+        outcome.grad_norm,
+        outcome.nonfinite,
+        outcome.lr,
+        outcome.updated,
+        outcome.stop,
+        outcome.lead,
+        outcome.staleness,
+    )
 
 
 def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
     step, loss, norm, nonfinite, lr, updated, stop, lead, staleness = numbers[:9]
-    return int(step), StepResult(loss, norm, int(nonfinite), lr, updated > 0, stop > 0, 0.0, int(lead), int(staleness))
+    return int(step), StepResult(
+        loss, norm, int(nonfinite), lr, updated > 0, stop > 0, 0.0, int(lead), int(staleness)
+    )
 
 
 class AsyncWorker(WorkerBase):
@@ -49,7 +60,9 @@ class AsyncWorker(WorkerBase):
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
-        self._push = {server: spread(self.gradient_buffer, self._pieces[server]) for server in self._servers}
+        self._push = {
+            server: spread(self.gradient_buffer, self._pieces[server]) for server in self._servers
+        }
         self._ticket: int | None = None
         self._report = header()
         self._report[:2] = DRAW, NO_TICKET
@@ -58,7 +71,11 @@ class AsyncWorker(WorkerBase):
         self._is_current, self._waited_s = True, 0.0
 
     def share(self, rows: int) -> range:
-        return super().share(rows) if self._ticket is None else share(rows, self._ticket % len(self._workers), len(self._workers))
+        return (
+            super().share(rows)
+            if self._ticket is None
+            else share(rows, self._ticket % len(self._workers), len(self._workers))
+        )
 
     def scale(self, predictions: int, part: int) -> float:
         return 1 / (len(self.share(self.replica.config.batch.size)) * predictions)
@@ -67,7 +84,7 @@ class AsyncWorker(WorkerBase):
         self._is_current = False
         while step not in self._known:
             if self._ticket is None:
-                self._ticket = self._draw()    # and what has finished meanwhile, perhaps this step
+                self._ticket = self._draw()  # and what has finished meanwhile, perhaps this step
                 continue
             self._pull_as(PULL)
             yield self._ticket // len(self._workers)
@@ -84,13 +101,32 @@ class AsyncWorker(WorkerBase):
         scale = clipping(self.replica.config.optimizer.clip, own.grad_norm)
         requests = []
         for server in self._servers:
-            said = _filled(PUSH if own.updated else LEAVE_OUT, self._ticket, scale, mine.lr, self._versions[server])
+            said = _filled(
+                PUSH if own.updated else LEAVE_OUT,
+                self._ticket,
+                scale,
+                mine.lr,
+                self._versions[server],
+            )
             requests += self._line.start_recv(self._told[server], [], server)
-            requests += self._line.start_send(said, self._push[server] if own.updated else [], server)
+            requests += self._line.start_send(
+                said, self._push[server] if own.updated else [], server
+            )
         self._wait(requests)
-        staleness, servers_stop = (max(float(told[number]) for told in self._told.values()) for number in (0, 1))
-        report = Report(self._ticket, len(self.share(self.replica.config.batch.size)), own.loss, own.grad_norm, own.lr,
-                        own.nonfinite, own.updated, bool(mine.stop or servers_stop), int(staleness))
+        staleness, servers_stop = (
+            max(float(told[number]) for told in self._told.values()) for number in (0, 1)
+        )
+        report = Report(
+            self._ticket,
+            len(self.share(self.replica.config.batch.size)),
+            own.loss,
+            own.grad_norm,
+            own.lr,
+            own.nonfinite,
+            own.updated,
+            bool(mine.stop or servers_stop),
+            int(staleness),
+        )
         self._report = _filled(DRAW, *report)
         self._ticket = None
         return own
@@ -118,7 +154,9 @@ class AsyncWorker(WorkerBase):
         self._wait(requests)
         self._write_mirror()
         self._versions = {server: int(told[0]) for server, told in self._told.items()}
-        self._skipped = int(self._told[self._servers[0]][1])    # all servers' own, once all have settled
+        self._skipped = int(
+            self._told[self._servers[0]][1]
+        )  # all servers' own, once all have settled
 
     def _wait(self, requests: Sequence[Request]) -> None:
         began = time.perf_counter()
@@ -139,17 +177,24 @@ class AsyncServer(ServerBase):
         super().__init__(replica)
         settings, servers = replica.config.replication, replica.grid.servers
         assert servers is not None
-        self._number, self._bound = servers.rank, settings.staleness if settings.update == "bounded" else None
-        self._updates = 0    # of this process
-        self._applied_before = -1    # updates before those; not known before the first step
-        self._tickets: WorkQueue | None = None    # of the first server
+        self._number, self._bound = (
+            servers.rank,
+            settings.staleness if settings.update == "bounded" else None,
+        )
+        self._updates = 0  # of this process
+        self._applied_before = -1  # updates before those; not known before the first step
+        self._tickets: WorkQueue | None = None  # of the first server
         self._waiting: list[int] = []
-        self._untold: dict[int, list[tuple[int, StepResult]]] = {worker: [] for worker in self._workers}
+        self._untold: dict[int, list[tuple[int, StepResult]]] = {
+            worker: [] for worker in self._workers
+        }
         self._known: dict[int, StepResult] = {}
         self._pulls: list[Request] = []
         self._answers: list[Request] = []
         self._is_current, self._stops = True, False
-        self._settled = 0    # workers that have: one may before this server hears that a pause has begun
+        self._settled = (
+            0  # workers that have: one may before this server hears that a pause has begun
+        )
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         """Serve until the step is finished; a server computes rows of none."""
@@ -157,7 +202,9 @@ class AsyncServer(ServerBase):
         if self._applied_before < 0:
             self._applied_before = step * len(self._workers) - self._skipped
         if self._tickets is None and self._number == 0:
-            self._tickets = WorkQueue(len(self._workers), step, self._bound, self.replica.config.next_pause)
+            self._tickets = WorkQueue(
+                len(self._workers), step, self._bound, self.replica.config.next_pause
+            )
         if self._tickets and self._tickets.is_pause:
             self._tickets.go_on()
         while step not in self._known:
@@ -175,7 +222,9 @@ class AsyncServer(ServerBase):
         self._answers = [request for request in self._answers if not request.test()]
         if asked in (PULL, SETTLE):
             self._settled += asked == SETTLE
-            self._pulls += self._line.start_send(_filled(self._updates, self._skipped), self._held, source)
+            self._pulls += self._line.start_send(
+                _filled(self._updates, self._skipped), self._held, source
+            )
         elif asked == DRAW:
             self._take(source, numbers)
         elif asked == TELL:
@@ -191,14 +240,16 @@ class AsyncServer(ServerBase):
 
     def _apply(self, worker: int, numbers: Sequence[float]) -> int:
         """Update from the gradient that a worker pushes; returns its staleness."""
-        _, scale, lr, version = numbers[:4]    # first the ticket
+        _, scale, lr, version = numbers[:4]  # first the ticket
         for request in self._line.start_recv_pieces(self._gradients_held, worker):
             request.wait()
         for request in self._pulls:
-            request.wait()    # nobody gets half of one version and half of another
+            request.wait()  # nobody gets half of one version and half of another
         self._pulls = []
         staleness = self._updates - int(version)
-        self._update(scale, lr * self._factor(staleness), self._applied_before + self._updates)    # of those made, to AdamW
+        self._update(
+            scale, lr * self._factor(staleness), self._applied_before + self._updates
+        )  # of those made, to AdamW
         self._updates += 1
         return staleness
 
@@ -213,8 +264,20 @@ class AsyncServer(ServerBase):
         assert self._tickets is not None
         ticket, rows, loss, norm, lr, nonfinite, updated, stop, staleness = numbers[:9]
         if ticket != NO_TICKET:
-            self._tickets.report(worker, Report(int(ticket), int(rows), loss, norm, lr, int(nonfinite), updated > 0, stop > 0,
-                                                int(staleness)))
+            self._tickets.report(
+                worker,
+                Report(
+                    int(ticket),
+                    int(rows),
+                    loss,
+                    norm,
+                    lr,
+                    int(nonfinite),
+                    updated > 0,
+                    stop > 0,
+                    int(staleness),
+                ),
+            )
         if self._stops:
             self._tickets.stop()
         self._waiting.append(worker)

@@ -39,7 +39,9 @@ class Master(AllReduce):
             self._logits_tag = dp.transport.claim_tag()
         self._broadcast = dp.bind_broadcast(self.parameters, ROOT)
         self._is_current = True  # whether all ranks have the parameters of rank 0
-        self._forms: list[tuple[str, list[int]]] = []  # dtype and shape of a row of inputs, and of targets
+        self._forms: list[
+            tuple[str, list[int]]
+        ] = []  # dtype and shape of a row of inputs, and of targets
         self._part = 0
         self._waited_s = 0.0
 
@@ -56,19 +58,31 @@ class Master(AllReduce):
     def _counted(self) -> Sequence[Piece]:
         return self._owned()
 
-    def batch(self, source: Source, step: int, before: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def batch(
+        self, source: Source, step: int, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Rank 0 alone reads the source; collective."""
         began = time.perf_counter()
         config, dp = self.replica.config, self.replica.grid.dp
         size, transport = config.batch.size, dp.transport
-        whole = source.batch(config.run.seed, step, size, range(size), before) if self._is_root else ()
+        whole = (
+            source.batch(config.run.seed, step, size, range(size), before) if self._is_root else ()
+        )
         if not self._forms:
-            self._forms = transport.gather_text([(array.dtype.name, array.shape[1:]) for array in whole])[ROOT]
+            self._forms = transport.gather_text(
+                [(array.dtype.name, array.shape[1:]) for array in whole]
+            )[ROOT]
         if self._is_root:
             bounds = [share(size, rank, dp.size) for rank in range(dp.size)]
-            mine, *others = [[np.ascontiguousarray(array[own.start:own.stop]) for array in whole] for own in bounds]
-            sends = [transport.start_send(array, peer, self._rows_tag)
-                     for peer, arrays in enumerate(others, 1) for array in arrays]
+            mine, *others = [
+                [np.ascontiguousarray(array[own.start : own.stop]) for array in whole]
+                for own in bounds
+            ]
+            sends = [
+                transport.start_send(array, peer, self._rows_tag)
+                for peer, arrays in enumerate(others, 1)
+                for array in arrays
+            ]
             for send in sends:
                 send.wait()
         else:
@@ -107,16 +121,22 @@ class Master(AllReduce):
         arena, bounds = self.replica.arena, self._bounds(len(logits))
         everyone = arena.take((bounds[-1].stop, logits.shape[1]), logits.dtype)
         wanted = arena.take((len(everyone),), targets.dtype)
-        requests = [transport.start_recv(array[own.start:own.stop], peer, tag)
-                    for peer, own in enumerate(bounds[1:], 1) for array in (everyone, wanted)]
-        everyone[:len(logits)], wanted[:len(logits)] = logits, targets
+        requests = [
+            transport.start_recv(array[own.start : own.stop], peer, tag)
+            for peer, own in enumerate(bounds[1:], 1)
+            for array in (everyone, wanted)
+        ]
+        everyone[: len(logits)], wanted[: len(logits)] = logits, targets
         for request in requests:
             request.wait()
         self._waited_s += time.perf_counter() - began
         loss, gradient = super().loss(everyone, wanted, scale)
         began = time.perf_counter()
-        sends = [transport.start_send(gradient[own.start:own.stop], peer, tag) for peer, own in enumerate(bounds[1:], 1)]
-        logits[:] = gradient[:len(logits)]
+        sends = [
+            transport.start_send(gradient[own.start : own.stop], peer, tag)
+            for peer, own in enumerate(bounds[1:], 1)
+        ]
+        logits[:] = gradient[: len(logits)]
         for send in sends:
             send.wait()
         self._waited_s += time.perf_counter() - began
@@ -133,9 +153,15 @@ class Master(AllReduce):
     def _bounds(self, mine: int) -> list[range]:
         """Which of all logits of this micro-batch are whose. mine: how many are rank 0's"""
         batch, ranks = self.replica.config.batch, self.replica.grid.dp.size
-        rows = [len(share(len(share(batch.size, rank, ranks)), self._part, batch.micro_batches)) for rank in range(ranks)]
+        rows = [
+            len(share(len(share(batch.size, rank, ranks)), self._part, batch.micro_batches))
+            for rank in range(ranks)
+        ]
         stops = np.cumsum(rows) * (mine // rows[ROOT])
-        return [range(start, stop) for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)]
+        return [
+            range(start, stop)
+            for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)
+        ]
 
     def finish(self, mine: StepInput) -> StepResult:
         outcome = super().finish(mine)
@@ -151,7 +177,7 @@ class Master(AllReduce):
             self._broadcast.run()
             self._is_current = True
             if not self._is_root:
-                self._write_mirror()    # rank 0's was with the update
+                self._write_mirror()  # rank 0's was with the update
 
     def kept(self) -> list[StateBuffer]:
         """The optimizer's state is on rank 0 alone."""

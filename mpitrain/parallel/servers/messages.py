@@ -19,18 +19,22 @@ def header() -> np.ndarray:
 
 def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
     """The pieces of a whole flat buffer, as views."""
-    return [flat[piece.start:piece.stop] for piece in pieces]
+    return [flat[piece.start : piece.stop] for piece in pieces]
 
 
 def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
     """The same pieces in the compact buffer of the rank that owns them, as views."""
-    return [flat[piece.place:piece.place + piece.stop - piece.start] for piece in pieces]
+    return [flat[piece.place : piece.place + piece.stop - piece.start] for piece in pieces]
 
 
 def by_span(spans: Sequence[Span], pieces: Sequence[Piece]) -> list[Piece]:
     """These pieces' parts in each span, the last span first: so gradients become complete."""
-    return [Piece(span.start, span.stop, piece.place + span.start - piece.start)
-            for span in reversed(spans) for piece in pieces if piece.start <= span.start < span.stop <= piece.stop]
+    return [
+        Piece(span.start, span.stop, piece.place + span.start - piece.start)
+        for span in reversed(spans)
+        for piece in pieces
+        if piece.start <= span.start < span.stop <= piece.stop
+    ]
 
 
 class PushPull:
@@ -46,7 +50,10 @@ class PushPull:
 
     def start_send(self, numbers: np.ndarray, views: Sequence[Any], to: int) -> list[Request]:
         """Begin to send a header and what it announces; none of it may change meanwhile."""
-        return [self.transport.start_send(numbers, to, self._headers), *self.start_send_pieces(views, to)]
+        return [
+            self.transport.start_send(numbers, to, self._headers),
+            *self.start_send_pieces(views, to),
+        ]
 
     def start_send_pieces(self, views: Sequence[Any], to: int) -> list[Request]:
         """Begin to send pieces alone, to a rank that knows they come."""
@@ -54,7 +61,10 @@ class PushPull:
 
     def start_recv(self, numbers: np.ndarray, views: Sequence[Any], source: int) -> list[Request]:
         """Begin to receive both from a rank."""
-        return [self.transport.start_recv(numbers, source, self._headers), *self.start_recv_pieces(views, source)]
+        return [
+            self.transport.start_recv(numbers, source, self._headers),
+            *self.start_recv_pieces(views, source),
+        ]
 
     def start_recv_pieces(self, views: Sequence[Any], source: int) -> list[Request]:
         """Begin to receive pieces alone, which a header of this rank has announced, or which come in every step."""

@@ -27,7 +27,10 @@ class _Member(Replication):
     def _join(self) -> None:
         """Bind what carries sums over all ranks in evaluations; collective, after the buffers are allocated."""
         world, axes = self.replica.grid.world, self.replica.grid.axes
-        self._workers, self._servers = range(axes.ranks - axes.servers), range(axes.ranks - axes.servers, axes.ranks)
+        self._workers, self._servers = (
+            range(axes.ranks - axes.servers),
+            range(axes.ranks - axes.servers, axes.ranks),
+        )
         self._line = PushPull(world.transport)
         self._control = np.zeros(4)
         self._agree = world.bind(self._control)
@@ -44,8 +47,12 @@ class WorkerBase(_Member):
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
         self._join()
-        self._pieces = dict(zip(self._servers, dealt(replica.storage.spans, len(self._servers)), strict=True))
-        self._pull = {server: spread(self.parameters, self._pieces[server]) for server in self._servers}
+        self._pieces = dict(
+            zip(self._servers, dealt(replica.storage.spans, len(self._servers)), strict=True)
+        )
+        self._pull = {
+            server: spread(self.parameters, self._pieces[server]) for server in self._servers
+        }
         self._told = {server: header() for server in self._servers}
 
 
@@ -55,8 +62,14 @@ class Worker(WorkerBase):
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
         spans = replica.storage.spans
-        self._push = [[(server, view) for server in self._servers
-                       for view in spread(self.gradient_buffer, by_span([span], self._pieces[server]))] for span in spans]
+        self._push = [
+            [
+                (server, view)
+                for server in self._servers
+                for view in spread(self.gradient_buffer, by_span([span], self._pieces[server]))
+            ]
+            for span in spans
+        ]
         self._unpushed, self._pushes = [*range(len(spans))], list[Request]()
         self._said = header()
 
@@ -78,13 +91,19 @@ class Worker(WorkerBase):
         began = time.perf_counter()
         self._push_from(0)
         self._said[:2] = self.replica.facts(mine, ())[0], mine.stop
-        pulls = [self._line.start_recv(self._told[server], self._pull[server], server) for server in self._servers]
+        pulls = [
+            self._line.start_recv(self._told[server], self._pull[server], server)
+            for server in self._servers
+        ]
         ends = [self._line.start_send(self._said, [], server) for server in self._servers]
-        for request in [*self._pushes, *(request for requests in (*ends, *pulls) for request in requests)]:
+        for request in [
+            *self._pushes,
+            *(request for requests in (*ends, *pulls) for request in requests),
+        ]:
             request.wait()
         self._unpushed, self._pushes = [*range(len(self._push))], []
         self._write_mirror()
-        first = self._told[self._servers[0]]    # all servers tell the same
+        first = self._told[self._servers[0]]  # all servers tell the same
         return self._concluded(outcome_of(mine, first[:4].tolist(), time.perf_counter() - began))
 
 
@@ -95,7 +114,7 @@ class ServerBase(_Member):
     """
 
     def __init__(self, replica: ReplicationContext):
-        self.replica = replica    # nothing of Replication's own: that holds whole buffers
+        self.replica = replica  # nothing of Replication's own: that holds whole buffers
         config, grid, storage, _, device, arena, *_ = replica
         assert grid.servers is not None
         self._count_from_zero()
@@ -103,11 +122,17 @@ class ServerBase(_Member):
         length = sum(piece.stop - piece.start for piece in pieces)
         self.parameters = grid.world.transport.allocate(length, storage.dtype)
         if device.mirror:
-            grid.world.transport.allocate(0, replica.computed)    # with the workers, who allocate their mirrors
+            grid.world.transport.allocate(
+                0, replica.computed
+            )  # with the workers, who allocate their mirrors
         self.gradient_buffer = grid.world.transport.allocate(length, storage.dtype)
         self._join()
-        self.optimizer = Optimizer(config.optimizer, storage, pieces, device.ops, device.backend, arena)
-        self._held, self._gradients_held = (compact(flat, pieces) for flat in (self.parameters, self.gradient_buffer))
+        self.optimizer = Optimizer(
+            config.optimizer, storage, pieces, device.ops, device.backend, arena
+        )
+        self._held, self._gradients_held = (
+            compact(flat, pieces) for flat in (self.parameters, self.gradient_buffer)
+        )
         storage.initialize(self.parameters, config.run.seed, device.backend, pieces)
         self._heard = header()
 
@@ -119,13 +144,17 @@ class ServerBase(_Member):
 
     def _update(self, scale: float, lr: float, number: int) -> None:
         """Update the parameters from scale x the gradients held."""
-        for piece, held, gradients in zip(self.optimizer.pieces, self._held, self._gradients_held, strict=True):
+        for piece, held, gradients in zip(
+            self.optimizer.pieces, self._held, self._gradients_held, strict=True
+        ):
             self.optimizer.update(piece, held, gradients, scale, lr, number)
 
     def kept(self) -> list[StateBuffer]:
         pieces = self.optimizer.pieces
-        return [StateBuffer("parameters", self.parameters, pieces),
-                *(StateBuffer(name, buffer, pieces) for name, buffer in self.optimizer.state.items())]
+        return [
+            StateBuffer("parameters", self.parameters, pieces),
+            *(StateBuffer(name, buffer, pieces) for name, buffer in self.optimizer.state.items()),
+        ]
 
 
 class Server(ServerBase):
@@ -135,11 +164,17 @@ class Server(ServerBase):
         super().__init__(replica)
         servers = replica.grid.servers
         assert servers is not None
-        self._arrived = replica.device.backend.zeros(len(self.gradient_buffer), replica.storage.dtype)
+        self._arrived = replica.device.backend.zeros(
+            len(self.gradient_buffer), replica.storage.dtype
+        )
         parts = by_span(replica.storage.spans, self.optimizer.pieces)
-        self._summed, self._arriving = (compact(flat, parts) for flat in (self.gradient_buffer, self._arrived))
+        self._summed, self._arriving = (
+            compact(flat, parts) for flat in (self.gradient_buffer, self._arrived)
+        )
         self._add = servers.arithmetic.combining(self.gradient_buffer, "add")
-        self._squares = np.zeros(3)    # and what is not finite, and whether a server was asked to stop
+        self._squares = np.zeros(
+            3
+        )  # and what is not finite, and whether a server was asked to stop
         self._agree_on_squares = servers.bind(self._squares)
         self._said, self._told = {worker: header() for worker in self._workers}, header()
 
@@ -163,23 +198,33 @@ class Server(ServerBase):
         totals = self._told[:4] = (loss, *found, stop + servers_stop)
         outcome = outcome_of(mine, totals, comm_s)
         if outcome.updated:
-            scale = clipping(self.replica.config.optimizer.clip, outcome.grad_norm) / self.loss_scale
+            scale = (
+                clipping(self.replica.config.optimizer.clip, outcome.grad_norm) / self.loss_scale
+            )
             self._update(scale, mine.lr, mine.number - self._skipped)
-        answers = [self._line.start_send(self._told, self._held, worker) for worker in self._workers]
+        answers = [
+            self._line.start_send(self._told, self._held, worker) for worker in self._workers
+        ]
         for request in [request for requests in answers for request in requests]:
-            request.wait()    # before the next update: no worker gets half of one and half of another
+            request.wait()  # before the next update: no worker gets half of one and half of another
         return self._concluded(outcome)
 
     def _sum(self) -> None:
         """Receive the gradients and sum them in the workers' order; a worker's are received while those before are added."""
         first, second = self._workers[0], self._workers[1:2]
         begun = self._line.start_recv_pieces(self._summed, first)
-        arriving = [request for worker in second for request in self._line.start_recv_pieces(self._arriving, worker)]
+        arriving = [
+            request
+            for worker in second
+            for request in self._line.start_recv_pieces(self._arriving, worker)
+        ]
         for request in begun:
             self._line.wait(request)
         for worker in self._workers[1:]:
             following: list[Request] = []
-            for request, summed, arrived in zip(arriving, self._summed, self._arriving, strict=True):
+            for request, summed, arrived in zip(
+                arriving, self._summed, self._arriving, strict=True
+            ):
                 self._line.wait(request)
                 self._add(summed, arrived)
                 if worker + 1 in self._workers:

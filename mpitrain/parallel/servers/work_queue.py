@@ -41,7 +41,10 @@ class WorkQueue:
         self._workers, self._bound, self._pause = workers, bound, pause
         self._limit, self._highest = pause(first), first - 1
         self._next = first * workers
-        self._begun, self._ended = [first] * workers, [first] * workers    # by worker: steps granted to it, and finished by it
+        self._begun, self._ended = (
+            [first] * workers,
+            [first] * workers,
+        )  # by worker: steps granted to it, and finished by it
         self._outstanding = 0
         self._reports: dict[int, list[Report]] = {}
         self._first_open = first
@@ -107,7 +110,13 @@ class WorkQueue:
 def _outcome(reports: list[Report], lead: int) -> StepResult:
     """Means over the rows of a step, or over its gradients."""
     rows = sum(report.rows for report in reports)
-    return StepResult(sum(report.rows / rows * report.loss for report in reports),
-                   sum(report.grad_norm for report in reports) / len(reports), sum(report.nonfinite for report in reports),
-                   reports[0].lr, all(report.updated for report in reports), False,
-                   lead=lead, staleness=max(report.staleness for report in reports))
+    return StepResult(
+        sum(report.rows / rows * report.loss for report in reports),
+        sum(report.grad_norm for report in reports) / len(reports),
+        sum(report.nonfinite for report in reports),
+        reports[0].lr,
+        all(report.updated for report in reports),
+        False,
+        lead=lead,
+        staleness=max(report.staleness for report in reports),
+    )

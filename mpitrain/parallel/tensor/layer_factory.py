@@ -62,7 +62,10 @@ class ShardedLayerFactory(LayerFactory):
     def qkv(self, width: int, heads: int, draw: Draw) -> Column:
         """Queries, keys and values of this rank's heads: three runs of the outputs."""
         mine, each = part(self.rows.group, heads, "heads"), width // heads
-        runs = [range(start + mine.start * each, start + mine.stop * each) for start in (0, width, 2 * width)]
+        runs = [
+            range(start + mine.start * each, start + mine.stop * each)
+            for start in (0, width, 2 * width)
+        ]
         return Column(self, runs, width, 3 * width, draw)
 
     def attention(self, width: int, heads: int) -> HeadAttention:
@@ -70,15 +73,21 @@ class ShardedLayerFactory(LayerFactory):
         super().attention(width, heads)
         return HeadAttention(self, heads)
 
-    def column_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> ColumnParallelLinear:
+    def column_linear(
+        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+    ) -> ColumnParallelLinear:
         """Its outputs are split."""
         return ColumnParallelLinear(self, inputs, outputs, draw, activation)
 
-    def row_linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> RowParallelLinear:
+    def row_linear(
+        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+    ) -> RowParallelLinear:
         """Its inputs are split."""
         return RowParallelLinear(self, inputs, outputs, draw, activation)
 
-    def linear(self, inputs: int, outputs: int, draw: Draw, activation: str | None = None) -> ReplicatedLinear:
+    def linear(
+        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+    ) -> ReplicatedLinear:
         """Held whole by all."""
         return ReplicatedLinear(self.ops, inputs, outputs, draw, activation)
 
@@ -86,8 +95,10 @@ class ShardedLayerFactory(LayerFactory):
         """Logits of this rank's part of the vocabulary; from now on `loss` and `whole` take these."""
         group = self.rows.group
         if vocab < group.size:
-            raise ConfigError(f"{group.size} ranks share a vocabulary, but it has {vocab} entries.",
-                              f"Set layout.tp to at most {vocab}.")
+            raise ConfigError(
+                f"{group.size} ranks share a vocabulary, but it has {vocab} entries.",
+                f"Set layout.tp to at most {vocab}.",
+            )
         self._split = VocabParallelCrossEntropy(self, vocab)
         return Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw)
 
@@ -113,7 +124,12 @@ def layers_for(ops: Ops, group: Group, layout: Layout) -> LayerFactory:
     """The set of layers that this group's ranks share: the plain one for a single rank."""
     if group.size == 1:
         return LayerFactory(ops, ReplicatedRows(group))
-    return ShardedLayerFactory(ops, SequenceSharded(group, layout.keep_gathered) if layout.sequence_parallel else ReplicatedRows(group))
+    return ShardedLayerFactory(
+        ops,
+        SequenceSharded(group, layout.keep_gathered)
+        if layout.sequence_parallel
+        else ReplicatedRows(group),
+    )
 
 
 def described(ops: Ops, layout: Layout) -> LayerFactory:
@@ -130,15 +146,20 @@ def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:
     """
     ranks, last = rows.group.size, units[-1]
     if not last.layer.output_is_free:
-        raise ConfigError(f"The loss writes its gradient over the last output, but {last.name} needs that for its backward.",
-                          "End with a layer that has no activation, such as `head` or `linear`.")
+        raise ConfigError(
+            f"The loss writes its gradient over the last output, but {last.name} needs that for its backward.",
+            "End with a layer that has no activation, such as `head` or `linear`.",
+        )
     if not rows.context:
-        raise ConfigError("With layout.sequence_parallel an embedding leaves each rank its own rows, but no unit is one.",
-                          "Begin with `embedding` of the set of layers, or set layout.sequence_parallel to false.")
+        raise ConfigError(
+            "With layout.sequence_parallel an embedding leaves each rank its own rows, but no unit is one.",
+            "Begin with `embedding` of the set of layers, or set layout.sequence_parallel to false.",
+        )
     for unit in units if ranks > 1 else ():
         for parameter in unit.layer.parameters():
             if parameter.slices is None and not parameter.holders:
                 raise ConfigError(
                     f"With layout.tp {ranks} a tensor is a rank's part or marked as held by all, but {parameter.name} of unit "
                     f"{unit.name} is neither.",
-                    "Make all units from the set of layers that a Trainer passes to its argument `units`, or set layout.tp to 1.")
+                    "Make all units from the set of layers that a Trainer passes to its argument `units`, or set layout.tp to 1.",
+                )

@@ -37,8 +37,16 @@ class Column(Linear):
     runs  this rank's outputs: some of the rows of the weight
     """
 
-    def __init__(self, layers: Layers, runs: Sequence[range], inputs: int, outputs: int, draw: Draw,
-                 activation: str | None = None, bias: bool = True):
+    def __init__(
+        self,
+        layers: Layers,
+        runs: Sequence[range],
+        inputs: int,
+        outputs: int,
+        draw: Draw,
+        activation: str | None = None,
+        bias: bool = True,
+    ):
         super().__init__(layers.ops, inputs, sum(map(len, runs)), draw, activation, bias)
         self._rows, self._runs, self._whole = layers.rows, runs, outputs
 
@@ -47,7 +55,10 @@ class Column(Linear):
         found = []
         for p in super().parameters():
             rest = p.shape[1:]
-            slices = tuple((slice(run.start, run.stop), *(slice(0, length) for length in rest)) for run in self._runs)
+            slices = tuple(
+                (slice(run.start, run.stop), *(slice(0, length) for length in rest))
+                for run in self._runs
+            )
             found.append(p._replace(shape=(self._whole, *rest), slices=slices))
         return found
 
@@ -74,7 +85,9 @@ class Column(Linear):
         """This rank's part of the gradient of the input, and what the weight half needs."""
         saved = self._rows.regained(saved)
         lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
-        _, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena, flat_rows(lease.array))
+        _, pending = self.product_backward_input(
+            flat_rows(dy), w["weight"], saved, arena, flat_rows(lease.array)
+        )
         return lease, pending
 
 
@@ -104,9 +117,26 @@ class ColumnParallelLinear(Column):
         If n does not divide outputs.
     """
 
-    def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
-                 *, gather_output: bool = False):
-        super().__init__(layers, [part(layers.rows.group, outputs, "outputs")], inputs, outputs, draw, activation, bias)
+    def __init__(
+        self,
+        layers: Layers,
+        inputs: int,
+        outputs: int,
+        draw: Draw,
+        activation: str | None = None,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+    ):
+        super().__init__(
+            layers,
+            [part(layers.rows.group, outputs, "outputs")],
+            inputs,
+            outputs,
+            draw,
+            activation,
+            bias,
+        )
         _check_rows(layers.rows, gather_output, "gather_output=True returns")
         self._gathers = gather_output
         self.output_is_free |= gather_output
@@ -124,7 +154,9 @@ class ColumnParallelLinear(Column):
         return _gathered(self._rows.group, y, arena) if self._gathers else y, saved
 
     def _summands(self, w, dy, saved, arena):
-        return super()._summands(w, _own(self._rows.group, dy, arena) if self._gathers else dy, saved, arena)
+        return super()._summands(
+            w, _own(self._rows.group, dy, arena) if self._gathers else dy, saved, arena
+        )
 
 
 class RowParallelLinear(Linear):
@@ -145,20 +177,37 @@ class RowParallelLinear(Linear):
         If n does not divide inputs.
     """
 
-    def __init__(self, layers: Layers, inputs: int, outputs: int, draw: Draw, activation: str | None = None, bias: bool = True,
-                 *, input_is_parallel: bool = True):
+    def __init__(
+        self,
+        layers: Layers,
+        inputs: int,
+        outputs: int,
+        draw: Draw,
+        activation: str | None = None,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = True,
+    ):
         _check_rows(layers.rows, not input_is_parallel, "input_is_parallel=False takes")
         self._run = part(layers.rows.group, inputs, "inputs")
         super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
-        self._rows, self._whole, self._has_bias, self._is_parallel = layers.rows, inputs, bias, input_is_parallel
+        self._rows, self._whole, self._has_bias, self._is_parallel = (
+            layers.rows,
+            inputs,
+            bias,
+            input_is_parallel,
+        )
         self.output_is_free = self.adds_to_output = activation is None
         self.takes_gelu = input_is_parallel
-        self._activation = {None: None, "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
-                            "relu": (layers.ops.relu, layers.ops.relu_backward)}[activation]
+        self._activation = {
+            None: None,
+            "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
+            "relu": (layers.ops.relu, layers.ops.relu_backward),
+        }[activation]
 
     def parameters(self) -> list[Parameter]:
         """This rank's columns of the weight, and the whole bias."""
-        weight, = super().parameters()
+        (weight,) = super().parameters()
         columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
         weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
         bias = Parameter("bias", (self.outputs,), zeros, decayed=False, holders="tp")
@@ -183,7 +232,9 @@ class RowParallelLinear(Linear):
             y, slope = self._activation[0](y, arena)
         return y, (saved, slope)
 
-    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena, gelu: Any = None) -> tuple[Any, Any]:
+    def backward_input(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, gelu: Any = None
+    ) -> tuple[Any, Any]:
         saved, slope = saved
         if self._activation:
             dy = self._activation[1](dy, slope, arena)
@@ -255,16 +306,20 @@ def part(group: Group, count: int, what: str) -> range:
     """This rank's run of `count` things; ConfigError if they do not divide by the ranks."""
     n = group.size
     if count % n:
-        raise ConfigError(f"{n} ranks share the {what} of a layer, but {count} do not divide by {n}.",
-                          f"Nearest that do: {multiples_near(count, n)}.")
+        raise ConfigError(
+            f"{n} ranks share the {what} of a layer, but {count} do not divide by {n}.",
+            f"Nearest that do: {multiples_near(count, n)}.",
+        )
     return share(count, group.rank, n)
 
 
 def _check_rows(rows: ReplicatedRows, needs_all: bool, what: str) -> None:
     """ConfigError for whole rows of whole columns, where ranks have rows of their own. what: needs them, said with a verb."""
     if needs_all and rows.partial:
-        raise ConfigError(f"With layout.sequence_parallel each rank has rows of its own between layers, but {what} all columns.",
-                          "Leave the argument out, or set layout.sequence_parallel to false.")
+        raise ConfigError(
+            f"With layout.sequence_parallel each rank has rows of its own between layers, but {what} all columns.",
+            "Leave the argument out, or set layout.sequence_parallel to false.",
+        )
 
 
 def _gathered(group: Group, own: Any, arena: Arena) -> Any:
@@ -282,5 +337,5 @@ def _own(group: Group, whole: Any, arena: Arena) -> Any:
     """This rank's K / n columns of an array (..., K)."""
     mine = share(whole.shape[-1], group.rank, group.size)
     own = arena.take((*whole.shape[:-1], len(mine)), whole.dtype)
-    own[...] = whole[..., mine.start:mine.stop]
+    own[...] = whole[..., mine.start : mine.stop]
     return own

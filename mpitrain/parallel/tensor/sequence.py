@@ -92,14 +92,14 @@ class SequenceSharded(ReplicatedRows):
     def __init__(self, group: Group, keep_gathered: bool):
         """keep_gathered: keep what a layer has gathered for its backward, instead of gathering it again."""
         super().__init__(group)
-        self._keeps, self.context = keep_gathered, 0    # until an embedding says it
+        self._keeps, self.context = keep_gathered, 0  # until an embedding says it
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
         return lease.reduce_scatter()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
         own = lease.own_rows
-        return own, arena.take(own.shape, own.dtype)    # a view would keep the memory of all rows
+        return own, arena.take(own.shape, own.dtype)  # a view would keep the memory of all rows
 
     def whole(self, x: Any) -> Any:
         lease = self.group.exchange(self.entered(x.shape), x.dtype)
@@ -126,7 +126,9 @@ class SequenceSharded(ReplicatedRows):
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         (sequences, length), n = shape, self.group.size
-        length = max(length, min(self.context, -(-length // n) * n) if sequences == 1 else self.context)
+        length = max(
+            length, min(self.context, -(-length // n) * n) if sequences == 1 else self.context
+        )
         fitting = sequences_together(length, n)
         return (-(-sequences // fitting) * fitting, length)
 
@@ -138,7 +140,11 @@ def sequences_together(tokens: int, ranks: int) -> int:
 
 def sequences_of(config: Config) -> int:
     """The number of which every micro-batch of training has a multiple."""
-    return sequences_together(config.model.context, config.layout.tp) if config.layout.sequence_parallel else 1
+    return (
+        sequences_together(config.model.context, config.layout.tp)
+        if config.layout.sequence_parallel
+        else 1
+    )
 
 
 def check_rows(config: Config, axes: Axes) -> None:
@@ -147,13 +153,20 @@ def check_rows(config: Config, axes: Axes) -> None:
     config  with batch.micro_batches settled
     raises  ConfigError with the nearest numbers that work
     """
-    size, tokens, fitting, parts = config.batch.size, config.model.context, sequences_of(config), config.batch.micro_batches
+    size, tokens, fitting, parts = (
+        config.batch.size,
+        config.model.context,
+        sequences_of(config),
+        config.batch.micro_batches,
+    )
     shares = [rows for whole in _shares(size, axes.dp) for rows in _shares(whole, parts)]
     odd = [rows for rows in shares if rows % fitting]
     if not odd:
         return
-    ways = [f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",    # of equal shares
-            f"model.context to {multiples_near(tokens, sequences_together(math.gcd(*shares), axes.tp))}"]
+    ways = [
+        f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",  # of equal shares
+        f"model.context to {multiples_near(tokens, sequences_together(math.gcd(*shares), axes.tp))}",
+    ]
     most, left = divmod(size, fitting * axes.dp)
     if not left and axes.pp == 1:
         smaller = [count for count in range(1, math.isqrt(most) + 1) if most % count == 0]
@@ -161,7 +174,9 @@ def check_rows(config: Config, axes: Axes) -> None:
         ways.append(f"batch.micro_batches to {min(counts, key=lambda count: abs(count - parts))}")
     raise ConfigError(
         f"With layout.sequence_parallel {axes.tp} ranks divide the rows of each micro-batch, but one of {odd[0]} sequence(s) of "
-        f"{tokens} tokens has {odd[0] * tokens}.", f"Set {', '.join(ways)}, or layout.sequence_parallel to false.")
+        f"{tokens} tokens has {odd[0] * tokens}.",
+        f"Set {', '.join(ways)}, or layout.sequence_parallel to false.",
+    )
 
 
 def _shares(count: int, parts: int) -> tuple[int, int]:

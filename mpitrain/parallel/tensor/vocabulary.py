@@ -35,11 +35,16 @@ class VocabParallelEmbedding(Embedding):
 
     def forward(self, w, x, arena):
         if self._rows.as_sequences((*x.shape, self.width))[:2] != x.shape:
-            raise ConfigError(f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
-                              f"but these {x.shape[0]} have {x.shape[1]}.", "Pass one at a time, or longer ones.")
+            raise ConfigError(
+                f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
+                f"but these {x.shape[0]} have {x.shape[1]}.",
+                "Pass one at a time, or longer ones.",
+            )
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
         positions = None if self._rows.group.rank else w["positions"]
-        _, saved = self.ops.embedding(x, w["tokens"], positions, arena, self._entries.start, lease.array)
+        _, saved = self.ops.embedding(
+            x, w["tokens"], positions, arena, self._entries.start, lease.array
+        )
         self._rows.reduction(lease).run()
         return self._rows.summed(lease, arena), saved
 
@@ -63,7 +68,9 @@ class VocabParallelCrossEntropy:
         facts = self._group.exchange((2, len(logits)), _dtype_of_facts(logits))
         self._ops.row_exponentials(logits, targets, self._first, maxima, arena, facts.array)
         facts.all_reduce().run()
-        return self._ops.cross_entropy_split(logits, targets, self._first, maxima, facts.array, scale, arena)
+        return self._ops.cross_entropy_split(
+            logits, targets, self._first, maxima, facts.array, scale, arena
+        )
 
     def value(self, logits: Any, targets: Any, arena: Arena) -> Any:
         copy = arena.take(logits.shape, logits.dtype)
@@ -87,9 +94,11 @@ class VocabParallelCrossEntropy:
         """All columns of logits (..., V), on every rank."""
         lease = self._group.exchange((*logits.shape[:-1], self.vocab), logits.dtype)
         lease.array[...] = 0
-        lease.array[..., self._first:self._first + logits.shape[-1]] = logits
+        lease.array[..., self._first : self._first + logits.shape[-1]] = logits
         lease.all_reduce().run()
-        whole = arena.take(lease.array.shape, logits.dtype)    # a lease would have to end at the same time on all ranks
+        whole = arena.take(
+            lease.array.shape, logits.dtype
+        )  # a lease would have to end at the same time on all ranks
         whole[...] = lease.array
         return whole
 

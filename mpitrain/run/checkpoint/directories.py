@@ -59,7 +59,11 @@ def steps(folder: Path) -> list[Path]:
 
 
 def _finished(folder: Directory) -> list[str]:
-    names = [name for name in folder.names() if (facts := folder.facts(name)) and stat.S_ISDIR(facts.st_mode)]
+    names = [
+        name
+        for name in folder.names()
+        if (facts := folder.facts(name)) and stat.S_ISDIR(facts.st_mode)
+    ]
     found = {replaced[1]: name for name in names if (replaced := REPLACED.fullmatch(name))}
     found |= {name: name for name in names if NAME.fullmatch(name)}
     return [found[name] for name in sorted(found, key=lambda name: int(name.removeprefix("step-")))]
@@ -69,12 +73,17 @@ def newest(folder: Path) -> Path:
     """The newest checkpoint of a folder; CheckpointError if there is none."""
     found = steps(folder)
     if not found:
-        raise CheckpointError(f"There is no checkpoint in {folder}.", "Name a run directory that has one, or train first.")
+        raise CheckpointError(
+            f"There is no checkpoint in {folder}.",
+            "Name a run directory that has one, or train first.",
+        )
     return found[-1]
 
 
 def way_out(path: Path) -> str:
     """What to do about a checkpoint that cannot be read."""
     finished = steps(path.parent)
-    older = [other.name for other in finished[:finished.index(path)]] if path in finished else []
-    return f"Remove {path}" + (f" to go on from {older[-1]}." if older else " and start the run again.")
+    older = [other.name for other in finished[: finished.index(path)]] if path in finished else []
+    return f"Remove {path}" + (
+        f" to go on from {older[-1]}." if older else " and start the run again."
+    )

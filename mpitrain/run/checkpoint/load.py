@@ -29,8 +29,15 @@ OPEN = 64
 ANEW, FROM_MEAN = "starts anew: it is bound to", "starts from its mean over"
 
 
-def fill(path: Path, manifest: Manifest, kept: Sequence[StateBuffer], storage: Storage, backend: Backend, layout: Mapping[str, Any],
-         rank: int) -> dict[str, str]:
+def fill(
+    path: Path,
+    manifest: Manifest,
+    kept: Sequence[StateBuffer],
+    storage: Storage,
+    backend: Backend,
+    layout: Mapping[str, Any],
+    rank: int,
+) -> dict[str, str]:
     """Fill every array for which a verified checkpoint has something; local.
 
     layout   "dp" of it is the number of replicas, over which the sum of own state is shared out
@@ -44,9 +51,13 @@ def fill(path: Path, manifest: Manifest, kept: Sequence[StateBuffer], storage: S
     try:
         for held in holdings(described(storage, kept)):
             found = files.found(held)
-            mine = [stored for stored in found if is_same and manifest.files[stored.file].rank == rank]
+            mine = [
+                stored for stored in found if is_same and manifest.files[stored.file].rank == rank
+            ]
             like, is_needed = kept[held.number].like, kept[held.number].needed
-            if held.kind == "bound" and [stored.part.length for stored in mine] != [held.part.length]:
+            if held.kind == "bound" and [stored.part.length for stored in mine] != [
+                held.part.length
+            ]:
                 if found if like else any(stored.kind == "bound" for stored in manifest.stored):
                     changed[held.name] = FROM_MEAN if like else ANEW
                 found = mine = []
@@ -65,8 +76,11 @@ def fill(path: Path, manifest: Manifest, kept: Sequence[StateBuffer], storage: S
             else:
                 continue
             for piece, packed in zip(held.part.pieces, held.part.packed().pieces, strict=True):
-                kept[held.number].array[piece.place:piece.place + piece.stop - piece.start] = backend.from_host(
-                    values[packed.place:packed.place + piece.stop - piece.start])
+                kept[held.number].array[piece.place : piece.place + piece.stop - piece.start] = (
+                    backend.from_host(
+                        values[packed.place : packed.place + piece.stop - piece.start]
+                    )
+                )
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing.", way_out(path)) from None
     except (OSError, ValueError) as error:
@@ -80,10 +94,12 @@ def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
     """The elements that a rank holds of a tensor, packed, bit for bit."""
     joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
     for place, values in files.elements(held, found):
-        joined[place:place + len(values)] = values
+        joined[place : place + len(values)] = values
         done.append((place, place + len(values)))
     ends = [0, *(stop for _, stop in sorted(done))]
-    if ends[-1] != len(joined) or ends[:-1] != sorted(start for start, _ in done):    # each element once
+    if ends[-1] != len(joined) or ends[:-1] != sorted(
+        start for start, _ in done
+    ):  # each element once
         raise files.unfit(held, found)
     return joined
 
@@ -94,7 +110,7 @@ def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
         raise files.unfit(held, found)
     total = np.zeros(held.part.length, held.dtype)
     for place, values in files.elements(held, found):
-        total[place:place + len(values)] += values
+        total[place : place + len(values)] += values
     return total
 
 
@@ -136,9 +152,19 @@ class _Files:
             return []
         file = self._weight_map[tensor]
         shape = self._tensor(file, tensor).shape
-        return [Stored(file, tensor, PARAMETERS, "agreed", Region(tensor, shape, None, (Piece(0, prod(shape), 0),)))]
+        return [
+            Stored(
+                file,
+                tensor,
+                PARAMETERS,
+                "agreed",
+                Region(tensor, shape, None, (Piece(0, prod(shape), 0),)),
+            )
+        ]
 
-    def elements(self, held: HeldRegion, found: Sequence[Stored]) -> Iterator[tuple[int, np.ndarray]]:
+    def elements(
+        self, held: HeldRegion, found: Sequence[Stored]
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """The elements in both: where they lie among those held, packed, and their values, MOVED bytes at most at a time."""
         mine = runs(held.part.packed())
         for stored in found:
@@ -148,21 +174,35 @@ class _Files:
             dtype = array.numpy
             shape = held.part.shape if stored.name == PARAMETERS else (stored.part.length,)
             if dtype.kind != held.dtype.kind or array.shape != shape:
-                raise ValueError(f"{stored.file} has {stored.key!a} as {array.dtype} of shape {array.shape}, but "
-                                 f"{held.dtype} of shape {shape} is wanted")
+                raise ValueError(
+                    f"{stored.file} has {stored.key!a} as {array.dtype} of shape {array.shape}, but "
+                    f"{held.dtype} of shape {shape} is wanted"
+                )
             for place, other, length in zip(*(column.tolist() for column in here), strict=True):
                 for start in range(0, length, MOVED // dtype.itemsize):
                     values = np.empty(min(MOVED // dtype.itemsize, length - start), dtype)
-                    read_into(self._descriptor(stored.file), values, array.start + (other + start) * dtype.itemsize)
+                    read_into(
+                        self._descriptor(stored.file),
+                        values,
+                        array.start + (other + start) * dtype.itemsize,
+                    )
                     yield place + start, values
 
     def unfit(self, held: HeldRegion, found: Sequence[Stored]) -> CheckpointError:
         """What is wrong with the elements of a tensor that the checkpoint has."""
         shape = found[0].part.shape if found else None
-        has = "none" if shape is None else f"shape {shape}" if shape != held.part.shape else "not each element of it once"
+        has = (
+            "none"
+            if shape is None
+            else f"shape {shape}"
+            if shape != held.part.shape
+            else "not each element of it once"
+        )
         full = held.part.tensor if held.name == PARAMETERS else f"{held.name}/{held.part.tensor}"
-        return CheckpointError(f"The model needs {full} of shape {held.part.shape}, but the checkpoint has {has}.",
-                               f"Use the configuration that {self._path} was trained with.")
+        return CheckpointError(
+            f"The model needs {full} of shape {held.part.shape}, but the checkpoint has {has}.",
+            f"Use the configuration that {self._path} was trained with.",
+        )
 
     def close(self) -> None:
         """Close what is open."""

@@ -91,7 +91,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         text = contents(file, INNER).decode()
         body = json.loads(text)
-        is_altered = body.pop("sha256") != _digest(body) or _text({**body, "sha256": _digest(body)}) != text
+        is_altered = (
+            body.pop("sha256") != _digest(body) or _text({**body, "sha256": _digest(body)}) != text
+        )
         found = body["format"]
     except FileNotFoundError:
         _refuse_earlier(path)
@@ -101,7 +103,9 @@ def read_manifest(path: Path) -> Manifest:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file} is damaged: it is no manifest.", way_out(path)) from None
     if is_altered:
-        raise CheckpointError(f"{file} was altered: its contents do not match its SHA-256.", way_out(path))
+        raise CheckpointError(
+            f"{file} was altered: its contents do not match its SHA-256.", way_out(path)
+        )
     if found != FORMAT:
         raise _of_another_format(file, str(found))
     try:
@@ -111,10 +115,15 @@ def read_manifest(path: Path) -> Manifest:
     done = Done(read.step, read.samples, read.run)
     named = re.search(r"step-(\d+)", path.name)
     if named and int(named[1]) != done.step:
-        raise CheckpointError(f"{path} holds step {done.step}, as {MANIFEST} says, and not the one that its name says.",
-                              way_out(path))
+        raise CheckpointError(
+            f"{path} holds step {done.step}, as {MANIFEST} says, and not the one that its name says.",
+            way_out(path),
+        )
     files = {name: File(*listed) for name, listed in read.files.items()}
-    stored = [Stored(file, key, name, kind, part_of_text(part)) for file, key, name, kind, part in read.stored]
+    stored = [
+        Stored(file, key, name, kind, part_of_text(part))
+        for file, key, name, kind, part in read.stored
+    ]
     return Manifest(done, read.layout, read.scalars, files, stored, read.block)
 
 
@@ -137,8 +146,10 @@ def _refuse_earlier(path: Path) -> None:
 
 
 def _of_another_format(file: Path, found: str) -> CheckpointError:
-    return CheckpointError(f"{file} is in format {found}, but this version of mpitrain reads {FORMAT}.",
-                           "Go on with the version that wrote it, or start the run again.")
+    return CheckpointError(
+        f"{file} is in format {found}, but this version of mpitrain reads {FORMAT}.",
+        "Go on with the version that wrote it, or start the run again.",
+    )
 
 
 def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
@@ -146,13 +157,21 @@ def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
 
     raises  CheckpointError that names the file
     """
-    blocks = [(name, block) for name, file in sorted(manifest.files.items()) for block in range(len(file.digests))]
-    mine = blocks[rank * len(blocks) // ranks:(rank + 1) * len(blocks) // ranks]
+    blocks = [
+        (name, block)
+        for name, file in sorted(manifest.files.items())
+        for block in range(len(file.digests))
+    ]
+    mine = blocks[rank * len(blocks) // ranks : (rank + 1) * len(blocks) // ranks]
     for name, group in groupby(mine, lambda block: block[0]):
         _verify(path / name, manifest, [block for _, block in group])
     listed = {path / name for name in manifest.files}
-    for extra in sorted({path / name for name in _tensor_files(path)} - listed if rank == 0 else ()):
-        raise CheckpointError(f"{extra} is none of the {len(listed)} files that {MANIFEST} lists.", way_out(path))
+    for extra in sorted(
+        {path / name for name in _tensor_files(path)} - listed if rank == 0 else ()
+    ):
+        raise CheckpointError(
+            f"{extra} is none of the {len(listed)} files that {MANIFEST} lists.", way_out(path)
+        )
 
 
 def _tensor_files(path: Path) -> list[str]:
@@ -181,17 +200,29 @@ def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
     if nbytes == wanted.nbytes and altered < 0:
         return
     if others := _other_facts(file, {**manifest.done._asdict(), "rank": wanted.rank}):
-        raise CheckpointError(f"{file} and {MANIFEST} belong to different checkpoints or ranks: it has {', '.join(others)}.",
-                              way_out(folder))
+        raise CheckpointError(
+            f"{file} and {MANIFEST} belong to different checkpoints or ranks: it has {', '.join(others)}.",
+            way_out(folder),
+        )
     if nbytes != wanted.nbytes:
-        raise CheckpointError(f"{file} is damaged: it has {nbytes} bytes where {MANIFEST} says {wanted.nbytes}.", way_out(folder))
-    raise CheckpointError(f"{file} was altered: block {altered} does not match its SHA-256 in {MANIFEST}.", way_out(folder))
+        raise CheckpointError(
+            f"{file} is damaged: it has {nbytes} bytes where {MANIFEST} says {wanted.nbytes}.",
+            way_out(folder),
+        )
+    raise CheckpointError(
+        f"{file} was altered: block {altered} does not match its SHA-256 in {MANIFEST}.",
+        way_out(folder),
+    )
 
 
 def _other_facts(file: Path, wanted: Mapping[str, Any]) -> list[str]:
     """In what a file says of itself that it is another than is wanted; nothing if it says nothing."""
     try:
         said = located(file)[0]
-        return [f"{name} {said[name]} where {wanted[name]} is wanted" for name in wanted if said[name] != str(wanted[name])]
+        return [
+            f"{name} {said[name]} where {wanted[name]} is wanted"
+            for name in wanted
+            if said[name] != str(wanted[name])
+        ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []

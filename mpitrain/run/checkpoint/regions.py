@@ -80,16 +80,26 @@ class Common(NamedTuple):
 def part_of_text(listed: Sequence[Any]) -> Region:
     """A part that was text."""
     tensor, shape, rectangles, pieces = listed
-    whole = rectangles and tuple(tuple((start, stop) for start, stop in rectangle) for rectangle in rectangles)
+    whole = rectangles and tuple(
+        tuple((start, stop) for start, stop in rectangle) for rectangle in rectangles
+    )
     return Region(tensor, tuple(shape), whole, tuple(Piece(*piece) for piece in pieces))
 
 
 def described(storage: Storage, kept: Sequence[StateBuffer]) -> dict[str, Any]:
     """What a rank holds, as text that `holdings` reads: each tensor and each array once."""
     return {
-        "tensors": [[e.name, e.parameter.shape, e.parameter.slices and [[[s.start, s.stop] for s in rectangle]
-                                                                        for rectangle in e.parameter.slices], e.start, e.stop]
-                    for e in storage.entries],
+        "tensors": [
+            [
+                e.name,
+                e.parameter.shape,
+                e.parameter.slices
+                and [[[s.start, s.stop] for s in rectangle] for rectangle in e.parameter.slices],
+                e.start,
+                e.stop,
+            ]
+            for e in storage.entries
+        ],
         "kept": [[k.name, k.kind, k.array.dtype.name, k.array.size, k.pieces] for k in kept],
     }
 
@@ -102,10 +112,18 @@ def holdings(description: dict[str, Any]) -> list[HeldRegion]:
         everything = sorted(Piece(*piece) for piece in pieces or [(0, size, 0)])
         starts, stops = [piece.start for piece in everything], [piece.stop for piece in everything]
         for tensor, shape, rectangles, start, stop in tensors:
-            near = everything[bisect_right(stops, start):bisect_left(starts, stop)]
+            near = everything[bisect_right(stops, start) : bisect_left(starts, stop)]
             if inside := list(within(near, start, stop)):
                 local = [[piece.start - start, piece.stop - start, piece.place] for piece in inside]
-                found.append(HeldRegion(number, name, kind, np.dtype(dtype), part_of_text([tensor, shape, rectangles, local])))
+                found.append(
+                    HeldRegion(
+                        number,
+                        name,
+                        kind,
+                        np.dtype(dtype),
+                        part_of_text([tensor, shape, rectangles, local]),
+                    )
+                )
     return found
 
 
@@ -123,8 +141,14 @@ def without(pieces: Iterable[Piece], others: Iterable[Piece]) -> list[Piece]:
     for other in others:
         if all(other.stop <= piece.start or piece.stop <= other.start for piece in left):
             continue
-        left = [rest for piece in left
-                for rest in (*within([piece], piece.start, other.start), *within([piece], other.stop, piece.stop))]
+        left = [
+            rest
+            for piece in left
+            for rest in (
+                *within([piece], piece.start, other.start),
+                *within([piece], other.stop, piece.stop),
+            )
+        ]
     return left
 
 
@@ -143,7 +167,9 @@ def runs(part: Region) -> Runs:
         low, high = np.maximum(place, piece.start), np.minimum(place + length, piece.stop)
         here = low < high
         low = low[here]
-        found.append((start[here] + low - place[here], piece.place + low - piece.start, high[here] - low))
+        found.append(
+            (start[here] + low - place[here], piece.place + low - piece.start, high[here] - low)
+        )
     firsts, places, lengths = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.argsort(firsts, kind="stable")
     return Runs(firsts[order], places[order], lengths[order])
@@ -162,10 +188,14 @@ def common(one: Runs, other: Runs) -> Common:
     j = np.arange(len(i)) + np.repeat(first - np.cumsum(matches) + matches, matches)
     start = np.maximum(one.start[i], other.start[j])
     length = np.minimum(one.start[i] + one.length[i], other.start[j] + other.length[j]) - start
-    return Common(one.place[i] + start - one.start[i], other.place[j] + start - other.start[j], length)
+    return Common(
+        one.place[i] + start - one.start[i], other.place[j] + start - other.start[j], length
+    )
 
 
-def _runs_of_rectangles(shape: Sequence[int], rectangles: Rectangles | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _runs_of_rectangles(
+    shape: Sequence[int], rectangles: Rectangles | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Runs of all that the rectangles hold: starts in the tensor, in what a rank holds of it (both flattened), lengths."""
     if rectangles is None:
         return one_run(0, prod(shape))
@@ -179,8 +209,12 @@ def _runs_of_rectangles(shape: Sequence[int], rectangles: Rectangles | None) -> 
         start, place = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for d in dims:
             steps = np.arange(length[d] if d < last else 1)
-            start = np.add.outer(start, (rectangle[d][0] + steps) * prod(shape[d + 1:])).reshape(-1)
-            place = np.add.outer(place, (before * (d == joined) + steps) * prod(local[d + 1:])).reshape(-1)
+            start = np.add.outer(start, (rectangle[d][0] + steps) * prod(shape[d + 1 :])).reshape(
+                -1
+            )
+            place = np.add.outer(
+                place, (before * (d == joined) + steps) * prod(local[d + 1 :])
+            ).reshape(-1)
         found.append((start, place, np.full(len(start), prod(length[last:]))))
         before += length[joined]
     first, second, third = (np.concatenate(column) for column in zip(*found, strict=True))

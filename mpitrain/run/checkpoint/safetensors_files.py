@@ -45,7 +45,7 @@ class Writing:
         """Append bytes, or the elements of a contiguous array."""
         rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
         while rest and self._file and not self._error:
-            part = rest[:BLOCK - self._nbytes % BLOCK]
+            part = rest[: BLOCK - self._nbytes % BLOCK]
             try:
                 self._file.write(part)
             except OSError as error:
@@ -54,7 +54,7 @@ class Writing:
             self._nbytes += len(part)
             if self._nbytes % BLOCK == 0:
                 self._end_block()
-            rest = rest[len(part):]
+            rest = rest[len(part) :]
 
     def close(self) -> Written:
         """Make the file durable; OSError for whatever could not be written."""
@@ -65,7 +65,7 @@ class Writing:
             os.fsync(self._file.fileno())
         finally:
             if self._file:
-                with suppress(OSError):    # of what was not written: there is an error already
+                with suppress(OSError):  # of what was not written: there is an error already
                     self._file.close()
         if self._nbytes % BLOCK:
             self._end_block()
@@ -83,13 +83,22 @@ class WritingTensors(Writing):
     metadata  texts by name
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]):
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str],
+    ):
         super().__init__(path)
         header: dict[str, Any] = {"__metadata__": metadata}
         stop = 0
         for name, (dtype, shape) in tensors.items():
             start, stop = stop, stop + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": DTYPES[dtype.name], "shape": shape, "data_offsets": [start, stop]}
+            header[name] = {
+                "dtype": DTYPES[dtype.name],
+                "shape": shape,
+                "data_offsets": [start, stop],
+            }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self.write(len(text).to_bytes(8, "little") + text)

@@ -23,7 +23,17 @@ from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.run.checkpoint.directories import prepare, put_in_place, steps
 from mpitrain.run.checkpoint.load import fill
-from mpitrain.run.checkpoint.manifest import FORMAT, INDEX, Done, File, Manifest, Stored, read_manifest, verify, write_manifest
+from mpitrain.run.checkpoint.manifest import (
+    FORMAT,
+    INDEX,
+    Done,
+    File,
+    Manifest,
+    Stored,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
 from mpitrain.run.checkpoint.safetensors_files import MOVED, Writing, WritingTensors
 from mpitrain.run.checkpoint.writers import Shares, join, shared_out
@@ -43,8 +53,17 @@ class Checkpoint(NamedTuple):
         return self.manifest.done
 
 
-def save(folder: Path, kept: Sequence[StateBuffer], storage: Storage, transport: Transport, backend: Backend, done: Done,
-         layout: Mapping[str, Any], scalars: Mapping[str, Any], keep: int) -> Path:
+def save(
+    folder: Path,
+    kept: Sequence[StateBuffer],
+    storage: Storage,
+    transport: Transport,
+    backend: Backend,
+    done: Done,
+    layout: Mapping[str, Any],
+    scalars: Mapping[str, Any],
+    keep: int,
+) -> Path:
     """Write a checkpoint under `folder` and drop all but the newest `keep`; collective.
 
     kept     what this rank holds; those named "parameters" are written as whole tensors
@@ -59,13 +78,19 @@ def save(folder: Path, kept: Sequence[StateBuffer], storage: Storage, transport:
     def attempt(part: Callable[[], Any]) -> Any:
         return on_all_ranks(transport, partial(_attempt, part, step, folder))
 
-    shares = shared_out([holdings(listed) for listed in transport.gather_text(described(storage, kept))])
+    shares = shared_out(
+        [holdings(listed) for listed in transport.gather_text(described(storage, kept))]
+    )
     attempt(lambda: is_root and prepare(unfinished))
     files, stored = _write(unfinished, shares, kept, transport, backend, done)
-    mine = attempt(lambda: {name: File(transport.rank, *file.close()) for name, file in files.items()})
+    mine = attempt(
+        lambda: {name: File(transport.rank, *file.close()) for name, file in files.items()}
+    )
     everyone = transport.gather_text([mine, stored])
     written = {name: file for files, _ in everyone for name, file in files.items()}
-    manifest = Manifest(done, layout, scalars, written, [one for _, stored in everyone for one in stored])
+    manifest = Manifest(
+        done, layout, scalars, written, [one for _, stored in everyone for one in stored]
+    )
     attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
     return target
 
@@ -74,21 +99,37 @@ def _attempt(part: Callable[[], Any], step: int, folder: Path) -> Any:
     try:
         return part()
     except OSError as error:
-        raise TrainingError(f"The checkpoint of step {step} cannot be written to {folder}: {error.strerror or error}.",
-                            f"{mend(error)}, then go on with --resume; the checkpoints before it are still good.") from None
+        raise TrainingError(
+            f"The checkpoint of step {step} cannot be written to {folder}: {error.strerror or error}.",
+            f"{mend(error)}, then go on with --resume; the checkpoints before it are still good.",
+        ) from None
 
 
-def _write(folder: Path, shares: Shares, kept: Sequence[StateBuffer], transport: Transport, backend: Backend,
-           done: Done) -> tuple[dict[str, Writing], list[Stored]]:
+def _write(
+    folder: Path,
+    shares: Shares,
+    kept: Sequence[StateBuffer],
+    transport: Transport,
+    backend: Backend,
+    done: Done,
+) -> tuple[dict[str, Writing], list[Stored]]:
     """Write this rank's files, which have to be closed, and send what others write; collective."""
     rank = transport.rank
-    metadata = {"format": FORMAT, **{name: str(value) for name, value in done._asdict().items()}, "rank": str(rank),
-                "ranks": str(transport.size)}
+    metadata = {
+        "format": FORMAT,
+        **{name: str(value) for name, value in done._asdict().items()},
+        "rank": str(rank),
+        "ranks": str(transport.size),
+    }
     files: dict[str, Writing] = {}
     model = None
     names = _model_files(shares)
     if rank in names:
-        tensors = {name: (joined.dtype, joined.shape) for name, joined in shares.tensors.items() if joined.writer == rank}
+        tensors = {
+            name: (joined.dtype, joined.shape)
+            for name, joined in shares.tensors.items()
+            if joined.writer == rank
+        }
         model = files[names[rank]] = WritingTensors(folder / names[rank], tensors, metadata)
     join(shares, kept, model, transport, backend)
     held = {_key(held): held for held in shares.pieces[rank]}
@@ -100,29 +141,44 @@ def _write(folder: Path, shares: Shares, kept: Sequence[StateBuffer], transport:
         count = MOVED // one.dtype.itemsize
         for piece in one.part.pieces:
             for start in range(piece.place, stop := piece.place + piece.stop - piece.start, count):
-                files[name].write(backend.to_host(kept[one.number].array[start:min(start + count, stop)]))
-    return files, [Stored(name, key, one.name, one.kind, one.part.packed()) for key, one in held.items()]
+                files[name].write(
+                    backend.to_host(kept[one.number].array[start : min(start + count, stop)])
+                )
+    return files, [
+        Stored(name, key, one.name, one.kind, one.part.packed()) for key, one in held.items()
+    ]
 
 
 def _model_files(shares: Shares) -> dict[int, str]:
     """The name of each file of whole tensors, by the rank that writes it."""
     writers = sorted({joined.writer for joined in shares.tensors.values()})
-    return {rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors" for number, rank in enumerate(writers, 1)}
+    return {
+        rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors"
+        for number, rank in enumerate(writers, 1)
+    }
 
 
 def _key(held: HeldRegion) -> str:
     """The name of a piece in its file: of those that one rank writes, no two begin at one element."""
-    return f"{held.name}/{held.part.tensor}/{held.part.pieces[0].start}" if held.part.tensor else held.name
+    return (
+        f"{held.name}/{held.part.tensor}/{held.part.pieces[0].start}"
+        if held.part.tensor
+        else held.name
+    )
 
 
 def _finish(unfinished: Path, target: Path, shares: Shares, manifest: Manifest, keep: int) -> None:
     """Write what binds the files together, and give the checkpoint its name."""
     names = _model_files(shares)
-    index = {"metadata": {"total_size": sum(joined.nbytes for joined in shares.tensors.values())},
-             "weight_map": {name: names[joined.writer] for name, joined in shares.tensors.items()}}
+    index = {
+        "metadata": {"total_size": sum(joined.nbytes for joined in shares.tensors.values())},
+        "weight_map": {name: names[joined.writer] for name, joined in shares.tensors.items()},
+    }
     file = Writing(unfinished / INDEX)
     file.write(json.dumps(index, indent=1).encode())
-    write_manifest(unfinished, manifest._replace(files={**manifest.files, INDEX: File(0, *file.close())}))
+    write_manifest(
+        unfinished, manifest._replace(files={**manifest.files, INDEX: File(0, *file.close())})
+    )
     put_in_place(unfinished, target, keep)
 
 
@@ -134,7 +190,9 @@ def read_beside(transport: Transport, path: Path) -> Checkpoint:
     """
     while True:
         try:
-            manifest = on_all_ranks(transport, partial(_verified, path, transport.rank, transport.size))
+            manifest = on_all_ranks(
+                transport, partial(_verified, path, transport.rank, transport.size)
+            )
         except CheckpointError:
             successor = _successor(transport, path)
             if not successor:
@@ -158,8 +216,14 @@ def _successor(transport: Transport, path: Path) -> Path | None:
     return Path(successor) if successor else None
 
 
-def load(found: Checkpoint, kept: Sequence[StateBuffer], storage: Storage, transport: Transport, backend: Backend,
-         layout: Mapping[str, Any]) -> Checkpoint:
+def load(
+    found: Checkpoint,
+    kept: Sequence[StateBuffer],
+    storage: Storage,
+    transport: Transport,
+    backend: Backend,
+    layout: Mapping[str, Any],
+) -> Checkpoint:
     """Fill the arrays of any layout from a checkpoint, or from the newest one if a run drops it meanwhile; collective.
 
     Each rank reads the ranges that it needs: "agreed" state and, at the same layout, "own" state bit for bit; else of the sum
@@ -171,16 +235,29 @@ def load(found: Checkpoint, kept: Sequence[StateBuffer], storage: Storage, trans
     """
     while True:
         try:
-            mine = on_all_ranks(transport, partial(fill, found.path, found.manifest, kept, storage, backend, layout, transport.rank))
+            mine = on_all_ranks(
+                transport,
+                partial(
+                    fill, found.path, found.manifest, kept, storage, backend, layout, transport.rank
+                ),
+            )
         except CheckpointError:
             successor = _successor(transport, found.path)
             if not successor:
                 raise
             found = read_beside(transport, successor)
             continue
-        changed = {name.split("/")[0]: what for named in transport.gather_text(mine) for name, what in named.items()}
+        changed = {
+            name.split("/")[0]: what
+            for named in transport.gather_text(mine)
+            for name, what in named.items()
+        }
         then = ", ".join(f"{axis} {size}" for axis, size in found.manifest.layout.items())
         for what in sorted({*changed.values()}) if transport.rank == 0 else ():
             names = ", ".join(sorted(name for name in changed if changed[name] == what))
-            print(f"note: {names} in {found.path} {what} the ranks of {then}.", file=sys.stderr, flush=True)
+            print(
+                f"note: {names} in {found.path} {what} the ranks of {then}.",
+                file=sys.stderr,
+                flush=True,
+            )
         return found

@@ -10,7 +10,16 @@ import numpy as np
 from mpitrain.layers.flat import Piece
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.state import StateBuffer
-from mpitrain.run.checkpoint.regions import Common, HeldRegion, Runs, common, cut, one_run, runs, without
+from mpitrain.run.checkpoint.regions import (
+    Common,
+    HeldRegion,
+    Runs,
+    common,
+    cut,
+    one_run,
+    runs,
+    without,
+)
 from mpitrain.run.checkpoint.safetensors_files import BLOCK, MOVED, Writing
 from mpitrain.transport.base import Transport
 
@@ -92,14 +101,20 @@ def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
     """Share out one tensor of a state, in parts of a block at most."""
     alike: dict[Any, Holders] = defaultdict(list)
     for rank, held in holders:
-        alike[held.part.rectangles, tuple((piece.start, piece.stop) for piece in held.part.pieces)].append((rank, held))
+        alike[
+            held.part.rectangles, tuple((piece.start, piece.stop) for piece in held.part.pieces)
+        ].append((rank, held))
     taken: dict[Any, list[Piece]] = defaultdict(list)
     for (rectangles, _), group in alike.items():
         left = without(group[0][1].part.pieces, taken[rectangles])
         for unit in cut(left, BLOCK // group[0][1].dtype.itemsize):
             rank, held = _least(group, nbytes)
-            mine = next(piece for piece in held.part.pieces if piece.start <= unit.start < piece.stop)
-            here = unit._replace(place=mine.place + unit.start - mine.start)  # where this rank has it
+            mine = next(
+                piece for piece in held.part.pieces if piece.start <= unit.start < piece.stop
+            )
+            here = unit._replace(
+                place=mine.place + unit.start - mine.start
+            )  # where this rank has it
             _give(held._replace(part=held.part._replace(pieces=(here,))), rank, shares, nbytes)
         taken[rectangles] += left
 
@@ -109,8 +124,12 @@ def sources(name: str, joined: Joined) -> list[Source]:
     ranks = 1 + max(rank for rank, _ in joined.holders)
     taken: dict[Any, list[Piece]] = defaultdict(list)
     found, missing = [], prod(joined.shape)
-    for rank, held in sorted(joined.holders, key=lambda holder: (holder[0] - joined.writer) % ranks):
-        part = held.part._replace(pieces=tuple(without(held.part.pieces, taken[held.part.rectangles])))
+    for rank, held in sorted(
+        joined.holders, key=lambda holder: (holder[0] - joined.writer) % ranks
+    ):
+        part = held.part._replace(
+            pieces=tuple(without(held.part.pieces, taken[held.part.rectangles]))
+        )
         if missing > 0 and part.pieces:
             found.append(Source(rank, held.number, runs(part)))
             taken[part.rectangles] += part.pieces
@@ -119,7 +138,13 @@ def sources(name: str, joined: Joined) -> list[Source]:
     return found
 
 
-def join(shares: Shares, kept: Sequence[StateBuffer], file: Writing | None, transport: Transport, backend: Backend) -> None:
+def join(
+    shares: Shares,
+    kept: Sequence[StateBuffer],
+    file: Writing | None,
+    transport: Transport,
+    backend: Backend,
+) -> None:
     """Write the tensors that this rank joins to `file`, one after the other, and send what others join; collective.
 
     It takes twice MOVED bytes of memory, and the runs of one tensor. All ranks go through tensors, windows and sources in one
@@ -140,8 +165,15 @@ def join(shares: Shares, kept: Sequence[StateBuffer], file: Writing | None, tran
                 file.write(chunk)
 
 
-def _bring(source: Source, here: Common, chunk: np.ndarray, joined: Joined, kept: Sequence[StateBuffer], transport: Transport,
-           backend: Backend) -> None:
+def _bring(
+    source: Source,
+    here: Common,
+    chunk: np.ndarray,
+    joined: Joined,
+    kept: Sequence[StateBuffer],
+    transport: Transport,
+    backend: Backend,
+) -> None:
     """Move these elements from the rank that has them into the writer's chunk."""
     if source.rank == transport.rank:
         values = _picked(kept[source.number].array, here, backend)
@@ -153,18 +185,22 @@ def _bring(source: Source, here: Common, chunk: np.ndarray, joined: Joined, kept
         return
     done = 0
     for place, length in zip(here.other.tolist(), here.length.tolist(), strict=True):
-        chunk[place:place + length] = values[done:done + length]
+        chunk[place : place + length] = values[done : done + length]
         done += length
 
 
 def _picked(array: Any, here: Common, backend: Backend) -> np.ndarray:
     """Elements of an array of the backend's, one after the other, on the host."""
     first = int(here.one.min())
-    held = backend.to_host(array[first:int((here.one + here.length).max())])
+    held = backend.to_host(array[first : int((here.one + here.length).max())])
     if len(here.length) == 1:
         return held
-    return np.concatenate([held[place - first:place - first + length]
-                           for place, length in zip(here.one.tolist(), here.length.tolist(), strict=True)])
+    return np.concatenate(
+        [
+            held[place - first : place - first + length]
+            for place, length in zip(here.one.tolist(), here.length.tolist(), strict=True)
+        ]
+    )
 
 
 def _windows(joined: Joined) -> Iterator[Runs]:

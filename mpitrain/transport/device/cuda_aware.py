@@ -48,7 +48,11 @@ def cuda_messages(transport: Transport, setting: str) -> Awareness:
     if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
         mine = cuda_awareness(loaded_path(), process.environment())
         proven = self_test(CHILD, process.environment_of_one(), SECONDS) if mine.cuda else None
-        mine = Awareness(proven.cuda, f"says {mine.how}, {proven.how}") if proven else Awareness(False, f"says {mine.how}")
+        mine = (
+            Awareness(proven.cuda, f"says {mine.how}, {proven.how}")
+            if proven
+            else Awareness(False, f"says {mine.how}")
+        )
     answers = [Awareness(*answer) for answer in transport.gather_text(mine) if answer]
     return next((answer for answer in answers if not answer.cuda), answers[0])
 
@@ -56,7 +60,9 @@ def cuda_messages(transport: Transport, setting: str) -> Awareness:
 def self_test(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> Awareness:
     """Run the child: a crash, wrong data, silence and any other failure mean no."""
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return Awareness(False, f"but a self-test was still waiting after {seconds:g} s")
     if done.returncode == 0:
@@ -64,9 +70,14 @@ def self_test(command: Sequence[str], environment: Mapping[str, str], seconds: f
     if done.returncode == WRONG:
         return Awareness(False, "but a self-test received wrong data")
     if done.returncode < 0:
-        return Awareness(False, f"but a self-test crashed ({signal.Signals(-done.returncode).name})")
+        return Awareness(
+            False, f"but a self-test crashed ({signal.Signals(-done.returncode).name})"
+        )
     said = done.stderr.strip().splitlines()
-    return Awareness(False, f"but a self-test failed: {said[-1].strip() if said else f'exit code {done.returncode}'}")
+    return Awareness(
+        False,
+        f"but a self-test failed: {said[-1].strip() if said else f'exit code {done.returncode}'}",
+    )
 
 
 def exchange_is_right(transport: Transport, backend: DeviceBackend) -> bool:
@@ -90,7 +101,9 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(error.law)
     transport = connect()
-    right = exchange_is_right(DeviceTransport(transport, backend, Direct(transport, backend)), backend)
+    right = exchange_is_right(
+        DeviceTransport(transport, backend, Direct(transport, backend)), backend
+    )
     sys.exit(0 if right else WRONG)
 
 

@@ -55,7 +55,9 @@ class UnderWay:
         self._is_any = True
         return False
 
-    def wait_until(self, host: Transport, done: Callable[[], bool], pause: float, what: Any) -> None:
+    def wait_until(
+        self, host: Transport, done: Callable[[], bool], pause: float, what: Any
+    ) -> None:
         """As Transport.wait_until of the host's, which takes a wait that no message can end for a deadlock."""
         ended = False
 
@@ -143,8 +145,17 @@ class DeviceTransport(Transport):
 
     def __init__(self, host: Transport, backend: DeviceBackend, carrier: Carrier):
         self._host, self.backend, self._carrier = host, backend, carrier
-        self.rank, self.size, self.hosts, self.members = host.rank, host.size, host.hosts, host.members
-        self.traffic, self.windows, self.native_dtypes = host.traffic, host.windows, host.native_dtypes
+        self.rank, self.size, self.hosts, self.members = (
+            host.rank,
+            host.size,
+            host.hosts,
+            host.members,
+        )
+        self.traffic, self.windows, self.native_dtypes = (
+            host.traffic,
+            host.windows,
+            host.native_dtypes,
+        )
         self.tenants, self.recorder = host.tenants, host.recorder
 
     def aside(self, array: Any) -> Aside | None:
@@ -177,7 +188,9 @@ class DeviceTransport(Transport):
 
     def split(self, color: int | None, key: int = 0) -> "DeviceTransport | None":
         part = self._host.split(color, key)
-        return None if part is None else DeviceTransport(part, self.backend, self._carrier.over(part))
+        return (
+            None if part is None else DeviceTransport(part, self.backend, self._carrier.over(part))
+        )
 
     def gather_text(self, value: Any) -> list[Any]:
         return self._host.gather_text(value)
@@ -194,7 +207,9 @@ class DeviceTransport(Transport):
     def start_native_all_reduce(self, array: Any, op: str = "add") -> Request:
         if not on_device(array):
             return self._host.start_native_all_reduce(array, op)
-        self._carrier.native_all_reduce(array, op)  # Open MPI cannot begin one on GPU memory (open-mpi/ompi#12045)
+        self._carrier.native_all_reduce(
+            array, op
+        )  # Open MPI cannot begin one on GPU memory (open-mpi/ompi#12045)
         return _Ended()
 
     def bind_native(self, operation: str, array: Any, other: Any) -> Callable[[], None]:

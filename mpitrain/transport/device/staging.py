@@ -66,7 +66,12 @@ class Staged:
         flat, buffer = self._staged(array)
         pieces = self._pieces(flat)
         receives = [self._host.start_recv(buffer[piece], source, tag) for piece in pieces]
-        return _Receive(self._backend, self.under_way, receives, [(flat[piece], buffer[piece]) for piece in pieces])
+        return _Receive(
+            self._backend,
+            self.under_way,
+            receives,
+            [(flat[piece], buffer[piece]) for piece in pieces],
+        )
 
     def start_recv_any(self, array: Any, tag: int) -> Request:
         check_message(array, self._host.rank, (), self._host.size)
@@ -75,8 +80,14 @@ class Staged:
             raise CommError(
                 f"rank {self._host.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
                 f"but this array has {array.nbytes}.",
-                "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.")
-        return _Receive(self._backend, self.under_way, [self._host.start_recv_any(buffer, tag)], [(flat, buffer)])
+                "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.",
+            )
+        return _Receive(
+            self._backend,
+            self.under_way,
+            [self._host.start_recv_any(buffer, tag)],
+            [(flat, buffer)],
+        )
 
     def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
         self.under_way.wait_until(self._host, done, pause, what)
@@ -95,7 +106,10 @@ class Staged:
     def _pieces(self, flat: Any) -> list[slice]:
         """Where a message is cut; an empty message is one empty piece."""
         step = max(1, self._piece // flat.dtype.itemsize)
-        return [slice(start, min(start + step, flat.size)) for start in range(0, max(1, flat.size), step)]
+        return [
+            slice(start, min(start + step, flat.size))
+            for start in range(0, max(1, flat.size), step)
+        ]
 
 
 class _Receive:
@@ -104,11 +118,23 @@ class _Receive:
     ends   (device, staging) of every piece
     """
 
-    def __init__(self, backend: DeviceBackend, under_way: UnderWay, receives: list[Request],
-                 ends: list[tuple[Any, np.ndarray]]):
-        self._backend, self._under_way, self._receives, self._ends = backend, under_way, receives, ends
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        under_way: UnderWay,
+        receives: list[Request],
+        ends: list[tuple[Any, np.ndarray]],
+    ):
+        self._backend, self._under_way, self._receives, self._ends = (
+            backend,
+            under_way,
+            receives,
+            ends,
+        )
         self._copies: list[Copy] = []
-        self._before = backend.so_far()    # what reads the array still may go on while the message is on its way
+        self._before = (
+            backend.so_far()
+        )  # what reads the array still may go on while the message is on its way
 
     @property
     def source(self) -> int:

@@ -13,7 +13,10 @@ from mpitrain.errors import ConfigError
 from mpitrain.transport.threads import run_ranks
 
 
-@pytest.mark.parametrize(("n", "pairs"), [(1, []), (2, [(0, 1)]), (3, [(0, 1)]), (4, [(0, 2), (1, 3)]), (5, [(0, 2), (1, 3)])])
+@pytest.mark.parametrize(
+    ("n", "pairs"),
+    [(1, []), (2, [(0, 1)]), (3, [(0, 1)]), (4, [(0, 2), (1, 3)]), (5, [(0, 2), (1, 3)])],
+)
 def test_rank_k_meets_rank_k_plus_half(n, pairs):
     assert partners(n, True) == pairs and partners(n, False) == pairs[:1]
 
@@ -47,11 +50,26 @@ def test_a_window_is_in_flight_at_once_and_counted_for_all_pairs_and_ways(n):
     rows, _ = rows_of(n)
     for row in rows:
         messages = (n // 2) * 5 * (2 if row.ways == "both" else 1)
-        assert row.wrong == 0 and (row.pairs, row.window) == (n // 2, 5) and row.time_us == pytest.approx(1e3)
-        assert row.messages_s == pytest.approx(messages / 1e-3) and row.GBs == pytest.approx(messages * row.bytes / 1e-3 / 1e9)
-    assert [(row.bytes, row.ways) for row in rows] == [(1, "one"), (1, "both"), (64, "one"), (64, "both")]
+        assert (
+            row.wrong == 0
+            and (row.pairs, row.window) == (n // 2, 5)
+            and row.time_us == pytest.approx(1e3)
+        )
+        assert row.messages_s == pytest.approx(messages / 1e-3) and row.GBs == pytest.approx(
+            messages * row.bytes / 1e-3 / 1e9
+        )
+    assert [(row.bytes, row.ways) for row in rows] == [
+        (1, "one"),
+        (1, "both"),
+        (64, "one"),
+        (64, "both"),
+    ]
     halves = [0] * (n // 2), [1] * (n // 2), [2] * (n % 2)
-    sends = {0: 5, 1: 1, 2: 0}    # of the first half, of the second, which answers, and of the rank that rests
+    sends = {
+        0: 5,
+        1: 1,
+        2: 0,
+    }  # of the first half, of the second, which answers, and of the rank that rests
     assert rows_of(n, ["one"])[1] == [sends[half] for ranks in halves for half in ranks]
     assert rows_of(4, ["one"], all_pairs=False)[0][0].pairs == 1
 
@@ -83,7 +101,9 @@ def test_what_follows_from_rows_leaves_out_those_that_are_marked():
     assert footer(rows)[2].startswith("both ways carry 1.50 times as much as one way")
     assert footer(rows)[3].startswith("~ 1 of 4 rows: median above 2 times the fastest window")
     lines = [Table(COLUMNS, 80).line(each) for each in rows]
-    assert [" 5.00~ " in line for line in lines] == [False, False, True, False] and max(map(len, lines)) <= 80
+    assert [" 5.00~ " in line for line in lines] == [False, False, True, False] and max(
+        map(len, lines)
+    ) <= 80
     assert footer([row("one", 9.0, time=5.0)])[0].startswith("~ 1 of 1")
 
 
@@ -100,7 +120,21 @@ def test_the_picture_has_a_curve_for_each_way(tmp_path):
     pytest.importorskip("matplotlib")
     from mpitrain.bench.links.pictures import plot_bandwidth
 
-    facts = {"ranks": 2, "hosts": 1, "processor": "Abacus 3000", "cores": 2, "mpi": "Open MPI v0", "mpitrain": "0"}
-    plot_bandwidth([row("one", 2.0), row("both", 3.0), row("one", 9.0, 5.0, nbytes=1024)], facts, tmp_path / "bandwidth.svg")
+    facts = {
+        "ranks": 2,
+        "hosts": 1,
+        "processor": "Abacus 3000",
+        "cores": 2,
+        "mpi": "Open MPI v0",
+        "mpitrain": "0",
+    }
+    plot_bandwidth(
+        [row("one", 2.0), row("both", 3.0), row("one", 9.0, 5.0, nbytes=1024)],
+        facts,
+        tmp_path / "bandwidth.svg",
+    )
     drawn = (tmp_path / "bandwidth.svg").read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in ("one way", "both ways", "messages a second", "1 KiB"))
+    assert all(
+        f"<!-- {text} -->" in drawn
+        for text in ("one way", "both ways", "messages a second", "1 KiB")
+    )

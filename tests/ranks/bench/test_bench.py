@@ -34,12 +34,16 @@ from mpitrain.transport.threads import run_ranks
 
 MACHINE = {"hosts": 1, "cores": 2}
 
-GUESSES = ("No network measurements: algorithm auto guesses. Run `mpitrain launch -n 2 -- bench fit` on these "
-           "2 hosts")
+GUESSES = (
+    "No network measurements: algorithm auto guesses. Run `mpitrain launch -n 2 -- bench fit` on these "
+    "2 hosts"
+)
 
 
 def request(*algorithms, most=1 << 12, buffers=("window", "plain"), **more):
-    return SweepRequest("allreduce", algorithms, sizes(64, most, 4), np.dtype("float32"), 2, 1, buffers, 1, **more)
+    return SweepRequest(
+        "allreduce", algorithms, sizes(64, most, 4), np.dtype("float32"), 2, 1, buffers, 1, **more
+    )
 
 
 def rows_of(n, asked, hosts=None):
@@ -58,7 +62,9 @@ def test_on_the_simulator_our_kernels_reduce_and_code(monkeypatch):
         return launch(self, name, *words, **more)
 
     monkeypatch.setattr(Kernels, "launch", noted)
-    rows = rows_of(2, request("ring", buffers=("plain",), device="cuda-sim", wires=[parse_wire("int8")]))
+    rows = rows_of(
+        2, request("ring", buffers=("plain",), device="cuda-sim", wires=[parse_wire("int8")])
+    )
     assert all(row.wrong == 0 for row in rows)
     on_device = set(launched)
     launched.clear()
@@ -68,15 +74,29 @@ def test_on_the_simulator_our_kernels_reduce_and_code(monkeypatch):
 
 def test_a_fit_learns_nothing_from_spoilt_rows_and_says_how_many():
     """One algorithm's rows of one sweep are spoilt, then all of one class of memory."""
-    rows = [row._replace(min_us=0.9 * row.time_us) for row in rows_of(2, request(*candidates(Topology("aa")), most=1 << 16))]
-    spoilt = [row._replace(time_us=1e6 * row.time_us, sweep=2) for row in rows if row.algorithm == "ring"]
+    rows = [
+        row._replace(min_us=0.9 * row.time_us)
+        for row in rows_of(2, request(*candidates(Topology("aa")), most=1 << 16))
+    ]
+    spoilt = [
+        row._replace(time_us=1e6 * row.time_us, sweep=2) for row in rows if row.algorithm == "ring"
+    ]
     assert repr(median_of_sweeps([*rows, *spoilt])) == repr(median_of_sweeps(rows))
     said = checked(MACHINE, "aa", [*rows, *spoilt])
     total = len(rows) + len(spoilt)
-    assert said[0] == f"~ {len(spoilt)} of {total} rows are left out: their median is above 2 times the fastest run"
+    assert (
+        said[0]
+        == f"~ {len(spoilt)} of {total} rows are left out: their median is above 2 times the fastest run"
+    )
     assert said[1:] == checked(MACHINE, "aa", rows)
-    for lost in ({"ring"}, {row.algorithm for row in rows} - {"shared", "native"}, {row.algorithm for row in rows}):
-        noisy = [row._replace(min_us=0.1 * row.time_us) if row.algorithm in lost else row for row in rows]
+    for lost in (
+        {"ring"},
+        {row.algorithm for row in rows} - {"shared", "native"},
+        {row.algorithm for row in rows},
+    ):
+        noisy = [
+            row._replace(min_us=0.1 * row.time_us) if row.algorithm in lost else row for row in rows
+        ]
         assert len(checked(MACHINE, "aa", noisy)) == (1 if "shared" in lost else 3), lost
     assert all_spoilt(rows) == [] and all_spoilt(noisy) == ["plain", "window"]
 
@@ -114,7 +134,12 @@ def test_a_leased_activation_is_leased_for_every_run_and_given_back_after_the_la
 
 def test_what_cannot_run_is_refused_by_name_and_left_out_of_all():
     asked = request(most=64, buffers=("plain",))
-    assert {row.algorithm for row in rows_of(2, asked, "ab")} >= {"ring", "hierarchical", "native", "auto"}
+    assert {row.algorithm for row in rows_of(2, asked, "ab")} >= {
+        "ring",
+        "hierarchical",
+        "native",
+        "auto",
+    }
     assert "shared" not in {row.algorithm for row in rows_of(2, asked, "ab")}
     with pytest.raises(ConfigError, match="allreduce algorithm shared needs all ranks on one host"):
         rows_of(2, request("ring", "shared"), "ab")
@@ -131,14 +156,26 @@ def test_mpi_s_own_is_measured_and_checked_beside_every_collective_of_ours(monke
     for operation in peers:
         found = rows(operation)
         assert {row.buffers for row in found} == {"window", "plain"} and len(found) == 6, operation
-        assert all(row.wrong == 0 and row.chosen == "native" and np.isnan(row.predicted_us) for row in found), operation
+        assert all(
+            row.wrong == 0 and row.chosen == "native" and np.isnan(row.predicted_us)
+            for row in found
+        ), operation
         assert all(row.wrong == 0 for row in rows(operation, size=1)), operation
-    assert [bool(rows(operation, "bfloat16")) for operation in peers] == [True, False, False, True, True], "what MPI can sum"
+    assert [bool(rows(operation, "bfloat16")) for operation in peers] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ], "what MPI can sum"
     assert not rows("sendrecv")
     right = threads.expected
     monkeypatch.setattr(threads, "expected", lambda *words: right(*words) + (words[2] == 0))
     for operation in peers:
-        assert all(row.wrong == row.count // (3 if operation == "reduce-scatter" else 1) for row in rows(operation)), operation
+        assert all(
+            row.wrong == row.count // (3 if operation == "reduce-scatter" else 1)
+            for row in rows(operation)
+        ), operation
 
 
 def test_sums_that_a_short_dtype_must_round_are_not_wrong():
@@ -146,9 +183,13 @@ def test_sums_that_a_short_dtype_must_round_are_not_wrong():
     assert all(row.wrong == 0 for row in rows_of(16, asked))
 
     def wrong(transport, found, right):
-        return wrong_elements(transport, *(np.array(values).astype(dtype_of("bfloat16")) for values in (found, right)))
+        return wrong_elements(
+            transport, *(np.array(values).astype(dtype_of("bfloat16")) for values in (found, right))
+        )
 
-    assert run_ranks(1, wrong, [256, 257, 12], [256, 300, 13]) == [2], "exact up to 256, near beyond"
+    assert run_ranks(1, wrong, [256, 257, 12], [256, 300, 13]) == [2], (
+        "exact up to 256, near beyond"
+    )
     assert run_ranks(1, wrong, [np.nan, np.inf, -300], [300, 300, 300]) == [3]
 
 
@@ -181,8 +222,11 @@ def starts(transport, clock, ready):
 
 def test_ranks_on_several_hosts_start_at_one_instant_however_late_they_hear_of_it(monkeypatch):
     clock = threading.local()
-    monkeypatch.setattr(synchronized_start, "time", SimpleNamespace(
-        sleep=time.sleep, perf_counter=lambda: time.perf_counter() + clock.ahead))
+    monkeypatch.setattr(
+        synchronized_start,
+        "time",
+        SimpleNamespace(sleep=time.sleep, perf_counter=lambda: time.perf_counter() + clock.ahead),
+    )
 
     def skew(hosts, ready):
         first, second = run_ranks(2, starts, clock, ready, hosts=hosts)
@@ -193,7 +237,9 @@ def test_ranks_on_several_hosts_start_at_one_instant_however_late_they_hear_of_i
 
 
 def test_within_a_host_a_barrier_will_do():
-    assert run_ranks(2, lambda transport: synchronized_start.starting_line(transport) == transport.barrier) == [True, True]
+    assert run_ranks(
+        2, lambda transport: synchronized_start.starting_line(transport) == transport.barrier
+    ) == [True, True]
 
 
 def test_sizes_stop_where_time_grows_with_them_or_runs_are_too_long():
@@ -207,22 +253,38 @@ def test_a_request_that_stops_leaves_out_longer_arrays_in_every_sweep(monkeypatc
     monkeypatch.setattr(sweeping, "LONGEST", 0.0)
     rows = rows_of(2, request("ring", "tree", buffers=("plain",), stops=True)._replace(sweeps=2))
     assert [(row.sweep, row.algorithm, row.bytes) for row in rows] == [
-        (number, name, 64) for number in (1, 2) for name in ("ring", "tree")]
+        (number, name, 64) for number in (1, 2) for name in ("ring", "tree")
+    ]
     assert len(rows_of(2, request("ring", buffers=("plain",)))) == 4
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1.0, 1 + 1e-12, -2.0])
 def test_sizes_that_would_never_end_are_refused(factor):
-    with pytest.raises(ConfigError, match=r"Sizes grow by a factor of 1.01 or more, but this is .*\n.*--factor"):
+    with pytest.raises(
+        ConfigError, match=r"Sizes grow by a factor of 1.01 or more, but this is .*\n.*--factor"
+    ):
         sizes(64, 1024, factor)
 
 
 def test_a_lossy_row_tells_how_far_the_sum_is_off():
-    rows = rows_of(3, request("ring", most=1 << 14, buffers=("plain",), wires=[parse_wire("int8"), parse_wire("topk:0.1")]))
-    errors = {name: [row.error for row in rows if row.algorithm == name] for name in ("ring", "wire int8", "wire topk:0.1")}
+    rows = rows_of(
+        3,
+        request(
+            "ring",
+            most=1 << 14,
+            buffers=("plain",),
+            wires=[parse_wire("int8"), parse_wire("topk:0.1")],
+        ),
+    )
+    errors = {
+        name: [row.error for row in rows if row.algorithm == name]
+        for name in ("ring", "wire int8", "wire topk:0.1")
+    }
     assert all(np.isnan(errors["ring"]))
     assert all(1e-3 < error < 2e-2 for error in errors["wire int8"])
-    assert all(0.5 < error < 1 for error in errors["wire topk:0.1"]), "a tenth of the elements, of one run without a past"
+    assert all(0.5 < error < 1 for error in errors["wire topk:0.1"]), (
+        "a tenth of the elements, of one run without a past"
+    )
     assert all(row.wrong == 0 for row in rows)
     assert error_norm(np.float32([3, 0]), np.float32([3, 4])) == pytest.approx(0.8)
 
@@ -237,9 +299,15 @@ def test_replicas_that_differ_are_counted_and_not_their_elements():
     assert run_ranks(2, wrong, [[np.nan], [np.nan]]) == [2] * 2
 
 
-@pytest.mark.parametrize(("hosts", "tuned", "said"), [("ab", False, 1), ("aa", False, 0), ("ab", True, 0)])
-def test_predictions_made_without_having_measured_the_links_are_said_to_be(hosts, tuned, said, tmp_path, capsys):
-    write_tuning(tmp_path / "tuning.json", DEFAULT._replace(machine={**DEFAULT.machine, "hosts": 2}))
+@pytest.mark.parametrize(
+    ("hosts", "tuned", "said"), [("ab", False, 1), ("aa", False, 0), ("ab", True, 0)]
+)
+def test_predictions_made_without_having_measured_the_links_are_said_to_be(
+    hosts, tuned, said, tmp_path, capsys
+):
+    write_tuning(
+        tmp_path / "tuning.json", DEFAULT._replace(machine={**DEFAULT.machine, "hosts": 2})
+    )
     words = ["--algorithm", "ring", "--max-bytes", "4K", "--iterations", "1"]
     words += ["--tuning", str(tmp_path / "tuning.json")] * tuned
     options = bench.commands["allreduce"].make_context("allreduce", words).params
@@ -248,12 +316,18 @@ def test_predictions_made_without_having_measured_the_links_are_said_to_be(hosts
 
 
 def test_an_option_is_there_only_where_it_applies():
-    having = {name for name in OPERATIONS if any(option.name == "wire" for option in bench.commands[name].params)}
+    having = {
+        name
+        for name in OPERATIONS
+        if any(option.name == "wire" for option in bench.commands[name].params)
+    }
     assert having == {"allreduce"}
 
 
 def test_a_run_over_links_that_were_not_measured_says_so_if_auto_has_to_choose():
     said = unmeasured(parse({}), "ab")
     assert said == f"{GUESSES}, and name its file in replication.tuning"
-    assert not unmeasured(parse({}), "aa") and not unmeasured(parse({"replication": {"algorithm": "ring"}}), "ab")
+    assert not unmeasured(parse({}), "aa") and not unmeasured(
+        parse({"replication": {"algorithm": "ring"}}), "ab"
+    )
     assert not unmeasured(parse({"replication": {"tuning": "tuning.json"}}), "ab")

@@ -20,24 +20,44 @@ APART = ("local", "gossip", "server-async", "server-bounded")
 
 def measured(words, hosts, *settings):
     found = jobs(words, [*TINY, "run.eval_rows=4", "precision.compute=float64", *settings], hosts)
-    return run_ranks(len(hosts), lambda transport: [*compare(transport, found, lambda mode, loss: None)], hosts=hosts)[0]
+    return run_ranks(
+        len(hosts),
+        lambda transport: [*compare(transport, found, lambda mode, loss: None)],
+        hosts=hosts,
+    )[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts, parts", [("aa", 1), ("abc", 2), ("abab", 1), ("aaaaa", 1)])
 def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
-    rows = measured([word for word in FORMULAS if word not in ("shared", *APART)], hosts, "run.steps=2",
-                    f"batch.micro_batches={parts}")
+    rows = measured(
+        [word for word in FORMULAS if word not in ("shared", *APART)],
+        hosts,
+        "run.steps=2",
+        f"batch.micro_batches={parts}",
+    )
     for each in rows:
         assert max(each.sent_bytes) == each.formula_bytes, each.mode
-        assert all(abs(one - other) <= 1e-9 for (_, one), (_, other) in zip(each.curve, rows[0].curve, strict=True))
+        assert all(
+            abs(one - other) <= 1e-9
+            for (_, one), (_, other) in zip(each.curve, rows[0].curve, strict=True)
+        )
         assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
 
 
 @pytest.mark.parametrize("hosts, servers", [("aa", 1), ("abab", 2), ("aaaaa", 1)])
-def test_so_it_does_where_workers_are_apart_or_late_pauses_and_several_servers_included(hosts, servers):
-    rows = measured([*APART, "server-sync"], hosts, "run.steps=5", "replication.period=2", "checkpoint.every=2",
-                    f"replication.servers={servers}", "replication.staleness=1")
+def test_so_it_does_where_workers_are_apart_or_late_pauses_and_several_servers_included(
+    hosts, servers
+):
+    rows = measured(
+        [*APART, "server-sync"],
+        hosts,
+        "run.steps=5",
+        "replication.period=2",
+        "checkpoint.every=2",
+        f"replication.servers={servers}",
+        "replication.staleness=1",
+    )
     for each in rows:
         if each.mode == "server-async" and servers > 1:
             assert each.formula_bytes is None, "which worker draws most tickets is not known before"
@@ -52,13 +72,22 @@ def allocated(ranks, *settings):
     Before the first step there are no activations, but the arena may have taken its first memory; blocks below a kilobyte are no
     parts of a model.
     """
+
     def built(transport):
         job = build(transport, parse(with_settings({}, [*MODEL, *settings])))
         gc.collect()
         transport.barrier()
         if transport.rank == 0:
-            traces = tracemalloc.take_snapshot().filter_traces(
-                [tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain), tracemalloc.Filter(False, arena.__file__)]).traces
+            traces = (
+                tracemalloc.take_snapshot()
+                .filter_traces(
+                    [
+                        tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain),
+                        tracemalloc.Filter(False, arena.__file__),
+                    ]
+                )
+                .traces
+            )
             found.append(sum(trace.size for trace in traces if trace.size >= 1024))
         transport.barrier()
         told = job.trainer.replication.held()
@@ -73,18 +102,41 @@ def allocated(ranks, *settings):
         tracemalloc.stop()
 
 
-MODEL = ["model.layers=1", "model.width=48", "model.context=32", "batch.size=8", "run.steps=4", "device.kind=cpu"]
+MODEL = [
+    "model.layers=1",
+    "model.width=48",
+    "model.context=32",
+    "batch.size=8",
+    "run.steps=4",
+    "device.kind=cpu",
+]
 
 
-@pytest.mark.parametrize("settings", [
-    *([f"replication.algorithm={name}"] for name in ("ring", "star", "tree", "halving-doubling", "recursive-doubling", "shared")),
-    ["replication.algorithm=ring", "replication.wire=int8"], ["replication.wire=topk:0.1"], ["replication.wire=powersgd:2"],
-    *([f"replication.zero={stage}", "replication.algorithm=ring"] for stage in (1, 2, 3)),
-    ["replication.zero=3", "replication.gather=int8", "replication.algorithm=ring"],
-    *([f"replication.mode={mode}", "replication.algorithm=ring"] for mode in ("master", "local", "gossip")),
-    *(["replication.mode=server", f"replication.update={update}"] for update in ("sync", "async")),
-    ["precision.compute=bfloat16"], ["layout.pp=3", "pipeline.schedule=async", "batch.micro_batches=3"],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(
+            [f"replication.algorithm={name}"]
+            for name in ("ring", "star", "tree", "halving-doubling", "recursive-doubling", "shared")
+        ),
+        ["replication.algorithm=ring", "replication.wire=int8"],
+        ["replication.wire=topk:0.1"],
+        ["replication.wire=powersgd:2"],
+        *([f"replication.zero={stage}", "replication.algorithm=ring"] for stage in (1, 2, 3)),
+        ["replication.zero=3", "replication.gather=int8", "replication.algorithm=ring"],
+        *(
+            [f"replication.mode={mode}", "replication.algorithm=ring"]
+            for mode in ("master", "local", "gossip")
+        ),
+        *(
+            ["replication.mode=server", f"replication.update={update}"]
+            for update in ("sync", "async")
+        ),
+        ["precision.compute=bfloat16"],
+        ["layout.pp=3", "pipeline.schedule=async", "batch.micro_batches=3"],
+    ],
+    ids=" ".join,
+)
 def test_a_rank_holds_what_it_has_allocated(settings):
     told, found = allocated(3, *settings)
     assert abs(sum(told) - found) < 0.01 * found, (told, sum(told), found)

@@ -21,17 +21,22 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
 HERE = Path(__file__).parents[3]
-README, PARALLEL, PIPELINE, BENCH = (HERE / folder / "README.md" for folder in (
-    "", "mpitrain/parallel", "mpitrain/pipeline", "mpitrain/bench"))
+README, PARALLEL, PIPELINE, BENCH = (
+    HERE / folder / "README.md"
+    for folder in ("", "mpitrain/parallel", "mpitrain/pipeline", "mpitrain/bench")
+)
 ROW = re.compile(r"^([\w-]+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", re.M)
 """A mode, its workers, the bytes that its busiest rank sent, and those by formula."""
 
 
 def by_formula(hosts, settings):
     """{mode: (workers, bytes as the table shows them)} of `compare` on these hosts; nothing is trained."""
+
     def one(transport):
         source, found = None, {}
-        for word, config in jobs([word for word in USUAL if word in FORMULAS], settings, hosts).items():
+        for word, config in jobs(
+            [word for word in USUAL if word in FORMULAS], settings, hosts
+        ).items():
             job = build(transport, config, source=source)
             source, axes = job.source, job.trainer.grid.axes
             found[word] = str(axes.ranks - axes.servers), f"{FORMULAS[word].of(job):,.0f}"
@@ -41,15 +46,24 @@ def by_formula(hosts, settings):
     return run_ranks(len(hosts), one, hosts=hosts)[0]
 
 
-@pytest.mark.parametrize(("page", "hosts", "settings"), [
-    (README, "aaaa", ["run.steps=12", "model.context=64"]),
-    (PARALLEL, "aabbccdd", ["run.steps=8", "model.context=32", "replication.period=4"])], ids=["within-a-host", "between-hosts"])
+@pytest.mark.parametrize(
+    ("page", "hosts", "settings"),
+    [
+        (README, "aaaa", ["run.steps=12", "model.context=64"]),
+        (PARALLEL, "aabbccdd", ["run.steps=8", "model.context=32", "replication.period=4"]),
+    ],
+    ids=["within-a-host", "between-hosts"],
+)
 def test_the_bytes_of_modes_are_those_of_their_formulas(page, hosts, settings):
-    shown = {word: (workers, sent, formula) for word, workers, sent, formula in ROW.findall(page.read_text())}
+    shown = {
+        word: (workers, sent, formula)
+        for word, workers, sent, formula in ROW.findall(page.read_text())
+    }
     assert set(shown) == set(USUAL)
     right = by_formula(hosts, ["run.eval_rows=512", "model.layers=2", "model.width=64", *settings])
     assert {word: figures for word, figures in shown.items() if word in right} == {
-        word: (workers, nbytes, nbytes) for word, (workers, nbytes) in right.items()}
+        word: (workers, nbytes, nbytes) for word, (workers, nbytes) in right.items()
+    }
 
 
 @cache
@@ -81,4 +95,6 @@ def test_bubbles_and_live_micro_batches_of_4_stages_and_8_micro_batches_are_thos
         costs = [Cost(1, 1, 1, saved=4 / len(plan.place))] * len(plan.place)
         simulation = simulate(with_messages(plan), costs)
         assert f"{100 * simulation.bubble:.1f}" == idle, name
-        assert max(peak(mine, costs).nbytes for mine in plan.lists) == pytest.approx(float(live)), name
+        assert max(peak(mine, costs).nbytes for mine in plan.lists) == pytest.approx(float(live)), (
+            name
+        )

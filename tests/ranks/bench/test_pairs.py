@@ -30,7 +30,9 @@ SHORT, LONG = 8, 1 << 12
 def test_every_pair_is_in_one_round_and_no_rank_twice_in_any(n):
     found = rounds(n)
     assert len(found) == (0 if n == 1 else n - 1 + n % 2)
-    assert sorted(pair for pairs in found for pair in pairs) == [(a, b) for a in range(n) for b in range(a + 1, n)]
+    assert sorted(pair for pairs in found for pair in pairs) == [
+        (a, b) for a in range(n) for b in range(a + 1, n)
+    ]
     assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in found)
 
 
@@ -43,7 +45,7 @@ def links(seconds, hosts):
 
         def late(array, source, tag=0):
             recv(array, source, tag)
-            now.s += 2 * seconds(*sorted((transport.rank, source)), array.nbytes)    # there and back
+            now.s += 2 * seconds(*sorted((transport.rank, source)), array.nbytes)  # there and back
 
         transport.recv = late
         found = [list(pairs) for pairs in measure(transport, SHORT, LONG, 3, lambda: now.s)]
@@ -64,9 +66,17 @@ def test_figures_are_those_of_the_links_and_classes_are_told_apart():
     found = links(usual, "aab")
     assert [pair[:2] for pair in found] == [(0, 1), (0, 2), (1, 2)]
     assert [pair.place for pair in found] == [ONE_HOST, BETWEEN, BETWEEN]
-    assert all(pair.latency_us == pytest.approx(2.008) and pair.wrong == 0 and not pair.is_alone for pair in found)
-    assert all(pair.bandwidth_GBs == pytest.approx(LONG / (2e-6 + LONG * 1e-9) / 1e9) for pair in found)
-    assert odd_pairs(found) == [] and report(found, 80)[-2] == "no link is far from the others of its class"
+    assert all(
+        pair.latency_us == pytest.approx(2.008) and pair.wrong == 0 and not pair.is_alone
+        for pair in found
+    )
+    assert all(
+        pair.bandwidth_GBs == pytest.approx(LONG / (2e-6 + LONG * 1e-9) / 1e9) for pair in found
+    )
+    assert (
+        odd_pairs(found) == []
+        and report(found, 80)[-2] == "no link is far from the others of its class"
+    )
 
 
 @pytest.mark.parametrize("hosts", ["abcd", "abcde", "abc"])
@@ -76,7 +86,10 @@ def test_a_slow_link_is_named_with_its_hosts_and_ranks(hosts):
     assert odd.pair[:4] == (0, 2, "a", "c") and odd.what == "bandwidth" and odd.pair.is_alone
     assert sum(pair.is_alone for pair in found) == 1, "measured again, alone"
     said = "\n".join(report(found, 80))
-    assert "odd link: rank 0 on a and rank 2 on c: bandwidth 0.0953 GB/s, where 0.672 GB/s is usual between hosts" in said
+    assert (
+        "odd link: rank 0 on a and rank 2 on c: bandwidth 0.0953 GB/s, where 0.672 GB/s is usual between hosts"
+        in said
+    )
     assert "every link" not in said
 
 
@@ -87,24 +100,33 @@ def test_a_late_link_is_named_by_its_latency_and_a_slow_host_by_all_of_its_links
         slow = [(first, 2) for first in range(2)] + [(2, 3)]
         found = links(lambda *words, slow=slow: usual(*words, slow=slow, times=20.0), hosts)
         odd = odd_pairs(found)
-        assert [each.pair[:2] for each in odd] == slow[:len(hosts) - 1], hosts
+        assert [each.pair[:2] for each in odd] == slow[: len(hosts) - 1], hosts
         assert slow_everywhere(found, odd) == [2]
         assert "every link of rank 2 on c is slow: look at that host" in report(found, 80)
 
 
 def test_within_a_host_whose_ranks_share_cores_no_link_is_judged():
-    assert places_to_judge("aab", 2) == (ONE_HOST, BETWEEN) and places_to_judge("aaab", 2) == (BETWEEN,)
+    assert places_to_judge("aab", 2) == (ONE_HOST, BETWEEN) and places_to_judge("aaab", 2) == (
+        BETWEEN,
+    )
     found = links(lambda *words: usual(*words, slow=[(0, 1)], times=10.0), "aaa")
     assert len(odd_pairs(found)) == 1 and odd_pairs(found, [BETWEEN]) == []
-    assert report(found, 80, [BETWEEN])[-3:-1] == ["ranks share cores, so links within a host are not judged",
-                                                  "no link is far from the others of its class"]
+    assert report(found, 80, [BETWEEN])[-3:-1] == [
+        "ranks share cores, so links within a host are not judged",
+        "no link is far from the others of its class",
+    ]
 
 
 def test_a_link_that_is_as_slow_as_all_is_not_odd():
     every = [(first, second) for second in range(4) for first in range(second)]
     assert odd_pairs(links(lambda *words: usual(*words, slow=every, times=9.0), "abcd")) == []
     within = [(0, 1), (2, 3)]
-    assert odd_pairs(links(lambda *words: usual(*words, slow=set(every) - set(within), times=9.0), "aabb")) == []
+    assert (
+        odd_pairs(
+            links(lambda *words: usual(*words, slow=set(every) - set(within), times=9.0), "aabb")
+        )
+        == []
+    )
 
 
 def test_what_arrives_wrong_is_counted(monkeypatch):
@@ -116,14 +138,21 @@ def test_what_arrives_wrong_is_counted(monkeypatch):
 
     monkeypatch.setattr(measuring, "coded", spoilt)
     found = links(usual, "aaa")
-    assert [pair.wrong for pair in found] == [3, 0, 3] and report(found, 80)[-1] == "wrong elements 6"
+    assert [pair.wrong for pair in found] == [3, 0, 3] and report(found, 80)[
+        -1
+    ] == "wrong elements 6"
     assert not np.array_equal(coded(0, 1, 64), coded(1, 0, 64))
 
 
 def test_matrices_fit_80_columns_or_are_left_to_the_files():
     found = links(usual, "ab" * 4)
-    assert max(map(len, report(found, 80))) <= 80 and any(line.startswith("     7") for line in report(found, 80))
-    assert report(found, 60)[0] == "8 ranks have no room in 60 columns: --json, --csv and --plot have every pair"
+    assert max(map(len, report(found, 80))) <= 80 and any(
+        line.startswith("     7") for line in report(found, 80)
+    )
+    assert (
+        report(found, 60)[0]
+        == "8 ranks have no room in 60 columns: --json, --csv and --plot have every pair"
+    )
 
 
 def test_one_rank_is_refused(capsys):
@@ -139,9 +168,18 @@ def test_the_heat_map_tells_hosts_figures_and_frames_the_odd_link(tmp_path):
     pytest.importorskip("matplotlib")
     from mpitrain.bench.links.pictures import plot_pairs
 
-    facts = {"hosts": 4, "processor": "Abacus 3000", "cores": 2, "mpi": "Open MPI v0", "mpitrain": "0"}
+    facts = {
+        "hosts": 4,
+        "processor": "Abacus 3000",
+        "cores": 2,
+        "mpi": "Open MPI v0",
+        "mpitrain": "0",
+    }
     found = links(lambda *words: usual(*words, slow=[(0, 2)], times=10.0), "abcd")
     plot_pairs(found, [BETWEEN], facts, tmp_path / "pairs.svg")
     drawn = (tmp_path / "pairs.svg").read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in ("0.0953", "0.672", "2.01", "2 c", "all pairs of 4 ranks on 4 host(s)"))
+    assert all(
+        f"<!-- {text} -->" in drawn
+        for text in ("0.0953", "0.672", "2.01", "2 c", "all pairs of 4 ranks on 4 host(s)")
+    )
     assert drawn.count("stroke: #ff0000") == 2, "both halves of the matrix"

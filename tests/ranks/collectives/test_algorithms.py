@@ -64,11 +64,15 @@ def test_an_added_algorithm_is_configured_listed_by_help_and_trained_with(added)
 @pytest.mark.parametrize("hosts", [("a",) * 4, ("a", "b", "c"), ("a", "a", "b")])
 def test_an_added_algorithm_is_predicted_and_a_candidate_of_auto(hosts, added, monkeypatch):
     for count in (12, 3 << 18):  # in chunks of one length
-        one, other = (predict(DEFAULT, "allreduce", name, hosts, count, 4) for name in ("ring", NAME))
+        one, other = (
+            predict(DEFAULT, "allreduce", name, hosts, count, 4) for name in ("ring", NAME)
+        )
         assert one == pytest.approx(other, rel=1e-9) and one > 0
     assert NAME in candidates(Topology(hosts))
     for name in set(algorithm_table.ALL_REDUCE) - {NAME}:
-        monkeypatch.setitem(algorithm_table.ALL_REDUCE, name, algorithm_table.ALL_REDUCE["star"])  # which is no rival
+        monkeypatch.setitem(
+            algorithm_table.ALL_REDUCE, name, algorithm_table.ALL_REDUCE["star"]
+        )  # which is no rival
     assert choose(DEFAULT, Topology(hosts), 100, 4) == NAME
 
 
@@ -88,7 +92,10 @@ def test_what_was_bound_says_what_it_became(monkeypatch):
 
     assert run_ranks(2, became, "star") == ["star"] * 2
     assert run_ranks(3, became, "hierarchical", hosts="aab") == ["hierarchical"] * 3
-    assert run_ranks(2, became, "auto") == [choose(DEFAULT, Topology(("a", "a")), 1000, 4, "plain")] * 2
+    assert (
+        run_ranks(2, became, "auto")
+        == [choose(DEFAULT, Topology(("a", "a")), 1000, 4, "plain")] * 2
+    )
     monkeypatch.setitem(algorithm_table.ALL_REDUCE, "shared", Algorithm(lambda *bound: None))
     with pytest.raises(ConfigError, match="algorithm shared needs 2 x 4,000 bytes in /dev/shm"):
         run_ranks(2, became, "shared")
@@ -105,7 +112,8 @@ def test_a_name_that_is_in_no_table_is_refused_on_every_rank_with_the_nearest_on
     for agreed, text in run_ranks(2, refusal):
         assert agreed and text.splitlines()[0] == (
             "ConfigError: replication.algorithm must be 'ring', 'halving-doubling', 'recursive-doubling', 'tree', 'star', "
-            "'hierarchical', 'shared', 'native' or 'auto', but is 'rign'; did you mean ring?")
+            "'hierarchical', 'shared', 'native' or 'auto', but is 'rign'; did you mean ring?"
+        )
     option = CliRunner().invoke(commands, ["train", "--algorithm", "rign"])
     assert "--set replication.algorithm=rign" in option.output
 

@@ -25,7 +25,9 @@ def brought(rank, count, dtype="float32"):
     return (np.arange(count) % 13 + 17 * rank).astype(dtype)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "star", "halving-doubling", "recursive-doubling", "tree"])
+@pytest.mark.parametrize(
+    "algorithm", ["ring", "star", "halving-doubling", "recursive-doubling", "tree"]
+)
 @pytest.mark.parametrize("op", ["add", "maximum"])
 def test_all_reduce_by_kernels_is_exact(algorithm, op):
     def check(transport):
@@ -46,6 +48,7 @@ def test_all_reduce_by_kernels_is_exact(algorithm, op):
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "topk:0.1"])
 def test_wire_formats_by_kernels_give_the_host_s_sums(wire):
     """To the last bit, but for int8, where a kernel multiplies and adds in one rounding."""
+
     def check(transport):
         rng = np.random.default_rng(transport.rank)
         for count in (1, 300, 1001):
@@ -53,7 +56,9 @@ def test_wire_formats_by_kernels_give_the_host_s_sums(wire):
             mine, theirs = start.copy(), start.copy()
             Group(transport, arithmetic=simulated()).bind_lossy(mine, parse_wire(wire)).run()
             Group(transport, arithmetic=HOST).bind_lossy(theirs, parse_wire(wire)).run()
-            np.testing.assert_allclose(mine, theirs, rtol=1e-6 if wire == "int8" else 0, atol=1e-6 if wire == "int8" else 0)
+            np.testing.assert_allclose(
+                mine, theirs, rtol=1e-6 if wire == "int8" else 0, atol=1e-6 if wire == "int8" else 0
+            )
 
     for n in (1, 2, 4):
         run_ranks(n, check)

@@ -66,7 +66,10 @@ def test_between_hosts_a_column_layer_s_sum_is_made_while_its_weight_half_comput
 
         lease = layers.rows.lease
         layers.rows.lease = lambda *shape: (leased.append(lease(*shape)), leased[-1])[1]
-        layer, w = Patient(layers, 5, 2, normal(1), bias=False), {"weight": np.full((1, 5), 1.0 + transport.rank)}
+        layer, w = (
+            Patient(layers, 5, 2, normal(1), bias=False),
+            {"weight": np.full((1, 5), 1.0 + transport.rank)},
+        )
         for _ in range(3):
             _, saved = layer.forward(w, np.ones((7, 5)), group.arena)
             dx = layer.backward(w, np.ones((7, 1)), saved, {}, group.arena)
@@ -93,10 +96,16 @@ class Failing:
         raise self.error
 
 
-@pytest.mark.parametrize(("error", "wanted"), [
-    (ZeroDivisionError("a bug"), "rank 1: what moves reductions beside the training step failed: ZeroDivisionError: a bug"),
-    (CommError("rank 1: recv from rank 0 failed"), "rank 1: recv from rank 0 failed"),
-])
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (
+            ZeroDivisionError("a bug"),
+            "rank 1: what moves reductions beside the training step failed: ZeroDivisionError: a bug",
+        ),
+        (CommError("rank 1: recv from rank 0 failed"), "rank 1: recv from rank 0 failed"),
+    ],
+)
 @pytest.mark.parametrize("call", ["poll", "wait"])
 def test_what_fails_in_the_thread_is_raised_in_the_main_one_and_names_the_rank(error, wanted, call):
     def fail(transport):
@@ -197,6 +206,8 @@ def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
             calls.append(turns.lock._is_owned())
             return True
 
-    transport = SimpleNamespace(rank=0, turns=turns, MPI=SimpleNamespace(Status=Status, Exception=OSError))
+    transport = SimpleNamespace(
+        rank=0, turns=turns, MPI=SimpleNamespace(Status=Status, Exception=OSError)
+    )
     receive = Receive(transport, Request(), np.zeros(3), None, "recv")
     assert receive.test() and receive.source == 1 and calls == [True, True]

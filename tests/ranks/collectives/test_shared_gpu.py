@@ -22,7 +22,7 @@ from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 
 COUNTS = (0, 1, 2, 5, 1001)
-BEFORE = 3    # elements of an allocation before the array
+BEFORE = 3  # elements of an allocation before the array
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,7 @@ def one_gpu(monkeypatch):
 
 def on_ranks(n, function, **options):
     """Call function(transport, backend) on n ranks whose messages are staged."""
+
     def run(threads):
         memory = CudaBackend()
         return function(DeviceTransport(threads, memory, Staged(threads, memory)), memory)
@@ -66,14 +67,23 @@ def test_every_rank_gets_the_same_bits_by_our_kernels_run_after_run(op):
         arithmetic = by_kernels(kernels, memory.holds, Arena())
         for dtype in ("float32", "float64", "float16", "int32"):
             for count in COUNTS:
-                array = memory.zeros(BEFORE + count, dtype)[BEFORE:]     # pools cut one allocation into many arrays
-                reduction, messages = bind(transport, array, op, "shared", arithmetic=arithmetic), transport.traffic.nbytes
+                array = memory.zeros(BEFORE + count, dtype)[
+                    BEFORE:
+                ]  # pools cut one allocation into many arrays
+                reduction, messages = (
+                    bind(transport, array, op, "shared", arithmetic=arithmetic),
+                    transport.traffic.nbytes,
+                )
                 assert isinstance(reduction, Chain)
                 for run in (type(reduction).run, started_and_waited, polled):
-                    array[...] = memory.from_host(brought(transport.rank, count, dtype))    # nobody has waited for it
+                    array[...] = memory.from_host(
+                        brought(transport.rank, count, dtype)
+                    )  # nobody has waited for it
                     before = kernels.launches
                     run(reduction)
-                    assert np.array_equal(memory.to_host(array), expected(transport.size, count, dtype, op)), (dtype, count)
+                    assert np.array_equal(
+                        memory.to_host(array), expected(transport.size, count, dtype, op)
+                    ), (dtype, count)
                     if transport.size > 1 and count == 1001 and dtype != "int32":
                         assert kernels.launches > before, "nothing was reduced by a kernel"
                 assert transport.traffic.nbytes == messages, "only barriers travel"
@@ -95,7 +105,9 @@ def polled(reduction):
 
 def test_sums_that_round_are_the_same_bits_on_all_ranks():
     def check(transport, memory):
-        array = memory.from_host(np.random.default_rng(transport.rank).standard_normal(1001).astype(np.float32))
+        array = memory.from_host(
+            np.random.default_rng(transport.rank).standard_normal(1001).astype(np.float32)
+        )
         bind(transport, array, algorithm="shared").run()
         return memory.to_host(array).tobytes()
 
@@ -107,8 +119,11 @@ def test_halves_after_each_other_are_the_all_reduce_bit_by_bit_and_only_barriers
         for count in COUNTS:
             brings = np.random.default_rng(transport.rank).standard_normal(count).astype(np.float32)
             whole, halves = memory.from_host(brings), memory.from_host(brings)
-            reductions = [bind(transport, whole, algorithm="shared"), bind_reduce_scatter(transport, halves, algorithm="shared"),
-                          bind_all_gather(transport, halves, "shared")]
+            reductions = [
+                bind(transport, whole, algorithm="shared"),
+                bind_reduce_scatter(transport, halves, algorithm="shared"),
+                bind_all_gather(transport, halves, "shared"),
+            ]
             messages = transport.traffic.nbytes
             for run in range(2):
                 whole[...] = halves[...] = memory.from_host(brings * (run + 1))
@@ -124,7 +139,9 @@ def test_halves_after_each_other_are_the_all_reduce_bit_by_bit_and_only_barriers
 
 def test_two_reductions_may_be_under_way_and_one_may_not_start_twice():
     def check(transport, memory):
-        arrays = [memory.from_host(brought(transport.rank, count, "float64")) for count in (100, 37)]
+        arrays = [
+            memory.from_host(brought(transport.rank, count, "float64")) for count in (100, 37)
+        ]
         reductions = [bind(transport, array, algorithm="shared") for array in arrays]
         for reduction in reductions:
             reduction.start()
@@ -133,7 +150,9 @@ def test_two_reductions_may_be_under_way_and_one_may_not_start_twice():
         for reduction in reductions:
             reduction.wait()
         for array in arrays:
-            assert np.array_equal(memory.to_host(array), expected(transport.size, array.size, "float64", "add"))
+            assert np.array_equal(
+                memory.to_host(array), expected(transport.size, array.size, "float64", "add")
+            )
 
     on_ranks(3, check)
 
@@ -152,7 +171,9 @@ def test_memory_is_open_as_long_as_its_reduction_lives():
     on_ranks(3, check)
 
 
-def test_where_one_rank_cannot_open_memory_all_take_the_ring_and_one_line_says_so(monkeypatch, capsys):
+def test_where_one_rank_cannot_open_memory_all_take_the_ring_and_one_line_says_so(
+    monkeypatch, capsys
+):
     def check(transport, memory):
         if transport.rank == 1:
             cupy._local.forbidden = True
@@ -161,25 +182,34 @@ def test_where_one_rank_cannot_open_memory_all_take_the_ring_and_one_line_says_s
             reduction = bind(transport, array, algorithm="shared")
             assert isinstance(reduction, Execution) and reduction.algorithm == "ring"
             reduction.run()
-            assert np.array_equal(memory.to_host(array), expected(transport.size, 100, "float32", "add"))
+            assert np.array_equal(
+                memory.to_host(array), expected(transport.size, 100, "float32", "add")
+            )
 
     monkeypatch.setattr(cupy.ipc, "works", lambda: not hasattr(cupy._local, "forbidden"))
     on_ranks(3, check)
     assert capsys.readouterr().err == (
         "mpitrain: algorithm shared falls back on ring. On rank 1 (localhost): GPU memory of another process cannot be opened: "
-        "cudaErrorInvalidContext: invalid device context.\n")
+        "cudaErrorInvalidContext: invalid device context.\n"
+    )
 
 
 def test_a_driver_that_does_not_answer_is_no_way_either(monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(f"{name}: cannot open")))
+    monkeypatch.setattr(
+        cuda.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(f"{name}: cannot open"))
+    )
 
     def check(transport, memory):
-        assert isinstance(bind(transport, memory.zeros(10, "float32"), algorithm="shared"), Execution)
+        assert isinstance(
+            bind(transport, memory.zeros(10, "float32"), algorithm="shared"), Execution
+        )
 
     on_ranks(2, check)
-    assert "cannot be handed to other processes: libcuda.so.1: cannot open" in capsys.readouterr().err
+    assert (
+        "cannot be handed to other processes: libcuda.so.1: cannot open" in capsys.readouterr().err
+    )
 
 
 def refusal(n, function, **options):
@@ -206,11 +236,16 @@ def test_gpus_that_are_hidden_from_other_ranks_are_refused():
     assert refusal(2, check) == (
         "ConfigError: algorithm shared needs every rank to see the GPUs of all, but rank 0 does not see that of rank 1 "
         "(0000:01:00.0).\n"
-        "             Leave CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task out, or use algorithm ring.")
+        "             Leave CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task out, or use algorithm ring."
+    )
 
 
 def test_several_hosts_are_refused():
-    text = refusal(2, lambda transport, memory: bind(transport, memory.zeros(1, "float32"), algorithm="shared"), hosts="ab")
+    text = refusal(
+        2,
+        lambda transport, memory: bind(transport, memory.zeros(1, "float32"), algorithm="shared"),
+        hosts="ab",
+    )
     assert "needs all ranks on one host, but they are on 2." in text
 
 
@@ -230,11 +265,20 @@ def test_activations_are_leased_in_gpu_memory_and_found_again(algorithm):
         for step in range(3):
             lease, other = (group.exchange((3, 5), "float32") for _ in range(2))
             assert on_device(lease.array) and lease.array.shape == (3, 5)
-            lease.array[...] = memory.from_host(brought(transport.rank, 15, "float32").reshape(3, 5) + step)
+            lease.array[...] = memory.from_host(
+                brought(transport.rank, 15, "float32").reshape(3, 5) + step
+            )
             lease.all_reduce().run()
             right = expected(transport.size, 15, "float32", "add") + transport.size * step
             assert np.array_equal(memory.to_host(lease.array).reshape(-1), right)
-            places.append((lease.array.data.ptr, other.array.data.ptr, lease.all_reduce().algorithm, group.arena.live))
+            places.append(
+                (
+                    lease.array.data.ptr,
+                    other.array.data.ptr,
+                    lease.all_reduce().algorithm,
+                    group.arena.live,
+                )
+            )
             del lease, other
         assert places == places[:1] * 3 and group.arena.live == 0 and group.arena.allocations == 2
         transport.barrier()  # what others have open stays

@@ -64,23 +64,50 @@ def late(transport, config, delay=0.0, step=None):
     assert replicas_equal(trainer) and trainer.evaluate(source)
     if trainer.grid.is_server:
         held = {kept.name: len(kept.array) for kept in replication.kept()}
-        assert set(held) == {"parameters", "first_moment", "second_moment"} and len(set(held.values())) == 1
+        assert (
+            set(held) == {"parameters", "first_moment", "second_moment"}
+            and len(set(held.values())) == 1
+        )
         return outcomes, None, log
-    return outcomes, {e.name: e.view(trainer.parameters).copy() for e in trainer.storage.entries}, None
+    return (
+        outcomes,
+        {e.name: e.view(trainer.parameters).copy() for e in trainer.storage.entries},
+        None,
+    )
 
 
 def emulated(config, workers, servers, logs):
     """The parameters after each server's updates in the order of its log, each gradient from the versions it was pulled at."""
+
     def run(transport):
-        trainer, source, _ = build(transport, configured(*[s for s in TINY if "bucket" not in s], "precision.compute=float64",
-                                                         "model.tied=true"))
+        trainer, source, _ = build(
+            transport,
+            configured(
+                *[s for s in TINY if "bucket" not in s],
+                "precision.compute=float64",
+                "model.tied=true",
+            ),
+        )
         storage = Storage(trainer.units, "float64", workers)
-        owner = {entry.name: server for server, pieces in enumerate(dealt(storage.spans, servers))
-                 for entry in storage.entries for piece in pieces if piece.start <= entry.start < piece.stop}
+        owner = {
+            entry.name: server
+            for server, pieces in enumerate(dealt(storage.spans, servers))
+            for entry in storage.entries
+            for piece in pieces
+            if piece.start <= entry.start < piece.stop
+        }
         assert len(owner) == len(storage.entries)
         entries = {entry.name: entry for entry in trainer.storage.entries}
-        versions = [[{name: entries[name].view(trainer.parameters).copy() for name, of in owner.items() if of == server}]
-                    for server in range(servers)]
+        versions = [
+            [
+                {
+                    name: entries[name].view(trainer.parameters).copy()
+                    for name, of in owner.items()
+                    if of == server
+                }
+            ]
+            for server in range(servers)
+        ]
         states, pulled, gradients = {name: {} for name in owner}, {}, {}
         for log in logs:
             for applied in log:
@@ -94,24 +121,47 @@ def emulated(config, workers, servers, logs):
                 rows = share(config.batch.size, ticket % workers, workers)
                 inputs, targets = source.batch(0, ticket // workers, config.batch.size, rows)
                 trainer.replication.scale = lambda predictions, part: 1 / (len(rows) * predictions)
-                trainer.replication.finish = lambda mine: trainer.replication.buckets.wait()    # and update nothing
+                trainer.replication.finish = lambda mine: (
+                    trainer.replication.buckets.wait()
+                )  # and update nothing
                 trainer.step(0, inputs, targets)
                 found = {name: entries[name].view(trainer.gradients).copy() for name in owner}
                 norm = np.sqrt(sum((value**2).sum() for value in found.values()))
-                gradients[ticket] = {name: value * min(1.0, config.optimizer.clip / norm) for name, value in found.items()}
+                gradients[ticket] = {
+                    name: value * min(1.0, config.optimizer.clip / norm)
+                    for name, value in found.items()
+                }
             return gradients[ticket]
 
         left = [list(log) for log in logs]
         while any(left):
-            server = next(s for s in range(servers) if left[s] and all(
-                len(versions[other]) > version for other, version in pulled[left[s][0].ticket].items()))
+            server = next(
+                s
+                for s in range(servers)
+                if left[s]
+                and all(
+                    len(versions[other]) > version
+                    for other, version in pulled[left[s][0].ticket].items()
+                )
+            )
             applied = left[server].pop(0)
             lr = learning_rate(config.optimizer, applied.ticket // workers, config.run.steps)
             stale = applied.update - applied.version
             lr *= 1 / (1 + stale) if config.replication.async_lr == "staleness" else 1 / workers
-            versions[server].append({
-                name: by_hand("adamw", entries[name], gradient(applied.ticket)[name], value, states[name], lr, applied.update + 1)
-                for name, value in versions[server][-1].items()})
+            versions[server].append(
+                {
+                    name: by_hand(
+                        "adamw",
+                        entries[name],
+                        gradient(applied.ticket)[name],
+                        value,
+                        states[name],
+                        lr,
+                        applied.update + 1,
+                    )
+                    for name, value in versions[server][-1].items()
+                }
+            )
         return {name: value for each in versions for name, value in each[-1].items()}
 
     return run_ranks(1, run)[0]
@@ -121,26 +171,53 @@ def emulated(config, workers, servers, logs):
 @pytest.mark.parametrize("servers", (1, 2))
 def test_one_worker_has_the_bits_of_a_serial_run(update, servers):
     losses, norms, parameters = curves(1, *TINY)
-    settings = [*TINY, "replication.mode=server", f"replication.update={update}", f"replication.servers={servers}"]
+    settings = [
+        *TINY,
+        "replication.mode=server",
+        f"replication.update={update}",
+        f"replication.servers={servers}",
+    ]
     every = run_ranks(1 + servers, late, configured(*settings))
-    assert np.array_equal(losses, [o.loss for o in every[0][0]]) and np.array_equal(norms, [o.grad_norm for o in every[0][0]])
-    assert np.array_equal(parameters, np.concatenate([value.ravel() for value in every[0][1].values()]))
+    assert np.array_equal(losses, [o.loss for o in every[0][0]]) and np.array_equal(
+        norms, [o.grad_norm for o in every[0][0]]
+    )
+    assert np.array_equal(
+        parameters, np.concatenate([value.ravel() for value in every[0][1].values()])
+    )
     assert all(other[0] == every[0][0] for other in every)
 
 
-@pytest.mark.parametrize("update, workers, servers, lr", [
-    ("async", 3, 2, "1/workers"), ("async", 2, 1, "staleness"), ("bounded", 3, 1, "1/workers"), ("bounded", 3, 2, "staleness"),
-])
-def test_several_workers_have_what_a_serial_emulation_of_each_servers_log_has(update, workers, servers, lr):
-    config = configured(*SERVER, f"replication.update={update}", f"replication.servers={servers}", "replication.staleness=1",
-                        f"replication.async_lr={lr}", "precision.compute=float64", "model.tied=true", "batch.size=10")
+@pytest.mark.parametrize(
+    "update, workers, servers, lr",
+    [
+        ("async", 3, 2, "1/workers"),
+        ("async", 2, 1, "staleness"),
+        ("bounded", 3, 1, "1/workers"),
+        ("bounded", 3, 2, "staleness"),
+    ],
+)
+def test_several_workers_have_what_a_serial_emulation_of_each_servers_log_has(
+    update, workers, servers, lr
+):
+    config = configured(
+        *SERVER,
+        f"replication.update={update}",
+        f"replication.servers={servers}",
+        "replication.staleness=1",
+        f"replication.async_lr={lr}",
+        "precision.compute=float64",
+        "model.tied=true",
+        "batch.size=10",
+    )
     every = run_ranks(workers + servers, late, config, 0.01)
     outcomes, parameters, _ = every[0]
     logs = [log for *_, log in every[workers:]]
     assert all(other[0] == outcomes for other in every), "all ranks are told the same"
     for number, log in enumerate(logs):
         assert sorted(applied.ticket for applied in log) == list(range(STEPS * workers))
-        assert [applied.update for applied in log] == list(range(len(log))) and {applied.server for applied in log} == {number}
+        assert [applied.update for applied in log] == list(range(len(log))) and {
+            applied.server for applied in log
+        } == {number}
         stale = [applied.update - applied.version for applied in log]
         assert update == "async" or max(stale) <= (workers - 1) * 3
         assert max(stale) > 0 and max(stale) <= max(o.staleness for o in outcomes)
@@ -160,7 +237,11 @@ def test_a_stop_of_any_rank_ends_all_after_one_step_and_a_nan_is_no_update(updat
         for index in range(STEPS):
             own = None
             for number in replication.steps(index, lambda: transport.rank == asked):
-                own = trainer.step(number, *replication.batch(source, number), stop_requested=lambda: transport.rank == asked)
+                own = trainer.step(
+                    number,
+                    *replication.batch(source, number),
+                    stop_requested=lambda: transport.rank == asked,
+                )
             if replication.outcome(index, own).stop:
                 replication.settle()
                 return index
@@ -171,22 +252,29 @@ def test_a_stop_of_any_rank_ends_all_after_one_step_and_a_nan_is_no_update(updat
         assert ended[0] in (0, 1, 2) and len(set(ended)) == 1
 
     def poisoned(trainer, number, inputs, targets):
-        if number == 1 and trainer.replication.share(6).start == 2:    # of step 1, the second share
+        if number == 1 and trainer.replication.share(6).start == 2:  # of step 1, the second share
             trainer.replication.open(0, 0)["tokens"][:] = np.nan
         return trainer.step(number, inputs, targets)
 
     every = run_ranks(4, late, config, 0.0, poisoned)
     outcomes = every[0][0]
-    assert all([o._replace(loss=0, grad_norm=0) for o in other[0]] == [o._replace(loss=0, grad_norm=0) for o in outcomes]
-               for other in every)
+    assert all(
+        [o._replace(loss=0, grad_norm=0) for o in other[0]]
+        == [o._replace(loss=0, grad_norm=0) for o in outcomes]
+        for other in every
+    )
     assert [o.updated for o in outcomes] == [True, False] and outcomes[1].nonfinite > 0
     assert all(np.isfinite(value).all() for value in every[0][1].values())
-    assert len({applied.ticket for applied in every[3][2]}) == len(every[3][2]) and 4 not in {a.ticket for a in every[3][2]}
+    assert len({applied.ticket for applied in every[3][2]}) == len(every[3][2]) and 4 not in {
+        a.ticket for a in every[3][2]
+    }
 
 
 def test_bounded_by_nothing_is_the_synchronous_code():
     def kind(transport):
-        trainer, *_ = build(transport, configured(*SERVER, "replication.update=bounded", "replication.staleness=0"))
+        trainer, *_ = build(
+            transport, configured(*SERVER, "replication.update=bounded", "replication.staleness=0")
+        )
         return type(trainer.replication).__name__
 
     assert run_ranks(3, kind) == ["Worker", "Worker", "Server"]

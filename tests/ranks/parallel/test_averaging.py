@@ -48,7 +48,9 @@ def emulated(transport, settings, ranks, mixing, mean):
     mean    a tensor of each worker -> their average
     """
     wanted = configured(*settings)
-    trainer, source, _ = build(transport, configured(*BASE, "optimizer.name=sgd", "optimizer.clip=0"))
+    trainer, source, _ = build(
+        transport, configured(*BASE, "optimizer.name=sgd", "optimizer.clip=0")
+    )
     entries = trainer.storage.entries
     workers, told = [Worker(trainer) for _ in range(ranks)], []
     mix = mixing(workers[0].values)
@@ -63,8 +65,15 @@ def emulated(transport, settings, ranks, mixing, mean):
             norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients.values()))
             clipped = min(1.0, wanted.optimizer.clip / norm) if wanted.optimizer.clip else 1.0
             for name, entry in zip(worker.values, entries, strict=True):
-                worker.values[name] = by_hand(wanted.optimizer.name, entry, clipped * gradients[name], worker.values[name],
-                                              worker.states[name], outcome.lr, step + 1)
+                worker.values[name] = by_hand(
+                    wanted.optimizer.name,
+                    entry,
+                    clipped * gradients[name],
+                    worker.values[name],
+                    worker.states[name],
+                    outcome.lr,
+                    step + 1,
+                )
             told.append((own * outcome.loss, norm))
         mix(workers, step)
     final = [mean([worker.values[entry.name] for worker in workers]).ravel() for entry in entries]
@@ -81,6 +90,7 @@ def alike(arrays):
 
 def local(period, lr=1.0, momentum=0.0):
     """After a full period the average by rows, or what Nesterov's momentum makes of it."""
+
     def mixing(initial):
         starts, speeds = dict(initial), dict.fromkeys(initial, 0.0)
 
@@ -95,18 +105,22 @@ def local(period, lr=1.0, momentum=0.0):
                     worker.values[name] = starts[name].copy()
 
         return mix
+
     return mixing
 
 
 def gossip(initial):
     """After step k the mean with the worker that is 2^k before, k modulo the number of such distances."""
+
     def mix(workers, step):
         n = len(workers)
         distance = 2 ** (step % max(1, math.ceil(math.log2(n))))
         before = [dict(worker.values) for worker in workers]
         for rank, worker in enumerate(workers):
             other = before[(rank - distance) % n]
-            worker.values = {name: (value + other[name]) / 2 for name, value in worker.values.items()}
+            worker.values = {
+                name: (value + other[name]) / 2 for name, value in worker.values.items()
+            }
 
     return mix
 
@@ -114,7 +128,9 @@ def gossip(initial):
 def trained(transport, settings):
     """Loss and norm of each step, and the parameters of the settled end."""
     trainer, source, _ = build(transport, configured(*settings))
-    outcomes = [trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)]
+    outcomes = [
+        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)
+    ]
     assert replicas_equal(trainer)
     return np.array([(o.loss, o.grad_norm) for o in outcomes]), used(trainer, trainer.parameters)
 
@@ -126,10 +142,12 @@ def used(trainer, flat):
 
 def assert_emulated(ranks, settings, period, mixing, mean):
     """Each worker's own facts in all steps, and at the end of a period those of all."""
-    (told, final), = run_ranks(1, emulated, settings, ranks, mixing, mean)
+    ((told, final),) = run_ranks(1, emulated, settings, ranks, mixing, mean)
     assert np.ptp(told[:, 0, 0]) > 0.01, "the loss must move, or equality says nothing"
     weights = np.array([len(rows_of(rank, ranks)) / 32 for rank in range(ranks)])
-    for rank, (facts, parameters) in enumerate(run_ranks(ranks, trained, [*settings, f"replication.period={period}"])):
+    for rank, (facts, parameters) in enumerate(
+        run_ranks(ranks, trained, [*settings, f"replication.period={period}"])
+    ):
         for step, (loss, norm) in enumerate(facts):
             wanted = told[step, rank]
             if (step + 1) % period == 0 or step + 1 == STEPS:
@@ -138,35 +156,69 @@ def assert_emulated(ranks, settings, period, mixing, mean):
         assert np.all(np.abs(parameters - final) <= 1e-9 + 1e-9 * np.abs(final)), rank
 
 
-RANKS_AND_OPTIMIZERS = pytest.mark.parametrize("ranks, optimizer", [
-    (1, "momentum"), (2, "sgd"), (2, "adamw"), (3, "momentum"), (3, "adamw"), (5, "momentum"), (5, "adamw")])
+RANKS_AND_OPTIMIZERS = pytest.mark.parametrize(
+    "ranks, optimizer",
+    [
+        (1, "momentum"),
+        (2, "sgd"),
+        (2, "adamw"),
+        (3, "momentum"),
+        (3, "adamw"),
+        (5, "momentum"),
+        (5, "adamw"),
+    ],
+)
 
 
 @RANKS_AND_OPTIMIZERS
 def test_local_equals_a_serial_emulation(ranks, optimizer):
-    assert_emulated(ranks, [*BASE, LOCAL, f"optimizer.name={optimizer}", "optimizer.clip=0.7"], 3, local(3), by_rows)
+    assert_emulated(
+        ranks,
+        [*BASE, LOCAL, f"optimizer.name={optimizer}", "optimizer.clip=0.7"],
+        3,
+        local(3),
+        by_rows,
+    )
 
 
 @RANKS_AND_OPTIMIZERS
 def test_gossip_equals_a_serial_emulation(ranks, optimizer):
-    assert_emulated(ranks, [*BASE, GOSSIP, f"optimizer.name={optimizer}", "optimizer.clip=0.7"], 2, gossip, alike)
+    assert_emulated(
+        ranks,
+        [*BASE, GOSSIP, f"optimizer.name={optimizer}", "optimizer.clip=0.7"],
+        2,
+        gossip,
+        alike,
+    )
 
 
 def test_an_outer_momentum_equals_a_serial_emulation():
-    settings = [*BASE, LOCAL, "replication.outer_lr=0.7", "replication.outer_momentum=0.9", "batch.micro_batches=2"]
+    settings = [
+        *BASE,
+        LOCAL,
+        "replication.outer_lr=0.7",
+        "replication.outer_momentum=0.9",
+        "batch.micro_batches=2",
+    ]
     assert_emulated(3, settings, 2, local(2, 0.7, 0.9), by_rows)
 
 
-@pytest.mark.parametrize("ranks, optimizer", [(1, "momentum"), (2, "sgd"), (3, "momentum"), (5, "sgd")])
+@pytest.mark.parametrize(
+    "ranks, optimizer", [(1, "momentum"), (2, "sgd"), (3, "momentum"), (5, "sgd")]
+)
 def test_local_in_periods_of_one_step_is_one_rank(ranks, optimizer):
     settings = [*BASE, f"optimizer.name={optimizer}", "optimizer.clip=0"]
-    (alone, parameters), = run_ranks(1, trained, settings)
+    ((alone, parameters),) = run_ranks(1, trained, settings)
     for facts, found in run_ranks(ranks, trained, [*settings, LOCAL, "replication.period=1"]):
         assert np.all(np.abs(facts[:, 0] - alone[:, 0]) <= 1e-9)
         assert np.all(np.abs(found - parameters) <= 1e-9 + 1e-9 * np.abs(parameters))
 
 
-MODES = [[LOCAL, "replication.period=3"], [LOCAL, "replication.period=3", "replication.outer_momentum=0.5"], [GOSSIP]]
+MODES = [
+    [LOCAL, "replication.period=3"],
+    [LOCAL, "replication.period=3", "replication.outer_momentum=0.5"],
+    [GOSSIP],
+]
 
 
 @pytest.mark.parametrize("settings", MODES)
@@ -178,7 +230,13 @@ def test_an_average_between_is_used_by_all_that_ask_the_model_and_changes_no_tra
         for index in range(STEPS):
             trainer.step(index, *trainer.replication.batch(source, index))
             if asks:
-                said.append((*trainer.evaluate(source), replicas_equal(trainer), *islice(tokens(trainer, [65], 0.8, 40, 0), 4)))
+                said.append(
+                    (
+                        *trainer.evaluate(source),
+                        replicas_equal(trainer),
+                        *islice(tokens(trainer, [65], 0.8, 40, 0), 4),
+                    )
+                )
         trainer.replication.settle()
         return said, trainer.parameters.copy()
 
@@ -196,10 +254,17 @@ def test_a_checkpoint_within_a_period_is_all_there_is(settings, tmp_path):
         source.held_out = 5
         for index in range(4):
             first.step(index, *first.replication.batch(source, index))
-        second, _, done = build(transport, first.config, save(tmp_path, first, Done(4, 128, "run"), keep=1))
+        second, _, done = build(
+            transport, first.config, save(tmp_path, first, Done(4, 128, "run"), keep=1)
+        )
         assert done.step == 4 and first.evaluate(source) == second.evaluate(source)
-        facts = [[trainer.step(index, *trainer.replication.batch(source, index))[:6] for index in range(4, STEPS)]
-                 for trainer in (first, second)]
+        facts = [
+            [
+                trainer.step(index, *trainer.replication.batch(source, index))[:6]
+                for index in range(4, STEPS)
+            ]
+            for trainer in (first, second)
+        ]
         assert facts[0] == facts[1] and replicas_equal(first) and replicas_equal(second)
         return np.array_equal(first.parameters, second.parameters)
 
@@ -207,7 +272,9 @@ def test_a_checkpoint_within_a_period_is_all_there_is(settings, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [[], [MASTER], *MODES])
-def test_another_mode_goes_on_from_the_average_and_the_mean_state_and_a_line_says_so(settings, tmp_path, capfd):
+def test_another_mode_goes_on_from_the_average_and_the_mean_state_and_a_line_says_so(
+    settings, tmp_path, capfd
+):
     def begin(transport):
         trainer, source, _ = build(transport, configured(*BASE, *settings))
         for index in range(4):
@@ -222,7 +289,10 @@ def test_another_mode_goes_on_from_the_average_and_the_mean_state_and_a_line_say
         return found
 
     then = run_ranks(3, begin)
-    state = {name: np.mean([kept.get(name, then[0][name]) for kept in then], 0) for name in ("first_moment", "second_moment")}
+    state = {
+        name: np.mean([kept.get(name, then[0][name]) for kept in then], 0)
+        for name in ("first_moment", "second_moment")
+    }
     capfd.readouterr()
     for others in ([MASTER], MODES[1]):
         for found in run_ranks(2, go_on, others):
@@ -230,8 +300,16 @@ def test_another_mode_goes_on_from_the_average_and_the_mean_state_and_a_line_say
                 if name in state:
                     assert np.all(np.abs(array - state[name]) <= 1e-12), (others, name)
                 else:
-                    agreed = {"own_parameters": then[0]["parameters"], "outer_start": then[0]["parameters"], "outer_momentum": 0,
-                              **{known: kept for known, kept in then[0].items() if known != "own_parameters"}}
+                    agreed = {
+                        "own_parameters": then[0]["parameters"],
+                        "outer_start": then[0]["parameters"],
+                        "outer_momentum": 0,
+                        **{
+                            known: kept
+                            for known, kept in then[0].items()
+                            if known != "own_parameters"
+                        },
+                    }
                     assert np.all(array == agreed[name]), (others, name)
         said, moments = capfd.readouterr().err, "first_moment, second_moment"
         names = "first_moment, own_parameters, second_moment" if others in MODES else moments
@@ -242,60 +320,107 @@ def test_another_mode_goes_on_from_the_average_and_the_mean_state_and_a_line_say
 @pytest.mark.parametrize("mode", ("master", "local", "gossip"))
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, tmp_path):
     (tmp_path / "book").write_text("".join(f"word {n % 7} " for n in range(240)))
-    settings = ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=8", "run.steps=9",
-                "run.log_every=1", "device.kind=cpu", f"data.source=text:{tmp_path / 'book'}",
-                f"replication.mode={mode}", "replication.period=3"]
+    settings = [
+        "model.layers=1",
+        "model.width=8",
+        "model.heads=1",
+        "model.context=8",
+        "batch.size=8",
+        "run.steps=9",
+        "run.log_every=1",
+        "device.kind=cpu",
+        f"data.source=text:{tmp_path / 'book'}",
+        f"replication.mode={mode}",
+        "replication.period=3",
+    ]
     asked = Counter()
 
     def stop(rank):
         asked[rank] += 1
-        return rank == 1 and asked[rank] == 5    # within a period of three steps
+        return rank == 1 and asked[rank] == 5  # within a period of three steps
 
     def go(folder, resume, stop):
         config = parse(with_settings({}, [*settings, f"run.out={tmp_path / folder}"]))
-        return run_ranks(3, lambda own: train(own, config, resume, lambda: stop(own.rank), Silent()).stopped)
+        return run_ranks(
+            3, lambda own: train(own, config, resume, lambda: stop(own.rank), Silent()).stopped
+        )
 
     def facts(folder):
         lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
-        return [(line["step"], line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines
-                if "loss" in line or "val_loss" in line]
+        return [
+            (line["step"], line.get("loss"), line.get("grad_norm"), line.get("val_loss"))
+            for line in lines
+            if "loss" in line or "val_loss" in line
+        ]
 
     assert go("whole", "no", lambda rank: False) == [False] * 3
     assert go("parts", "no", stop) == [True] * 3
-    assert newest(tmp_path / "parts/checkpoints").name == ("step-00000005" if mode == "master" else "step-00000006")
+    assert newest(tmp_path / "parts/checkpoints").name == (
+        "step-00000005" if mode == "master" else "step-00000006"
+    )
     assert go("parts", "yes", lambda rank: False) == [False] * 3
     assert facts("parts") == facts("whole") and len(facts("whole")) == 9 + 1
 
 
-@pytest.mark.parametrize("mode", [("local",), ("local", "outer_lr=0.7", "outer_momentum=0.9"), ("gossip",)])
+@pytest.mark.parametrize(
+    "mode", [("local",), ("local", "outer_lr=0.7", "outer_momentum=0.9"), ("gossip",)]
+)
 def test_a_finished_run_that_is_extended_is_the_run_planned_that_long_bit_for_bit(mode, tmp_path):
     (tmp_path / "book").write_text("".join(f"word {n % 7} " for n in range(240)))
-    settings = ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=8", "run.log_every=1",
-                "device.kind=cpu", f"data.source=text:{tmp_path / 'book'}", "optimizer.schedule=constant",
-                "replication.period=3", "run.eval_every=4", "checkpoint.every=4", "checkpoint.keep=9",
-                *(f"replication.{one}" for one in (f"mode={mode[0]}", *mode[1:]))]
+    settings = [
+        "model.layers=1",
+        "model.width=8",
+        "model.heads=1",
+        "model.context=8",
+        "batch.size=8",
+        "run.log_every=1",
+        "device.kind=cpu",
+        f"data.source=text:{tmp_path / 'book'}",
+        "optimizer.schedule=constant",
+        "replication.period=3",
+        "run.eval_every=4",
+        "checkpoint.every=4",
+        "checkpoint.keep=9",
+        *(f"replication.{one}" for one in (f"mode={mode[0]}", *mode[1:])),
+    ]
 
     def go(folder, steps, resume="no"):
-        config = parse(with_settings({}, [*settings, f"run.out={tmp_path / folder}", f"run.steps={steps}"]))
+        config = parse(
+            with_settings({}, [*settings, f"run.out={tmp_path / folder}", f"run.steps={steps}"])
+        )
         run_ranks(3, train, config, resume, lambda: False, Silent())
 
-    def facts(folder):    # norms and losses between two meetings are a worker's own, and step 4 is the end of one run alone
+    def facts(
+        folder,
+    ):  # norms and losses between two meetings are a worker's own, and step 4 is the end of one run alone
         lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
-        return [(line["step"], line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines
-                if ("loss" in line and line["step"] != 4) or "val_loss" in line]
+        return [
+            (line["step"], line.get("loss"), line.get("grad_norm"), line.get("val_loss"))
+            for line in lines
+            if ("loss" in line and line["step"] != 4) or "val_loss" in line
+        ]
 
     def saved(folder):
-        return {(path.parent.name, name, path.name): tensor
-                for path in (tmp_path / folder).glob("checkpoints/*/*.safetensors") for name, tensor in load_file(path).items()}
+        return {
+            (path.parent.name, name, path.name): tensor
+            for path in (tmp_path / folder).glob("checkpoints/*/*.safetensors")
+            for name, tensor in load_file(path).items()
+        }
 
     go("planned", 11)
     go("extended", 4)
     tensors = saved("extended")
-    own = [tensors[key] for key in sorted(tensors) if key[1].startswith("own_parameters/head.norm.gain/")]
+    own = [
+        tensors[key]
+        for key in sorted(tensors)
+        if key[1].startswith("own_parameters/head.norm.gain/")
+    ]
     assert len(own) == 3 and np.ptp(own, 0).any(), "workers must differ, or equality says nothing"
-    model, = (tensor for (_, name, _), tensor in tensors.items() if name == "head.norm.gain")
-    assert np.allclose(model, np.average(own, 0, [2, 3, 3] if mode[0] == "local" else None), rtol=1e-6, atol=0)
-    go("extended", 4, "yes")    # which has nothing left to do, and must spoil nothing
+    (model,) = (tensor for (_, name, _), tensor in tensors.items() if name == "head.norm.gain")
+    assert np.allclose(
+        model, np.average(own, 0, [2, 3, 3] if mode[0] == "local" else None), rtol=1e-6, atol=0
+    )
+    go("extended", 4, "yes")  # which has nothing left to do, and must spoil nothing
     go("extended", 11, "yes")
     assert facts("extended") == facts("planned")
     planned, extended = saved("planned"), saved("extended")
@@ -307,7 +432,9 @@ def test_a_finished_run_that_is_extended_is_the_run_planned_that_long_bit_for_bi
 @pytest.mark.parametrize("mode, each", [(LOCAL, 0), (GOSSIP, 1)])
 def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
     def run(transport):
-        trainer, source, _ = build(transport, configured(*BASE, mode, "replication.period=3", "replication.algorithm=ring"))
+        trainer, source, _ = build(
+            transport, configured(*BASE, mode, "replication.period=3", "replication.algorithm=ring")
+        )
         sent = []
         for index in range(6):
             before = transport.traffic.nbytes
@@ -320,7 +447,9 @@ def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
 
     for ranks in (1, 2, 5):
         found = run_ranks(ranks, run)
-        control = np.sum([sent for _, sent, _ in found], 0) - ranks * each * found[0][0] * (ranks > 1)
+        control = np.sum([sent for _, sent, _ in found], 0) - ranks * each * found[0][0] * (
+            ranks > 1
+        )
         average = 2 * found[0][0] * (ranks - 1)  # of all ranks together
         parameters = average if mode == LOCAL else 0
         assert sum(settled for _, _, settled in found) == average - parameters
@@ -336,8 +465,12 @@ def test_a_nan_and_a_request_to_stop_of_one_worker_are_heard_at_the_end_of_the_p
         found, loss = [], trainer.replication.loss
         for index in range(6):
             is_odd = transport.rank == 1 and index == 1
-            trainer.replication.loss = (lambda logits, *_: (np.nan, logits * np.nan)) if is_odd else loss
-            outcome = trainer.step(index, *trainer.replication.batch(source, index), partial(bool, is_odd))
+            trainer.replication.loss = (
+                (lambda logits, *_: (np.nan, logits * np.nan)) if is_odd else loss
+            )
+            outcome = trainer.step(
+                index, *trainer.replication.batch(source, index), partial(bool, is_odd)
+            )
             found.append((outcome.updated, outcome.nonfinite > 0, outcome.stop))
         assert np.isfinite(trainer.parameters).all()
         return found
@@ -347,8 +480,13 @@ def test_a_nan_and_a_request_to_stop_of_one_worker_are_heard_at_the_end_of_the_p
 
 
 @pytest.mark.parametrize("mode", ("master", "local", "gossip"))
-@pytest.mark.parametrize("setting, law", [("replication.wire=fp16", "needs replication.wire none, but it is fp16"),
-                                          ("replication.zero=1", "needs replication.zero 0, but it is 1")])
+@pytest.mark.parametrize(
+    "setting, law",
+    [
+        ("replication.wire=fp16", "needs replication.wire none, but it is fp16"),
+        ("replication.zero=1", "needs replication.zero 0, but it is 1"),
+    ],
+)
 def test_what_these_modes_cannot_do_is_refused_in_words(mode, setting, law):
     with pytest.raises(ConfigError) as found:
         parse(with_settings({}, [f"replication.mode={mode}", setting]))

@@ -22,17 +22,36 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
 
-@pytest.mark.parametrize("axes", [
-    Axes(), Axes(dp=3), Axes(tp=2, dp=2, pp=2), Axes(tp=3, dp=1, pp=2, servers=2), Axes(dp=2, servers=1),
-])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(),
+        Axes(dp=3),
+        Axes(tp=2, dp=2, pp=2),
+        Axes(tp=3, dp=1, pp=2, servers=2),
+        Axes(dp=2, servers=1),
+    ],
+)
 @pytest.mark.parametrize("is_vee", [False, True])
 def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
     def groups(transport):
         grid = Grid(transport, axes)
-        grid.deal((*range(axes.pp), *reversed(range(axes.pp))) if is_vee else range(axes.pp), {"embedding": (0, axes.pp - 1)})
-        found = {name: getattr(grid, name).transport.members for name in ("world", "tp", "dp", "pp")}
-        found |= {"servers": grid.servers.transport.members if grid.servers else None, "speaks": grid.speaks}
-        found |= {"tied": grid.holders["embedding"].transport.members if "embedding" in grid.holders else None}
+        grid.deal(
+            (*range(axes.pp), *reversed(range(axes.pp))) if is_vee else range(axes.pp),
+            {"embedding": (0, axes.pp - 1)},
+        )
+        found = {
+            name: getattr(grid, name).transport.members for name in ("world", "tp", "dp", "pp")
+        }
+        found |= {
+            "servers": grid.servers.transport.members if grid.servers else None,
+            "speaks": grid.speaks,
+        }
+        found |= {
+            "tied": grid.holders["embedding"].transport.members
+            if "embedding" in grid.holders
+            else None
+        }
         grid.close()
         return found, len(transport.windows.parts)
 
@@ -42,7 +61,9 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
     for rank, (found, parts) in enumerate(every):
         assert parts == 0 and found["world"] == tuple(range(axes.ranks))
         if rank >= workers.size:
-            assert found["servers"] == tuple(range(workers.size, axes.ranks)) and found["tied"] is None
+            assert (
+                found["servers"] == tuple(range(workers.size, axes.ranks)) and found["tied"] is None
+            )
             assert found["tp"] == found["dp"] == found["pp"] == (rank,)
             continue
         pp, dp, tp = (int(place[0]) for place in np.nonzero(workers == rank))
@@ -51,15 +72,22 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
         assert found["pp"] == tuple(workers[:, dp, tp])
         holds = pp in (0, axes.pp - 1)
         assert found["speaks"] == (tp == 0 and pp == (0 if is_vee else axes.pp - 1))
-        assert found["tied"] == (tuple(dict.fromkeys(map(int, workers[[0, -1], dp, tp]))) if holds else None)
+        assert found["tied"] == (
+            tuple(dict.fromkeys(map(int, workers[[0, -1], dp, tp]))) if holds else None
+        )
 
 
 @pytest.mark.parametrize("hosts, ranks", [("aaab", "2 (a), 3 (b)"), ("abbb", "0 (a), 1 (b)")])
 def test_an_algorithm_that_cannot_run_in_one_of_the_groups_is_refused_on_every_rank(hosts, ranks):
     def refused(transport):
         settings = [f"model.{name}" for name in ("layers=1", "width=8", "heads=2", "context=8")]
-        with pytest.raises(ConfigError, match="algorithm shared needs all ranks on one host, but they are on 2") as refusal:
-            build(transport, parse(with_settings({}, [*settings, "layout.tp=2", "layout.algorithm=shared"])))
+        with pytest.raises(
+            ConfigError, match="algorithm shared needs all ranks on one host, but they are on 2"
+        ) as refusal:
+            build(
+                transport,
+                parse(with_settings({}, [*settings, "layout.tp=2", "layout.algorithm=shared"])),
+            )
         assert refusal.value.agreed and not transport.windows.parts
         return str(refusal.value)
 
@@ -87,7 +115,9 @@ def test_what_a_grid_s_groups_lease_counts_in_its_arena_and_leaves_no_window():
     for rank, (found, *counts) in enumerate(run_ranks(4, run)):
         tp, dp = 2 * (rank // 2), rank % 2
         assert found == ([10, 2 * tp + 3, 2 * dp + 4], 3 * 8000, 3)
-        assert counts == [0, 3, 1, 0], "the world's is closed with the transport, which somebody else has made"
+        assert counts == [0, 3, 1, 0], (
+            "the world's is closed with the transport, which somebody else has made"
+        )
 
 
 class Described:
@@ -104,55 +134,98 @@ def normal(generator, shape):
     return generator.standard_normal(shape)
 
 
-CUT = (0, 3, 10)    # of ten columns, by tp rank: the layouts of what is cut differ
+CUT = (0, 3, 10)  # of ten columns, by tp rank: the layouts of what is cut differ
 
 
 def units(tp):
     cut = (slice(0, 6), slice(CUT[tp], CUT[tp + 1]))
     return [
-        Unit("first", Described(Parameter("weight", (6, 10), normal, True, (cut,)),
-                                Parameter("gain", (37,), normal, False, holders="tp"))),
-        Unit("second", Described(Parameter("bias", (5,), normal, False, holders="tp"),
-                                 Parameter("weight", (6, 10), normal, True, (cut,)))),
+        Unit(
+            "first",
+            Described(
+                Parameter("weight", (6, 10), normal, True, (cut,)),
+                Parameter("gain", (37,), normal, False, holders="tp"),
+            ),
+        ),
+        Unit(
+            "second",
+            Described(
+                Parameter("bias", (5,), normal, False, holders="tp"),
+                Parameter("weight", (6, 10), normal, True, (cut,)),
+            ),
+        ),
     ]
 
 
 def gradient(name, shape, dp):
     """One replica's gradient of a whole tensor: of such sizes that a sum in another order has other bits."""
-    return np.random.default_rng([len(name), ord(name[0]), dp]).standard_normal(shape).astype(np.float32) * 10.0**dp
+    return (
+        np.random.default_rng([len(name), ord(name[0]), dp])
+        .standard_normal(shape)
+        .astype(np.float32)
+        * 10.0**dp
+    )
 
 
 @pytest.mark.parametrize("zero", (0, 1))
 @pytest.mark.parametrize("wire", ("none", "int8"))
 @pytest.mark.parametrize("dp", (1, 2, 3))
-def test_what_several_ranks_of_a_replica_hold_is_counted_once_travels_whole_and_stays_equal(dp, wire, zero):
-    settings = {"replication": {"zero": zero, "wire": wire, "bucket_mb": 0.0001}, "optimizer": {"clip": 0.0, "warmup": 0}}
+def test_what_several_ranks_of_a_replica_hold_is_counted_once_travels_whole_and_stays_equal(
+    dp, wire, zero
+):
+    settings = {
+        "replication": {"zero": zero, "wire": wire, "bucket_mb": 0.0001},
+        "optimizer": {"clip": 0.0, "warmup": 0},
+    }
 
     def run(transport):
         config, axes, device = parse(settings), Axes(tp=2, dp=dp), device_for("cpu")
         grid = Grid(transport, axes, "ring", DEFAULT)
         storage = Storage(units(grid.place.tp), "float32", dp)
         replication = replication_for(
-            ReplicationContext(config, grid, storage, parse_wire(wire), device, device.arena(), Plain(device.ops).loss()))
+            ReplicationContext(
+                config,
+                grid,
+                storage,
+                parse_wire(wire),
+                device,
+                device.arena(),
+                Plain(device.ops).loss(),
+            )
+        )
         replication.begin(0)
         for entry in storage.entries:
             entry.view(replication.gradient_buffer)[...] = entry.parameter.part_of(
-                gradient(entry.name, entry.parameter.shape, grid.place.dp))
+                gradient(entry.name, entry.parameter.shape, grid.place.dp)
+            )
         for unit in (1, 0):
             for leaf in replication.gradients(unit, 0).values():
                 leaf.claim()
             replication.gradient_ready(unit, is_last=True)
         outcome = replication.finish(StepInput(0, [], 0.01))
         replication.settle()
-        shared = {e.name: e.view(replication.parameters).copy() for e in storage.entries if e.parameter.holders}
+        shared = {
+            e.name: e.view(replication.parameters).copy()
+            for e in storage.entries
+            if e.parameter.holders
+        }
         return outcome, shared
 
-    wholes = {p: [gradient(p, shape, rank).astype(float) for rank in range(dp)] for p, shape in
-              {"first.weight": (6, 10), "first.gain": (37,), "second.bias": (5,), "second.weight": (6, 10)}.items()}
-    norm = np.sqrt(sum((sum(parts)**2).sum() for parts in wholes.values()))
+    wholes = {
+        p: [gradient(p, shape, rank).astype(float) for rank in range(dp)]
+        for p, shape in {
+            "first.weight": (6, 10),
+            "first.gain": (37,),
+            "second.bias": (5,),
+            "second.weight": (6, 10),
+        }.items()
+    }
+    norm = np.sqrt(sum((sum(parts) ** 2).sum() for parts in wholes.values()))
     every = run_ranks(2 * dp, run)
     for outcome, shared in every:
-        assert outcome.updated and abs(outcome.grad_norm / norm - 1) < (1e-6 if wire == "none" else 1e-2)
+        assert outcome.updated and abs(outcome.grad_norm / norm - 1) < (
+            1e-6 if wire == "none" else 1e-2
+        )
         assert shared.keys() == {"first.gain", "second.bias"}
         for name, values in shared.items():
             assert np.array_equal(values, every[0][1][name]), name
@@ -163,38 +236,78 @@ def tied_units(tp):
     rows = (slice(CUT[tp], CUT[tp + 1]), slice(0, 6))
     return [
         Unit("embedding", Described(Parameter("tokens", (10, 6), normal, True, (rows,)))),
-        Unit("middle", Described(Parameter("gain", (37,), normal, False, holders="tp", partial=True),
-                                 Parameter("bias", (5,), normal, False, holders="tp"),
-                                 Parameter("weight", (6, 10), normal, True, ((slice(0, 6), rows[0]),)))),
+        Unit(
+            "middle",
+            Described(
+                Parameter("gain", (37,), normal, False, holders="tp", partial=True),
+                Parameter("bias", (5,), normal, False, holders="tp"),
+                Parameter("weight", (6, 10), normal, True, ((slice(0, 6), rows[0]),)),
+            ),
+        ),
         Unit("norm", Described(Parameter("gain", (7,), normal, False, holders="tp", partial=True))),
-        Unit("head", Described(Parameter("weight", (10, 6), zeros, False, (rows,))), {"weight": "embedding.tokens"}),
+        Unit(
+            "head",
+            Described(Parameter("weight", (10, 6), zeros, False, (rows,))),
+            {"weight": "embedding.tokens"},
+        ),
     ]
 
 
 @pytest.mark.parametrize("settings", [{}, {"zero": 1}, {"overlap": False}])
 @pytest.mark.parametrize("dp", (1, 2, 3))
-def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_gradients_are_summed(dp, settings):
-    shapes = {"embedding.tokens": (10, 6), "middle.gain": (37,), "middle.bias": (5,), "middle.weight": (6, 10), "norm.gain": (7,)}
+def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_gradients_are_summed(
+    dp, settings
+):
+    shapes = {
+        "embedding.tokens": (10, 6),
+        "middle.gain": (37,),
+        "middle.bias": (5,),
+        "middle.weight": (6, 10),
+        "norm.gain": (7,),
+    }
 
     def brought(name, tp, pp, replica):
         """What a rank's layers write of a whole tensor: the same on ranks that have all of it, whole numbers."""
-        place = {"embedding.tokens": (0, pp), "middle.gain": (tp, 0), "norm.gain": (tp, 0)}.get(name, (0, 0))
-        return np.random.default_rng([len(name), *place, replica]).integers(-9, 10, shapes[name]).astype(np.float64)
+        place = {"embedding.tokens": (0, pp), "middle.gain": (tp, 0), "norm.gain": (tp, 0)}.get(
+            name, (0, 0)
+        )
+        return (
+            np.random.default_rng([len(name), *place, replica])
+            .integers(-9, 10, shapes[name])
+            .astype(np.float64)
+        )
 
     def run(transport):
-        config, axes, device = parse({"replication": settings}), Axes(tp=2, dp=dp, pp=2), device_for("cpu")
+        config, axes, device = (
+            parse({"replication": settings}),
+            Axes(tp=2, dp=dp, pp=2),
+            device_for("cpu"),
+        )
         here = axes.place(transport.rank)
         stages, tied = assign_units(tied_units(here.tp), (2, 2), (0, 1))
         assert tied == {"embedding.tokens": [0, 1]}
         grid = Grid(transport, axes, "ring")
         grid.deal((0, 1), tied)
         storage = Storage(stages[here.pp], "float64", dp)
-        replication = replication_for(ReplicationContext(
-            config, grid, storage, parse_wire(config.replication.wire), device, device.arena(), Plain(device.ops).loss()))
-        starts = {entry.name: entry.view(replication.parameters).copy() for entry in storage.entries}
+        replication = replication_for(
+            ReplicationContext(
+                config,
+                grid,
+                storage,
+                parse_wire(config.replication.wire),
+                device,
+                device.arena(),
+                Plain(device.ops).loss(),
+            )
+        )
+        starts = {
+            entry.name: entry.view(replication.parameters).copy() for entry in storage.entries
+        }
         replication.begin(0)
         for entry in storage.entries:
-            entry.view(replication.gradient_buffer)[...] = entry.parameter.part_of(brought(entry.name, *here[::2], here.dp))
+            entry.view(replication.gradient_buffer)[...] = entry.parameter.part_of(
+                brought(entry.name, *here[::2], here.dp)
+            )
         for unit in reversed(range(len(storage.units))):
             for leaf in replication.gradients(unit, 0).values():
                 leaf.claim()
@@ -202,14 +315,22 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_grad
             replication.poll()
         outcome = replication.finish(StepInput(0, [], 0.01))
         replication.settle()
-        every = [{entry.name: (entry.parameter, entry.view(flat).copy()) for entry in storage.entries}
-                 for flat in (replication.gradient_buffer, replication.parameters)]
+        every = [
+            {entry.name: (entry.parameter, entry.view(flat).copy()) for entry in storage.entries}
+            for flat in (replication.gradient_buffer, replication.parameters)
+        ]
         return here, starts, outcome.grad_norm, storage.parameter_count, *every
 
     found = run_ranks(4 * dp, run)
-    wholes = {name: sum(brought(name, tp, pp, replica) for replica in range(dp)
-                        for tp in range(2 if "gain" in name else 1) for pp in range(2 if "tokens" in name else 1))
-              for name in shapes}
+    wholes = {
+        name: sum(
+            brought(name, tp, pp, replica)
+            for replica in range(dp)
+            for tp in range(2 if "gain" in name else 1)
+            for pp in range(2 if "tokens" in name else 1)
+        )
+        for name in shapes
+    }
     norm = np.sqrt(sum((whole**2).sum() for whole in wholes.values()))
     assert {place.pp: count for place, _, _, count, _, _ in found} == {0: 60 + 37 + 5 + 60, 1: 7}
     for place, starts, grad_norm, _, gradients, parameters in found:
@@ -228,16 +349,35 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_grad
 SERVERS = "replication.mode=server"
 
 
-@pytest.mark.parametrize("ranks, settings, way_out", [
-    (2, [SERVERS, "replication.servers=2"], "Start with `mpitrain launch -n 3 -- train`, or change replication.servers."),
-    (1, [SERVERS], "Start with `mpitrain launch -n 2 -- train`, or change replication.mode."),
-    (4, ["layout.dp=2"], "Start with `mpitrain launch -n 2 -- train`, or change --dp (0 takes all ranks)."),
-    (3, ["layout.tp=2"], "Start with `mpitrain launch -n 2 -- train`, or change --tp."),
-    (1, ["layout.dp=2", "layout.pp=2"], "or change --dp (0 takes all ranks) or --pp."),
-    (1, ["batch.size=2", "batch.micro_batches=4"], "Set batch.size to at least 4, or lower batch.micro_batches."),
-    (3, ["batch.size=2"], "Set batch.size to at least 3, or start fewer ranks."),
-    (2, ["batch.size=3", "batch.micro_batches=2"], "or lower batch.micro_batches or start fewer ranks."),
-])
+@pytest.mark.parametrize(
+    "ranks, settings, way_out",
+    [
+        (
+            2,
+            [SERVERS, "replication.servers=2"],
+            "Start with `mpitrain launch -n 3 -- train`, or change replication.servers.",
+        ),
+        (1, [SERVERS], "Start with `mpitrain launch -n 2 -- train`, or change replication.mode."),
+        (
+            4,
+            ["layout.dp=2"],
+            "Start with `mpitrain launch -n 2 -- train`, or change --dp (0 takes all ranks).",
+        ),
+        (3, ["layout.tp=2"], "Start with `mpitrain launch -n 2 -- train`, or change --tp."),
+        (1, ["layout.dp=2", "layout.pp=2"], "or change --dp (0 takes all ranks) or --pp."),
+        (
+            1,
+            ["batch.size=2", "batch.micro_batches=4"],
+            "Set batch.size to at least 4, or lower batch.micro_batches.",
+        ),
+        (3, ["batch.size=2"], "Set batch.size to at least 3, or start fewer ranks."),
+        (
+            2,
+            ["batch.size=3", "batch.micro_batches=2"],
+            "or lower batch.micro_batches or start fewer ranks.",
+        ),
+    ],
+)
 def test_a_refusal_of_a_layout_names_only_what_can_help(ranks, settings, way_out):
     with pytest.raises(ConfigError) as raised:
         axes(parse(with_settings({}, settings)), ranks)

@@ -20,7 +20,7 @@ from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.checkpoint.regions import within
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.run.test_loop import book, go, records  # noqa: F401
+from tests.runs import go, records
 from tests.saving import save
 from tests.training import TINY, configured, curves
 
@@ -48,22 +48,39 @@ def test_what_is_divided_changes_no_bit():
         assert np.array_equal(losses, divided[0]) and np.array_equal(parameters, divided[2]), zero
 
 
-@pytest.mark.parametrize("settings", [["layout.pp=2", "batch.micro_batches=2"], ["layout.tp=2"]], ids=["stages", "shards"])
+@pytest.mark.parametrize(
+    "settings",
+    [["layout.pp=2", "batch.micro_batches=2"], ["layout.tp=2"]],
+    ids=["stages", "shards"],
+)
 def test_stages_and_shards_compute_what_one_rank_does(settings):
     half = [*TINY, "precision.compute=float16"]
     alone = curves(1, *half)[0]
     for outcomes in run_ranks(4, steps, configured(*half, *settings), 20):
-        assert np.all(np.abs(np.array([outcome.loss for outcome in outcomes]) / alone - 1) <= TOLERANCE["float16"])
+        assert np.all(
+            np.abs(np.array([outcome.loss for outcome in outcomes]) / alone - 1)
+            <= TOLERANCE["float16"]
+        )
 
 
-@pytest.mark.parametrize("settings", [
-    ["replication.mode=master", "precision.compute=float16"], ["replication.mode=server", "precision.compute=float16"],
-    ["replication.mode=server", "replication.update=bounded"], ["replication.mode=local"], ["replication.mode=gossip"]],
-    ids=lambda settings: settings[0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["replication.mode=master", "precision.compute=float16"],
+        ["replication.mode=server", "precision.compute=float16"],
+        ["replication.mode=server", "replication.update=bounded"],
+        ["replication.mode=local"],
+        ["replication.mode=gossip"],
+    ],
+    ids=lambda settings: settings[0],
+)
 def test_half_precision_trains_in_every_mode(settings):
     """The loss that evaluations see, which read the mirror of what is settled, is float32's, and replicas end bitwise equal."""
+
     def evaluated(transport, *settings):
-        trainer, source, _ = build(transport, configured(*TINY, "replication.period=5", "run.eval_rows=20", *settings))
+        trainer, source, _ = build(
+            transport, configured(*TINY, "replication.period=5", "run.eval_rows=20", *settings)
+        )
         mode, first = trainer.replication, trainer.evaluate(source)[0]
         for index in range(20):
             for number in mode.steps(index, lambda: False):
@@ -71,22 +88,38 @@ def test_half_precision_trains_in_every_mode(settings):
         found = trainer.evaluate(source)[0]
         assert replicas_equal(trainer)
         if not trainer.grid.is_server:
-            short = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(trainer.config.precision.compute, np.float32)
+            short = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(
+                trainer.config.precision.compute, np.float32
+            )
             tree, parameters = mode.open(0, 0), trainer.storage.weights(trainer.parameters)[0]
-            assert np.array_equal(tree["tokens"], parameters["tokens"].astype(short).astype(np.float32))
+            assert np.array_equal(
+                tree["tokens"], parameters["tokens"].astype(short).astype(np.float32)
+            )
         return first, found
 
     first, exact = run_ranks(2, evaluated, settings[0])[0]
-    half = run_ranks(2, evaluated, *settings, *(["precision.compute=bfloat16"] if len(settings) == 1 or "bounded" in settings[1]
-                                                else []))[0][1]
+    half = run_ranks(
+        2,
+        evaluated,
+        *settings,
+        *(["precision.compute=bfloat16"] if len(settings) == 1 or "bounded" in settings[1] else []),
+    )[0][1]
     assert exact < first - 0.3 and 1e-7 < abs(half - exact) < 0.02
 
 
-@pytest.mark.parametrize("settings, ranks, skips", [
-    ([], 2, (0, 1)), (["replication.zero=1"], 2, (0, 1)), (["replication.mode=master"], 2, (0,)),
-    (["replication.mode=server"], 3, (2,)), (["replication.mode=local"], 2, (1,)), (["replication.mode=gossip"], 2, (1,)),
-    (["replication.mode=server", "replication.update=async"], 2, (1,))], ids=lambda value: "-".join(map(str, value))
-    if isinstance(value, list) else None)
+@pytest.mark.parametrize(
+    "settings, ranks, skips",
+    [
+        ([], 2, (0, 1)),
+        (["replication.zero=1"], 2, (0, 1)),
+        (["replication.mode=master"], 2, (0,)),
+        (["replication.mode=server"], 3, (2,)),
+        (["replication.mode=local"], 2, (1,)),
+        (["replication.mode=gossip"], 2, (1,)),
+        (["replication.mode=server", "replication.update=async"], 2, (1,)),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else None,
+)
 def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeypatch):
     """skips: the ranks that would update in step 1, where the last worker's gradient is infinite, and do not."""
     made, update = defaultdict(list), Optimizer.update
@@ -141,18 +174,32 @@ class Frozen:
 def test_frozen_tensors_get_their_mirror_once_and_others_with_each_update(zero, monkeypatch):
     """Marks in the mirror of frozen units stay, which lies whole on every rank; their masters are what they were."""
     right = jobs.model
-    monkeypatch.setattr(jobs, "model", lambda *of: [
-        replace(unit, layer=Frozen(unit.layer)) if unit.name.startswith("blocks.0.") else unit for unit in right(*of)])
+    monkeypatch.setattr(
+        jobs,
+        "model",
+        lambda *of: [
+            replace(unit, layer=Frozen(unit.layer)) if unit.name.startswith("blocks.0.") else unit
+            for unit in right(*of)
+        ],
+    )
 
     def run(transport):
-        trainer, source, _ = build(transport, configured(*TINY, "precision.compute=bfloat16", f"replication.zero={zero}"))
-        replication, entries, first = trainer.replication, trainer.storage.entries, trainer.tensors()
-        masters, = (kept for kept in replication.kept() if kept.name == "parameters")
+        trainer, source, _ = build(
+            transport, configured(*TINY, "precision.compute=bfloat16", f"replication.zero={zero}")
+        )
+        replication, entries, first = (
+            trainer.replication,
+            trainer.storage.entries,
+            trainer.tensors(),
+        )
+        (masters,) = (kept for kept in replication.kept() if kept.name == "parameters")
 
         def owned(entry):
             """What this rank has of a tensor's masters, and of its mirror."""
-            return [(masters.array[place:place + stop - start].copy(), replication.mirror[start:stop])
-                    for start, stop, place in within(masters.pieces, entry.start, entry.stop)]
+            return [
+                (masters.array[place : place + stop - start].copy(), replication.mirror[start:stop])
+                for start, stop, place in within(masters.pieces, entry.start, entry.stop)
+            ]
 
         before = [owned(entry) for entry in entries]
         assert all(np.array_equal(rounded(one), other) for pairs in before for one, other in pairs)
@@ -196,17 +243,33 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
     if folder:
         save(folder, trainer, Done(count, count * 12, "run"), keep=1)
     if own is not None:
-        own[transport.rank] = trainer.tensors(), [kept.array.copy() for kept in trainer.replication.kept()]
+        own[transport.rank] = (
+            trainer.tensors(),
+            [kept.array.copy() for kept in trainer.replication.kept()],
+        )
     return outcomes
 
 
-@pytest.mark.parametrize("settings", ["replication.zero=0", "replication.zero=1", "replication.mode=master",
-                                      "replication.mode=server", "replication.wire=fp16", "replication.wire=int8"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "replication.zero=0",
+        "replication.zero=1",
+        "replication.mode=master",
+        "replication.mode=server",
+        "replication.wire=fp16",
+        "replication.wire=int8",
+    ],
+)
 def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scale(settings):
     """Nothing of it is left for later steps: a block of a wire format that is not finite lies over the padding as well."""
-    base = [*TINY, "precision.compute=float16", "optimizer.name=momentum"]    # the update of AdamW has no scale
+    base = [
+        *TINY,
+        "precision.compute=float16",
+        "optimizer.name=momentum",
+    ]  # the update of AdamW has no scale
     with np.errstate(all="ignore"):
-        alone, = run_ranks(1, steps, configured(*base), 6, None, (0, 3))
+        (alone,) = run_ranks(1, steps, configured(*base), 6, None, (0, 3))
         everyone = run_ranks(4, steps, configured(*base, settings), 6, None, (2, 3))
     for outcomes in everyone:
         assert [outcome.updated for outcome in outcomes] == [True, True, True, False, True, True]
@@ -220,7 +283,9 @@ def test_an_overflow_on_one_rank_of_four_is_skipped_by_all_and_halves_their_scal
 
 
 @pytest.mark.parametrize("zero", (0, 1))
-def test_a_run_goes_on_bitwise_where_it_stopped_the_loss_scale_and_the_count_of_updates_included(zero, tmp_path):
+def test_a_run_goes_on_bitwise_where_it_stopped_the_loss_scale_and_the_count_of_updates_included(
+    zero, tmp_path
+):
     config = configured(*TINY, "precision.compute=float16", f"replication.zero={zero}")
     with np.errstate(all="ignore"):
         whole, rest = {}, {}
@@ -233,14 +298,18 @@ def test_a_run_goes_on_bitwise_where_it_stopped_the_loss_scale_and_the_count_of_
     scalars = json.loads((newest(tmp_path) / "manifest.json").read_text())["scalars"]
     assert scalars["loss_scale"] == 2.0**15 and scalars["skipped_updates"] == 1
     files = [load_file(file) for file in newest(tmp_path).glob("*.safetensors")]
-    assert sum(tensor.size for file in files for tensor in file.values()) == 3 * count, "masters, moments: no mirror"
+    assert sum(tensor.size for file in files for tensor in file.values()) == 3 * count, (
+        "masters, moments: no mirror"
+    )
     for rank in range(2):
         (mirror, kept), (mirror_too, kept_too) = whole[rank], rest[rank]
         assert all(np.array_equal(mirror[name], mirror_too[name]) for name in mirror)
         assert all(np.array_equal(one, other) for one, other in zip(kept, kept_too, strict=True))
 
 
-def test_twenty_overflows_in_a_row_end_a_run_whatever_on_nonfinite_says(book, tmp_path, monkeypatch):  # noqa: F811
+def test_twenty_overflows_in_a_row_end_a_run_whatever_on_nonfinite_says(
+    book, tmp_path, monkeypatch
+):
     right = Replication.loss
 
     def loss(self, logits, targets, scale):
@@ -249,7 +318,12 @@ def test_twenty_overflows_in_a_row_end_a_run_whatever_on_nonfinite_says(book, tm
         return value, gradient
 
     monkeypatch.setattr(Replication, "loss", loss)
-    with np.errstate(all="ignore"), pytest.raises(TrainingError, match=r"The last 20 steps up to step 20 .* a loss scale of 1\."):
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(
+            TrainingError, match=r"The last 20 steps up to step 20 .* a loss scale of 1\."
+        ),
+    ):
         go(2, [*book, "precision.compute=float16", "run.steps=30", "run.on_nonfinite=skip"])
     lines = [record for record in records(tmp_path) if "loss" in record]
     assert len(lines) == 20 and all(line["overflow"] and "skipped" not in line for line in lines)

@@ -12,8 +12,17 @@ from tests.fakes.pointers import PointerThreads
 
 pytestmark = pytest.mark.compile
 
-NARROW = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=20",
-          "optimizer.warmup=2", "replication.bucket_mb=0.02", "replication.algorithm=ring"]
+NARROW = [
+    "model.layers=1",
+    "model.width=32",
+    "model.heads=2",
+    "model.context=16",
+    "batch.size=4",
+    "run.steps=20",
+    "optimizer.warmup=2",
+    "replication.bucket_mb=0.02",
+    "replication.algorithm=ring",
+]
 HALVES = ("bfloat16", "float16")
 
 
@@ -24,13 +33,19 @@ def first_of(tree):
 
 def run(transport, settings, steps):
     """Outcomes, the parameters, and the dtypes of what layers compute with and what is updated."""
-    trainer, source, _ = build(PointerThreads(transport), parse(with_settings({}, [*NARROW, *settings])))
+    trainer, source, _ = build(
+        PointerThreads(transport), parse(with_settings({}, [*NARROW, *settings]))
+    )
     replication = trainer.replication
     outcomes = [trainer.step(index, *replication.batch(source, index)) for index in range(steps)]
     assert replicas_equal(trainer) and trainer.arena.live == 0
     used = trainer.parameters if trainer.grid.is_server else first_of(replication.open(0, 0))
     dtypes = {array.dtype.name for array in (used, trainer.parameters, trainer.gradients)}
-    return [(o.loss, o.grad_norm) for o in outcomes], trainer.backend.to_host(trainer.parameters).copy(), dtypes
+    return (
+        [(o.loss, o.grad_norm) for o in outcomes],
+        trainer.backend.to_host(trainer.parameters).copy(),
+        dtypes,
+    )
 
 
 @pytest.mark.parametrize("compute", HALVES)
@@ -45,15 +60,32 @@ def test_kernels_of_16_bits_train_as_the_cpu_rounds(compute):
             assert dtypes == {compute, "float32"}
 
 
-@pytest.mark.parametrize("settings", [
-    ["bfloat16", "replication.zero=1"], ["float16", "replication.zero=3"], ["bfloat16", "layout.tp=2"],
-    ["float16", "layout.pp=2", "model.tied=true"], ["float16", "replication.mode=server"],
-], ids=" ".join)
-def test_a_gpu_trains_in_16_bits_bit_by_bit_as_the_simulator_does_and_close_to_the_cpu(settings, monkeypatch):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["bfloat16", "replication.zero=1"],
+        ["float16", "replication.zero=3"],
+        ["bfloat16", "layout.tp=2"],
+        ["float16", "layout.pp=2", "model.tied=true"],
+        ["float16", "replication.mode=server"],
+    ],
+    ids=" ".join,
+)
+def test_a_gpu_trains_in_16_bits_bit_by_bit_as_the_simulator_does_and_close_to_the_cpu(
+    settings, monkeypatch
+):
     """What an array library would have to compute with in 16 bits, the fake GPU refuses."""
     compute, *others = settings
-    common = [f"precision.compute={compute}", "model.width=16", "model.context=8", "batch.micro_batches=2", *others]
-    on_cpu, simulated = (run_ranks(2, run, [*common, f"device.kind={kind}"], 4) for kind in ("cpu", "cuda-sim"))
+    common = [
+        f"precision.compute={compute}",
+        "model.width=16",
+        "model.context=8",
+        "batch.micro_batches=2",
+        *others,
+    ]
+    on_cpu, simulated = (
+        run_ranks(2, run, [*common, f"device.kind={kind}"], 4) for kind in ("cpu", "cuda-sim")
+    )
     for (losses, *_), (wanted, *_) in zip(simulated, on_cpu, strict=True):
         assert np.all(np.abs(np.array(losses)[:, 0] / np.array(wanted)[:, 0] - 1) <= 0.02)
     gpu.play(monkeypatch)
@@ -66,13 +98,30 @@ def test_a_gpu_trains_in_16_bits_bit_by_bit_as_the_simulator_does_and_close_to_t
 @pytest.mark.parametrize("zero", range(4))
 def test_bytes_per_parameter_are_those_of_the_published_formulas(zero):
     """With AdamW on n ranks: 18; 6 + 12/n; 2 + 16/n; 18/n, less the 2/n of a mirror that stage 3 makes as it gathers."""
+
     def held(transport):
-        replication = build(transport, parse(with_settings({}, [
-            *NARROW, "precision.compute=bfloat16", "device.kind=cuda-sim", f"replication.zero={zero}"]))).trainer.replication
+        replication = build(
+            transport,
+            parse(
+                with_settings(
+                    {},
+                    [
+                        *NARROW,
+                        "precision.compute=bfloat16",
+                        "device.kind=cuda-sim",
+                        f"replication.zero={zero}",
+                    ],
+                )
+            ),
+        ).trainer.replication
         slots = [replication.buckets.slots] if zero > 1 else []
         slots += [replication.slots] if zero > 2 else []
         replication.settle()
-        return (replication.held() - sum(slot.nbytes for slot in slots)) / replication.replica.storage.length
+        return (
+            replication.held() - sum(slot.nbytes for slot in slots)
+        ) / replication.replica.storage.length
 
     for n in (1, 2, 3):
-        assert run_ranks(n, held) == pytest.approx([(18, 6 + 12 / n, 2 + 16 / n, 18 / n - 2 / n)[zero]] * n, rel=1e-12)
+        assert run_ranks(n, held) == pytest.approx(
+            [(18, 6 + 12 / n, 2 + 16 / n, 18 / n - 2 / n)[zero]] * n, rel=1e-12
+        )

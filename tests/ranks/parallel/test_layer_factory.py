@@ -22,8 +22,15 @@ from tests.training import configured
 
 GPT = {"vocab": 11, "context": 7, "width": 16, "heads": 4, "depth": 1, "tied": True}
 ROWS, STEPS, MICRO_BATCHES = 7, 3, 2
-SETTINGS = ["precision.compute=float64", f"batch.size={ROWS}", f"batch.micro_batches={MICRO_BATCHES}", "optimizer.warmup=0",
-            "optimizer.lr=0.01", "optimizer.clip=0.5", "run.steps=3"]
+SETTINGS = [
+    "precision.compute=float64",
+    f"batch.size={ROWS}",
+    f"batch.micro_batches={MICRO_BATCHES}",
+    "optimizer.warmup=0",
+    "optimizer.lr=0.01",
+    "optimizer.clip=0.5",
+    "run.steps=3",
+]
 TOKENS = np.random.default_rng(0).integers(GPT["vocab"], size=(STEPS, ROWS, GPT["context"] + 1))
 
 
@@ -32,8 +39,11 @@ def alone(transport):
     layers = Plain(device_for("cpu").ops)
     trainer = Trainer(transport, gpt(layers, **GPT), configured(*SETTINGS), layers.loss())
     outcomes = [trainer.step(index, rows[:, :-1], rows[:, 1:]) for index, rows in enumerate(TOKENS)]
-    return ([(o.loss, o.grad_norm) for o in outcomes], trainer.storage.parameter_count,
-            {e.name: e.view(trainer.parameters).copy() for e in trainer.storage.entries})
+    return (
+        [(o.loss, o.grad_norm) for o in outcomes],
+        trainer.storage.parameter_count,
+        {e.name: e.view(trainer.parameters).copy() for e in trainer.storage.entries},
+    )
 
 
 def together(transport, axes):
@@ -47,8 +57,9 @@ def together(transport, axes):
     stages, tied = assign_units(units, [2, 2] if axes.pp == 2 else [4], range(axes.pp))
     grid.deal(range(axes.pp), tied)
     storage = Storage(stages[place.pp], "float64", axes.dp)
-    replication = replication_for(ReplicationContext(
-        config, grid, storage, parse_wire("none"), device, arena, layers.loss()))
+    replication = replication_for(
+        ReplicationContext(config, grid, storage, parse_wire("none"), device, arena, layers.loss())
+    )
     stage = Stage(stages[place.pp], replication, arena)
     is_first, is_last = place.pp == 0, place.pp == axes.pp - 1
     outcomes = []
@@ -59,7 +70,7 @@ def together(transport, axes):
         loss, scale = 0.0, replication.scale(GPT["context"], 0)
         for micro in range(MICRO_BATCHES):
             here = share(len(own), micro, MICRO_BATCHES)
-            part = rows[own.start + here.start:own.start + here.stop]
+            part = rows[own.start + here.start : own.start + here.stop]
             shape = (len(here), GPT["context"], GPT["width"])
 
             def received(peer, shape=shape):
@@ -67,7 +78,9 @@ def together(transport, axes):
                 grid.pp.transport.recv(array, peer)
                 return array
 
-            y = stage.forward(micro, backend.from_host(part[:, :-1]) if is_first else received(place.pp - 1))
+            y = stage.forward(
+                micro, backend.from_host(part[:, :-1]) if is_first else received(place.pp - 1)
+            )
             if is_last:
                 targets = backend.from_host(part[:, 1:]).reshape(-1)
                 value, dy = replication.loss(y.reshape(len(targets), -1), targets, scale)
@@ -83,20 +96,32 @@ def together(transport, axes):
         lr = learning_rate(config.optimizer, index, STEPS)
         outcomes.append(replication.finish(StepInput(index, [loss] if grid.speaks else [], lr)))
     assert arena.live == 0
-    return ([(o.loss, o.grad_norm) for o in outcomes], storage.parameter_count,
-            {e.name: (e.parameter, e.view(replication.parameters).copy()) for e in storage.entries})
+    return (
+        [(o.loss, o.grad_norm) for o in outcomes],
+        storage.parameter_count,
+        {e.name: (e.parameter, e.view(replication.parameters).copy()) for e in storage.entries},
+    )
 
 
-@pytest.mark.parametrize("axes", [Axes(tp=1), Axes(tp=2), Axes(tp=3), Axes(tp=4), Axes(dp=3, pp=2), Axes(tp=2, dp=2, pp=2)],
-                         ids=lambda axes: f"tp {axes.tp} dp {axes.dp} pp {axes.pp}")
+@pytest.mark.parametrize(
+    "axes",
+    [Axes(tp=1), Axes(tp=2), Axes(tp=3), Axes(tp=4), Axes(dp=3, pp=2), Axes(tp=2, dp=2, pp=2)],
+    ids=lambda axes: f"tp {axes.tp} dp {axes.dp} pp {axes.pp}",
+)
 def test_parts_of_layers_stages_and_replicas_equal_one_rank(axes):
-    (truth, count, whole), = run_ranks(1, alone)
+    ((truth, count, whole),) = run_ranks(1, alone)
     found = run_ranks(axes.ranks, together, axes)
-    assert sum(counted for rank, (_, counted, _) in enumerate(found) if axes.place(rank)[:2] == (0, 0)) == count
+    assert (
+        sum(counted for rank, (_, counted, _) in enumerate(found) if axes.place(rank)[:2] == (0, 0))
+        == count
+    )
     for told, _, tensors in found:
         assert np.all(np.abs(np.array(told) - truth) <= 1e-9)
         for name, (parameter, values) in tensors.items():
             assert np.all(np.abs(values - parameter.part_of(whole[name])) <= 1e-9), name
             if parameter.holders:
-                assert all(np.array_equal(values, others[name][1]) for _, _, others in found
-                           if name in others and others[name][0].slices == parameter.slices), name
+                assert all(
+                    np.array_equal(values, others[name][1])
+                    for _, _, others in found
+                    if name in others and others[name][0].slices == parameter.slices
+                ), name

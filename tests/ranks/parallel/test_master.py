@@ -18,17 +18,23 @@ UNEVEN = [*BASE, "batch.size=32"]
 def everything(transport, settings):
     """What training by this mode's batches, evaluation and logits say."""
     trainer, source, _ = build(transport, configured(*settings))
-    outcomes = [trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)]
+    outcomes = [
+        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)
+    ]
     assert trainer.arena.live == 0
     source.held_out = 7
     evaluated = trainer.evaluate(source)
     used = np.concatenate([e.view(trainer.parameters).ravel() for e in trainer.storage.entries])
-    return (np.array([(o.loss, o.grad_norm) for o in outcomes]), np.array(evaluated),
-            trainer.logits(source.held_out_rows([0, 1])[0]).copy(), used)
+    return (
+        np.array([(o.loss, o.grad_norm) for o in outcomes]),
+        np.array(evaluated),
+        trainer.logits(source.held_out_rows([0, 1])[0]).copy(),
+        used,
+    )
 
 
 def assert_equal_to_one_rank(ranks, settings, *more):
-    alone, = run_ranks(1, everything, settings)
+    (alone,) = run_ranks(1, everything, settings)
     assert np.ptp(alone[0][:, 0]) > 0.05, "the loss must move, or equality says nothing"
     for found in run_ranks(ranks, everything, [*settings, *more]):
         for one, other in zip(alone, found, strict=True):
@@ -41,7 +47,9 @@ def test_every_optimizer_has_the_curve_and_the_parameters_of_one_rank_at_uneven_
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 5))
-@pytest.mark.parametrize("settings", [[], ["batch.micro_batches=3", "model.tied=true"], ["replication.overlap=false"]])
+@pytest.mark.parametrize(
+    "settings", [[], ["batch.micro_batches=3", "model.tied=true"], ["replication.overlap=false"]]
+)
 def test_any_number_of_ranks_and_micro_batches_have_the_curve_of_one(ranks, settings):
     tied = [s for s in settings if "tied" in s]
     assert_equal_to_one_rank(ranks, [*UNEVEN, *tied], MASTER, *settings)
@@ -49,8 +57,18 @@ def test_any_number_of_ranks_and_micro_batches_have_the_curve_of_one(ranks, sett
 
 def test_samples_with_a_class_each_are_scattered_too():
     pytest.importorskip("sklearn")
-    assert_equal_to_one_rank(3, ["data.source=digits", "model.kind=mlp", "batch.size=32", "optimizer.lr=0.01",
-                                 "precision.compute=float64", f"run.steps={STEPS}"], MASTER)
+    assert_equal_to_one_rank(
+        3,
+        [
+            "data.source=digits",
+            "model.kind=mlp",
+            "batch.size=32",
+            "optimizer.lr=0.01",
+            "precision.compute=float64",
+            f"run.steps={STEPS}",
+        ],
+        MASTER,
+    )
 
 
 def test_rank_0_alone_reads_the_source_and_keeps_the_state():
@@ -70,8 +88,10 @@ def test_rank_0_alone_reads_the_source_and_keeps_the_state():
 @pytest.mark.parametrize("ranks", (1, 2, 3, 5))
 def test_every_rank_sends_the_bytes_of_the_formula(ranks):
     def run(transport):
-        trainer, source, _ = build(transport, configured(*UNEVEN, MASTER, "batch.micro_batches=2",
-                                                         "replication.algorithm=star"))
+        trainer, source, _ = build(
+            transport,
+            configured(*UNEVEN, MASTER, "batch.micro_batches=2", "replication.algorithm=star"),
+        )
         trainer.step(0, *trainer.replication.batch(source, 0))
         sent = []
         for index in (1, 2):
@@ -82,10 +102,15 @@ def test_every_rank_sends_the_bytes_of_the_formula(ranks):
 
     control, rows = 4 * 8, [(rank + 1) * 32 // ranks - rank * 32 // ranks for rank in range(ranks)]
     rows_nbytes, logits, targets = [[r * 16 * n for r in rows] for n in (16, 256 * 8, 8)]
-    children = {1: [0], 2: [1, 0], 3: [2, 0, 0], 5: [3, 1, 0, 0, 0]}[ranks]    # in the binomial tree
+    children = {1: [0], 2: [1, 0], 3: [2, 0, 0], 5: [3, 1, 0, 0, 0]}[ranks]  # in the binomial tree
     for rank, (nbytes, sent) in enumerate(run_ranks(ranks, run)):
         if rank == 0:
-            wanted = nbytes * (ranks - 1).bit_length() + sum(rows_nbytes[1:]) + sum(logits[1:]) + (ranks - 1) * control
+            wanted = (
+                nbytes * (ranks - 1).bit_length()
+                + sum(rows_nbytes[1:])
+                + sum(logits[1:])
+                + (ranks - 1) * control
+            )
         else:
             wanted = nbytes * (1 + children[rank]) + logits[rank] + targets[rank] + control
         assert sent == [wanted, wanted]
@@ -94,7 +119,9 @@ def test_every_rank_sends_the_bytes_of_the_formula(ranks):
 def test_a_nan_on_one_rank_skips_the_update_and_a_stop_of_one_reaches_all():
     def run(transport):
         pytest.importorskip("sklearn")
-        trainer, source, _ = build(transport, configured("data.source=digits", "model.kind=mlp", MASTER))
+        trainer, source, _ = build(
+            transport, configured("data.source=digits", "model.kind=mlp", MASTER)
+        )
         inputs, targets = trainer.replication.batch(source, 0)
         before = trainer.parameters.copy()
         inputs = inputs.copy()
@@ -102,6 +129,11 @@ def test_a_nan_on_one_rank_skips_the_update_and_a_stop_of_one_reaches_all():
             inputs[0, 0] = np.nan
         outcome = trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == 1)
         trainer.replication.settle()
-        return outcome.updated, outcome.nonfinite > 0, outcome.stop, np.array_equal(before, trainer.parameters)
+        return (
+            outcome.updated,
+            outcome.nonfinite > 0,
+            outcome.stop,
+            np.array_equal(before, trainer.parameters),
+        )
 
     assert run_ranks(3, run) == [(False, True, True, True)] * 3

@@ -27,11 +27,23 @@ class Slots(Replication):
         storage = replica.storage
         self.shown, self.slot = (np.full(storage.length, np.nan, storage.dtype) for _ in range(2))
         self.views, (self.leaves, _) = storage.weights(self.shown), storage.gradients(self.slot)
-        self.used = [{unit.tied.get(p.name, f"{unit.name}.{p.name}") for p in unit.layer.parameters()} for unit in storage.units]
-        self.optimizer = Optimizer(replica.config.optimizer, storage, [Piece(0, storage.length, 0)], replica.device.ops,
-                                   replica.device.backend, replica.arena)
+        self.used = [
+            {unit.tied.get(p.name, f"{unit.name}.{p.name}") for p in unit.layer.parameters()}
+            for unit in storage.units
+        ]
+        self.optimizer = Optimizer(
+            replica.config.optimizer,
+            storage,
+            [Piece(0, storage.length, 0)],
+            replica.device.ops,
+            replica.device.backend,
+            replica.arena,
+        )
         self.control = np.zeros(4)
-        self.agree, self.sum = replica.grid.world.bind(self.control), replica.grid.dp.bind(self.gradient_buffer)
+        self.agree, self.sum = (
+            replica.grid.world.bind(self.control),
+            replica.grid.dp.bind(self.gradient_buffer),
+        )
         self.now_open = None
 
     def entries(self, unit):
@@ -78,24 +90,41 @@ class Slots(Replication):
         squares = float((self.gradient_buffer**2).sum()) if rank == 0 else 0.0
         loss, squares, _, stop = self.total(mine.loss, squares, 0, mine.stop)
         norm, clip = math.sqrt(squares), self.replica.config.optimizer.clip
-        piece, = self.optimizer.pieces
-        self.optimizer.update(piece, self.parameters, self.gradient_buffer, min(1.0, clip / norm), mine.lr, mine.number)
+        (piece,) = self.optimizer.pieces
+        self.optimizer.update(
+            piece,
+            self.parameters,
+            self.gradient_buffer,
+            min(1.0, clip / norm),
+            mine.lr,
+            mine.number,
+        )
         return StepResult(loss, norm, 0, mine.lr, True, stop > 0)
 
 
 def everything(transport, settings):
     """What training, evaluation, logits and text say of a run of six steps."""
-    trainer, source, _ = build(transport, configured(*TINY, "precision.compute=float64", "run.eval_rows=20", *settings))
-    outcomes = [trainer.step(index, *trainer.replication.batch(source, index)) for index in range(6)]
+    trainer, source, _ = build(
+        transport, configured(*TINY, "precision.compute=float64", "run.eval_rows=20", *settings)
+    )
+    outcomes = [
+        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(6)
+    ]
     assert trainer.arena.live == 0
-    return (np.array([(o.loss, o.grad_norm) for o in outcomes]), np.array(trainer.evaluate(source)),
-            trainer.logits(source.held_out_rows([0, 1])[0]).copy(), trainer.tensors()["embedding.tokens"].ravel()[:64],
-            np.array(list(islice(tokens(trainer, [65], 0.8, 40, 0), 8))))
+    return (
+        np.array([(o.loss, o.grad_norm) for o in outcomes]),
+        np.array(trainer.evaluate(source)),
+        trainer.logits(source.held_out_rows([0, 1])[0]).copy(),
+        trainer.tensors()["embedding.tokens"].ravel()[:64],
+        np.array(list(islice(tokens(trainer, [65], 0.8, 40, 0), 8))),
+    )
 
 
 @pytest.mark.parametrize("settings", [[], ["model.tied=true", "batch.micro_batches=2"]])
-def test_a_mode_is_a_line_in_a_table_and_parameters_are_used_between_open_and_close_alone(settings, monkeypatch):
-    alone, = run_ranks(1, everything, settings)
+def test_a_mode_is_a_line_in_a_table_and_parameters_are_used_between_open_and_close_alone(
+    settings, monkeypatch
+):
+    (alone,) = run_ranks(1, everything, settings)
     monkeypatch.setitem(MODES, ("all-reduce", 0), Slots)
     for ranks in (1, 3):
         for found in run_ranks(ranks, everything, settings):

@@ -20,33 +20,70 @@ pytestmark = pytest.mark.slow
 def served(transport, config, steps=STEPS):
     """Losses and norms, the parameters and the gradients that each rank holds: {start: values} of its pieces."""
     trainer, source, _ = build(transport, config)
-    outcomes = [trainer.step(index, *trainer.replication.batch(source, index)) for index in range(steps)]
+    outcomes = [
+        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(steps)
+    ]
     assert replicas_equal(trainer)
     validated = trainer.evaluate(source)
     parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
-    found = {p.start: parameters.array[p.place:p.place + p.stop - p.start].copy() for p in parameters.pieces}
-    return np.array([o.loss for o in outcomes]), np.array([o.grad_norm for o in outcomes]), found, validated, trainer.storage
+    found = {
+        p.start: parameters.array[p.place : p.place + p.stop - p.start].copy()
+        for p in parameters.pieces
+    }
+    return (
+        np.array([o.loss for o in outcomes]),
+        np.array([o.grad_norm for o in outcomes]),
+        found,
+        validated,
+        trainer.storage,
+    )
 
 
 def curve(workers, servers, *settings):
     """What all ranks saw, which must be one, and the servers' parameters are what the workers hold."""
-    every = run_ranks(workers + servers, served, configured(*settings, SERVER, f"replication.servers={servers}"))
-    losses, norms, (whole,), validated, storage = every[0][0], every[0][1], every[0][2].values(), every[0][3], every[0][4]
+    every = run_ranks(
+        workers + servers, served, configured(*settings, SERVER, f"replication.servers={servers}")
+    )
+    losses, norms, (whole,), validated, storage = (
+        every[0][0],
+        every[0][1],
+        every[0][2].values(),
+        every[0][3],
+        every[0][4],
+    )
     held = 0
     for rank, other in enumerate(every):
-        assert np.array_equal(other[0], losses) and np.array_equal(other[1], norms) and other[3] == validated
+        assert (
+            np.array_equal(other[0], losses)
+            and np.array_equal(other[1], norms)
+            and other[3] == validated
+        )
         for start, values in other[2].items():
-            assert np.array_equal(values, whole[start:start + len(values)])
+            assert np.array_equal(values, whole[start : start + len(values)])
             held += len(values) if rank >= workers else 0
     assert held == len(whole), "each element lies on one server"
     return losses, norms, np.concatenate([e.view(whole).ravel() for e in storage.entries])
 
 
-@pytest.mark.parametrize(("optimizer", "grids"), [
-    ("sgd", [(1, 1), (3, 2)]), ("momentum", [(2, 1), (2, 2)]), ("adamw", [(3, 1), (1, 2), (2, 6)]),
-], ids=STATE)
-def test_in_float64_workers_and_servers_have_the_curve_and_the_parameters_of_one_rank(optimizer, grids):
-    settings = [*TINY, "precision.compute=float64", f"optimizer.name={optimizer}", "model.tied=true", "batch.size=10"]
+@pytest.mark.parametrize(
+    ("optimizer", "grids"),
+    [
+        ("sgd", [(1, 1), (3, 2)]),
+        ("momentum", [(2, 1), (2, 2)]),
+        ("adamw", [(3, 1), (1, 2), (2, 6)]),
+    ],
+    ids=STATE,
+)
+def test_in_float64_workers_and_servers_have_the_curve_and_the_parameters_of_one_rank(
+    optimizer, grids
+):
+    settings = [
+        *TINY,
+        "precision.compute=float64",
+        f"optimizer.name={optimizer}",
+        "model.tied=true",
+        "batch.size=10",
+    ]
     alone = curves(1, *settings)
     assert np.ptp(alone[0]) > 0.05, "the loss must move, or equality says nothing"
     for workers, servers in grids:
@@ -55,7 +92,9 @@ def test_in_float64_workers_and_servers_have_the_curve_and_the_parameters_of_one
             assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one)), (workers, servers)
 
 
-@pytest.mark.parametrize("settings", [["batch.micro_batches=3"], ["optimizer.clip=0"], ["optimizer.clip=0.01"]])
+@pytest.mark.parametrize(
+    "settings", [["batch.micro_batches=3"], ["optimizer.clip=0"], ["optimizer.clip=0.01"]]
+)
 def test_micro_batches_and_clipping_do_not_change_the_curve(settings):
     base = [*TINY, "precision.compute=float64"]
     clip = [setting for setting in settings if "clip" in setting]
@@ -66,7 +105,10 @@ def test_micro_batches_and_clipping_do_not_change_the_curve(settings):
 def test_a_run_repeats_bitwise_and_one_worker_has_the_bits_of_one_rank():
     first, second = (curve(3, 2, *TINY) for _ in range(2))
     assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
-    alone, served_alone = curves(1, *TINY, "optimizer.clip=0"), curve(1, 1, *TINY, "optimizer.clip=0")
+    alone, served_alone = (
+        curves(1, *TINY, "optimizer.clip=0"),
+        curve(1, 1, *TINY, "optimizer.clip=0"),
+    )
     assert np.array_equal(alone[0], served_alone[0]) and np.array_equal(alone[2], served_alone[2])
 
 
@@ -74,7 +116,9 @@ def test_a_run_repeats_bitwise_and_one_worker_has_the_bits_of_one_rank():
 def test_a_unit_is_pushed_while_those_before_it_compute_and_the_bits_stay(settings):
     def pushed(transport):
         """How many pushes have begun, when the backward pass of each unit ends, of the last micro-batch of a step."""
-        trainer, source, _ = build(transport, configured(*TINY, SERVER, "replication.servers=2", *settings))
+        trainer, source, _ = build(
+            transport, configured(*TINY, SERVER, "replication.servers=2", *settings)
+        )
         replication, counts, before = trainer.replication, [], transport.traffic.messages
         ready = replication.gradient_ready
 
@@ -89,7 +133,9 @@ def test_a_unit_is_pushed_while_those_before_it_compute_and_the_bits_stay(settin
 
     one, _, *servers = every = run_ranks(4, pushed)
     units = len(one[0])
-    assert units > 3 and one[0] == ([0] * units if "replication.overlap=false" in settings else [*range(1, units + 1)])
+    assert units > 3 and one[0] == (
+        [0] * units if "replication.overlap=false" in settings else [*range(1, units + 1)]
+    )
     assert all(other[1] == one[1] for other in every) and not servers[0][0]
     if settings == ["replication.overlap=false"]:
         overlapped = configured(*TINY, SERVER, "replication.servers=2")
@@ -99,7 +145,10 @@ def test_a_unit_is_pushed_while_those_before_it_compute_and_the_bits_stay(settin
 @pytest.mark.parametrize("update", ("sync", "async"))
 def test_a_bit_that_differs_on_a_server_alone_is_found(update):
     def altered(transport, rank):
-        trainer, *_ = build(transport, configured(*TINY, SERVER, "replication.servers=2", f"replication.update={update}"))
+        trainer, *_ = build(
+            transport,
+            configured(*TINY, SERVER, "replication.servers=2", f"replication.update={update}"),
+        )
         before = replicas_equal(trainer)
         if transport.rank == rank:
             trainer.replication.parameters[-1] += 1
@@ -119,9 +168,13 @@ def test_whole_spans_are_dealt_by_size_and_neighbours_are_one_piece():
 
 
 @pytest.mark.parametrize("workers, servers", [(2, 1), (3, 2)])
-def test_a_worker_sends_its_gradient_a_server_the_parameters_and_a_server_alone_keeps_state(workers, servers):
+def test_a_worker_sends_its_gradient_a_server_the_parameters_and_a_server_alone_keeps_state(
+    workers, servers
+):
     def run(transport):
-        trainer, source, _ = build(transport, configured(*TINY, SERVER, f"replication.servers={servers}"))
+        trainer, source, _ = build(
+            transport, configured(*TINY, SERVER, f"replication.servers={servers}")
+        )
         trainer.step(0, *trainer.replication.batch(source, 0))
         before = transport.traffic.nbytes
         trainer.step(1, *trainer.replication.batch(source, 1))
@@ -133,9 +186,15 @@ def test_a_worker_sends_its_gradient_a_server_the_parameters_and_a_server_alone_
     whole = every[0][1]
     for sent, nbytes, is_server, names, peak in every:
         if not is_server:
-            assert (sent, nbytes, names) == (whole + servers * header().nbytes, whole, ["parameters"]) and peak
+            assert (sent, nbytes, names) == (
+                whole + servers * header().nbytes,
+                whole,
+                ["parameters"],
+            ) and peak
             continue
-        agreeing = sent - workers * (nbytes + header().nbytes)    # three numbers, and a few bytes of the algorithm's own
+        agreeing = sent - workers * (
+            nbytes + header().nbytes
+        )  # three numbers, and a few bytes of the algorithm's own
         assert 0 <= agreeing <= 64 * (servers - 1)
         assert names == ["parameters", "first_moment", "second_moment"]
     assert sum(found[1] for found in every[workers:]) == whole
@@ -147,7 +206,9 @@ def test_a_stop_and_a_nan_of_any_rank_reach_all(asked):
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY, SERVER, "replication.servers=2"))
         inputs, targets = trainer.replication.batch(source, 0)
-        outcomes = [trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == asked)]
+        outcomes = [
+            trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == asked)
+        ]
         before = trainer.parameters.copy()
         if transport.rank == 1:
             trainer.replication.open(0, 0)["tokens"][:] = np.nan
@@ -158,10 +219,17 @@ def test_a_stop_and_a_nan_of_any_rank_reach_all(asked):
     assert run_ranks(4, run) == [([(True, True, False), (False, False, True)], True)] * 4
 
 
-@pytest.mark.parametrize("settings, ranks, words", [
-    (["replication.servers=2", "layout.dp=2"], 3, "dp 2 x tp 1 x pp 1 + servers 2 needs 4 ranks, but 3 were started."),
-    ([], 1, "dp 1 x tp 1 x pp 1 + servers 1 needs 2 ranks, but 1 were started."),
-])
+@pytest.mark.parametrize(
+    "settings, ranks, words",
+    [
+        (
+            ["replication.servers=2", "layout.dp=2"],
+            3,
+            "dp 2 x tp 1 x pp 1 + servers 2 needs 4 ranks, but 3 were started.",
+        ),
+        ([], 1, "dp 1 x tp 1 x pp 1 + servers 1 needs 2 ranks, but 1 were started."),
+    ],
+)
 def test_ranks_are_workers_and_servers(settings, ranks, words):
     with pytest.raises(ConfigError) as caught:
         axes(configured(SERVER, *settings), ranks)

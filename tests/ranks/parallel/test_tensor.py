@@ -24,8 +24,19 @@ from tests.training import configured
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-GPT = ["model.layers=2", "model.width=48", "model.heads=6", "model.context=24", "data.vocabulary=251", "batch.size=12",
-       "optimizer.warmup=0", "optimizer.lr=0.01", "optimizer.clip=0.5", f"run.steps={STEPS}", "precision.compute=float64"]
+GPT = [
+    "model.layers=2",
+    "model.width=48",
+    "model.heads=6",
+    "model.context=24",
+    "data.vocabulary=251",
+    "batch.size=12",
+    "optimizer.warmup=0",
+    "optimizer.lr=0.01",
+    "optimizer.clip=0.5",
+    f"run.steps={STEPS}",
+    "precision.compute=float64",
+]
 
 
 class Tokens:
@@ -37,12 +48,16 @@ class Tokens:
         self.model = "gpt"
 
     def batch(self, seed, step, size, rows, before=None):
-        tokens = np.random.default_rng([seed, step]).integers(self.inputs, size=(size, self.context + 1))
-        mine = tokens[rows.start:rows.stop]
+        tokens = np.random.default_rng([seed, step]).integers(
+            self.inputs, size=(size, self.context + 1)
+        )
+        mine = tokens[rows.start : rows.stop]
         return mine[:, :-1], mine[:, 1:]
 
     def held_out_rows(self, rows):
-        tokens = np.random.default_rng(99).integers(self.inputs, size=(self.held_out, self.context + 1))[list(rows)]
+        tokens = np.random.default_rng(99).integers(
+            self.inputs, size=(self.held_out, self.context + 1)
+        )[list(rows)]
         return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -51,8 +66,11 @@ class Points(Tokens):
 
     def batch(self, seed, step, size, rows, before=None):
         generator = np.random.default_rng([seed, step])
-        points, classes = generator.standard_normal((size, self.inputs)), generator.integers(self.classes, size=size)
-        return points[rows.start:rows.stop], classes[rows.start:rows.stop]
+        points, classes = (
+            generator.standard_normal((size, self.inputs)),
+            generator.integers(self.classes, size=size),
+        )
+        return points[rows.start : rows.stop], classes[rows.start : rows.stop]
 
     def held_out_rows(self, rows):
         return self.batch(99, 0, self.held_out, range(self.held_out))
@@ -74,7 +92,9 @@ def curve(transport, config, steps=STEPS):
         outcome = trainer.step(step, *trainer.replication.batch(source, step))
         told.append((outcome.loss, outcome.grad_norm))
         allocations.add(trainer.arena.allocations)
-    assert len(allocations) == 1 and trainer.arena.live == 0, "what the first step has taken serves all"
+    assert len(allocations) == 1 and trainer.arena.live == 0, (
+        "what the first step has taken serves all"
+    )
     assert replicas_equal(trainer)
     told.append(trainer.evaluate(source))
     tensors = trainer.tensors()
@@ -100,7 +120,7 @@ def rounded(transport, config, steps=STEPS):
 
     def noted(reduction):
         bucket = trainer.replication._cut[buckets._active.index(reduction)]
-        total[bucket.start:bucket.stop] = trainer.gradients[bucket.start:bucket.stop]
+        total[bucket.start : bucket.stop] = trainer.gradients[bucket.start : bucket.stop]
         start(reduction)
 
     buckets._mover.start = noted
@@ -110,20 +130,24 @@ def rounded(transport, config, steps=STEPS):
         sizes, limit = np.abs(total), np.zeros_like(total)
         for bucket in trainer.replication._cut:
             if not bucket.holders:
-                part = sizes[bucket.start:bucket.stop]
-                largest = np.repeat(np.maximum.reduceat(part, range(0, len(part), BLOCK)), BLOCK)[:len(part)]
-                limit[bucket.start:bucket.stop] = of_one * part + of_largest * largest
+                part = sizes[bucket.start : bucket.stop]
+                largest = np.repeat(np.maximum.reduceat(part, range(0, len(part), BLOCK)), BLOCK)[
+                    : len(part)
+                ]
+                limit[bucket.start : bucket.stop] = of_one * part + of_largest * largest
         for each in (total, sizes, limit):
             dp.native_all_reduce(each)
         apart, single = np.abs(trainer.gradients - total), n * 2.0**-24 * sizes
-        limit *= 2 + 2 * (of_one + of_largest)    # the sum is coded as well, and with it what was rounded before
+        limit *= 2 + 2 * (
+            of_one + of_largest
+        )  # the sum is coded as well, and with it what was rounded before
         assert np.all(apart <= limit + single), (step, np.max(apart - limit - single))
         assert np.any(apart > single), "something is rounded"
     assert replicas_equal(trainer) and trainer.arena.live == 0
 
 
 def check_equal(alone, together, tolerance=1e-9, steps=STEPS):
-    (told, whole, count), = alone
+    ((told, whole, count),) = alone
     for others, tensors, counted in together:
         assert counted == count and np.ptp(told[:steps, 0]) > 1e-3
         assert np.all(np.abs(others - told) <= tolerance + tolerance * np.abs(told)), others - told
@@ -132,28 +156,60 @@ def check_equal(alone, together, tolerance=1e-9, steps=STEPS):
             assert values.shape == truth.shape and np.all(np.abs(values - truth) <= tolerance), name
 
 
-@pytest.mark.parametrize("settings, layouts", [
-    (["batch.micro_batches=2"], [(1, 2, 1), (2, 3, 1), (1, 6, 1)]),
-    (["model.tied=true", "batch.micro_batches=3"], [(3, 1, 1), (1, 3, 1), (4, 2, 1), (1, 2, 3)]),
-    (["model.width=64", "model.heads=8", "model.tied=true"], [(1, 4, 1), (1, 8, 1)]),
-    (["model.layers=1", "model.tied=true", "batch.micro_batches=2", "replication.zero=2"], [(3, 2, 1)]),
-    (["model.layers=1", "batch.micro_batches=2", "replication.zero=3"], [(2, 2, 1)]),
-    (["model.kind=mlp", "model.layers=2"], [(1, 2, 1), (2, 3, 1)]),
-    (["model.kind=mlp", "model.layers=3", "replication.zero=1"], [(2, 2, 1), (1, 8, 1)]),
-], ids=["gpt", "tied", "wide", "zero 2", "zero 3", "mlp 2", "mlp 3"])
+@pytest.mark.parametrize(
+    "settings, layouts",
+    [
+        (["batch.micro_batches=2"], [(1, 2, 1), (2, 3, 1), (1, 6, 1)]),
+        (
+            ["model.tied=true", "batch.micro_batches=3"],
+            [(3, 1, 1), (1, 3, 1), (4, 2, 1), (1, 2, 3)],
+        ),
+        (["model.width=64", "model.heads=8", "model.tied=true"], [(1, 4, 1), (1, 8, 1)]),
+        (
+            ["model.layers=1", "model.tied=true", "batch.micro_batches=2", "replication.zero=2"],
+            [(3, 2, 1)],
+        ),
+        (["model.layers=1", "batch.micro_batches=2", "replication.zero=3"], [(2, 2, 1)]),
+        (["model.kind=mlp", "model.layers=2"], [(1, 2, 1), (2, 3, 1)]),
+        (["model.kind=mlp", "model.layers=3", "replication.zero=1"], [(2, 2, 1), (1, 8, 1)]),
+    ],
+    ids=["gpt", "tied", "wide", "zero 2", "zero 3", "mlp 2", "mlp 3"],
+)
 def test_ranks_that_share_layers_train_as_one_rank_does(settings, layouts):
     base = [*GPT, *settings]
     alone = run_ranks(1, curve, configured(*base))
     for dp, tp, pp in layouts:
-        check_equal(alone, run_ranks(dp * tp * pp, curve, configured(*base, f"layout.tp={tp}", f"layout.pp={pp}")))
+        check_equal(
+            alone,
+            run_ranks(dp * tp * pp, curve, configured(*base, f"layout.tp={tp}", f"layout.pp={pp}")),
+        )
 
 
-@pytest.mark.parametrize("settings, layouts", [
-    (["batch.micro_batches=2", "model.tied=true", "model.context=9"], [(1, 2, 1), (2, 3, 1), (1, 6, 1), (1, 2, 2)]),
-    (["model.width=64", "model.heads=8", "layout.keep_gathered=true", "replication.zero=1"], [(2, 4, 1), (1, 8, 1)]),
-    (["model.context=10", "batch.size=5"], [(2, 2, 1)]),
-    (["model.width=64", "model.heads=8", "model.context=10", "batch.size=2", "layout.keep_gathered=true"], [(1, 4, 1)]),
-], ids=["tied, odd context", "wide, kept", "uneven shares", "context that does not divide"])
+@pytest.mark.parametrize(
+    "settings, layouts",
+    [
+        (
+            ["batch.micro_batches=2", "model.tied=true", "model.context=9"],
+            [(1, 2, 1), (2, 3, 1), (1, 6, 1), (1, 2, 2)],
+        ),
+        (
+            ["model.width=64", "model.heads=8", "layout.keep_gathered=true", "replication.zero=1"],
+            [(2, 4, 1), (1, 8, 1)],
+        ),
+        (["model.context=10", "batch.size=5"], [(2, 2, 1)]),
+        (
+            [
+                "model.width=64",
+                "model.heads=8",
+                "model.context=10",
+                "batch.size=2",
+                "layout.keep_gathered=true",
+            ],
+            [(1, 4, 1)],
+        ),
+    ],
+    ids=["tied, odd context", "wide, kept", "uneven shares", "context that does not divide"],
+)
 def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts):
     base = [*GPT, *settings]
     alone = run_ranks(1, curve, configured(*base))
@@ -162,26 +218,49 @@ def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts
         check_equal(alone, run_ranks(dp * tp * pp, curve, configured(*base, *layout)))
 
 
-@pytest.mark.parametrize("dp, wire, own_rows, steps", [
-    (2, "fp16", False, STEPS), (2, "int8", True, STEPS), (3, "int8", False, 20), (3, "fp16", True, 20)])
-def test_replicas_of_ranks_that_share_layers_round_no_more_than_their_wire_format_and_stay_equal(dp, wire, own_rows, steps):
-    config = configured(*GPT[:-1], "layout.tp=2", f"layout.sequence_parallel={str(own_rows).lower()}", f"replication.wire={wire}",
-                        "replication.bucket_mb=0.01", f"run.steps={steps}")
+@pytest.mark.parametrize(
+    "dp, wire, own_rows, steps",
+    [
+        (2, "fp16", False, STEPS),
+        (2, "int8", True, STEPS),
+        (3, "int8", False, 20),
+        (3, "fp16", True, 20),
+    ],
+)
+def test_replicas_of_ranks_that_share_layers_round_no_more_than_their_wire_format_and_stay_equal(
+    dp, wire, own_rows, steps
+):
+    config = configured(
+        *GPT[:-1],
+        "layout.tp=2",
+        f"layout.sequence_parallel={str(own_rows).lower()}",
+        f"replication.wire={wire}",
+        "replication.bucket_mb=0.01",
+        f"run.steps={steps}",
+    )
     run_ranks(2 * dp, rounded, config, steps)
 
 
 def test_what_all_hold_has_equal_bits_where_groups_of_replicas_lie_on_hosts_in_different_ways():
     config = configured(*GPT[:-1], "layout.tp=2", "replication.wire=int8", "run.steps=20")
-    run_ranks(6, curve, config, 2, hosts="aaabbb")    # where a group of replicas lies as aab, and the other as abb
+    run_ranks(
+        6, curve, config, 2, hosts="aaabbb"
+    )  # where a group of replicas lies as aab, and the other as abb
 
 
-@pytest.mark.parametrize("own_rows, name", [("false", "qkv.weight"), ("true", "qkv.weight"), ("true", "norm.gain")])
+@pytest.mark.parametrize(
+    "own_rows, name", [("false", "qkv.weight"), ("true", "qkv.weight"), ("true", "norm.gain")]
+)
 def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, name):
     """A norm's gradient, too, of which each rank has only a part."""
+
     def told(transport):
         config = configured(*GPT, "layout.tp=2", f"layout.sequence_parallel={own_rows}")
         trainer, source, _ = build(transport, config, source=source_of(config))
-        entry, ready = next(e for e in trainer.storage.entries if e.name.endswith(name)), trainer.replication.gradient_ready
+        entry, ready = (
+            next(e for e in trainer.storage.entries if e.name.endswith(name)),
+            trainer.replication.gradient_ready,
+        )
 
         def spoiled(unit, is_last):
             if transport.rank == 3 and entry.name.startswith(f"{trainer.units[unit].name}."):
@@ -190,7 +269,12 @@ def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, n
 
         trainer.replication.gradient_ready, before = spoiled, trainer.parameters.copy()
         outcome = trainer.step(0, *trainer.replication.batch(source, 0))
-        return outcome.updated, outcome.nonfinite > 0, np.isfinite(outcome.loss), np.array_equal(before, trainer.parameters)
+        return (
+            outcome.updated,
+            outcome.nonfinite > 0,
+            np.isfinite(outcome.loss),
+            np.array_equal(before, trainer.parameters),
+        )
 
     assert run_ranks(4, told) == [(False, True, True, True)] * 4
 
@@ -213,53 +297,110 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other_with_the_same_bits(tmp_
         return save(tmp_path / "begun", trainer, Done(2, 24, "run"), keep=1)
 
     path = run_ranks(6, begun)[0]
-    (_, first), = run_ranks(1, passed_on, path, 1, tmp_path / "alone")
+    ((_, first),) = run_ranks(1, passed_on, path, 1, tmp_path / "alone")
     for ranks, tp, own_rows in ((2, 2, "true"), (6, 6, "false"), (4, 2, "true")):
-        path = run_ranks(ranks, passed_on, path, tp, tmp_path / f"{ranks} {tp}", f"layout.sequence_parallel={own_rows}")[0][0]
-    (_, last), = run_ranks(1, passed_on, path, 1, tmp_path / "alone again")
-    assert {"parameters", "first_moment", "second_moment"} <= set(first) == set(last) and np.any(first["second_moment"])
+        path = run_ranks(
+            ranks,
+            passed_on,
+            path,
+            tp,
+            tmp_path / f"{ranks} {tp}",
+            f"layout.sequence_parallel={own_rows}",
+        )[0][0]
+    ((_, last),) = run_ranks(1, passed_on, path, 1, tmp_path / "alone again")
+    assert {"parameters", "first_moment", "second_moment"} <= set(first) == set(last) and np.any(
+        first["second_moment"]
+    )
     assert all(np.array_equal(first[name], last[name]) for name in first)
 
 
 def test_layers_in_a_list_of_one_s_own_gather_and_split_where_they_are_told_to():
     def units(layers):
         draw = normal(0.3)
-        return [Unit("a", ColumnParallelLinear(layers, 10, 12, draw, "gelu", gather_output=True)),
-                Unit("b", RowParallelLinear(layers, 12, 7, draw, "gelu", input_is_parallel=False)),
-                Unit("c", ColumnParallelLinear(layers, 7, 24, draw, "relu")),
-                Unit("d", RowParallelLinear(layers, 24, 6, draw, bias=False)),
-                Unit("e", ColumnParallelLinear(layers, 6, 12, draw, bias=False, gather_output=True))]
+        return [
+            Unit("a", ColumnParallelLinear(layers, 10, 12, draw, "gelu", gather_output=True)),
+            Unit("b", RowParallelLinear(layers, 12, 7, draw, "gelu", input_is_parallel=False)),
+            Unit("c", ColumnParallelLinear(layers, 7, 24, draw, "relu")),
+            Unit("d", RowParallelLinear(layers, 24, 6, draw, bias=False)),
+            Unit("e", ColumnParallelLinear(layers, 6, 12, draw, bias=False, gather_output=True)),
+        ]
 
     def plain(layers):
-        return [Unit(name, Linear(layers.ops, *shape, normal(0.3), activation, bias)) for name, shape, activation, bias in (
-            ("a", (10, 12), "gelu", True), ("b", (12, 7), "gelu", True), ("c", (7, 24), "relu", True),
-            ("d", (24, 6), None, False), ("e", (6, 12), None, False))]
+        return [
+            Unit(name, Linear(layers.ops, *shape, normal(0.3), activation, bias))
+            for name, shape, activation, bias in (
+                ("a", (10, 12), "gelu", True),
+                ("b", (12, 7), "gelu", True),
+                ("c", (7, 24), "relu", True),
+                ("d", (24, 6), None, False),
+                ("e", (6, 12), None, False),
+            )
+        ]
 
     def trained(transport, units, tp):
-        config = configured("model.kind=mlp", "model.width=12", "batch.size=9", "optimizer.lr=0.01", f"run.steps={STEPS}",
-                            "optimizer.warmup=0", "precision.compute=float64", f"layout.tp={tp}")
+        config = configured(
+            "model.kind=mlp",
+            "model.width=12",
+            "batch.size=9",
+            "optimizer.lr=0.01",
+            f"run.steps={STEPS}",
+            "optimizer.warmup=0",
+            "precision.compute=float64",
+            f"layout.tp={tp}",
+        )
         trainer, source = Trainer(transport, units, config), Points(10, 0)
-        told = [trainer.step(step, *trainer.replication.batch(source, step))[:2] for step in range(STEPS)]
+        told = [
+            trainer.step(step, *trainer.replication.batch(source, step))[:2]
+            for step in range(STEPS)
+        ]
         assert replicas_equal(trainer) and trainer.arena.live == 0
         told.append(trainer.evaluate(source))
         tensors = trainer.tensors()
-        return np.array(told), {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}, \
-            trainer.parameter_count
+        return (
+            np.array(told),
+            {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries},
+            trainer.parameter_count,
+        )
 
     alone = run_ranks(1, trained, plain, 1)
     for dp, tp in ((1, 1), (1, 2), (2, 3)):
         check_equal(alone, run_ranks(dp * tp, trained, units, tp))
 
 
-@pytest.mark.parametrize("own_rows, units, law", [
-    (False, lambda layers: mlp(Plain(ops_for("cpu")), features=3, hidden=[4], classes=2), "weight of unit hidden.0 is neither"),
-    (False, lambda layers: [Unit("a", layers.column_linear(3, 4, normal(1), "relu"))], "but a needs that for its backward"),
-    (True, lambda layers: [Unit("a", layers.column_linear(3, 4, normal(1)))], "each rank its own rows, but no unit is one"),
-    (True, lambda layers: [Unit("a", ColumnParallelLinear(layers, 3, 4, normal(1), gather_output=True))],
-     "gather_output=True returns all columns"),
-    (True, lambda layers: [Unit("a", RowParallelLinear(layers, 4, 3, normal(1), input_is_parallel=False))],
-     "input_is_parallel=False takes all columns"),
-])
+@pytest.mark.parametrize(
+    "own_rows, units, law",
+    [
+        (
+            False,
+            lambda layers: mlp(Plain(ops_for("cpu")), features=3, hidden=[4], classes=2),
+            "weight of unit hidden.0 is neither",
+        ),
+        (
+            False,
+            lambda layers: [Unit("a", layers.column_linear(3, 4, normal(1), "relu"))],
+            "but a needs that for its backward",
+        ),
+        (
+            True,
+            lambda layers: [Unit("a", layers.column_linear(3, 4, normal(1)))],
+            "each rank its own rows, but no unit is one",
+        ),
+        (
+            True,
+            lambda layers: [
+                Unit("a", ColumnParallelLinear(layers, 3, 4, normal(1), gather_output=True))
+            ],
+            "gather_output=True returns all columns",
+        ),
+        (
+            True,
+            lambda layers: [
+                Unit("a", RowParallelLinear(layers, 4, 3, normal(1), input_is_parallel=False))
+            ],
+            "input_is_parallel=False takes all columns",
+        ),
+    ],
+)
 def test_units_that_cannot_be_trained_together_are_refused(own_rows, units, law):
     config = configured("layout.tp=2", f"layout.sequence_parallel={str(own_rows).lower()}")
     with pytest.raises(ConfigError) as refused:
@@ -269,29 +410,62 @@ def test_units_that_cannot_be_trained_together_are_refused(own_rows, units, law)
 
 def test_a_vocabulary_that_is_smaller_than_the_ranks_that_share_it_is_refused_with_the_most_there_may_be():
     config = configured("layout.tp=4", "data.vocabulary=3", "model.context=8")
-    with pytest.raises(ConfigError, match=r"4 ranks share a vocabulary, but it has 3 entries\.\n +Set layout.tp to at most 3\."
-                       ) as refused:
+    with pytest.raises(
+        ConfigError,
+        match=r"4 ranks share a vocabulary, but it has 3 entries\.\n +Set layout.tp to at most 3\.",
+    ) as refused:
         run_ranks(4, lambda transport: build(transport, config, source=source_of(config)))
     assert refused.value.agreed
 
 
-@pytest.mark.parametrize("ranks, settings, law, ways, mended", [
-    (2, ["layout.tp=2", "model.context=9", "batch.size=9", "batch.micro_batches=3"],
-     "2 ranks divide the rows of each micro-batch, but one of 3 sequence(s) of 9 tokens has 27.",
-     "Set batch.size to 6 or 12, model.context to 8 or 10, or layout.sequence_parallel to false.",
-     ["batch.size=6", "batch.size=12", "model.context=8", "model.context=10", "layout.sequence_parallel=false"]),
-    (4, ["layout.tp=2", "model.context=9", "batch.size=6"],
-     "2 ranks divide the rows of each micro-batch, but one of 3 sequence(s) of 9 tokens has 27.",
-     "Set batch.size to 4 or 8, model.context to 8 or 10, or", ["batch.size=4", "batch.size=8", "model.context=10"]),
-    (4, ["layout.tp=4", "model.heads=4", "model.context=6", "batch.size=12", "batch.micro_batches=4"],
-     "4 ranks divide the rows of each micro-batch, but one of 3 sequence(s) of 6 tokens has 18.",
-     "Set batch.size to 8 or 16, model.context to 4 or 8, batch.micro_batches to 3, or",
-     ["batch.size=8", "model.context=4", "batch.micro_batches=3"]),
-    (4, ["layout.tp=2", "layout.pp=2", "model.context=1", "batch.size=6"],
-     "one of 3 sequence(s) of 1 tokens has 3.", "Set batch.size to 4 or 8, model.context to 2, or",
-     ["batch.size=4", "batch.size=8", "model.context=2"]),
-])
-def test_rows_that_ranks_cannot_divide_are_refused_on_all_with_the_nearest_numbers_that_work(ranks, settings, law, ways, mended):
+@pytest.mark.parametrize(
+    "ranks, settings, law, ways, mended",
+    [
+        (
+            2,
+            ["layout.tp=2", "model.context=9", "batch.size=9", "batch.micro_batches=3"],
+            "2 ranks divide the rows of each micro-batch, but one of 3 sequence(s) of 9 tokens has 27.",
+            "Set batch.size to 6 or 12, model.context to 8 or 10, or layout.sequence_parallel to false.",
+            [
+                "batch.size=6",
+                "batch.size=12",
+                "model.context=8",
+                "model.context=10",
+                "layout.sequence_parallel=false",
+            ],
+        ),
+        (
+            4,
+            ["layout.tp=2", "model.context=9", "batch.size=6"],
+            "2 ranks divide the rows of each micro-batch, but one of 3 sequence(s) of 9 tokens has 27.",
+            "Set batch.size to 4 or 8, model.context to 8 or 10, or",
+            ["batch.size=4", "batch.size=8", "model.context=10"],
+        ),
+        (
+            4,
+            [
+                "layout.tp=4",
+                "model.heads=4",
+                "model.context=6",
+                "batch.size=12",
+                "batch.micro_batches=4",
+            ],
+            "4 ranks divide the rows of each micro-batch, but one of 3 sequence(s) of 6 tokens has 18.",
+            "Set batch.size to 8 or 16, model.context to 4 or 8, batch.micro_batches to 3, or",
+            ["batch.size=8", "model.context=4", "batch.micro_batches=3"],
+        ),
+        (
+            4,
+            ["layout.tp=2", "layout.pp=2", "model.context=1", "batch.size=6"],
+            "one of 3 sequence(s) of 1 tokens has 3.",
+            "Set batch.size to 4 or 8, model.context to 2, or",
+            ["batch.size=4", "batch.size=8", "model.context=2"],
+        ),
+    ],
+)
+def test_rows_that_ranks_cannot_divide_are_refused_on_all_with_the_nearest_numbers_that_work(
+    ranks, settings, law, ways, mended
+):
     def built(transport, *more):
         config = configured(*GPT, "layout.sequence_parallel=true", *settings, *more)
         trainer, source, _ = build(transport, config, source=source_of(config))
@@ -299,21 +473,30 @@ def test_rows_that_ranks_cannot_divide_are_refused_on_all_with_the_nearest_numbe
 
     with pytest.raises(ConfigError) as refused:
         run_ranks(ranks, built)
-    assert refused.value.agreed and law in refused.value.law and ways in refused.value.way_out, refused.value
+    assert refused.value.agreed and law in refused.value.law and ways in refused.value.way_out, (
+        refused.value
+    )
     for setting in mended:
         run_ranks(ranks, built, setting)
 
 
 def test_ranks_that_share_layers_write_the_text_of_one_rank_and_say_the_same_of_rows_of_any_number_and_length():
     def written(transport, tp):
-        config = configured(*GPT, f"layout.tp={tp}", "layout.sequence_parallel=true", "model.context=25")
+        config = configured(
+            *GPT, f"layout.tp={tp}", "layout.sequence_parallel=true", "model.context=25"
+        )
         trainer = build(transport, config, source=source_of(config)).trainer
-        found = [trainer.logits(np.arange(rows * length).reshape(rows, length)) for rows, length in ((1, 1), (3, 7), (5, 25))]
+        found = [
+            trainer.logits(np.arange(rows * length).reshape(rows, length))
+            for rows, length in ((1, 1), (3, 7), (5, 25))
+        ]
         return list(islice(tokens(trainer, [3, 5], 0.8, 40, transport.rank), 30)), found
 
-    (text, logits), = run_ranks(1, written, 1)
+    ((text, logits),) = run_ranks(1, written, 1)
     for ranks, tp in ((2, 2), (6, 3)):
         for wrote, found in run_ranks(ranks, written, tp):
             assert wrote == text
-            assert all(one.shape == other.shape and np.all(np.abs(one - other) <= 1e-9)
-                       for one, other in zip(found, logits, strict=True))
+            assert all(
+                one.shape == other.shape and np.all(np.abs(one - other) <= 1e-9)
+                for one, other in zip(found, logits, strict=True)
+            )

@@ -27,6 +27,7 @@ def built(transport, config):
 
 def test_a_step_sends_the_bytes_of_its_formula():
     """In sum over the ranks, by rings: 2 (n - 1) S for each all-reduce of S bytes."""
+
     def sent(transport, config):
         trainer, source, _ = build(transport, config, source=source_of(config))
         trainer.step(0, *trainer.replication.batch(source, 0))
@@ -37,7 +38,13 @@ def test_a_step_sends_the_bytes_of_its_formula():
     n, layers, rows, width = 3, 2, 12 * 24, 48
     # gain and bias of a norm, of 48 elements, begin at multiples of 32
     norms, again = (2 * layers + 1) * (64 + 64), (2 * layers + 1) * rows * width
-    base = [*GPT, f"layout.tp={n}", "batch.micro_batches=2", "layout.algorithm=ring", "replication.algorithm=ring"]
+    base = [
+        *GPT,
+        f"layout.tp={n}",
+        "batch.micro_batches=2",
+        "layout.algorithm=ring",
+        "replication.algorithm=ring",
+    ]
     found = run_ranks(n, sent, configured(*base))
     maximum_and_two_sums, control = 3 * rows, 4
     whole = 2 * (n - 1) * 8 * ((4 * layers + 2) * rows * width + maximum_and_two_sums + control)
@@ -68,13 +75,23 @@ def test_activations_kept_for_the_backward_are_those_of_the_formula(way):
 
     for n in (1, 2, 3):
         own = 1 if way == "whole rows" else n
-        again = rows * width // (1 if way == "own rows, kept" else own)    # what a column layer's weights will meet
-        norm = rows * width // own + rows // own + again    # normalised rows, 1 / deviation, the layer's input
+        again = (
+            rows * width // (1 if way == "own rows, kept" else own)
+        )  # what a column layer's weights will meet
+        norm = (
+            rows * width // own + rows // own + again
+        )  # normalised rows, 1 / deviation, the layer's input
         if n == 1:
             norm = 2 * rows * width + rows
-        within = 12 * rows * width // n    # queries, keys, values, attention's output; slopes and outputs of the MLP
-        scores = batch * heads // n * length * (length + 1)    # one block of queries; and 1 / their sums
-        for rank, found in enumerate(run_ranks(n, held, configured(*GPT, f"layout.tp={n}", *WAYS[way]))):
+        within = (
+            12 * rows * width // n
+        )  # queries, keys, values, attention's output; slopes and outputs of the MLP
+        scores = (
+            batch * heads // n * length * (length + 1)
+        )  # one block of queries; and 1 / their sums
+        for rank, found in enumerate(
+            run_ranks(n, held, configured(*GPT, f"layout.tp={n}", *WAYS[way]))
+        ):
             logits = rows * len(share(vocabulary, rank, n))
             assert found == 8 * (layers * (2 * norm + within + scores) + norm + logits), (n, rank)
 
@@ -84,7 +101,9 @@ def test_after_the_first_step_nothing_is_bound_allocated_or_agreed(way):
     def counts(transport, config):
         trainer, step = built(transport, config)
         step(0)
-        counted = [Counted(group) for group in (trainer.grid.world, trainer.grid.tp, trainer.grid.dp)]
+        counted = [
+            Counted(group) for group in (trainer.grid.world, trainer.grid.tp, trainer.grid.dp)
+        ]
         before = [each.now() for each in counted]
         for number in range(1, 4):
             step(number)
@@ -92,7 +111,11 @@ def test_after_the_first_step_nothing_is_bound_allocated_or_agreed(way):
         return before
 
     config = configured(*GPT, "layout.tp=2", "model.tied=true", "batch.micro_batches=2", *WAYS[way])
-    assert all(calls == 0 and allocations for before in run_ranks(4, counts, config) for calls, allocations, _ in before)
+    assert all(
+        calls == 0 and allocations
+        for before in run_ranks(4, counts, config)
+        for calls, allocations, _ in before
+    )
 
 
 def test_time_spent_waiting_for_activations_is_told():

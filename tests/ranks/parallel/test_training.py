@@ -13,9 +13,21 @@ from tests.training import MLP, STEPS, TINY, by_hand, configured, curve, curves
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = [(2, "ring"), (3, "ring"), (4, "ring"), (5, "ring"), (2, "star"), (3, "star"), (4, "native"), (3, "halving-doubling"),
-           (3, "recursive-doubling"), (4, "tree"), (3, "hierarchical"), (3, "shared"),
-           (2, "auto")]
+LAYOUTS = [
+    (2, "ring"),
+    (3, "ring"),
+    (4, "ring"),
+    (5, "ring"),
+    (2, "star"),
+    (3, "star"),
+    (4, "native"),
+    (3, "halving-doubling"),
+    (3, "recursive-doubling"),
+    (4, "tree"),
+    (3, "hierarchical"),
+    (3, "shared"),
+    (2, "auto"),
+]
 FEW = [(5, "ring"), (3, "halving-doubling"), (3, "shared")]
 """For update rules and models beside the first: what they compute does not depend on who has summed the gradients."""
 
@@ -24,11 +36,21 @@ def test_every_algorithm_that_can_be_configured_is_trained_with():
     assert set(choices("allreduce")) == {a for _, a in LAYOUTS}
 
 
-@pytest.mark.parametrize("model, optimizer, layouts", [
-    (TINY, "adamw", LAYOUTS), (TINY, "sgd", FEW), (TINY, "momentum", FEW),
-    (MLP, "adamw", FEW), (MLP, "sgd", FEW), (MLP, "momentum", FEW),
-], ids=["gpt-adamw", "gpt-sgd", "gpt-momentum", "mlp-adamw", "mlp-sgd", "mlp-momentum"])
-def test_in_float64_every_layout_has_the_curve_and_the_parameters_of_one_rank(model, optimizer, layouts):
+@pytest.mark.parametrize(
+    "model, optimizer, layouts",
+    [
+        (TINY, "adamw", LAYOUTS),
+        (TINY, "sgd", FEW),
+        (TINY, "momentum", FEW),
+        (MLP, "adamw", FEW),
+        (MLP, "sgd", FEW),
+        (MLP, "momentum", FEW),
+    ],
+    ids=["gpt-adamw", "gpt-sgd", "gpt-momentum", "mlp-adamw", "mlp-sgd", "mlp-momentum"],
+)
+def test_in_float64_every_layout_has_the_curve_and_the_parameters_of_one_rank(
+    model, optimizer, layouts
+):
     if model is MLP:
         pytest.importorskip("sklearn")
     settings = [*model, "precision.compute=float64", f"optimizer.name={optimizer}"]
@@ -40,7 +62,10 @@ def test_in_float64_every_layout_has_the_curve_and_the_parameters_of_one_rank(mo
             assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one)), (ranks, algorithm)
 
 
-@pytest.mark.parametrize("optimizer, tolerance, layouts", [("adamw", 1e-4, LAYOUTS), ("sgd", 1e-5, FEW), ("momentum", 1e-5, FEW)])
+@pytest.mark.parametrize(
+    "optimizer, tolerance, layouts",
+    [("adamw", 1e-4, LAYOUTS), ("sgd", 1e-5, FEW), ("momentum", 1e-5, FEW)],
+)
 def test_in_float32_the_losses_of_every_layout_are_those_of_one_rank(optimizer, tolerance, layouts):
     settings = [*TINY, f"optimizer.name={optimizer}", "optimizer.lr=0.002"]
     alone = curves(1, *settings)[0]
@@ -49,12 +74,15 @@ def test_in_float32_the_losses_of_every_layout_are_those_of_one_rank(optimizer, 
         assert np.all(np.abs(together / alone - 1) <= tolerance), (ranks, algorithm)
 
 
-@pytest.mark.parametrize("settings", [
-    ["batch.micro_batches=3"],
-    ["replication.overlap=false"],
-    ["model.tied=true", "batch.micro_batches=2"],
-    ["replication.bucket_mb=100.0"],
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["batch.micro_batches=3"],
+        ["replication.overlap=false"],
+        ["model.tied=true", "batch.micro_batches=2"],
+        ["replication.bucket_mb=100.0"],
+    ],
+)
 def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings):
     base = [*TINY, "precision.compute=float64"]
     tied = [s for s in settings if "tied" in s]
@@ -63,14 +91,25 @@ def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings
         assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
 
 
-@pytest.mark.parametrize("settings", [[], ["batch.micro_batches=2"], ["replication.wire=int8"], ["replication.bucket_mb=0.0"]])
-def test_between_hosts_a_thread_that_moves_reductions_leaves_every_bit_as_it_is(settings, monkeypatch):
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["batch.micro_batches=2"], ["replication.wire=int8"], ["replication.bucket_mb=0.0"]],
+)
+def test_between_hosts_a_thread_that_moves_reductions_leaves_every_bit_as_it_is(
+    settings, monkeypatch
+):
     started = []
     start = progress.ProgressThread.start
-    monkeypatch.setattr(progress.ProgressThread, "start", lambda self, reduction: (started.append(self), start(self, reduction)))
+    monkeypatch.setattr(
+        progress.ProgressThread,
+        "start",
+        lambda self, reduction: (started.append(self), start(self, reduction)),
+    )
     base = [*TINY, "replication.algorithm=ring", *settings]
-    without, beside = (run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
-                       for thread in ("no", "auto"))
+    without, beside = (
+        run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
+        for thread in ("no", "auto")
+    )
     assert len(set(map(id, started))) == 3 and len(started) >= 3 * STEPS
     for one, other in zip(without, beside, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
@@ -103,8 +142,15 @@ def test_the_arena_allocates_nothing_after_the_first_step_and_gets_everything_ba
 
 def test_clipping_bounds_the_update():
     def norm_of_update(transport, clip):
-        config = configured(*TINY, "optimizer.name=sgd", "optimizer.weight_decay=0", f"optimizer.clip={clip}",
-                            "optimizer.warmup=0", "optimizer.schedule=constant", "precision.compute=float64")
+        config = configured(
+            *TINY,
+            "optimizer.name=sgd",
+            "optimizer.weight_decay=0",
+            f"optimizer.clip={clip}",
+            "optimizer.warmup=0",
+            "optimizer.schedule=constant",
+            "precision.compute=float64",
+        )
         trainer, source, _ = build(transport, config)
         before = trainer.parameters.copy()
         outcome = trainer.step(0, *source.batch(0, 0, 12, trainer.share()))
@@ -135,7 +181,10 @@ def test_a_stop_asked_of_one_rank_reaches_all():
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY))
         data = source.batch(0, 0, 12, trainer.share())
-        return [trainer.step(0, *data).stop, trainer.step(1, *data, stop_requested=lambda: transport.rank == 1).stop]
+        return [
+            trainer.step(0, *data).stop,
+            trainer.step(1, *data, stop_requested=lambda: transport.rank == 1).stop,
+        ]
 
     assert run_ranks(3, run) == [[False, True]] * 3
 
@@ -143,17 +192,28 @@ def test_a_stop_asked_of_one_rank_reaches_all():
 @pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
 def test_updates_follow_rule_schedule_and_decay_mask_tensor_by_tensor(optimizer):
     def run(transport):
-        config = configured(*TINY, f"optimizer.name={optimizer}", "optimizer.clip=0", "precision.compute=float64",
-                            "optimizer.schedule=linear", "optimizer.warmup=2", "run.steps=5")
+        config = configured(
+            *TINY,
+            f"optimizer.name={optimizer}",
+            "optimizer.clip=0",
+            "precision.compute=float64",
+            "optimizer.schedule=linear",
+            "optimizer.warmup=2",
+            "run.steps=5",
+        )
         trainer, source, _ = build(transport, config)
         states = {entry.name: {} for entry in trainer.storage.entries}
-        for index, lr in enumerate([0.005, 0.01, 0.01, 0.007, 0.004]):  # 2 steps up to 0.01, then down to a tenth at step 5
+        for index, lr in enumerate(
+            [0.005, 0.01, 0.01, 0.007, 0.004]
+        ):  # 2 steps up to 0.01, then down to a tenth at step 5
             before = trainer.parameters.copy()
             outcome = trainer.step(index, *source.batch(0, index, 12, trainer.share()))
             assert abs(outcome.lr - lr) < 1e-15
             for entry in trainer.storage.entries:
                 gradient, value = entry.view(trainer.gradients), entry.view(before)
-                wanted = by_hand(optimizer, entry, gradient, value, states[entry.name], lr, index + 1)
+                wanted = by_hand(
+                    optimizer, entry, gradient, value, states[entry.name], lr, index + 1
+                )
                 assert np.all(np.abs(entry.view(trainer.parameters) - wanted) <= 1e-12), entry.name
 
     run_ranks(2, run)
@@ -192,7 +252,9 @@ def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient():
         data = source.batch(0, 0, 12, trainer.share())
         trainer.step(0, *data)
         layer = trainer.units[1].layer
-        layer.backward = lambda w, dy, saved, dw, arena: layer.backward_input(w, dy, saved, arena)[0]
+        layer.backward = lambda w, dy, saved, dw, arena: layer.backward_input(w, dy, saved, arena)[
+            0
+        ]
         trainer.step(1, *data)
         start, stop = trainer.storage.spans[1][:2]
         return np.abs(trainer.gradients[start:stop]).max(), np.abs(trainer.gradients).max() > 0
@@ -203,7 +265,9 @@ def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient():
 def test_ranks_with_different_configurations_or_data_are_refused():
     def run(transport):
         config = configured(*TINY, f"model.context={16 - transport.rank}")
-        with pytest.raises(ConfigError, match="All ranks need one data source and checkpoint, but held_out is"):
+        with pytest.raises(
+            ConfigError, match="All ranks need one data source and checkpoint, but held_out is"
+        ):
             build(transport, config)
 
     run_ranks(2, run)

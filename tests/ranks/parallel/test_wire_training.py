@@ -33,7 +33,9 @@ def whole():
 
 @pytest.mark.parametrize("wire, tolerance", [("fp16", 0.01), ("bf16", 0.02), ("int8", 0.03)])
 @RANKS
-def test_a_format_that_sends_every_element_trains_like_whole_gradients(wire, tolerance, ranks, whole):
+def test_a_format_that_sends_every_element_trains_like_whole_gradients(
+    wire, tolerance, ranks, whole
+):
     losses = curves(ranks, *TINY, f"replication.wire={wire}")[0]
     assert np.all(np.abs(losses - whole) <= tolerance) and not np.array_equal(losses, whole)
 
@@ -48,14 +50,25 @@ def test_a_format_that_sends_a_part_still_learns_most_of_it_in_the_first_steps(w
 @pytest.mark.parametrize("wire", RESIDUAL)
 def test_dense_steps_are_bitwise_those_of_whole_gradients(wire):
     whole = curves(2, *TINY, "replication.algorithm=ring")[0]
-    mixed = curves(2, *TINY, "replication.algorithm=ring", f"replication.wire={wire}", "replication.dense_steps=7")[0]
+    mixed = curves(
+        2,
+        *TINY,
+        "replication.algorithm=ring",
+        f"replication.wire={wire}",
+        "replication.dense_steps=7",
+    )[0]
     assert np.array_equal(whole[:8], mixed[:8]) and not np.array_equal(whole[8:], mixed[8:])
 
 
 def test_adamw_forgets_faster_in_steps_whose_gradients_are_delayed():
     def losses(*settings):
         return curves(2, *TINY, "replication.algorithm=ring", *settings)[0]
-    everything = ("replication.wire=topk:1", "optimizer.beta1=0.9", "optimizer.beta1_delayed=0.4")  # which delays nothing
+
+    everything = (
+        "replication.wire=topk:1",
+        "optimizer.beta1=0.9",
+        "optimizer.beta1_delayed=0.4",
+    )  # which delays nothing
     slow, fast = losses("optimizer.beta1=0.9"), losses("optimizer.beta1=0.4")
     assert np.abs(slow - fast).max() > 0.01
     assert np.abs(losses(*everything) - fast).max() <= 1e-3
@@ -74,7 +87,7 @@ def dense_then_lossy(transport, wire):
         if kept.name == "residual":
             assert not kept.array.any()
         elif kept.name == "prediction":
-            (start, stop, _), = kept.pieces
+            ((start, stop, _),) = kept.pieces
             wanted = expected[start:stop]
             assert np.abs(kept.array - wanted).max() <= 1e-5 * (1e-3 + np.abs(wanted).max())
     assert {kept.name for kept in trainer.replication.buckets.kept()} >= {"residual", "prediction"}
@@ -91,8 +104,13 @@ def by_tensor(trainer):
     for kept in trainer.replication.buckets.kept():
         name, array, pieces, kind = kept.name, kept.array, kept.pieces, kept.kind
         for start, stop, place in pieces:
-            found |= {(kind, name, entry.name): array[place + entry.start - start:place + entry.stop - start].copy()
-                      for entry in trainer.storage.entries if start <= entry.start < stop}
+            found |= {
+                (kind, name, entry.name): array[
+                    place + entry.start - start : place + entry.stop - start
+                ].copy()
+                for entry in trainer.storage.entries
+                if start <= entry.start < stop
+            }
         if not pieces:
             found[kind, name, ""] = array.copy()
     return found
@@ -121,12 +139,16 @@ def test_a_resumed_run_goes_on_bitwise_with_its_residuals(wire, tmp_path):
         assert first[rank][0] + second[rank][0] == whole[rank][0]
         for name, residual in whole[rank][1].items():
             assert np.array_equal(residual, second[rank][1][name]), name
-    assert any(kept.any() for (kind, *_), kept in whole[1][1].items() if kind == "own") == (wire in RESIDUAL)
+    assert any(kept.any() for (kind, *_), kept in whole[1][1].items() if kind == "own") == (
+        wire in RESIDUAL
+    )
 
 
 @pytest.mark.parametrize("wire", RESIDUAL)
 @pytest.mark.parametrize("ranks", (1, 2, 4))
-def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(wire, ranks, tmp_path, capsys):
+def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(
+    wire, ranks, tmp_path, capsys
+):
     saved = [before for _, before in run_ranks(3, train_and_save, tmp_path, wire, 0, 3, False)]
     loaded = [before for _, before in run_ranks(ranks, train_and_save, tmp_path, wire, 3, 3, True)]
     said = "starts anew: it is bound to the ranks of dp 3, pp 1, servers 0, tp 1"
@@ -143,7 +165,9 @@ def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(wire,
 
 def saved(transport, folder, step, settings=()):
     """A checkpoint of a new run, after `step` steps."""
-    trainer, source, done = build(transport, configured(*TINY, "replication.wire=topk:0.1", *settings))
+    trainer, source, done = build(
+        transport, configured(*TINY, "replication.wire=topk:0.1", *settings)
+    )
     for index in range(step):
         trainer.step(index, *source.batch(0, index, 12, trainer.share()))
     for now in range(1, step + 1):
@@ -163,20 +187,39 @@ def stale(name):
 
 
 MIXED = {
-    "stale": (stale("state-00001.safetensors"), "state-00001.safetensors and manifest.json belong to different .*: "
-              "it has step 1 where 2 is wanted, samples 12 where 24 is wanted"),
-    "stale model": (stale("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors and manifest.json belong to "
-                    "different .*: it has step 1 where 2 is wanted"),
+    "stale": (
+        stale("state-00001.safetensors"),
+        "state-00001.safetensors and manifest.json belong to different .*: "
+        "it has step 1 where 2 is wanted, samples 12 where 24 is wanted",
+    ),
+    "stale model": (
+        stale("model-00001-of-00002.safetensors"),
+        "model-00001-of-00002.safetensors and manifest.json belong to "
+        "different .*: it has step 1 where 2 is wanted",
+    ),
     "stale manifest": (stale("manifest.json"), "step-00000002 holds step 1, as manifest.json says"),
-    "another run's": (lambda newest, before, other: shutil.copy(other / "state-00000.safetensors", newest),
-                      "state-00000.safetensors and .*: it has run [0-9a-f]{32} where [0-9a-f]{32} is wanted"),
-    "swapped": (swap, r"state-0000(0|1).safetensors and .* ranks: it has rank (1|0) where (0|1) is wanted"),
-    "missing": (lambda newest, before, other: (newest / "state-00001.safetensors").unlink(),
-                "state-00001.safetensors is missing"),
-    "all missing": (lambda newest, before, other: [file.unlink() for file in newest.glob("state*")],
-                    "state-0000(0|1).safetensors is missing"),
-    "extra": (lambda newest, before, other: shutil.copy(newest / "state-00001.safetensors", newest / "state-00002.safetensors"),
-              "state-00002.safetensors is none of the 5 files"),
+    "another run's": (
+        lambda newest, before, other: shutil.copy(other / "state-00000.safetensors", newest),
+        "state-00000.safetensors and .*: it has run [0-9a-f]{32} where [0-9a-f]{32} is wanted",
+    ),
+    "swapped": (
+        swap,
+        r"state-0000(0|1).safetensors and .* ranks: it has rank (1|0) where (0|1) is wanted",
+    ),
+    "missing": (
+        lambda newest, before, other: (newest / "state-00001.safetensors").unlink(),
+        "state-00001.safetensors is missing",
+    ),
+    "all missing": (
+        lambda newest, before, other: [file.unlink() for file in newest.glob("state*")],
+        "state-0000(0|1).safetensors is missing",
+    ),
+    "extra": (
+        lambda newest, before, other: shutil.copy(
+            newest / "state-00001.safetensors", newest / "state-00002.safetensors"
+        ),
+        "state-00002.safetensors is none of the 5 files",
+    ),
 }
 
 

@@ -13,13 +13,24 @@ pytestmark = pytest.mark.slow
 ONE = "replication.zero=1"
 
 
-@pytest.mark.parametrize("layouts", [
-    [(1, "auto"), (3, "ring")],
-    [(2, "auto"), (4, "ring"), (5, "auto")],
-], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [(1, "auto"), (3, "ring")],
+        [(2, "auto"), (4, "ring"), (5, "auto")],
+    ],
+    ids=["few", "many"],
+)
 @pytest.mark.parametrize("optimizer", STATE)
-def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(optimizer, layouts):
-    settings = [*TINY, "precision.compute=float64", f"optimizer.name={optimizer}", "model.tied=true"]
+def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(
+    optimizer, layouts
+):
+    settings = [
+        *TINY,
+        "precision.compute=float64",
+        f"optimizer.name={optimizer}",
+        "model.tied=true",
+    ]
     alone = curves(1, *settings)
     assert np.ptp(alone[0]) > 0.05, "the loss must move, or equality says nothing"
     for ranks, algorithm in layouts:
@@ -28,7 +39,10 @@ def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_on
             assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one)), (ranks, algorithm)
 
 
-@pytest.mark.parametrize("settings", [["batch.micro_batches=3"], ["replication.overlap=false"], ["replication.bucket_mb=100.0"]])
+@pytest.mark.parametrize(
+    "settings",
+    [["batch.micro_batches=3"], ["replication.overlap=false"], ["replication.bucket_mb=100.0"]],
+)
 def test_micro_batches_overlap_and_buckets_do_not_change_the_curve(settings):
     base = [*TINY, "precision.compute=float64"]
     alone, together = curves(1, *base), curves(3, *base, ONE, *settings)
@@ -48,7 +62,9 @@ def test_in_a_wire_format_the_curve_is_that_of_all_reduce(wire):
 def test_a_rank_keeps_the_state_of_its_part_alone(ranks):
     def run(transport):
         trainer = build(transport, configured(*TINY, ONE)).trainer
-        return trainer.storage.length, [buffer.size for buffer in trainer.replication.optimizer.state.values()]
+        return trainer.storage.length, [
+            buffer.size for buffer in trainer.replication.optimizer.state.values()
+        ]
 
     for length, state in run_ranks(ranks, run):
         assert state == [length // ranks] * 2
@@ -56,7 +72,9 @@ def test_a_rank_keeps_the_state_of_its_part_alone(ranks):
 
 def test_between_hosts_gathers_move_by_a_thread_and_leave_every_bit_as_it_is():
     base = [*TINY, ONE, "replication.algorithm=ring"]
-    without, beside = (run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
-                       for thread in ("no", "auto"))
+    without, beside = (
+        run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
+        for thread in ("no", "auto")
+    )
     for one, other in zip(without, beside, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -20,7 +20,10 @@ def test_everyone_has_what_each_chunk_is_decoded_to_and_sends_coded_blocks(name)
 
     def run(transport, length):
         n, rank = transport.size, transport.rank
-        array, chunk = np.full((n, length), np.nan, "f4"), np.random.default_rng(rank).normal(size=length)
+        array, chunk = (
+            np.full((n, length), np.nan, "f4"),
+            np.random.default_rng(rank).normal(size=length),
+        )
         array[rank] = chunk
         gather = Group(transport, "ring").bind_coded_all_gather(array.reshape(-1), parse_wire(name))
         sent = measured(transport, gather.run)[1]
@@ -34,7 +37,10 @@ def test_everyone_has_what_each_chunk_is_decoded_to_and_sends_coded_blocks(name)
         blocks = -(-length // BLOCK)
         wanted = np.zeros((n, length), np.float32)
         for rank in range(n):
-            padded, coded = np.zeros(blocks * BLOCK, np.float32), np.empty(blocks * codec.block_bytes, np.uint8)
+            padded, coded = (
+                np.zeros(blocks * BLOCK, np.float32),
+                np.empty(blocks * codec.block_bytes, np.uint8),
+            )
             padded[:length] = np.random.default_rng(rank).normal(size=length)
             codec.encode(padded, coded)
             codec.decode(coded, padded)
@@ -44,25 +50,48 @@ def test_everyone_has_what_each_chunk_is_decoded_to_and_sends_coded_blocks(name)
 
 
 @FORMATS
-@pytest.mark.parametrize("hosts, more", [("aaa", ["replication.overlap=false"]), ("abab", ["replication.shard=host"])])
-def test_gradients_are_those_of_what_is_decoded_and_what_is_updated_was_never_coded(name, hosts, more):
+@pytest.mark.parametrize(
+    "hosts, more", [("aaa", ["replication.overlap=false"]), ("abab", ["replication.shard=host"])]
+)
+def test_gradients_are_those_of_what_is_decoded_and_what_is_updated_was_never_coded(
+    name, hosts, more
+):
     """As a replica has them that is given all decoded parameters."""
-    plain = [*TINY, "model.tied=true", "optimizer.name=sgd", "optimizer.warmup=0", "optimizer.weight_decay=0"]
+    plain = [
+        *TINY,
+        "model.tied=true",
+        "optimizer.name=sgd",
+        "optimizer.warmup=0",
+        "optimizer.weight_decay=0",
+    ]
 
     def run(transport):
-        job = build(transport, configured(*plain, *more, "replication.zero=3", f"replication.gather={name}"))
+        job = build(
+            transport, configured(*plain, *more, "replication.zero=3", f"replication.gather={name}")
+        )
         coded, whole = job.trainer, build(transport, configured(*plain)).trainer
         for tensor, entry in zip(coded.tensors().values(), whole.storage.entries, strict=True):
             entry.view(whole.parameters)[...] = tensor
-        before, began, batch = whole.parameters.copy(), coded.parameters.copy(), coded.replication.batch(job.data, 0)
+        before, began, batch = (
+            whole.parameters.copy(),
+            coded.parameters.copy(),
+            coded.replication.batch(job.data, 0),
+        )
         found, wanted = coded.step(0, *batch), whole.step(0, *batch)
-        assert abs(found.loss - wanted.loss) <= 1e-5 and abs(found.grad_norm - wanted.grad_norm) <= 1e-5 * wanted.grad_norm
+        assert (
+            abs(found.loss - wanted.loss) <= 1e-5
+            and abs(found.grad_norm - wanted.grad_norm) <= 1e-5 * wanted.grad_norm
+        )
         coarser = 0
         for start, stop, place in coded.replication.optimizer.pieces:
             mine = slice(place, place + stop - start)
             changes = coded.parameters[mine] - began[mine], (whole.parameters - before)[start:stop]
             assert np.abs(changes[0] - changes[1]).max() <= 1e-6
             coarser += np.count_nonzero(began[mine] != before[start:stop])
-        assert coarser > 1000 and np.abs(whole.parameters - before).max() > 1e-4 and replicas_equal(coded)
+        assert (
+            coarser > 1000
+            and np.abs(whole.parameters - before).max() > 1e-4
+            and replicas_equal(coded)
+        )
 
     run_ranks(len(hosts), run, hosts=hosts)

@@ -10,7 +10,14 @@ from mpitrain.pipeline.schedule_files import write_plan
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
-from tests.ranks.pipeline.test_pipelines import ROWS, SMALL, WIDTH, assert_equal_to_one_rank, layout, trained
+from tests.ranks.pipeline.test_pipelines import (
+    ROWS,
+    SMALL,
+    WIDTH,
+    assert_equal_to_one_rank,
+    layout,
+    trained,
+)
 from tests.training import configured
 
 pytestmark = pytest.mark.slow
@@ -23,30 +30,61 @@ def alone():
     return {tied: run_ranks(1, trained, [tied])[0] for tied in (TIED, UNTIED)}
 
 
-@pytest.mark.parametrize("zero, dp, pp, name, tied, more", [
-    (2, 2, 2, "gpipe", UNTIED, ["replication.bucket_mb=0.002"]),
-    (2, 3, 2, "breadth-first", TIED, ["replication.bucket_mb=100.0"]),
-    (3, 2, 2, "breadth-first", UNTIED, ["pipeline.chunks=3"]),
-    (3, 2, 3, "gpipe", TIED, []),
-    (3, 2, 1, "breadth-first", TIED, ["replication.overlap=false", "replication.zero_keep=300"]),
-    (2, 2, 2, "breadth-first", TIED, ["layout.tp=2", "replication.overlap=false"]),
-    (3, 2, 2, "gpipe", TIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
-    (3, 2, 1, "1f1b", UNTIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
-])
-def test_replicas_of_stages_that_divide_gradients_and_parameters_are_equal_to_one_rank(zero, dp, pp, name, tied, more, alone):
+@pytest.mark.parametrize(
+    "zero, dp, pp, name, tied, more",
+    [
+        (2, 2, 2, "gpipe", UNTIED, ["replication.bucket_mb=0.002"]),
+        (2, 3, 2, "breadth-first", TIED, ["replication.bucket_mb=100.0"]),
+        (3, 2, 2, "breadth-first", UNTIED, ["pipeline.chunks=3"]),
+        (3, 2, 3, "gpipe", TIED, []),
+        (
+            3,
+            2,
+            1,
+            "breadth-first",
+            TIED,
+            ["replication.overlap=false", "replication.zero_keep=300"],
+        ),
+        (2, 2, 2, "breadth-first", TIED, ["layout.tp=2", "replication.overlap=false"]),
+        (3, 2, 2, "gpipe", TIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
+        (3, 2, 1, "1f1b", UNTIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    ],
+)
+def test_replicas_of_stages_that_divide_gradients_and_parameters_are_equal_to_one_rank(
+    zero, dp, pp, name, tied, more, alone
+):
     ranks = dp * pp * (2 if "layout.tp=2" in more else 1)
-    assert_equal_to_one_rank(alone[tied], ranks, layout(dp, pp, name, 4, tied, f"replication.zero={zero}", *more))
+    assert_equal_to_one_rank(
+        alone[tied], ranks, layout(dp, pp, name, 4, tied, f"replication.zero={zero}", *more)
+    )
 
 
 @STAGES
-@pytest.mark.parametrize("name, chunks, tied", [("gpipe", 1, UNTIED), ("breadth-first", 2, TIED), ("breadth-first", 3, UNTIED)])
-def test_each_part_is_gathered_once_a_pass_and_reduced_once_and_one_is_held_at_a_time(name, chunks, tied, zero):
+@pytest.mark.parametrize(
+    "name, chunks, tied",
+    [("gpipe", 1, UNTIED), ("breadth-first", 2, TIED), ("breadth-first", 3, UNTIED)],
+)
+def test_each_part_is_gathered_once_a_pass_and_reduced_once_and_one_is_held_at_a_time(
+    name, chunks, tied, zero
+):
     dp, pp, m = 3, 2, 4
 
     def run(transport):
-        even = ",".join([str(12 // (pp * chunks))] * (pp * chunks))    # or what nobody comes after stays where it is
-        settings = layout(dp, pp, name, m, tied, f"pipeline.chunks={chunks}", f"replication.zero={zero}", "model.layers=5",
-                          f"pipeline.partition={even}", "replication.algorithm=ring")
+        even = ",".join(
+            [str(12 // (pp * chunks))] * (pp * chunks)
+        )  # or what nobody comes after stays where it is
+        settings = layout(
+            dp,
+            pp,
+            name,
+            m,
+            tied,
+            f"pipeline.chunks={chunks}",
+            f"replication.zero={zero}",
+            "model.layers=5",
+            f"pipeline.partition={even}",
+            "replication.algorithm=ring",
+        )
         trainer, source, _ = build(transport, configured(*SMALL, *settings))
         mode, storage = trainer.replication, trainer.storage
         told = measured(trainer.transport, lambda: mode.total(0, 0, 0, 0))[1]
@@ -56,48 +94,90 @@ def test_each_part_is_gathered_once_a_pass_and_reduced_once_and_one_is_held_at_a
         parts = mode.replica.parts
         assert len(parts) == chunks and parts[0].start == 0 and parts[-1].stop == len(storage.units)
         assert all(before.stop == after.start for before, after in pairwise(parts))
-        sizes = [(span.stop - span.start, 1 if span.holders or span.unit in parts[-1] else 2) for span in storage.spans]
-        whole, held = sum(size for size, _ in sizes), sum(span.stop - span.start for span in storage.spans if span.holders)
+        sizes = [
+            (span.stop - span.start, 1 if span.holders or span.unit in parts[-1] else 2)
+            for span in storage.spans
+        ]
+        whole, held = (
+            sum(size for size, _ in sizes),
+            sum(span.stop - span.start for span in storage.spans if span.holders),
+        )
         gathered = sum(size * (turns if zero == 3 else 1) for size, turns in sizes)
         plain = {span.unit: span.stop - span.start for span in storage.spans if not span.holders}
         units = [[plain[unit] for unit in part] for part in parts]
-        place = max(map(sum, units)) if zero == 2 else sum(map(max, *units) if chunks > 1 else units[0])
-        assert {mode.buckets.slots.nbytes, (mode if zero == 3 else mode.buckets).slots.nbytes} == {8 * (place + held)}
+        place = (
+            max(map(sum, units)) if zero == 2 else sum(map(max, *units) if chunks > 1 else units[0])
+        )
+        assert {mode.buckets.slots.nbytes, (mode if zero == 3 else mode.buckets).slots.nbytes} == {
+            8 * (place + held)
+        }
         return sent - told, 8 * (dp - 1) * (gathered + whole) / dp, 8 * held / dp
 
     found = run_ranks(dp * pp, run)
     crossings = pp * chunks - 1
     activations = 2 * crossings * ROWS * 8 * WIDTH * 8
-    held = sum(held for *_, held in found)    # what two stages hold is summed by both, a third of it by each replica
+    held = sum(
+        held for *_, held in found
+    )  # what two stages hold is summed by both, a third of it by each replica
     assert (held > 0) == (tied == TIED)
-    assert sum(sent for sent, *_ in found) == sum(travelled for _, travelled, _ in found) + activations + held
+    assert (
+        sum(sent for sent, *_ in found)
+        == sum(travelled for _, travelled, _ in found) + activations + held
+    )
 
 
-REFUSED = [(2, "1f1b", 0, "gpipe or breadth-first"), (2, "interleaved", 2, "breadth-first"),
-           (1, "zb-v", 0, "gpipe or breadth-first")]
+REFUSED = [
+    (2, "1f1b", 0, "gpipe or breadth-first"),
+    (2, "interleaved", 2, "breadth-first"),
+    (1, "zb-v", 0, "gpipe or breadth-first"),
+]
 
 
 @pytest.mark.parametrize("pp, name, chunks, working", REFUSED)
-def test_a_schedule_that_comes_back_to_parts_is_refused_and_those_that_are_named_work(pp, name, chunks, working):
+def test_a_schedule_that_comes_back_to_parts_is_refused_and_those_that_are_named_work(
+    pp, name, chunks, working
+):
     def attempt(name):
-        settings = layout(2, pp, name, 4, "replication.zero=3", f"pipeline.chunks={chunks}", "batch.size=8")
+        settings = layout(
+            2, pp, name, 4, "replication.zero=3", f"pipeline.chunks={chunks}", "batch.size=8"
+        )
         run_ranks(2 * pp, lambda transport: build(transport, configured(*SMALL, *settings)))
 
     with pytest.raises(ConfigError) as caught:
         attempt(name)
-    assert caught.value.agreed and caught.value.way_out == f"Set pipeline.schedule to {working}, or replication.zero to 0 or 1."
+    assert (
+        caught.value.agreed
+        and caught.value.way_out
+        == f"Set pipeline.schedule to {working}, or replication.zero to 0 or 1."
+    )
     assert caught.value.law.endswith(f"gathered and reduced once, but {name} comes back to parts.")
     for other in working.split(" or "):
         attempt(other)
 
 
 @pytest.mark.parametrize("zero", (0, 1))
-def test_a_tied_gradient_waits_for_all_that_use_it_in_whatever_order_a_file_has_them(zero, tmp_path, alone):
-    orders = [[0, 1], [1, 0]]    # the weight half of part 0, with the embedding, before that of part 1, with the head, and after
+def test_a_tied_gradient_waits_for_all_that_use_it_in_whatever_order_a_file_has_them(
+    zero, tmp_path, alone
+):
+    orders = [
+        [0, 1],
+        [1, 0],
+    ]  # the weight half of part 0, with the embedding, before that of part 1, with the head, and after
     for order in orders:
         halves = [BackwardWeight(part, micro) for part in order for micro in range(2)]
-        mine = [kind(part, micro) for micro in range(2) for kind, part in ((Forward, 0), (Forward, 1), (BackwardInput, 1),
-                                                                           (BackwardInput, 0))]
+        mine = [
+            kind(part, micro)
+            for micro in range(2)
+            for kind, part in ((Forward, 0), (Forward, 1), (BackwardInput, 1), (BackwardInput, 0))
+        ]
         write_plan(tmp_path / "own.json", Plan((0, 0), ((*mine, *halves),)))
-        settings = layout(2, 1, tmp_path / "own.json", 2, TIED, f"replication.zero={zero}", "replication.bucket_mb=0.0001")
+        settings = layout(
+            2,
+            1,
+            tmp_path / "own.json",
+            2,
+            TIED,
+            f"replication.zero={zero}",
+            "replication.bucket_mb=0.0001",
+        )
         assert_equal_to_one_rank(alone[TIED], 2, settings)

@@ -42,22 +42,33 @@ alone = cache(lambda *settings: curves(1, *BASE, *settings))
 def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(optimizer, stage):
     rule = f"optimizer.name={optimizer}"
     assert np.ptp(alone(rule)[0]) > 0.05, "the loss must move, or equality says nothing"
-    layouts = [(2, "batch.micro_batches=3"), (5, TIED), (1,), (3, TIED, "batch.micro_batches=3"), (4,)]
-    for ranks, *settings in layouts[:5 if optimizer == "adamw" else 2]:
+    layouts = [
+        (2, "batch.micro_batches=3"),
+        (5, TIED),
+        (1,),
+        (3, TIED, "batch.micro_batches=3"),
+        (4,),
+    ]
+    for ranks, *settings in layouts[: 5 if optimizer == "adamw" else 2]:
         algorithm = "replication.algorithm=" + ("auto" if ranks % 2 else "ring")
         together = curves(ranks, *BASE, rule, zero(stage), algorithm, *settings)
         assert_equal(alone(rule, *({TIED} & set(settings))), together, (ranks, settings))
 
 
-@pytest.mark.parametrize("settings", [
-    [zero(2), "replication.overlap=false"],
-    [zero(2), "replication.bucket_mb=100.0"],
-    [zero(3), "replication.overlap=false", TIED],
-    [zero(3), "replication.zero_keep=1000"],
-    [zero(3), "replication.zero_keep=100000", TIED],
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [zero(2), "replication.overlap=false"],
+        [zero(2), "replication.bucket_mb=100.0"],
+        [zero(3), "replication.overlap=false", TIED],
+        [zero(3), "replication.zero_keep=1000"],
+        [zero(3), "replication.zero_keep=100000", TIED],
+    ],
+)
 def test_overlap_buckets_and_what_is_kept_do_not_change_the_curve(settings):
-    assert_equal(alone(*({TIED} & set(settings))), curves(3, *BASE, *settings, "batch.micro_batches=2"))
+    assert_equal(
+        alone(*({TIED} & set(settings))), curves(3, *BASE, *settings, "batch.micro_batches=2")
+    )
 
 
 class Strict(ZeroThree):
@@ -83,7 +94,7 @@ class Strict(ZeroThree):
 @pytest.mark.parametrize("mode", (MODES["all-reduce", 2], ZeroThree, Strict))
 def test_evaluation_logits_and_text_are_those_of_one_rank(mode, monkeypatch):
     settings = [TIED, "batch.micro_batches=2", "run.eval_rows=20"]
-    one, = run_ranks(1, everything, settings)
+    (one,) = run_ranks(1, everything, settings)
     monkeypatch.setitem(MODES, ("all-reduce", 0), mode)
     for found in run_ranks(3, everything, settings):
         assert_equal(one, found)
@@ -94,7 +105,9 @@ def test_evaluation_logits_and_text_are_those_of_one_rank(mode, monkeypatch):
 @pytest.mark.parametrize("settings", [[], [TIED]])
 def test_a_rank_holds_its_part_and_what_is_on_its_way(settings, ranks, stage):
     def run(transport):
-        trainer = build(transport, configured(*TINY, *settings, zero(stage), "replication.bucket_mb=0.000001")).trainer
+        trainer = build(
+            transport, configured(*TINY, *settings, zero(stage), "replication.bucket_mb=0.000001")
+        ).trainer
         mode, storage = trainer.replication, trainer.storage
         state = sum(buffer.nbytes for buffer in mode.optimizer.state.values())
         sizes = [4 * (span.stop - span.start) for span in storage.spans]
@@ -110,12 +123,16 @@ def test_a_rank_holds_its_part_and_what_is_on_its_way(settings, ranks, stage):
 
 
 @STAGES
-@pytest.mark.parametrize("settings, micro_batches", [([], 1), ([], 3), ([TIED], 2), (["replication.zero_keep=1200"], 2)])
+@pytest.mark.parametrize(
+    "settings, micro_batches", [([], 1), ([], 3), ([TIED], 2), (["replication.zero_keep=1200"], 2)]
+)
 def test_by_ring_a_rank_sends_what_the_formulas_say(settings, micro_batches, stage):
     n, m = 3, micro_batches
 
     def run(transport):
-        config = configured(*TINY, *settings, zero(stage), f"batch.micro_batches={m}", "replication.algorithm=ring")
+        config = configured(
+            *TINY, *settings, zero(stage), f"batch.micro_batches={m}", "replication.algorithm=ring"
+        )
         job = build(transport, config)
         trainer, mode = job.trainer, job.trainer.replication
         told = measured(trainer.transport, lambda: mode.total(0, 0, 0, 0))[1]
@@ -123,17 +140,27 @@ def test_by_ring_a_rank_sends_what_the_formulas_say(settings, micro_batches, sta
         trainer.step(0, *batch)
         sent = measured(trainer.transport, lambda: trainer.step(1, *batch))[1]
         sizes = [4 * (span.stop - span.start) for span in trainer.storage.spans]
-        counts = [sum(e.stop - e.start for e in trainer.storage.entries if e.unit == unit) for unit in range(len(sizes))]
+        counts = [
+            sum(e.stop - e.start for e in trainer.storage.entries if e.unit == unit)
+            for unit in range(len(sizes))
+        ]
         return sent - told, sizes, counts
 
     for sent, sizes, counts in run_ranks(n, run):
         whole = sum(sizes)
         travelled = {2: (m + 1) * whole, 3: 3 * m * whole}[stage]
         if stage == 3:
-            stays = [unit == 0 if TIED in settings else bool(settings) and count <= 1200 for unit, count in enumerate(counts)]
+            stays = [
+                unit == 0 if TIED in settings else bool(settings) and count <= 1200
+                for unit, count in enumerate(counts)
+            ]
             assert any(stays) == bool(settings) and not all(stays)
             turning = [size for size, stay in zip(sizes, stays, strict=True) if not stay]
-            travelled -= (2 * m - 1) * (whole - sum(turning)) + m * sum(turning[-TURNS:]) + (m - 1) * sum(turning[:TURNS])
+            travelled -= (
+                (2 * m - 1) * (whole - sum(turning))
+                + m * sum(turning[-TURNS:])
+                + (m - 1) * sum(turning[:TURNS])
+            )
         assert sent * n == travelled * (n - 1)
 
 
@@ -165,12 +192,16 @@ def test_what_a_checkpoint_keeps_is_all_that_the_next_steps_need(stage):
 
         for index in range(3):
             step(first, index)
-        for source, target in zip(first.trainer.replication.kept(), second.trainer.replication.kept(), strict=True):
+        for source, target in zip(
+            first.trainer.replication.kept(), second.trainer.replication.kept(), strict=True
+        ):
             assert (source.name, source.pieces) == (target.name, target.pieces)
             target.array[:] = source.array
         covered = sum(piece.stop - piece.start for piece in source.pieces)
         assert covered == source.array.size == first.trainer.storage.length // transport.size
-        return [step(first, index) == step(second, index) for index in (3, 4)], replicas_equal(second.trainer)
+        return [step(first, index) == step(second, index) for index in (3, 4)], replicas_equal(
+            second.trainer
+        )
 
     assert run_ranks(3, run) == [([True, True], True)] * 3
 
@@ -183,7 +214,9 @@ def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient(stage):
         layer = trainer.units[1].layer
         for index in range(3):
             norms.append(trainer.step(index, *trainer.replication.batch(job.data, index)).grad_norm)
-            layer.backward = lambda w, dy, saved, dw, arena: layer.backward_input(w, dy, saved, arena)[0]
+            layer.backward = lambda w, dy, saved, dw, arena: layer.backward_input(
+                w, dy, saved, arena
+            )[0]
         return np.array(norms)
 
     assert_equal(run_ranks(2, run, []), run_ranks(2, run, [zero(stage)]))
@@ -192,8 +225,10 @@ def test_a_parameter_that_no_layer_wrote_in_a_step_has_no_gradient(stage):
 @STAGES
 def test_between_hosts_a_thread_moves_what_is_under_way_and_leaves_every_bit_as_it_is(stage):
     base = [*TINY, zero(stage), "replication.algorithm=ring", "batch.micro_batches=2"]
-    without, beside = (run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
-                       for thread in ("no", "auto"))
+    without, beside = (
+        run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
+        for thread in ("no", "auto")
+    )
     for one, other in zip(without, beside, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -202,11 +237,24 @@ def test_between_hosts_a_thread_moves_what_is_under_way_and_leaves_every_bit_as_
 @pytest.mark.parametrize("algorithm, gather", [("ring", "none"), ("shared", "int8")])
 def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(algorithm, gather, monkeypatch):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
+
     def run(threads, *settings):
-        small = ["model.layers=1", "batch.size=4", "batch.micro_batches=2", zero(3), "device.gemm=library"]
-        job = build(PointerThreads(threads), configured(*TINY, *small, f"replication.gather={gather}", *settings))
+        small = [
+            "model.layers=1",
+            "batch.size=4",
+            "batch.micro_batches=2",
+            zero(3),
+            "device.gemm=library",
+        ]
+        job = build(
+            PointerThreads(threads),
+            configured(*TINY, *small, f"replication.gather={gather}", *settings),
+        )
         trainer = job.trainer
-        losses = [trainer.step(index, *trainer.replication.batch(job.data, index)).loss for index in range(2)]
+        losses = [
+            trainer.step(index, *trainer.replication.batch(job.data, index)).loss
+            for index in range(2)
+        ]
         found = [losses, *trainer.tensors().values()]
         job.close()  # or a rank that is a thread would read what another has let go of
         return found
@@ -214,6 +262,8 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(algorithm, gather, monkey
     simulated, _ = run_ranks(2, run, "device.kind=cuda-sim", "replication.algorithm=ring")
     gpu.play(monkeypatch)
     monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
-    for found in run_ranks(2, run, "device.kind=cuda", "device.cuda_aware=no", f"replication.algorithm={algorithm}"):
+    for found in run_ranks(
+        2, run, "device.kind=cuda", "device.cuda_aware=no", f"replication.algorithm={algorithm}"
+    ):
         assert all(np.array_equal(one, other) for one, other in zip(simulated, found, strict=True))
     assert cupy.faults == []

@@ -71,16 +71,24 @@ def carry_out(transport, program, parts):
         match instruction:
             case Receive(what, part, micro, peer):
                 array = np.full(shape(micro), np.nan)
-                inbox[what, part, micro] = transport.start_recv(array, peer, 2 * part + (what == "gradient")), array
+                inbox[what, part, micro] = (
+                    transport.start_recv(array, peer, 2 * part + (what == "gradient")),
+                    array,
+                )
             case Send(what, part, micro, peer):
                 array = outgoing.pop((what, part, micro))
-                sends[what, part, micro] = transport.start_send(array, peer, 2 * part + (what == "gradient")), array
+                sends[what, part, micro] = (
+                    transport.start_send(array, peer, 2 * part + (what == "gradient")),
+                    array,
+                )
             case Complete(what, part, micro):
                 sends.pop((what, part, micro))[0].wait()
             case Handoff(what, part, micro):
                 inbox[what, part, micro] = None, outgoing.pop((what, part, micro))
             case Forward(part, micro):
-                x = saved[part, micro] = arrived(instruction, lambda: np.full(shape(micro), 1.0 + micro))
+                x = saved[part, micro] = arrived(
+                    instruction, lambda: np.full(shape(micro), 1.0 + micro)
+                )
                 outgoing[made(instruction, parts) or micro] = forward(part, x)
             case BackwardInput(part, micro) | Backward(part, micro):
                 x = saved[part, micro]
@@ -98,7 +106,9 @@ def carry_out(transport, program, parts):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_threads_that_carry_out_a_program_compute_what_one_rank_computes(name, stages):
-    for micro_batches in (stages, 2 * stages) if SCHEDULES[name].grouped else (1, 4, 2 * stages + 1):
+    for micro_batches in (
+        (stages, 2 * stages) if SCHEDULES[name].grouped else (1, 4, 2 * stages + 1)
+    ):
         plan = plan_of(name, stages, micro_batches)
         parts = len(plan.place)
         together = {}
@@ -108,12 +118,20 @@ def test_threads_that_carry_out_a_program_compute_what_one_rank_computes(name, s
 
 
 def test_blocking_sends_deadlock_on_threads_where_the_simulator_says_so():
-    program = tuple(tuple(done for i in mine if not isinstance(i, Complete)
-                          for done in ([i, Complete(*i)] if isinstance(i, Send) else [i]))
-                    for mine in with_messages(plan_of("1f1b", 3, 4), ahead=0))
+    program = tuple(
+        tuple(
+            done
+            for i in mine
+            if not isinstance(i, Complete)
+            for done in ([i, Complete(*i)] if isinstance(i, Send) else [i])
+        )
+        for mine in with_messages(plan_of("1f1b", 3, 4), ahead=0)
+    )
     with pytest.raises(CommError) as caught:
         run_ranks(3, carry_out, program, 3)
-    for rank, wait in enumerate(("send to rank 1, tag 2,", "send to rank 2, tag 4,", "send to rank 1, tag 3,")):
+    for rank, wait in enumerate(
+        ("send to rank 1, tag 2,", "send to rank 2, tag 4,", "send to rank 1, tag 3,")
+    ):
         assert f"rank {rank} waits in {wait}" in str(caught.value)
 
 
@@ -162,9 +180,19 @@ def test_a_receive_begins_before_the_instruction_that_precedes_its_use(name):
         channel = Noting(transport, Arena(), np.float64)
         channel.notes = notes = []
         channel.begin(lambda part, micro: (shape(micro),))
-        stages = {part: Written(notes, part) for part, home in enumerate(plan.place) if home == transport.rank}
-        execute(with_messages(plan)[transport.rank], stages, parts, lambda micro: np.full(shape(micro), 1.0),
-                lambda micro, y: y + 7, channel)
+        stages = {
+            part: Written(notes, part)
+            for part, home in enumerate(plan.place)
+            if home == transport.rank
+        }
+        execute(
+            with_messages(plan)[transport.rank],
+            stages,
+            parts,
+            lambda micro: np.full(shape(micro), 1.0),
+            lambda micro, y: y + 7,
+            channel,
+        )
         return notes
 
     for notes in run_ranks(3, run):

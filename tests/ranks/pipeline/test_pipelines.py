@@ -27,14 +27,31 @@ from tests.saving import save
 from tests.training import configured
 
 pytestmark = pytest.mark.slow
-STEPS, ROWS = 5, 13    # ragged, whatever it is divided by
+STEPS, ROWS = 5, 13  # ragged, whatever it is divided by
 UNITS, WIDTH = 8, 24
-SMALL = ["model.layers=3", f"model.width={WIDTH}", "model.heads=24", "model.context=8", f"batch.size={ROWS}", "run.steps=5",
-         "optimizer.warmup=0", "optimizer.lr=0.01", "optimizer.clip=0.5", "precision.compute=float64", "run.eval_rows=5"]
+SMALL = [
+    "model.layers=3",
+    f"model.width={WIDTH}",
+    "model.heads=24",
+    "model.context=8",
+    f"batch.size={ROWS}",
+    "run.steps=5",
+    "optimizer.warmup=0",
+    "optimizer.lr=0.01",
+    "optimizer.clip=0.5",
+    "precision.compute=float64",
+    "run.eval_rows=5",
+]
 
 
 def layout(dp, pp, name, micro_batches=0, *settings):
-    return [f"layout.dp={dp}", f"layout.pp={pp}", f"pipeline.schedule={name}", f"batch.micro_batches={micro_batches}", *settings]
+    return [
+        f"layout.dp={dp}",
+        f"layout.pp={pp}",
+        f"pipeline.schedule={name}",
+        f"batch.micro_batches={micro_batches}",
+        *settings,
+    ]
 
 
 def trained(transport, settings):
@@ -52,7 +69,11 @@ def trained(transport, settings):
     found.append(trainer.evaluate(source))
     assert replicas_equal(trainer)
     tensors = trainer.tensors()
-    return np.array(found), {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}, trainer.parameter_count
+    return (
+        np.array(found),
+        {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries},
+        trainer.parameter_count,
+    )
 
 
 def assert_equal_to_one_rank(truth, ranks, settings):
@@ -79,49 +100,87 @@ def layouts():
         for dp, tp in product(range(1, n + 1), repeat=2):
             if n % (dp * tp) == 0:
                 pp = n // dp // tp
-                served = [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1 or 2 * pp <= UNITS]
-                yield dp, tp, pp, served[next(turn) % len(served)], next(ties), next(algorithms) if dp > 1 else "auto"
+                served = [
+                    name
+                    for name, schedule in SCHEDULES.items()
+                    if schedule.chunks == 1 or 2 * pp <= UNITS
+                ]
+                yield (
+                    dp,
+                    tp,
+                    pp,
+                    served[next(turn) % len(served)],
+                    next(ties),
+                    next(algorithms) if dp > 1 else "auto",
+                )
 
 
 LAYOUTS = list(layouts())
 
 
-@pytest.mark.parametrize("dp, tp, pp, name, tied, algorithm", LAYOUTS, ids=["-".join(map(str, line)) for line in LAYOUTS])
+@pytest.mark.parametrize(
+    "dp, tp, pp, name, tied, algorithm", LAYOUTS, ids=["-".join(map(str, line)) for line in LAYOUTS]
+)
 def test_every_layout_is_equal_to_one_rank(dp, tp, pp, name, tied, algorithm, alone):
-    settings = layout(dp, pp, name, max(1, min(2 * pp, ROWS // dp // pp * pp)), f"layout.tp={tp}", f"model.tied={tied}",
-                      f"replication.algorithm={algorithm}")
+    settings = layout(
+        dp,
+        pp,
+        name,
+        max(1, min(2 * pp, ROWS // dp // pp * pp)),
+        f"layout.tp={tp}",
+        f"model.tied={tied}",
+        f"replication.algorithm={algorithm}",
+    )
     assert_equal_to_one_rank(alone[tied], dp * tp * pp, settings)
 
 
 def test_these_layouts_have_every_schedule_and_their_replicas_every_all_reduce():
-    assert len(LAYOUTS) == len({line[:3] for line in LAYOUTS}) == 32 and {line[3] for line in LAYOUTS} == set(SCHEDULES)
+    assert len(LAYOUTS) == len({line[:3] for line in LAYOUTS}) == 32 and {
+        line[3] for line in LAYOUTS
+    } == set(SCHEDULES)
     assert {line[5] for line in LAYOUTS if line[0] > 1} == set(choices("allreduce"))
 
 
 @pytest.mark.parametrize("dp, pp, micro_batches", [(1, 3, 6), (2, 2, 6)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_equal_to_one_rank(name, dp, pp, micro_batches, alone):
-    assert_equal_to_one_rank(alone["true"], dp * pp, layout(dp, pp, name, micro_batches, "model.tied=true"))
+    assert_equal_to_one_rank(
+        alone["true"], dp * pp, layout(dp, pp, name, micro_batches, "model.tied=true")
+    )
 
 
-@pytest.mark.parametrize("settings", [
-    ["replication.zero=1"], ["replication.overlap=false"], ["replication.algorithm=halving-doubling", "pipeline.partition=1,6,1"],
-    ["replication.bucket_mb=0.0001", "pipeline.partition=3,2,3"], ["pipeline.partition=time"],
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["replication.zero=1"],
+        ["replication.overlap=false"],
+        ["replication.algorithm=halving-doubling", "pipeline.partition=1,6,1"],
+        ["replication.bucket_mb=0.0001", "pipeline.partition=3,2,3"],
+        ["pipeline.partition=time"],
+    ],
+)
 def test_how_replicas_are_kept_in_step_and_where_the_model_is_cut_changes_nothing(settings, alone):
-    assert_equal_to_one_rank(alone["true"], 6, layout(2, 3, "zero-bubble", 5, "model.tied=true", *settings))
+    assert_equal_to_one_rank(
+        alone["true"], 6, layout(2, 3, "zero-bubble", 5, "model.tied=true", *settings)
+    )
 
 
 def test_a_schedule_of_a_file_trains(alone, tmp_path):
     plan = plan_of("breadth-first", 2, 5, 2)
-    turned = plan._replace(place=(1, 0, 1, 0), lists=plan.lists[::-1])    # the first part lies on the last stage
+    turned = plan._replace(
+        place=(1, 0, 1, 0), lists=plan.lists[::-1]
+    )  # the first part lies on the last stage
     write_plan(tmp_path / "own.json", turned)
-    assert_equal_to_one_rank(alone["true"], 4, layout(2, 2, tmp_path / "own.json", 0, "model.tied=true"))
+    assert_equal_to_one_rank(
+        alone["true"], 4, layout(2, 2, tmp_path / "own.json", 0, "model.tied=true")
+    )
 
 
 @pytest.mark.parametrize("wire", ("fp16", "int8", "topk:0.2", "powersgd:2"))
 def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
-    settings = layout(2, 2, "1f1b", 3, "precision.compute=float32", f"replication.wire={wire}", "model.tied=true")
+    settings = layout(
+        2, 2, "1f1b", 3, "precision.compute=float32", f"replication.wire={wire}", "model.tied=true"
+    )
     whole, *_ = run_ranks(4, trained, [*settings[:-2], "model.tied=true"])
     for found, *_ in run_ranks(4, trained, settings):
         assert np.all(np.abs(found[:, 0] / whole[0][:, 0] - 1) <= (1e-3 if wire == "fp16" else 0.1))
@@ -174,7 +233,9 @@ def test_a_boundary_has_one_activation_and_one_gradient_for_each_micro_batch(nam
 
 
 @pytest.mark.parametrize("rows_divided", (False, True))
-def test_ranks_that_share_a_stage_send_their_counterparts_whole_activations_or_their_own_rows(rows_divided, monkeypatch):
+def test_ranks_that_share_a_stage_send_their_counterparts_whole_activations_or_their_own_rows(
+    rows_divided, monkeypatch
+):
     sent, start_send, m = Counter(), ThreadTransport.start_send, 3
 
     def noted(self, array, to, tag=0):
@@ -224,39 +285,62 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
 
     run_ranks(stages, step)
     plan = plan_of(name, stages, m)
-    assert most == {stage: memory.peak(mine, [Cost()] * len(plan.place)).live for stage, mine in enumerate(plan.lists)}
+    assert most == {
+        stage: memory.peak(mine, [Cost()] * len(plan.place)).live
+        for stage, mine in enumerate(plan.lists)
+    }
 
 
-@pytest.mark.parametrize("name, layers", [("gpipe", 2), ("1f1b", 2), ("zero-bubble", 14), ("zb-v", 6)])
+@pytest.mark.parametrize(
+    "name, layers", [("gpipe", 2), ("1f1b", 2), ("zero-bubble", 14), ("zb-v", 6)]
+)
 def test_a_stage_sends_and_holds_in_a_step_what_is_told_of_it(name, layers):
     """Peaks within a tenth: what the simulator leaves out are messages on their way, and that a fused backward holds less."""
     stages, m = 2, 4
-    deep = [f"model.layers={layers}", "model.width=32", "model.heads=2", "model.context=32", f"batch.size={2 * m}"]
+    deep = [
+        f"model.layers={layers}",
+        "model.width=32",
+        "model.heads=2",
+        "model.context=32",
+        f"batch.size={2 * m}",
+    ]
 
     def run(transport):
-        trainer, source, _ = build(transport, configured(*SMALL, *deep, *layout(1, stages, name, m)))
+        trainer, source, _ = build(
+            transport, configured(*SMALL, *deep, *layout(1, stages, name, m))
+        )
         batch = trainer.replication.batch(source, 0)
         trainer.step(0, *batch)
         assert 0 < trainer.pipe.peak_bytes <= trainer.arena.peak
         before = {name: tensor.copy() for name, tensor in trainer.tensors().items()}
         rows = stage_rows(trainer, *batch)
-        assert trainer.arena.live == 0 and all(np.array_equal(before[name], now) for name, now in trainer.tensors().items())
+        assert trainer.arena.live == 0 and all(
+            np.array_equal(before[name], now) for name, now in trainer.tensors().items()
+        )
         return rows, stage_table(rows), len(trainer.units)
 
     for rows, lines, units in run_ranks(stages, run):
         assert len(lines) == 1 + stages and units in [row.units for row in rows]
         for row in rows:
-            assert (row.activations, row.gradients) == (row.planned_activations, row.planned_gradients)
+            assert (row.activations, row.gradients) == (
+                row.planned_activations,
+                row.planned_gradients,
+            )
             assert row.activations + row.gradients == (2 * m if name == "zb-v" else m)
             assert row.sent_bytes == (row.activations + row.gradients) * 2 * 32 * 32 * 8
             assert abs(row.peak_bytes / row.simulated_bytes - 1) <= 0.1, (name, row)
 
 
-@pytest.mark.parametrize("ranks, settings", [
-    (8, layout(2, 2, "zb-v", 2, "layout.tp=2")), (4, layout(2, 2, "breadth-first", 2, "replication.zero=3")),
-])
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (8, layout(2, 2, "zb-v", 2, "layout.tp=2")),
+        (4, layout(2, 2, "breadth-first", 2, "replication.zero=3")),
+    ],
+)
 def test_stages_are_measured_together_and_nothing_is_updated(ranks, settings):
     """Costs are those of all parts on every rank; what is bound, kept and reduced afterwards is as if nobody had measured."""
+
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *settings, "model.tied=true"))
         batch = trainer.replication.batch(source, 0)
@@ -268,10 +352,15 @@ def test_stages_are_measured_together_and_nothing_is_updated(ranks, settings):
         trainer, source, _ = build(transport, configured(*SMALL, "model.tied=true"))
         return trainer.step(0, *trainer.replication.batch(source, 0)).loss
 
-    loss, = run_ranks(1, alone)
+    (loss,) = run_ranks(1, alone)
     found = run_ranks(ranks, run)
     for measured, ending, own, is_equal in found:
-        assert measured == found[0][0] and ending == found[0][1] > 0 and is_equal and abs(own - loss) <= 1e-9 * loss
+        assert (
+            measured == found[0][0]
+            and ending == found[0][1] > 0
+            and is_equal
+            and abs(own - loss) <= 1e-9 * loss
+        )
         assert [each.rows for each in measured] == [1, 3] and sum(measured[0].way) > 0
         for small, large in zip(*(each.costs for each in measured), strict=True):
             assert min(small[:3]) > 0 and 2.5 * small.saved <= large.saved <= 3 * small.saved
@@ -289,15 +378,27 @@ def everything(transport, settings, folder, saved=None):
     for kept in trainer.replication.kept():
         flat = np.full(trainer.storage.length, np.nan)
         for piece in kept.pieces:
-            flat[piece.start:piece.stop] = kept.array[piece.place:piece.place + piece.stop - piece.start]
-        found |= {(kept.name, entry.name): (entry.parameter, entry.view(flat)) for entry in trainer.storage.entries}
+            flat[piece.start : piece.stop] = kept.array[
+                piece.place : piece.place + piece.stop - piece.start
+            ]
+        found |= {
+            (kept.name, entry.name): (entry.parameter, entry.view(flat))
+            for entry in trainer.storage.entries
+        }
     text = [*islice(tokens(trainer, [10, 20], 0.8, 40, seed=0), 5)]
     return found, text, done
 
 
-LOADED = {"alone": (1, []), "2x2": (4, layout(2, 2, "zb-v", 2, "replication.zero=1")), "1x4": (4, layout(1, 4, "1f1b", 4)),
-          "2x2x2": (8, layout(2, 2, "v-half", 2, "layout.tp=2", "replication.zero=1")),
-          "2x3": (6, layout(2, 3, "breadth-first", 3, "pipeline.partition=1,1,1,1,1,3", "replication.zero=3"))}
+LOADED = {
+    "alone": (1, []),
+    "2x2": (4, layout(2, 2, "zb-v", 2, "replication.zero=1")),
+    "1x4": (4, layout(1, 4, "1f1b", 4)),
+    "2x2x2": (8, layout(2, 2, "v-half", 2, "layout.tp=2", "replication.zero=1")),
+    "2x3": (
+        6,
+        layout(2, 3, "breadth-first", 3, "pipeline.partition=1,1,1,1,1,3", "replication.zero=3"),
+    ),
+}
 
 
 @pytest.mark.parametrize("then", [name for name in LOADED if name != "2x2x2"])
@@ -309,50 +410,108 @@ def test_checkpoints_of_any_layout_load_into_any_other_bit_for_bit_and_speak_ali
     for found, *_ in saved:
         for key, (_, values) in found.items():
             whole[key] = np.where(np.isnan(values), whole.get(key, values), values)
-    assert not any(np.isnan(values).any() for values in whole.values()) and len({name for name, _ in whole}) == 3
-    path, = folder.iterdir()
+    assert (
+        not any(np.isnan(values).any() for values in whole.values())
+        and len({name for name, _ in whole}) == 3
+    )
+    (path,) = folder.iterdir()
     for ranks, settings in LOADED.values():
         seen = set()
         for found, text, done in run_ranks(ranks, everything, [*settings, tied], folder, path):
-            assert done == saved[0][2]._replace(step=2, samples=2 * ROWS, run="run") and text == saved[0][1]
+            assert (
+                done == saved[0][2]._replace(step=2, samples=2 * ROWS, run="run")
+                and text == saved[0][1]
+            )
             seen |= found.keys()
             for key, (parameter, values) in found.items():
-                assert np.array_equal(values[~np.isnan(values)], parameter.part_of(whole[key])[~np.isnan(values)]), key
+                assert np.array_equal(
+                    values[~np.isnan(values)], parameter.part_of(whole[key])[~np.isnan(values)]
+                ), key
         assert seen == whole.keys()
 
 
-@pytest.mark.parametrize("ranks, settings, law, way_out, mended", [
-    (3, layout(1, 3, "interleaved", 3, "model.layers=1"), "there are 4 units for 6 parts (stages x chunks).",
-     "Lower --pp or pipeline.chunks to at most 4 parts, or raise model.layers.",
-     [(2, "layout.pp=2", "batch.micro_batches=2"), (3, "pipeline.chunks=1"), (3, "model.layers=2")]),
-    (3, layout(1, 3, "1f1b", 2), "A pipeline of 3 stages is never full with fewer micro-batches, but there are 2.",
-     "Set batch.micro_batches to at least 3, or --pp to at most 2.", [(3, "batch.micro_batches=3"), (2, "layout.pp=2")]),
-    (3, layout(1, 3, "interleaved", 4), "3 stages do not divide 4 micro-batches.",
-     "Take 3 or 6 micro-batches, or schedule 1f1b or breadth-first, which serve any number.",
-     [(3, "batch.micro_batches=3"), (3, "batch.micro_batches=6"), (3, "pipeline.schedule=1f1b"),
-      (3, "pipeline.schedule=breadth-first")]),
-    (4, layout(2, 2, "1f1b", 0, "batch.size=3"), "Each of dp 2 x micro-batches 2 = 4 shares needs a sequence, but batch.size",
-     "Set batch.size to at least 4", [(4, "batch.size=4")]),
-    (2, layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"), "but '3,4' is 2 that add up to 7.", "Write 4,4, for example.",
-     [(2, "pipeline.partition=4,4")]),
-    (2, layout(1, 2, "1f1b", 4, "pipeline.chunks=2"), "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.",
-     "Leave the number of chunks out, or take one of interleaved, zb-v, v-half, breadth-first.",
-     [(2, "pipeline.chunks=0"), (2, "pipeline.schedule=zb-v")]),
-    (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", "", [(2, "pipeline.schedule=v-half")]),
-])
-def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(ranks, settings, law, way_out, mended):
+@pytest.mark.parametrize(
+    "ranks, settings, law, way_out, mended",
+    [
+        (
+            3,
+            layout(1, 3, "interleaved", 3, "model.layers=1"),
+            "there are 4 units for 6 parts (stages x chunks).",
+            "Lower --pp or pipeline.chunks to at most 4 parts, or raise model.layers.",
+            [
+                (2, "layout.pp=2", "batch.micro_batches=2"),
+                (3, "pipeline.chunks=1"),
+                (3, "model.layers=2"),
+            ],
+        ),
+        (
+            3,
+            layout(1, 3, "1f1b", 2),
+            "A pipeline of 3 stages is never full with fewer micro-batches, but there are 2.",
+            "Set batch.micro_batches to at least 3, or --pp to at most 2.",
+            [(3, "batch.micro_batches=3"), (2, "layout.pp=2")],
+        ),
+        (
+            3,
+            layout(1, 3, "interleaved", 4),
+            "3 stages do not divide 4 micro-batches.",
+            "Take 3 or 6 micro-batches, or schedule 1f1b or breadth-first, which serve any number.",
+            [
+                (3, "batch.micro_batches=3"),
+                (3, "batch.micro_batches=6"),
+                (3, "pipeline.schedule=1f1b"),
+                (3, "pipeline.schedule=breadth-first"),
+            ],
+        ),
+        (
+            4,
+            layout(2, 2, "1f1b", 0, "batch.size=3"),
+            "Each of dp 2 x micro-batches 2 = 4 shares needs a sequence, but batch.size",
+            "Set batch.size to at least 4",
+            [(4, "batch.size=4")],
+        ),
+        (
+            2,
+            layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"),
+            "but '3,4' is 2 that add up to 7.",
+            "Write 4,4, for example.",
+            [(2, "pipeline.partition=4,4")],
+        ),
+        (
+            2,
+            layout(1, 2, "1f1b", 4, "pipeline.chunks=2"),
+            "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.",
+            "Leave the number of chunks out, or take one of interleaved, zb-v, v-half, breadth-first.",
+            [(2, "pipeline.chunks=0"), (2, "pipeline.schedule=zb-v")],
+        ),
+        (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", "", [(2, "pipeline.schedule=v-half")]),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank_with_what_it_can(
+    ranks, settings, law, way_out, mended
+):
     with pytest.raises(ConfigError) as caught:
         run_ranks(ranks, lambda transport: build(transport, configured(*SMALL, *settings)))
     assert caught.value.agreed and law in caught.value.law and way_out in caught.value.way_out
     for needed, *others in mended:
-        run_ranks(needed, lambda transport, others: build(transport, configured(*SMALL, *settings, *others)), others)
+        run_ranks(
+            needed,
+            lambda transport, others: build(transport, configured(*SMALL, *settings, *others)),
+            others,
+        )
 
 
 def test_micro_batches_that_nobody_has_set_are_two_a_stage_as_far_as_there_are_rows():
     def chosen(transport, *settings):
         return build(transport, configured(*SMALL, *settings)).trainer.config.batch.micro_batches
 
-    for ranks, pp, rows, wanted in ((1, 1, 13, 1), (2, 2, 13, 4), (4, 2, 6, 2), (3, 3, 13, 6), (3, 3, 5, 3)):
+    for ranks, pp, rows, wanted in (
+        (1, 1, 13, 1),
+        (2, 2, 13, 4),
+        (4, 2, 6, 2),
+        (3, 3, 13, 6),
+        (3, 3, 5, 3),
+    ):
         assert run_ranks(ranks, chosen, f"layout.pp={pp}", f"batch.size={rows}") == [wanted] * ranks
 
 

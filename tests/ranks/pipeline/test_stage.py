@@ -26,7 +26,12 @@ from tests.training import configured
 from tests.unit.placing import place
 
 MICRO_BATCHES = 3
-SMALL = ["model.context=16", "batch.size=8", f"batch.micro_batches={MICRO_BATCHES}", "optimizer.clip=0"]
+SMALL = [
+    "model.context=16",
+    "batch.size=8",
+    f"batch.micro_batches={MICRO_BATCHES}",
+    "optimizer.clip=0",
+]
 GPT = {"vocab": 11, "context": 16, "width": 12, "heads": 3, "depth": 2}
 TOKENS = np.random.default_rng(0).integers(11, size=(8, 17))
 BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
@@ -41,19 +46,25 @@ def carried_out(trainer, name):
     plan, transport = plan_of(name, 1, MICRO_BATCHES), trainer.grid.pp.transport
     parts, units = len(plan.place), trainer.units
     bounds = np.cumsum([0, *balanced([1.0] * len(units), parts)])
-    stages = {part: Stage(units[start:stop], trainer.replication, trainer.arena, int(start))
-              for part, (start, stop) in enumerate(pairwise(bounds))}
-    inputs, targets = (np.split(rows, [share(8, micro, MICRO_BATCHES).start for micro in range(1, MICRO_BATCHES)])
-                       for rows in BATCH)
+    stages = {
+        part: Stage(units[start:stop], trainer.replication, trainer.arena, int(start))
+        for part, (start, stop) in enumerate(pairwise(bounds))
+    }
+    inputs, targets = (
+        np.split(rows, [share(8, micro, MICRO_BATCHES).start for micro in range(1, MICRO_BATCHES)])
+        for rows in BATCH
+    )
 
     def loss(micro, logits):
         right = targets[micro].reshape(-1)
-        return trainer.replication.loss(logits.reshape(len(right), -1), right, 1 / 128)[1].reshape(logits.shape)
+        return trainer.replication.loss(logits.reshape(len(right), -1), right, 1 / 128)[1].reshape(
+            logits.shape
+        )
 
     trainer.replication.begin(0)
     for stage in stages.values():
         stage.begin(MICRO_BATCHES)
-    channel = Channel(transport, trainer.arena, np.float32)    # nothing is sent
+    channel = Channel(transport, trainer.arena, np.float32)  # nothing is sent
     execute(with_messages(plan)[0], stages, parts, inputs.__getitem__, loss, channel)
     assert trainer.arena.live == 0
     return trainer.gradients.copy()
@@ -62,10 +73,12 @@ def carried_out(trainer, name):
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
 def test_any_cut_in_any_order_leaves_the_gradients_of_the_whole_bit_for_bit(name):
     def run(transport):
-        trainer = small(transport, tied=SCHEDULES[name].chunks == 1)  # chunks may add to a tied gradient in another order
+        trainer = small(
+            transport, tied=SCHEDULES[name].chunks == 1
+        )  # chunks may add to a tied gradient in another order
         return carried_out(trainer, "naive"), carried_out(trainer, name)
 
-    (whole, cut), = run_ranks(1, run)
+    ((whole, cut),) = run_ranks(1, run)
     assert np.abs(whole).max() > 0 and np.array_equal(whole, cut)
 
 
@@ -76,7 +89,7 @@ def test_parameters_are_used_between_open_and_close_alone_in_halves_as_well():
         trainer.replication = Slots(trainer.replication.replica)
         return whole, carried_out(trainer, "zero-bubble")
 
-    (whole, strict), = run_ranks(1, run)
+    ((whole, strict),) = run_ranks(1, run)
     assert np.all(np.abs(whole - strict) <= 1e-6 * np.abs(whole).max())
 
 
@@ -119,7 +132,9 @@ def test_the_loss_is_handed_in_and_read_from_the_device_once_a_step():
         to_host = trainer.backend.to_host
         trainer.backend.to_host = lambda array: (reads.append(array.shape), to_host(array))[1]
         outcome = trainer.step(0, *BATCH)
-        assert reads == [(MICRO_BATCHES + 2,)], "the losses, the squares of the gradients, and how many are not finite"
+        assert reads == [(MICRO_BATCHES + 2,)], (
+            "the losses, the squares of the gradients, and how many are not finite"
+        )
         return np.array([evaluated, outcome.loss, outcome.grad_norm])
 
     (whole,), (half,) = run_ranks(1, run, None), run_ranks(1, run, HalfLoss())
@@ -151,19 +166,25 @@ class AtOnce:
 def test_a_layer_s_own_way_of_both_halves_is_taken_where_nothing_comes_between_them_however_deep_it_lies():
     def run(transport):
         way = []
-        units = [Unit("first", Residual(Sequential(a=Plain(host).norm(6), b=AtOnce(way)))), Unit("second", AtOnce(way))]
+        units = [
+            Unit("first", Residual(Sequential(a=Plain(host).norm(6), b=AtOnce(way)))),
+            Unit("second", AtOnce(way)),
+        ]
         trainer = Trainer(transport, units, configured(*SMALL))
         stage = Stage(units, trainer.replication, trainer.arena)
         x, dy = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
         found = []
-        for backwards in (lambda: stage.backward(0, dy), lambda: (stage.backward_input(0, dy), stage.backward_weight(0))[0]):
+        for backwards in (
+            lambda: stage.backward(0, dy),
+            lambda: (stage.backward_input(0, dy), stage.backward_weight(0))[0],
+        ):
             trainer.replication.begin(0)
             stage.begin(1)
             stage.forward(0, x)
             found.append((backwards().copy(), trainer.gradients.copy()))
         return way, *found
 
-    (way, fused, halves), = run_ranks(1, run)
+    ((way, fused, halves),) = run_ranks(1, run)
     assert way == ["both", "both", "input", "input", "weight", "weight"]
     for one, other in zip(fused, halves, strict=True):
         assert np.abs(one).max() > 0 and np.array_equal(one, other)
@@ -175,7 +196,7 @@ def in_halves(layer, w, dy, saved, dw, arena):
     return dx
 
 
-@pytest.mark.parametrize("vocab", (11, 700))    # the most is held in a block, or at the head
+@pytest.mark.parametrize("vocab", (11, 700))  # the most is held in a block, or at the head
 def test_a_step_holds_what_a_loop_over_units_written_by_hand_holds_to_the_byte(vocab):
     model = {**GPT, "vocab": vocab}
     units = gpt(Plain(host), **model)
@@ -195,7 +216,9 @@ def test_a_step_holds_what_a_loop_over_units_written_by_hand_holds_to_the_byte(v
         return arena.peak
 
     def run(transport):
-        trainer = Trainer(transport, gpt(Plain(host), **model), configured(*SMALL, "batch.micro_batches=1"))
+        trainer = Trainer(
+            transport, gpt(Plain(host), **model), configured(*SMALL, "batch.micro_batches=1")
+        )
         counts = []
         for index in range(3):
             trainer.step(index, *BATCH)
@@ -203,5 +226,9 @@ def test_a_step_holds_what_a_loop_over_units_written_by_hand_holds_to_the_byte(v
         assert len(set(counts)) == 1 and counts[0][1] == 0, counts
         return trainer.arena.peak
 
-    peak, = run_ranks(1, run)
-    assert peak == by_hand(backward, BATCH[0], BATCH[1].reshape(-1)) <= by_hand(in_halves, BATCH[0], BATCH[1].reshape(-1))
+    (peak,) = run_ranks(1, run)
+    assert (
+        peak
+        == by_hand(backward, BATCH[0], BATCH[1].reshape(-1))
+        <= by_hand(in_halves, BATCH[0], BATCH[1].reshape(-1))
+    )

@@ -18,42 +18,71 @@ from mpitrain.plan import stages as measuring
 from mpitrain.plan.stages import Way, way
 from mpitrain.transport.threads import run_ranks
 
-TINY = ["model.layers=2", "model.width=8", "model.heads=2", "model.context=8", "batch.size=8", "layout.pp=2", "device.kind=cpu"]
+TINY = [
+    "model.layers=2",
+    "model.width=8",
+    "model.heads=2",
+    "model.context=8",
+    "batch.size=8",
+    "layout.pp=2",
+    "device.kind=cpu",
+]
 
 
 def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(measuring, "FAR", math.inf)    # whatever else runs on this machine
+    monkeypatch.setattr(measuring, "FAR", math.inf)  # whatever else runs on this machine
     monkeypatch.setattr(training_steps, "FAR", math.inf)
     (tmp_path / "job.toml").write_text('[pipeline]\nschedule = "zero-bubble"\n[layout]\ndp = 2\n')
     run_ranks(4, plan, tmp_path / "job.toml", TINY, (1, 2), tmp_path / "found.json")
     text = capsys.readouterr().out
-    assert "2 stages by zero-bubble, 4 rows in each of 2 replica(s), " in text and "measured with 1, 2 row(s)" in text
+    assert (
+        "2 stages by zero-bubble, 4 rows in each of 2 replica(s), " in text
+        and "measured with 1, 2 row(s)" in text
+    )
     assert max(map(len, text.splitlines())) <= 130
-    named, = map(int, re.findall(r"^Set batch.micro_batches to (\d+)\.$", text, re.M))
+    (named,) = map(int, re.findall(r"^Set batch.micro_batches to (\d+)\.$", text, re.M))
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["micro_batches"] for row in found["rows"]] == [2, 3, 4] and found["header"]["best"] == named
+    assert [row["micro_batches"] for row in found["rows"]] == [2, 3, 4] and found["header"][
+        "best"
+    ] == named
     assert min(found["rows"], key=lambda row: row["step_s"])["micro_batches"] == named
     assert re.search(rf"^ +{named} .*<- best$", text, re.M)
-    predicted, measured, stages = (text.partition(f"\n{head} ")[2].split("\n\n")[0] for head in (
-        "micro-batches  rows", "micro-batches  predicted", f"stages of {named} micro-batches:\nstage"))
+    predicted, measured, stages = (
+        text.partition(f"\n{head} ")[2].split("\n\n")[0]
+        for head in (
+            "micro-batches  rows",
+            "micro-batches  predicted",
+            f"stages of {named} micro-batches:\nstage",
+        )
+    )
     assert len(predicted.splitlines()) == 4 and len(stages.splitlines()) == 3
     verified = [int(line.split()[0]) for line in measured.splitlines()[1:-1]]
-    assert named in verified and verified == [count for count in (2, 3, 4) if abs(count - named) <= 1]
+    assert named in verified and verified == [
+        count for count in (2, 3, 4) if abs(count - named) <= 1
+    ]
 
 
 def test_a_message_that_waits_for_its_receive_is_found_to_go_by_rendezvous_on_the_receivers_side():
     """Ranks as threads send nothing eagerly, of any length."""
     for length in (1, 70_000):
-        found = run_ranks(2, lambda transport, length=length: way(transport, np.ones(length), 0, 1, 1))
+        found = run_ranks(
+            2, lambda transport, length=length: way(transport, np.ones(length), 0, 1, 1)
+        )
         assert found[0] == Way(0.0, 0.0) and not found[1].is_eager and found[1].seconds >= 0
 
 
 def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(measuring, "FAR", 0.5)    # so that every median is too far from the fastest pass
+    monkeypatch.setattr(
+        measuring, "FAR", 0.5
+    )  # so that every median is too far from the fastest pass
     monkeypatch.setattr(training_steps, "FAR", 0.5)
     run_ranks(2, plan, None, TINY, (1, 2), tmp_path / "found.json")
     text = capsys.readouterr().out
-    assert "Set batch.micro_batches" not in text and "<- best" not in text and "measured best" not in text
+    assert (
+        "Set batch.micro_batches" not in text
+        and "<- best" not in text
+        and "measured best" not in text
+    )
     assert "No count can be named: measure again while nothing else runs." in text
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["header"]["best"] is None and all(row["is_spoilt"] for row in found["rows"])
@@ -61,13 +90,26 @@ def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys
     assert len(table) >= 4 and all("~" in line for line in table[:4])
 
 
-@pytest.mark.parametrize("ranks, settings, law", [
-    (1, ["layout.pp=1"], "A model on one stage has no bubble that micro-batches would fill, but layout.pp is 1."),
-    (2, ["layout.pp=2", "batch.size=1"], "Each of dp 1 x micro-batches 2 = 2 shares needs a sequence"),
-    (3, ["layout.pp=2"], "dp 1 x tp 1 x pp 2 needs 2 ranks, but 3 were started."),
-    (2, ["layout.pp=2", "pipeline.schedule=2f2b"], "'2f2b' is neither."),
-])
-def test_what_leaves_no_choice_is_refused_on_every_rank_before_anything_is_measured(ranks, settings, law, capsys):
+@pytest.mark.parametrize(
+    "ranks, settings, law",
+    [
+        (
+            1,
+            ["layout.pp=1"],
+            "A model on one stage has no bubble that micro-batches would fill, but layout.pp is 1.",
+        ),
+        (
+            2,
+            ["layout.pp=2", "batch.size=1"],
+            "Each of dp 1 x micro-batches 2 = 2 shares needs a sequence",
+        ),
+        (3, ["layout.pp=2"], "dp 1 x tp 1 x pp 2 needs 2 ranks, but 3 were started."),
+        (2, ["layout.pp=2", "pipeline.schedule=2f2b"], "'2f2b' is neither."),
+    ],
+)
+def test_what_leaves_no_choice_is_refused_on_every_rank_before_anything_is_measured(
+    ranks, settings, law, capsys
+):
     with pytest.raises(ConfigError) as caught:
         run_ranks(ranks, plan, None, [*TINY, *settings], None, None)
     assert caught.value.agreed and law in caught.value.law and capsys.readouterr().out == ""
@@ -75,14 +117,35 @@ def test_what_leaves_no_choice_is_refused_on_every_rank_before_anything_is_measu
 
 def test_it_is_a_command_with_the_options_of_training():
     done = CliRunner().invoke(commands, ["plan", "micro-batches", "--help"])
-    assert done.exit_code == 0 and all(f"--{name} " in done.output for name in ("dp", "tp", "pp", "verify", "json", "set"))
+    assert done.exit_code == 0 and all(
+        f"--{name} " in done.output for name in ("dp", "tp", "pp", "verify", "json", "set")
+    )
 
 
-@pytest.mark.parametrize("job, smaller, words, lines", [
-    ("bubbles", {"HALF_S": 0.002, "STEPS": 1, "MICRO_BATCHES": 2, "MESSAGES": {"1 KiB": 256}}, ["1f1b zb-v"], 4),
-    ("counts", {"ROWS": 3, "STEPS": 1, "WIDTH": 4, "SECONDS": ((0.001, 0.0),) * 3, "SCHEDULES": ("gpipe",)}, [], 3),
-    ("unequal", {"LAYER_S": 0.001, "STEPS": 1, "ROWS": 2}, [], 3),
-])
+@pytest.mark.parametrize(
+    "job, smaller, words, lines",
+    [
+        (
+            "bubbles",
+            {"HALF_S": 0.002, "STEPS": 1, "MICRO_BATCHES": 2, "MESSAGES": {"1 KiB": 256}},
+            ["1f1b zb-v"],
+            4,
+        ),
+        (
+            "counts",
+            {
+                "ROWS": 3,
+                "STEPS": 1,
+                "WIDTH": 4,
+                "SECONDS": ((0.001, 0.0),) * 3,
+                "SCHEDULES": ("gpipe",),
+            },
+            [],
+            3,
+        ),
+        ("unequal", {"LAYER_S": 0.001, "STEPS": 1, "ROWS": 2}, [], 3),
+    ],
+)
 def test_the_jobs_that_prove_pipelines_run(job, smaller, words, lines, monkeypatch, capsys):
     """On threads, shortened; whether they find what they claim is asked where times may be."""
     folder = Path(__file__).parents[3] / "jobs/pipelines"

@@ -11,8 +11,12 @@ from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, save
 
-NAMES = [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
-         *(f"state-0000{rank}.safetensors" for rank in (0, 1, 2)), INDEX, MANIFEST]
+NAMES = [
+    *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
+    *(f"state-0000{rank}.safetensors" for rank in (0, 1, 2)),
+    INDEX,
+    MANIFEST,
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +27,10 @@ def written(tmp_path_factory):
     for run in ("this", "other"):
         for step in (1, 2):
             run_ranks(3, save, folder / run, layout, step, run)
-    return [folder / path for path in ("this/step-00000002", "this/step-00000001", "other/step-00000002")]
+    return [
+        folder / path
+        for path in ("this/step-00000002", "this/step-00000001", "other/step-00000002")
+    ]
 
 
 def flip(file, generator, before, other):
@@ -33,7 +40,7 @@ def flip(file, generator, before, other):
 
 
 def truncate(file, generator, before, other):
-    file.write_bytes(file.read_bytes()[:generator.integers(file.stat().st_size)])
+    file.write_bytes(file.read_bytes()[: generator.integers(file.stat().st_size)])
 
 
 def extend(file, generator, before, other):
@@ -53,8 +60,14 @@ def swap_runs(file, generator, before, other):
 
 
 def swap_ranks(file, generator, before, other):
-    first, second = (file.read_bytes(), (twin := file.with_name(NAMES[NAMES.index(file.name) // 3 * 3
-                                         + (NAMES.index(file.name) + 1) % 3])).read_bytes())
+    first, second = (
+        file.read_bytes(),
+        (
+            twin := file.with_name(
+                NAMES[NAMES.index(file.name) // 3 * 3 + (NAMES.index(file.name) + 1) % 3]
+            )
+        ).read_bytes(),
+    )
     file.write_bytes(second)
     twin.write_bytes(first)
 
@@ -63,10 +76,14 @@ def add(file, generator, before, other):
     shutil.copy(file, file.with_name(file.name.replace("0000", "0001")))
 
 
-MUTATIONS = [*((flip, name) for name in NAMES for _ in range(5)),
-             *((change, name) for change in (truncate, extend, remove) for name in NAMES),
-             *((change, name) for change in (swap_steps, swap_runs) for name in NAMES if name != INDEX),   # which are the same
-             *((change, name) for change in (swap_ranks, add) for name in NAMES[:6])]
+MUTATIONS = [
+    *((flip, name) for name in NAMES for _ in range(5)),
+    *((change, name) for change in (truncate, extend, remove) for name in NAMES),
+    *(
+        (change, name) for change in (swap_steps, swap_runs) for name in NAMES if name != INDEX
+    ),  # which are the same
+    *((change, name) for change in (swap_ranks, add) for name in NAMES[:6]),
+]
 
 
 def test_every_mutation_of_a_file_is_refused_and_names_it(written, tmp_path):
@@ -84,13 +101,20 @@ def test_every_mutation_of_a_file_is_refused_and_names_it(written, tmp_path):
             return raised.value.agreed, raised.value.law, told
 
         for agreed, law, told in run_ranks(1 + number % 4, read):
-            names = {name, *({n.replace("0000", "0001") for n in [name]} if change is add else ()),
-                     *(NAMES[:6] if change is swap_ranks else ())}
+            names = {
+                name,
+                *({n.replace("0000", "0001") for n in [name]} if change is add else ()),
+                *(NAMES[:6] if change is swap_ranks else ()),
+            }
             assert agreed and any(one in law for one in names), (told, law)
 
 
 def test_what_says_the_same_in_other_bytes_is_altered(written, tmp_path):
-    for change in (lambda text: text.replace(", ", ","), lambda text: text + "\n", lambda text: text.replace("{", "{ ", 1)):
+    for change in (
+        lambda text: text.replace(", ", ","),
+        lambda text: text + "\n",
+        lambda text: text.replace("{", "{ ", 1),
+    ):
         path = tmp_path / written[0].name
         shutil.copytree(written[0], path)
         (path / MANIFEST).write_text(change((path / MANIFEST).read_text()))
@@ -100,11 +124,13 @@ def test_what_says_the_same_in_other_bytes_is_altered(written, tmp_path):
 
 
 def test_a_file_whose_blocks_are_right_and_that_goes_on_is_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_files, "BLOCK", 8)    # a header ends at a multiple of it
+    monkeypatch.setattr(safetensors_files, "BLOCK", 8)  # a header ends at a multiple of it
     monkeypatch.setattr(save_load.Manifest.__new__, "__defaults__", (8,))
     path = run_ranks(1, save, tmp_path, LAYOUTS["whole on 1"])[0]
     file = path / "model-00001-of-00001.safetensors"
     assert file.stat().st_size % 8 == 0
     file.write_bytes(file.read_bytes() + bytes(8))
-    with pytest.raises(CheckpointError, match=rf"{file.name} is damaged: it has \d+ bytes where manifest.json says"):
+    with pytest.raises(
+        CheckpointError, match=rf"{file.name} is damaged: it has \d+ bytes where manifest.json says"
+    ):
         run_ranks(1, save_load.read_beside, path)

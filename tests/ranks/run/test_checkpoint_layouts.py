@@ -27,7 +27,7 @@ def owed(held):
         flat = np.zeros(storage.length)
         for one in found:
             if one.name == "residual":
-                flat[one.pieces[0].start:one.pieces[0].stop] = one.array
+                flat[one.pieces[0].start : one.pieces[0].stop] = one.array
         for entry in storage.entries:
             total[entry.name] = total.get(entry.name, 0) + entry.view(flat)
     return total
@@ -38,7 +38,11 @@ def owed(held):
 def test_what_one_layout_wrote_every_other_loads(written, tmp_path, capfd):
     path = run_ranks(LAYOUTS[written].ranks, save, tmp_path, LAYOUTS[written])[0]
     owing = [name for name, layout in LAYOUTS.items() if layout.tp == layout.pp == 1]
-    total = owed(kept(LAYOUTS[written], rank) for rank in range(LAYOUTS[written].ranks)) if written in owing else {}
+    total = (
+        owed(kept(LAYOUTS[written], rank) for rank in range(LAYOUTS[written].ranks))
+        if written in owing
+        else {}
+    )
     for name, layout in LAYOUTS.items():
         results = run_ranks(layout.ranks, load, path, layout)
         for rank, (_, found, wanted) in enumerate(results):
@@ -49,12 +53,19 @@ def test_what_one_layout_wrote_every_other_loads(written, tmp_path, capfd):
                     assert not one.array.any(), (name, rank, one.name)
         if total and name in owing:
             for tensor, found in owed((storage, found) for storage, found, _ in results).items():
-                assert np.abs(found - total[tensor]).max() <= 1e-6 * np.abs(total[tensor]).max(), (name, tensor)
-    assert capfd.readouterr().err.count("note: factors in ") == len(LAYOUTS) - 1, "a line for each that is another layout"
+                assert np.abs(found - total[tensor]).max() <= 1e-6 * np.abs(total[tensor]).max(), (
+                    name,
+                    tensor,
+                )
+    assert capfd.readouterr().err.count("note: factors in ") == len(LAYOUTS) - 1, (
+        "a line for each that is another layout"
+    )
 
 
 @pytest.mark.parametrize("name", ["state in 2 shards", "2 stages in 2 shards"])
-def test_one_written_when_tensors_began_elsewhere_in_their_buffers_loads(name, tmp_path, monkeypatch):
+def test_one_written_when_tensors_began_elsewhere_in_their_buffers_loads(
+    name, tmp_path, monkeypatch
+):
     layout = LAYOUTS[name]
     with monkeypatch.context() as older:
         older.setattr("mpitrain.layers.flat.GRAIN", 1)
@@ -71,16 +82,33 @@ def test_every_element_is_written_once_and_whole_tensors_are_whole(written, tmp_
     layout = LAYOUTS[written]
     path = run_ranks(layout.ranks, save, tmp_path, layout)[0]
     index = json.loads((path / INDEX).read_text())
-    shapes = {e.name: e.parameter.shape for rank in range(layout.ranks) for e in kept(layout, rank)[0].entries}
+    shapes = {
+        e.name: e.parameter.shape
+        for rank in range(layout.ranks)
+        for e in kept(layout, rank)[0].entries
+    }
     assert index["weight_map"].keys() == shapes.keys()
     for name, shape in shapes.items():
         tensor = load_file(path / index["weight_map"][name])[name]
-        assert tensor.shape == shape and tensor.tobytes() == logical("parameters", name, shape).tobytes(), name
-    states = [tensor for file in path.glob("state*") for key, tensor in load_file(file).items() if "moment" in key]
+        assert (
+            tensor.shape == shape
+            and tensor.tobytes() == logical("parameters", name, shape).tobytes()
+        ), name
+    states = [
+        tensor
+        for file in path.glob("state*")
+        for key, tensor in load_file(file).items()
+        if "moment" in key
+    ]
     elements = sum(int(np.prod(shape)) for shape in shapes.values())
     assert sum(tensor.size for tensor in states) == 2 * elements
-    assert index["metadata"]["total_size"] == 4 * elements == sum(
-        tensor.nbytes for file in path.glob("model-*") for tensor in load_file(file).values())
+    assert (
+        index["metadata"]["total_size"]
+        == 4 * elements
+        == sum(
+            tensor.nbytes for file in path.glob("model-*") for tensor in load_file(file).values()
+        )
+    )
 
 
 def test_state_that_is_not_needed_may_be_missing_and_numbers_come_back(tmp_path):
@@ -89,16 +117,29 @@ def test_state_that_is_not_needed_may_be_missing_and_numbers_come_back(tmp_path)
 
     def run(transport):
         storage, found = kept(layout, transport.rank)
-        expected = StateBuffer("prediction", np.ones(storage.length, "f4"), (Piece(0, storage.length, 0),), needed=False)
-        loaded = save_load.load(save_load.read_beside(transport, path), [*found, expected], storage, transport, HostBackend(),
-                                 layout.facts)
+        expected = StateBuffer(
+            "prediction",
+            np.ones(storage.length, "f4"),
+            (Piece(0, storage.length, 0),),
+            needed=False,
+        )
+        loaded = save_load.load(
+            save_load.read_beside(transport, path),
+            [*found, expected],
+            storage,
+            transport,
+            HostBackend(),
+            layout.facts,
+        )
         return loaded.manifest.scalars, loaded.done, expected.array.all()
 
     assert run_ranks(2, run) == [({"scale": 0.5}, Done(1, 12, "run"), True)] * 2
 
 
 @pytest.mark.parametrize("failing", (0, 1, 2))
-def test_a_disk_that_is_full_on_one_rank_ends_the_save_on_all_and_older_ones_stay(failing, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_on_one_rank_ends_the_save_on_all_and_older_ones_stay(
+    failing, tmp_path, monkeypatch
+):
     layout = LAYOUTS["rectangles on 3"]
     before = run_ranks(3, save, tmp_path, layout)[0]
     real = writers.join
@@ -131,9 +172,15 @@ def test_a_disk_that_is_full_on_one_rank_ends_the_save_on_all_and_older_ones_sta
 def large(rank, ranks, tensors, rows, columns):
     """Storage and what is kept by a rank that holds some columns of each tensor."""
     mine = ((slice(0, rows), slice(columns * rank // ranks, columns * (rank + 1) // ranks)),)
-    storage = Storage([Unit(f"unit{n}", Described(weight=((rows, columns), mine))) for n in range(tensors)], "f4")
-    return storage, [StateBuffer(name, np.arange(rank, rank + storage.length, dtype="f4"), (Piece(0, storage.length, 0),))
-                     for name in ("parameters", "momentum")]
+    storage = Storage(
+        [Unit(f"unit{n}", Described(weight=((rows, columns), mine))) for n in range(tensors)], "f4"
+    )
+    return storage, [
+        StateBuffer(
+            name, np.arange(rank, rank + storage.length, dtype="f4"), (Piece(0, storage.length, 0),)
+        )
+        for name in ("parameters", "momentum")
+    ]
 
 
 @pytest.mark.slow
@@ -151,7 +198,9 @@ def test_a_rank_takes_memory_for_one_tensor_at_most_and_reads_what_it_needs(tmp_
 
     def write(transport):
         storage, found = held[transport.rank]
-        return save_load.save(tmp_path, found, storage, transport, HostBackend(), Done(1, 1, "run"), {"dp": 1}, {}, 1)
+        return save_load.save(
+            tmp_path, found, storage, transport, HostBackend(), Done(1, 1, "run"), {"dp": 1}, {}, 1
+        )
 
     def read(transport):
         storage, found = held[transport.rank]
@@ -167,7 +216,9 @@ def test_a_rank_takes_memory_for_one_tensor_at_most_and_reads_what_it_needs(tmp_
             for _, found in held:
                 for one in found:
                     one.array.fill(0)
-    constant = ranks * (block + 8 * moved)    # what is hashed, and what is on its way; of all ranks, as all that is measured
+    constant = ranks * (
+        block + 8 * moved
+    )  # what is hashed, and what is on its way; of all ranks, as all that is measured
     assert peaks[0] <= constant < tensors * nbytes / 4
     assert peaks[1] <= nbytes + constant
     assert sum(taken) == 2 * tensors * nbytes

@@ -19,8 +19,10 @@ STEPS, LATE = 4, "1:40,random:20:0.5"
 def slept(monkeypatch, ranks, *settings):
     """{(rank, step, first row computed): seconds slept}, and every rank's losses."""
     naps, here = defaultdict(float), threading.local()
-    monkeypatch.setattr("mpitrain.run.trainer.time",
-                        SimpleNamespace(sleep=lambda seconds: naps.__setitem__(here.now, naps[here.now] + seconds)))
+    monkeypatch.setattr(
+        "mpitrain.run.trainer.time",
+        SimpleNamespace(sleep=lambda seconds: naps.__setitem__(here.now, naps[here.now] + seconds)),
+    )
 
     def train(transport):
         trainer, source, _ = build(transport, configured(*TINY, f"run.steps={STEPS}", *settings))
@@ -42,18 +44,34 @@ def test_ranks_sleep_as_they_are_told_and_compute_what_they_did(monkeypatch):
     assert set(naps) == {(rank, step, 4 * rank) for rank in range(3) for step in range(STEPS)}
     for (rank, step, row), seconds in naps.items():
         assert seconds == delay_s(delays(LATE), rank, 5, step, row, 0, 0)
-    assert [{naps[rank, step, 4 * rank] for step in range(STEPS)} for rank in (0, 1)] == [{0, 0.02}, {0.04, 0.06}]
+    assert [{naps[rank, step, 4 * rank] for step in range(STEPS)} for rank in (0, 1)] == [
+        {0, 0.02},
+        {0.04, 0.06},
+    ]
     punctual, none = slept(monkeypatch, 3, "run.seed=5")
     assert late == punctual and not none
 
 
 def test_a_ticket_of_asynchronous_servers_takes_as_long_whoever_draws_it(monkeypatch):
-    _, naps = slept(monkeypatch, 4, "run.delay=random:20:0.5", "replication.mode=server", "replication.update=async")
-    assert sorted(key[1:] for key in naps) == [(step, row) for step in range(STEPS) for row in (0, 4, 8)]
-    assert all(seconds == delay_s(delays("random:20:0.5"), 0, 0, step, row, 0, 0) for (_, step, row), seconds in naps.items())
+    _, naps = slept(
+        monkeypatch,
+        4,
+        "run.delay=random:20:0.5",
+        "replication.mode=server",
+        "replication.update=async",
+    )
+    assert sorted(key[1:] for key in naps) == [
+        (step, row) for step in range(STEPS) for row in (0, 4, 8)
+    ]
+    assert all(
+        seconds == delay_s(delays("random:20:0.5"), 0, 0, step, row, 0, 0)
+        for (_, step, row), seconds in naps.items()
+    )
     assert set(naps.values()) == {0, 0.02}
 
 
 def test_a_rank_that_computes_no_rows_cannot_be_late_in_a_comparison():
-    with pytest.raises(ConfigError, match=r"run\.delay names rank 2, but ranks that compute rows are 0 to 1"):
+    with pytest.raises(
+        ConfigError, match=r"run\.delay names rank 2, but ranks that compute rows are 0 to 1"
+    ):
         jobs(["ring", "server-sync"], ["run.delay=2:5"], "aaa")

@@ -16,8 +16,18 @@ from tests.saving import save
 
 pytestmark = pytest.mark.compile
 
-TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=8", "run.steps=5",
-        "batch.micro_batches=2", "optimizer.warmup=2", "replication.bucket_mb=0.004", "replication.algorithm=ring"]
+TINY = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=16",
+    "batch.size=8",
+    "run.steps=5",
+    "batch.micro_batches=2",
+    "optimizer.warmup=2",
+    "replication.bucket_mb=0.004",
+    "replication.algorithm=ring",
+]
 STEPS = 5
 
 
@@ -31,13 +41,20 @@ def curve(transport, folder, settings):
     saved = save(folder, trainer, Done(STEPS, 8 * STEPS, "run"), keep=1)
     again = build(transport, config, saved)
     assert replicas_equal(trainer) and again.step == STEPS
-    parts = (trainer.parameters, *trainer.replication.optimizer.state.values()), (
-        again.trainer.parameters, *again.trainer.replication.optimizer.state.values())
+    parts = (
+        (trainer.parameters, *trainer.replication.optimizer.state.values()),
+        (again.trainer.parameters, *again.trainer.replication.optimizer.state.values()),
+    )
     for one, other in zip(*parts, strict=True):
-        assert np.array_equal(trainer.backend.to_host(one), trainer.backend.to_host(other)), "a checkpoint is all there is"
+        assert np.array_equal(trainer.backend.to_host(one), trainer.backend.to_host(other)), (
+            "a checkpoint is all there is"
+        )
     assert trainer.arena.live == 0
     rows = source.held_out_rows(range(4))[0]
-    assert np.array_equal(trainer.backend.to_host(trainer.logits(rows)), trainer.backend.to_host(again.trainer.logits(rows)))
+    assert np.array_equal(
+        trainer.backend.to_host(trainer.logits(rows)),
+        trainer.backend.to_host(again.trainer.logits(rows)),
+    )
     loss, accuracy = trainer.evaluate(_few(source))
     facts = [[o.loss, o.grad_norm] for o in outcomes] + [[loss, accuracy]]
     return np.array(facts), trainer.backend.to_host(trainer.parameters).copy()
@@ -45,8 +62,10 @@ def curve(transport, folder, settings):
 
 def _few(source):
     """The source with few held-out rows: the simulator is slow."""
+
     class Few:
         held_out, held_out_rows = 8, staticmethod(source.held_out_rows)
+
     return Few
 
 
@@ -66,19 +85,29 @@ def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
 
 
 def test_a_library_s_products_train_as_our_own_do(tmp_path):
-    tiled, library = (curves(2, tmp_path / gemm, "device.kind=cuda-sim", f"device.gemm={gemm}")[0]
-                      for gemm in ("tiled", "library"))
-    assert np.all(np.abs(library[:, 0] / tiled[:, 0] - 1) <= 1e-4) and not np.array_equal(library, tiled)
+    tiled, library = (
+        curves(2, tmp_path / gemm, "device.kind=cuda-sim", f"device.gemm={gemm}")[0]
+        for gemm in ("tiled", "library")
+    )
+    assert np.all(np.abs(library[:, 0] / tiled[:, 0] - 1) <= 1e-4) and not np.array_equal(
+        library, tiled
+    )
 
 
-@pytest.mark.parametrize("cuda_aware, wire, gemm", [
-    ("yes", "none", "tiled"), ("no", "fp16", "library"), ("yes", "int8", "tiled")])
-def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(cuda_aware, wire, gemm, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "cuda_aware, wire, gemm",
+    [("yes", "none", "tiled"), ("no", "fp16", "library"), ("yes", "int8", "tiled")],
+)
+def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(
+    cuda_aware, wire, gemm, tmp_path, monkeypatch
+):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
     travel = f"replication.wire={wire}", f"device.gemm={gemm}"
     simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim", *travel)
     gpu.play(monkeypatch)
-    on_gpu = curves(3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", *travel)
+    on_gpu = curves(
+        3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", *travel
+    )
     assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
     assert cupy.faults == []
 
@@ -87,44 +116,93 @@ def test_gpus_that_reduce_each_other_s_memory_train_as_by_messages(tmp_path, mon
     """Bit by bit on two ranks, since a sum of two has one order."""
     gpu.play(monkeypatch)
     monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
-    by_ring, by_memory = (curves(2, tmp_path / algorithm, "device.kind=cuda", "device.cuda_aware=no",
-                                 f"replication.algorithm={algorithm}") for algorithm in ("ring", "shared"))
+    by_ring, by_memory = (
+        curves(
+            2,
+            tmp_path / algorithm,
+            "device.kind=cuda",
+            "device.cuda_aware=no",
+            f"replication.algorithm={algorithm}",
+        )
+        for algorithm in ("ring", "shared")
+    )
     assert all(np.array_equal(a, b) for a, b in zip(by_ring, by_memory, strict=True))
     assert cupy.faults == []
 
 
 @pytest.mark.parametrize("wire", ["topk:0.1", "powersgd:2"])
-def test_residuals_are_the_simulator_s_too_and_not_those_of_a_gpu_that_auto_has_found(wire, tmp_path, monkeypatch):
+def test_residuals_are_the_simulator_s_too_and_not_those_of_a_gpu_that_auto_has_found(
+    wire, tmp_path, monkeypatch
+):
     facts, _ = curves(2, tmp_path / "sim", "device.kind=cuda-sim", f"replication.wire={wire}")
     assert np.isfinite(facts).all()
     gpu.play(monkeypatch)
-    with pytest.raises(ConfigError, match=r"device\.kind is cuda\.\n +Set replication\.wire to fp16") as refused:
+    with pytest.raises(
+        ConfigError, match=r"device\.kind is cuda\.\n +Set replication\.wire to fp16"
+    ) as refused:
         curves(2, tmp_path / "gpu", f"replication.wire={wire}")
     assert refused.value.agreed
 
 
 def by_mode(transport, settings):
     """Losses and norms, an evaluation and the settled parameters of a run by replication.mode."""
-    trainer, source, _ = build(PointerThreads(transport), parse(with_settings({}, [*TINY, *settings])))
-    outcomes = [trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)]
+    trainer, source, _ = build(
+        PointerThreads(transport), parse(with_settings({}, [*TINY, *settings]))
+    )
+    outcomes = [
+        trainer.step(index, *trainer.replication.batch(source, index)) for index in range(STEPS)
+    ]
     loss, accuracy = trainer.evaluate(_few(source))
     assert replicas_equal(trainer) and trainer.arena.live == 0
-    return (np.array([[o.loss, o.grad_norm] for o in outcomes] + [[loss, accuracy]]),
-            trainer.backend.to_host(trainer.parameters).copy())
+    return (
+        np.array([[o.loss, o.grad_norm] for o in outcomes] + [[loss, accuracy]]),
+        trainer.backend.to_host(trainer.parameters).copy(),
+    )
 
 
-@pytest.mark.parametrize("settings", [
-    ["replication.mode=master"], ["replication.mode=server"],
-    ["layout.tp=3", "layout.algorithm=ring", "model.heads=3", "model.width=12", "model.context=4", "model.tied=true",
-     "layout.sequence_parallel=true", "batch.size=6"],
-    ["replication.mode=gossip", "replication.period=2"],
-    ["replication.mode=local", "replication.period=2", "replication.outer_lr=0.7", "replication.outer_momentum=0.9"],
-    ["layout.pp=3", "pipeline.schedule=zero-bubble", "batch.micro_batches=4", "model.tied=true"],
-    ["layout.pp=3", "pipeline.schedule=async-2bw", "batch.micro_batches=3"]])
-def test_modes_and_pipelines_train_on_a_gpu_bit_by_bit_as_on_the_simulator_and_as_the_cpu_does(settings, monkeypatch):
-    on_cpu, simulated = (run_ranks(3, by_mode, [*settings, f"device.kind={kind}"]) for kind in ("cpu", "cuda-sim"))
-    np.testing.assert_allclose(simulated[0][0], on_cpu[0][0], rtol=1e-4, atol=0)    # none need be right
-    assert np.isfinite(simulated[0][0][2:]).all(), "a stream's first steps are not known when they are asked for"
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["replication.mode=master"],
+        ["replication.mode=server"],
+        [
+            "layout.tp=3",
+            "layout.algorithm=ring",
+            "model.heads=3",
+            "model.width=12",
+            "model.context=4",
+            "model.tied=true",
+            "layout.sequence_parallel=true",
+            "batch.size=6",
+        ],
+        ["replication.mode=gossip", "replication.period=2"],
+        [
+            "replication.mode=local",
+            "replication.period=2",
+            "replication.outer_lr=0.7",
+            "replication.outer_momentum=0.9",
+        ],
+        [
+            "layout.pp=3",
+            "pipeline.schedule=zero-bubble",
+            "batch.micro_batches=4",
+            "model.tied=true",
+        ],
+        ["layout.pp=3", "pipeline.schedule=async-2bw", "batch.micro_batches=3"],
+    ],
+)
+def test_modes_and_pipelines_train_on_a_gpu_bit_by_bit_as_on_the_simulator_and_as_the_cpu_does(
+    settings, monkeypatch
+):
+    on_cpu, simulated = (
+        run_ranks(3, by_mode, [*settings, f"device.kind={kind}"]) for kind in ("cpu", "cuda-sim")
+    )
+    np.testing.assert_allclose(
+        simulated[0][0], on_cpu[0][0], rtol=1e-4, atol=0
+    )  # none need be right
+    assert np.isfinite(simulated[0][0][2:]).all(), (
+        "a stream's first steps are not known when they are asked for"
+    )
     gpu.play(monkeypatch)
     on_gpu = run_ranks(3, by_mode, [*settings, "device.kind=cuda", "device.cuda_aware=no"])
     for one, other in zip(simulated, on_gpu, strict=True):

@@ -17,15 +17,33 @@ from mpitrain.files import check_writable
 from mpitrain.transport.threads import run_ranks
 from tests.processes import PROGRAM, run
 
-SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4",
-         "device.kind=cpu"]
-SWEEP = {"algorithm": "ring", "min_bytes": 64, "max_bytes": 256, "factor": 4, "dtype": "float32", "device": "cpu",
-         "buffers": "plain", "iterations": 2, "warmup": 1, "sweeps": 1, "tuning": None}
+SMALL = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=16",
+    "batch.size=4",
+    "device.kind=cpu",
+]
+SWEEP = {
+    "algorithm": "ring",
+    "min_bytes": 64,
+    "max_bytes": 256,
+    "factor": 4,
+    "dtype": "float32",
+    "device": "cpu",
+    "buffers": "plain",
+    "iterations": 2,
+    "warmup": 1,
+    "sweeps": 1,
+    "tuning": None,
+}
 
 
 @pytest.fixture
 def fills(monkeypatch):
     """A disk that has no room left after so many files."""
+
     def after(count):
         fsync, synced = os.fsync, []
 
@@ -42,13 +60,32 @@ def fills(monkeypatch):
 
 
 MEASURED = {
-    "sweep": (lambda transport, file: bench_collectives._measure(
-        transport, "allreduce", {**SWEEP, "json_file": file, "plot_file": None}), 2, "wrong elements 0"),
-    "fit": (lambda transport, file: bench_collectives._fit(transport, file, 64, 128, 1, None), 2, "us of a message"),
-    "compare": (lambda transport, file: compare._compare(
-        transport, "ring,star", ["run.steps=2", "run.eval_rows=8", *SMALL], file, None), 2, "sends (n-1) S, the root"),
-    "train": (lambda transport, file: train._measure(
-        transport, [*SMALL, "run.steps=7"], [], False, None, 1, 2, file), 1, "blocks of 2 steps"),
+    "sweep": (
+        lambda transport, file: bench_collectives._measure(
+            transport, "allreduce", {**SWEEP, "json_file": file, "plot_file": None}
+        ),
+        2,
+        "wrong elements 0",
+    ),
+    "fit": (
+        lambda transport, file: bench_collectives._fit(transport, file, 64, 128, 1, None),
+        2,
+        "us of a message",
+    ),
+    "compare": (
+        lambda transport, file: compare._compare(
+            transport, "ring,star", ["run.steps=2", "run.eval_rows=8", *SMALL], file, None
+        ),
+        2,
+        "sends (n-1) S, the root",
+    ),
+    "train": (
+        lambda transport, file: train._measure(
+            transport, [*SMALL, "run.steps=7"], [], False, None, 1, 2, file
+        ),
+        1,
+        "blocks of 2 steps",
+    ),
 }
 
 
@@ -56,7 +93,7 @@ MEASURED = {
 def test_what_was_measured_is_printed_although_it_cannot_be_written(what, fills, tmp_path, capsys):
     measure, ranks, printed = MEASURED[what]
     file = tmp_path / "rows.json"
-    fills(1)    # the check before the measurement
+    fills(1)  # the check before the measurement
 
     def main(transport):
         with pytest.raises(ConfigError) as raised:
@@ -72,8 +109,10 @@ def test_what_was_measured_is_printed_although_it_cannot_be_written(what, fills,
 def test_a_chart_is_printed_although_it_cannot_be_written(fills, tmp_path):
     pytest.importorskip("matplotlib")
     fills(2)
-    shown = CliRunner().invoke(commands, ["plan", "schedule", "--json", str(tmp_path / "a.json"),
-                                          "--plot", str(tmp_path / "a.svg")])
+    shown = CliRunner().invoke(
+        commands,
+        ["plan", "schedule", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")],
+    )
     assert "bubble" in shown.output and isinstance(shown.exception, ConfigError)
     assert "No space left" in str(shown.exception) and not list(tmp_path.iterdir())
 
@@ -83,7 +122,7 @@ def test_a_report_is_printed_although_it_cannot_be_written(fills, tmp_path):
     fills(0)
     shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
     assert "the last line of its metrics is of step 3" in shown.output
-    if isinstance(shown.exception, ConfigError):    # with matplotlib there is something to write
+    if isinstance(shown.exception, ConfigError):  # with matplotlib there is something to write
         assert "No space left" in str(shown.exception) and not list((tmp_path / "report").iterdir())
 
 
@@ -102,11 +141,17 @@ def test_a_full_disk_is_seen_before_anything_is_measured(fills, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name, said, way_out", [
-    ("folder", "it is a folder", "Name a file"), ("pipe", "a pipe", "Name a file"),
-    ("n" * 300, "File name too long", "Choose a shorter name"),
-    ("taken", "a directory named taken.partial is in the way", "Remove .*taken.partial"),
-    ("file/rows", "Not a directory", "Remove .*/file"), ("none/rows", "No such file", "that exists")])
+@pytest.mark.parametrize(
+    "name, said, way_out",
+    [
+        ("folder", "it is a folder", "Name a file"),
+        ("pipe", "a pipe", "Name a file"),
+        ("n" * 300, "File name too long", "Choose a shorter name"),
+        ("taken", "a directory named taken.partial is in the way", "Remove .*taken.partial"),
+        ("file/rows", "Not a directory", "Remove .*/file"),
+        ("none/rows", "No such file", "that exists"),
+    ],
+)
 def test_what_is_in_the_way_is_said_before_anything_is_measured(name, said, way_out, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "taken.partial").mkdir()
@@ -117,8 +162,16 @@ def test_what_is_in_the_way_is_said_before_anything_is_measured(name, said, way_
     assert re.search(way_out, raised.value.way_out)
 
 
-@pytest.mark.parametrize("words", [["report", "LONG"], ["plot", "LONG"], ["eval", "LONG"], ["train", "--out", "LONG"],
-                                   ["plan", "schedule", "--json", "LONG"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "LONG"],
+        ["plot", "LONG"],
+        ["eval", "LONG"],
+        ["train", "--out", "LONG"],
+        ["plan", "schedule", "--json", "LONG"],
+    ],
+)
 def test_a_path_of_300_characters_is_one_message_and_exit_2(words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mpitrain.cli.train.be_courtesy", lambda: None)
@@ -131,12 +184,25 @@ def test_a_path_of_300_characters_is_one_message_and_exit_2(words, tmp_path, mon
 
 
 def test_a_disk_that_fills_while_training_is_one_message_and_whole_lines(tmp_path):
-    settings = [word for setting in [*SMALL, "run.steps=2000", "run.log_every=1", "run.eval_every=-1",
-                                     "run.trace=false"] for word in ("--set", setting)]
+    settings = [
+        word
+        for setting in [
+            *SMALL,
+            "run.steps=2000",
+            "run.log_every=1",
+            "run.eval_every=-1",
+            "run.trace=false",
+        ]
+        for word in ("--set", setting)
+    ]
     line = " ".join(map(str, [*PROGRAM, "train", *settings, "--out", tmp_path / "run"]))
     done = run(["bash", "-c", f"ulimit -f 16; exec {line}"])
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    told = [line for line in done.stderr.splitlines() if "metrics.jsonl cannot be written: File too large" in line]
+    told = [
+        line
+        for line in done.stderr.splitlines()
+        if "metrics.jsonl cannot be written: File too large" in line
+    ]
     assert len(told) == 1 and told[0].startswith("rank 0: TrainingError: ")
     assert "Make room, then start again with --resume=auto" in done.stderr
     text = (tmp_path / "run/metrics.jsonl").read_text()

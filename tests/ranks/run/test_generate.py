@@ -23,14 +23,20 @@ def written(transport, count, stop_after):
     trainer, forwards = trainer_of(transport), []
     logits = trainer._asked
     trainer._asked = lambda *given: (forwards.append(given), logits(*given))[1]
-    drawn = tokens(trainer, [10, 20], 0.8, 40, seed=transport.rank,
-                   stop_requested=lambda: len(forwards) >= stop_after + transport.rank)
+    drawn = tokens(
+        trainer,
+        [10, 20],
+        0.8,
+        40,
+        seed=transport.rank,
+        stop_requested=lambda: len(forwards) >= stop_after + transport.rank,
+    )
     return list(islice(drawn, count)), len(forwards)
 
 
 @pytest.mark.parametrize("count, stop_after, many", [(20, 99, 20), (20, 5, 5), (0, 99, 0)])
 def test_every_rank_computes_as_often_and_gets_the_text_of_one_rank(count, stop_after, many):
-    alone, = run_ranks(1, written, count, stop_after)
+    (alone,) = run_ranks(1, written, count, stop_after)
     assert len(alone[0]) == alone[1] == many
     assert run_ranks(3, written, count, stop_after) == [alone] * 3
 

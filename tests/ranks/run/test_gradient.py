@@ -13,8 +13,17 @@ PACKAGE = Path(mpitrain.__file__).parent
 PAGE = Path(__file__).parents[3] / "mpitrain" / "README.md"
 LR = 0.01
 CONFIG = {
-    "replication": {"algorithm": "ring"}, "device": {"kind": "cpu"}, "precision": {"compute": "float64"},
-    "optimizer": {"name": "sgd", "lr": LR, "warmup": 0, "schedule": "constant", "weight_decay": 0.0, "clip": 0.0},
+    "replication": {"algorithm": "ring"},
+    "device": {"kind": "cpu"},
+    "precision": {"compute": "float64"},
+    "optimizer": {
+        "name": "sgd",
+        "lr": LR,
+        "warmup": 0,
+        "schedule": "constant",
+        "weight_decay": 0.0,
+        "clip": 0.0,
+    },
 }
 
 
@@ -29,8 +38,16 @@ class Way:
 
     def __init__(self, trainer):
         self.files = set()
-        last, first, optimizer = trainer.units[-1].layer, trainer.units[0].layer, trainer.replication.optimizer
-        backward_input, backward_weight, update = last.backward_input, first.backward_weight, optimizer.update
+        last, first, optimizer = (
+            trainer.units[-1].layer,
+            trainer.units[0].layer,
+            trainer.replication.optimizer,
+        )
+        backward_input, backward_weight, update = (
+            last.backward_input,
+            first.backward_weight,
+            optimizer.update,
+        )
 
         def begins(*arguments):
             sys.setprofile(self._note)
@@ -57,9 +74,14 @@ class Way:
 
 def follow(transport):
     layers = Plain(ops_for("cpu"))
-    trainer = Trainer(transport, [
-        Unit("hidden", layers.linear(2, 8, normal(1.0), "relu")), Unit("out", layers.linear(8, 2, normal(1.0))),
-    ], parse(CONFIG))
+    trainer = Trainer(
+        transport,
+        [
+            Unit("hidden", layers.linear(2, 8, normal(1.0), "relu")),
+            Unit("out", layers.linear(8, 2, normal(1.0))),
+        ],
+        parse(CONFIG),
+    )
     inputs = np.random.default_rng(3).standard_normal((32, 2))[list(trainer.share())]
     batch = inputs, (inputs[:, 0] > 0).astype(int)
     trainer.step(0, *batch)
@@ -76,4 +98,6 @@ def test_a_gradient_passes_through_the_files_that_the_page_lists_is_summed_once_
         assert sorted(way.files) == sorted(listed)
         assert np.array_equal(way.summed, ways[0].own + ways[1].own)
         assert np.abs(way.updated_by + LR * way.summed).max() <= 1e-15
-    assert np.abs(ways[0].own - ways[1].own).max() > 0.01, "ranks that bring the same would hide a sum that is none"
+    assert np.abs(ways[0].own - ways[1].own).max() > 0.01, (
+        "ranks that bring the same would hide a sum that is none"
+    )

@@ -1,19 +1,16 @@
 """A run from start to end on ranks that are threads: what it evaluates, what it writes, when it stops and when it fails."""
 
-import json
 import os
 import socket
 import threading
 import time
 import warnings
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mpitrain.cli.terminal.progress import Silent
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import TrainingError
 from mpitrain.parallel.replication.protocol import Replication
@@ -22,46 +19,18 @@ from mpitrain.run.build import build
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.loop import train
 from mpitrain.run.open_run import configured
 from mpitrain.run.run_dir import noted_scan
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS
-
-TEXT = [f"word {n % 7} " for n in range(240)]
-TINY = ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=6", "run.steps=6", "run.log_every=1",
-        "checkpoint.every=0", "device.kind=cpu"]
+from tests.runs import go, records, validated
 
 
-@pytest.fixture
-def book(tmp_path):
-    """Settings of a run in tmp_path / "run" on a small text: 20 held-out rows."""
-    (tmp_path / "book").write_text("".join(TEXT))
-    return [*TINY, f"data.source=text:{tmp_path / 'book'}", f"run.out={tmp_path / 'run'}"]
-
-
-def never(rank):
-    return False
-
-
-def go(ranks, settings, resume="no", stop=never, watcher=Silent):
-    """Train on so many threads; whether the run was stopped."""
-    config = parse(with_settings({}, settings))
-    return run_ranks(ranks, lambda own: train(own, config, resume, partial(stop, own.rank), watcher()).stopped)[0]
-
-
-def records(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-
-
-def validated(tmp_path):
-    """Steps with a validation record, in the order of the file."""
-    return [record["step"] for record in records(tmp_path) if "val_loss" in record]
-
-
-def test_a_request_that_comes_while_a_step_is_computed_does_not_wait_for_another_step(book, tmp_path, monkeypatch):
+def test_a_request_that_comes_while_a_step_is_computed_does_not_wait_for_another_step(
+    book, tmp_path, monkeypatch
+):
     computing, straggle = set(), Trainer._straggle
 
     def compute(self, step):
@@ -85,18 +54,23 @@ def dies(*arguments, **more):
 @pytest.mark.parametrize("ranks", (1, 3))
 @pytest.mark.parametrize("every, due, all_of_them", [(2, 2, [2, 4, 6]), (0, 6, [6])])
 def test_a_run_that_dies_between_checkpoint_and_evaluation_evaluates_when_it_resumes(
-        ranks, every, due, all_of_them, book, tmp_path, monkeypatch):
+    ranks, every, due, all_of_them, book, tmp_path, monkeypatch
+):
     settings = [*book, f"run.eval_every={every}", "checkpoint.every=2"]
     monkeypatch.setattr(Trainer, "evaluate", dies)
     with pytest.raises(Killed):
         go(ranks, settings)
     monkeypatch.undo()
-    assert newest(tmp_path / "run/checkpoints").name == f"step-{due:08d}" and not validated(tmp_path)
+    assert newest(tmp_path / "run/checkpoints").name == f"step-{due:08d}" and not validated(
+        tmp_path
+    )
     go(ranks, settings, "yes")
     assert validated(tmp_path) == all_of_them
     losses = [record["val_loss"] for record in records(tmp_path) if "val_loss" in record]
     go(ranks, [*settings, f"run.out={tmp_path / 'whole' / 'run'}"])
-    assert losses == [record["val_loss"] for record in records(tmp_path / "whole") if "val_loss" in record]
+    assert losses == [
+        record["val_loss"] for record in records(tmp_path / "whole") if "val_loss" in record
+    ]
 
 
 def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
@@ -118,7 +92,9 @@ def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
     assert validated(tmp_path) == [2, 4, 6], "a finished run has nothing left to evaluate"
 
 
-def test_a_stop_that_falls_on_an_evaluation_step_leaves_the_evaluation_to_the_resumed_run(book, tmp_path):
+def test_a_stop_that_falls_on_an_evaluation_step_leaves_the_evaluation_to_the_resumed_run(
+    book, tmp_path
+):
     steps = []
 
     def from_step_two(rank):
@@ -127,19 +103,31 @@ def test_a_stop_that_falls_on_an_evaluation_step_leaves_the_evaluation_to_the_re
 
     settings = [*book, "run.eval_every=2"]
     assert go(1, settings, stop=from_step_two)
-    assert records(tmp_path)[-1]["event"] == "stopped" and records(tmp_path)[-1]["step"] == 2 and not validated(tmp_path)
+    assert (
+        records(tmp_path)[-1]["event"] == "stopped"
+        and records(tmp_path)[-1]["step"] == 2
+        and not validated(tmp_path)
+    )
     assert not go(1, settings, "yes")
     assert validated(tmp_path) == [2, 4, 6]
 
 
 @pytest.mark.parametrize("every, at", [(4, 4), (0, 6)])
-def test_a_stop_asked_of_one_rank_ends_an_evaluation_on_all_and_it_is_made_up_for(every, at, book, tmp_path, monkeypatch):
+def test_a_stop_asked_of_one_rank_ends_an_evaluation_on_all_and_it_is_made_up_for(
+    every, at, book, tmp_path, monkeypatch
+):
     settings = [*book, f"run.eval_every={every}"]
     batches = Counter()
     losses = Trainer._losses
-    monkeypatch.setattr(Trainer, "_losses", lambda own, *asked: (batches.update([own.transport.rank]), losses(own, *asked))[1])
+    monkeypatch.setattr(
+        Trainer,
+        "_losses",
+        lambda own, *asked: (batches.update([own.transport.rank]), losses(own, *asked))[1],
+    )
     assert go(3, settings, stop=lambda rank: rank == 1 and batches[1] == 2)
-    assert batches == {0: 3, 1: 3, 2: 3}, "an evaluation of 20 rows by 3 ranks, 2 rows at a time, takes 4 batches"
+    assert batches == {0: 3, 1: 3, 2: 3}, (
+        "an evaluation of 20 rows by 3 ranks, 2 rows at a time, takes 4 batches"
+    )
     assert records(tmp_path)[-1] == {**records(tmp_path)[-1], "event": "stopped", "step": at}
     assert newest(tmp_path / "run/checkpoints").name == f"step-{at:08d}" and not validated(tmp_path)
     assert not go(3, settings, "yes")
@@ -147,25 +135,41 @@ def test_a_stop_asked_of_one_rank_ends_an_evaluation_on_all_and_it_is_made_up_fo
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 5))
-def test_an_evaluation_takes_the_same_rows_on_any_number_of_ranks_and_no_more_at_once_than_a_micro_batch(ranks, book):
+def test_an_evaluation_takes_the_same_rows_on_any_number_of_ranks_and_no_more_at_once_than_a_micro_batch(
+    ranks, book
+):
     seen, widest = set(), []
 
     def run(transport):
-        trainer, source, _ = build(transport, parse(with_settings({}, [*book, "run.eval_rows=7", "batch.size=10",
-                                                                       "batch.micro_batches=2"])))
+        trainer, source, _ = build(
+            transport,
+            parse(
+                with_settings(
+                    {}, [*book, "run.eval_rows=7", "batch.size=10", "batch.micro_batches=2"]
+                )
+            ),
+        )
         held_out = source.held_out_rows
-        source.held_out_rows = lambda rows: (seen.update(rows), widest.append(len(rows)), held_out(rows))[2]
+        source.held_out_rows = lambda rows: (
+            seen.update(rows),
+            widest.append(len(rows)),
+            held_out(rows),
+        )[2]
         return trainer.evaluate(source)
 
     found = run_ranks(ranks, run)
-    assert seen == {row * 20 // 7 for row in range(7)}, "spread evenly over the 20 that are held out"
+    assert seen == {row * 20 // 7 for row in range(7)}, (
+        "spread evenly over the 20 that are held out"
+    )
     assert max(widest) <= max(1, 10 // (ranks * 2))
     assert len(set(found)) == 1
 
 
 def test_eval_rows_is_a_bound_and_zero_means_all(book):
     def run(transport, rows):
-        trainer, source, _ = build(transport, parse(with_settings({}, [*book, f"run.eval_rows={rows}"])))
+        trainer, source, _ = build(
+            transport, parse(with_settings({}, [*book, f"run.eval_rows={rows}"]))
+        )
         return trainer.evaluate(source)
 
     whole = run_ranks(1, run, 0)
@@ -179,7 +183,9 @@ def test_an_opened_run_evaluates_as_many_rows_at_once_as_a_rank_trained_with(boo
         assert config.batch.size // (ranks * (config.batch.micro_batches or 1)) == 3
 
 
-def test_neither_a_checkpoint_nor_an_evaluation_counts_into_the_time_of_a_step(book, tmp_path, monkeypatch):
+def test_neither_a_checkpoint_nor_an_evaluation_counts_into_the_time_of_a_step(
+    book, tmp_path, monkeypatch
+):
     now = 0.0
 
     def takes(place, name, seconds):
@@ -203,16 +209,23 @@ def test_neither_a_checkpoint_nor_an_evaluation_counts_into_the_time_of_a_step(b
     assert records(tmp_path)[-1]["wall_s"] == 3 * 111, "the wall clock goes on meanwhile"
 
 
-def test_a_step_says_how_long_the_run_took_what_it_has_seen_and_how_long_it_waited_for_messages(book, tmp_path):
+def test_a_step_says_how_long_the_run_took_what_it_has_seen_and_how_long_it_waited_for_messages(
+    book, tmp_path
+):
     settings = [*book, "checkpoint.every=2", "run.eval_every=2"]
     go(2, settings)
     go(2, [*settings, "run.steps=8"], "yes")
     lines = records(tmp_path)
     walls = [record["wall_s"] for record in lines]
-    assert len(walls) == len(lines) and walls == sorted(walls) and walls[0] >= 0, "the clock of a resumed run goes on"
+    assert len(walls) == len(lines) and walls == sorted(walls) and walls[0] >= 0, (
+        "the clock of a resumed run goes on"
+    )
     for record in lines:
         if "loss" in record:
-            assert record["samples_seen"] == 6 * record["step"] and record["tokens_seen"] == 48 * record["step"]
+            assert (
+                record["samples_seen"] == 6 * record["step"]
+                and record["tokens_seen"] == 48 * record["step"]
+            )
             assert 0 < record["comm_s"] < record["step_s"]
 
 
@@ -249,7 +262,13 @@ class NotFinite:
 
 @pytest.mark.parametrize("mode", ["all-reduce", "server"])
 def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
-    diverging = ["optimizer.name=sgd", "optimizer.lr=1e9", "optimizer.clip=0", "optimizer.warmup=0", f"replication.mode={mode}"]
+    diverging = [
+        "optimizer.name=sgd",
+        "optimizer.lr=1e9",
+        "optimizer.clip=0",
+        "optimizer.warmup=0",
+        f"replication.mode={mode}",
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TrainingError, match="that are not finite"):
@@ -262,9 +281,15 @@ SKIP = ["run.on_nonfinite=skip", "run.log_every=1000", "run.eval_every=-1"]
 @pytest.mark.parametrize("ranks", (1, 2))
 def test_ten_skipped_steps_in_a_row_end_the_run(ranks, book, tmp_path, monkeypatch):
     NotFinite(monkeypatch, range(3, 1000))
-    with pytest.raises(TrainingError, match=r"10 of 12 had .* the last 10 up to step 12") as failure:
+    with pytest.raises(
+        TrainingError, match=r"10 of 12 had .* the last 10 up to step 12"
+    ) as failure:
         go(ranks, [*book, *SKIP, "run.steps=60", "checkpoint.every=2"])
-    assert failure.value.agreed and "optimizer.lr" in failure.value.way_out and "--resume" in failure.value.way_out
+    assert (
+        failure.value.agreed
+        and "optimizer.lr" in failure.value.way_out
+        and "--resume" in failure.value.way_out
+    )
     assert records(tmp_path)[-1]["event"] == "failed" and records(tmp_path)[-1]["step"] == 12
     monkeypatch.undo()
     assert not go(ranks, [*book, *SKIP, "run.steps=60", "optimizer.lr=1e-4"], "yes")
@@ -282,14 +307,19 @@ def test_a_run_that_skipped_more_steps_than_it_took_fails(steps, book, tmp_path,
 def test_some_skipped_steps_do_not_end_a_run(book, tmp_path, monkeypatch):
     NotFinite(monkeypatch, {1, *range(3, 12), 20})
     assert not go(1, [*book, *SKIP, "run.steps=22"])
-    assert records(tmp_path)[-1]["event"] == "end" and sum("skipped" in record for record in records(tmp_path)) == 11
+    assert (
+        records(tmp_path)[-1]["event"] == "end"
+        and sum("skipped" in record for record in records(tmp_path)) == 11
+    )
 
 
 def test_skipped_steps_count_alike_whether_or_not_a_run_was_resumed(book, tmp_path, monkeypatch):
     NotFinite(monkeypatch, {22, *range(24, 33), 60})
     asks = iter(range(1, 1000))
     assert go(1, [*book, *SKIP, "run.steps=60"], stop=lambda rank: next(asks) == 59)
-    assert not go(1, [*book, *SKIP, "run.steps=60"], "yes"), "one step is left, is skipped, and is not half of the run"
+    assert not go(1, [*book, *SKIP, "run.steps=60"], "yes"), (
+        "one step is left, is skipped, and is not half of the run"
+    )
     assert records(tmp_path)[-1]["event"] == "end"
 
 
@@ -316,7 +346,9 @@ def test_a_finished_run_says_that_nothing_is_left(book, tmp_path, capsys):
 
 def test_what_moves_reductions_shares_no_scratch_with_what_computes(book):
     def arenas(transport):
-        trainer = build(transport, parse(with_settings({}, [*book, "device.kind=cuda-sim"]))).trainer
+        trainer = build(
+            transport, parse(with_settings({}, [*book, "device.kind=cuda-sim"]))
+        ).trainer
         before = trainer.arena.live, trainer.arena.allocations
         trainer.grid.dp.arithmetic.largest(np.arange(4096, dtype=np.float32), 5)
         return before == (trainer.arena.live, trainer.arena.allocations)
@@ -338,16 +370,28 @@ def test_a_watchdog_that_is_told_how_long_to_wait_begins_to_wait_then(monkeypatc
 def test_a_watchdog_says_which_message_a_rank_waits_for(monkeypatch, capfd):
     ended = threading.Event()
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
-    one = watchdog.Watchdog(4, SECONDS, Traffic(waits_for="recv from rank 2, tag 7", content="the gradient of micro-batch 3"))
+    one = watchdog.Watchdog(
+        4,
+        SECONDS,
+        Traffic(waits_for="recv from rank 2, tag 7", content="the gradient of micro-batch 3"),
+    )
     one.alive("step 5")
     one.traces(Path("runs/my run"))
-    one.patience(0.01)    # not before: on a busy machine it would end the job in what comes before step 5
+    one.patience(
+        0.01
+    )  # not before: on a busy machine it would end the job in what comes before step 5
     assert ended.wait(SECONDS)
     one.close()
     said = capfd.readouterr().err
     assert said.startswith(f"rank 4 on {socket.gethostname()}: no progress for ")
-    assert "in step 5, waiting for the gradient of micro-batch 3: recv from rank 2, tag 7; ending the job" in said
-    assert " `mpitrain report 'runs/my run'` names the rank that the others waited for. Where it stands:\n" in said
+    assert (
+        "in step 5, waiting for the gradient of micro-batch 3: recv from rank 2, tag 7; ending the job"
+        in said
+    )
+    assert (
+        " `mpitrain report 'runs/my run'` names the rank that the others waited for. Where it stands:\n"
+        in said
+    )
 
 
 @pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b""))
@@ -362,8 +406,20 @@ def test_a_note_of_tokens_that_is_a_pipe_is_none(tmp_path):
 
 
 def test_of_a_stream_whose_steps_become_known_together_each_has_its_own_time(book, tmp_path):
-    go(2, [*book, "layout.pp=2", "pipeline.schedule=async", "batch.micro_batches=2", "run.delay=0:60", "run.eval_every=3"])
+    go(
+        2,
+        [
+            *book,
+            "layout.pp=2",
+            "pipeline.schedule=async",
+            "batch.micro_batches=2",
+            "run.delay=0:60",
+            "run.eval_every=3",
+        ],
+    )
     took = {record["step"]: record["step_s"] for record in records(tmp_path) if "lr" in record}
     assert sorted(took) == [1, 2, 3, 4, 5, 6]
-    assert all(seconds > 0.03 for step, seconds in took.items() if step % 3), (took, "but the last before all meet, which "
-                                                                               "goes back in the call before")
+    assert all(seconds > 0.03 for step, seconds in took.items() if step % 3), (
+        took,
+        "but the last before all meet, which goes back in the call before",
+    )

@@ -12,18 +12,37 @@ from tests.fakes import cupy, gpu
 
 pytestmark = pytest.mark.compile
 
-SETTINGS = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "batch.size=4", "run.steps=6",
-            "batch.micro_batches=2", "optimizer.clip=0.5", "device.kind=cuda", "device.cuda_aware=no",
-            "replication.algorithm=ring"]
+SETTINGS = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=8",
+    "batch.size=4",
+    "run.steps=6",
+    "batch.micro_batches=2",
+    "optimizer.clip=0.5",
+    "device.kind=cuda",
+    "device.cuda_aware=no",
+    "replication.algorithm=ring",
+]
 
 
-@pytest.mark.parametrize("ranks, settings", [
-    (1, ["precision.compute=bfloat16"]), (2, ["precision.compute=float16"]), (2, ["replication.zero=3"]),
-    (2, ["layout.tp=2", "layout.algorithm=ring"]),
-    (2, ["layout.sequence_parallel=true", "layout.tp=2", "layout.algorithm=ring"]),
-    (2, ["replication.mode=master"]), (3, ["replication.mode=server"])],
-    ids=lambda value: value[0] if isinstance(value, list) else None)
-def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_and_read_once(ranks, settings, monkeypatch):
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (1, ["precision.compute=bfloat16"]),
+        (2, ["precision.compute=float16"]),
+        (2, ["replication.zero=3"]),
+        (2, ["layout.tp=2", "layout.algorithm=ring"]),
+        (2, ["layout.sequence_parallel=true", "layout.tp=2", "layout.algorithm=ring"]),
+        (2, ["replication.mode=master"]),
+        (3, ["replication.mode=server"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_and_read_once(
+    ranks, settings, monkeypatch
+):
     """The learning rate, clipping and AdamW's corrections change meanwhile: in device memory. A message reads for itself.
 
     Nor does a step read more that is skipped, here for an overflow in float16. What adds a message is launched when that comes,
@@ -36,6 +55,7 @@ def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_
         def call(*arguments):
             events.append((threading.get_ident(), what))
             return function(*arguments)
+
         return call
 
     monkeypatch.setattr(cupy.cuda, "alloc", noting("allocated", alloc))
@@ -57,7 +77,9 @@ def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_
             engine.noted[me].clear()
             before = len(events)
             outcomes.append(trainer.step(index, *mode.batch(source, index)))
-            found.append((list(engine.noted[me]), [what for thread, what in events[before:] if thread == me]))
+            found.append(
+                (list(engine.noted[me]), [what for thread, what in events[before:] if thread == me])
+            )
         assert len({outcome.lr for outcome in outcomes}) == 5
         assert [outcome.updated for outcome in outcomes[2:]] == [mode.loss_scale == 1, True, True]
         return found
@@ -68,8 +90,12 @@ def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_
         assert len(launches) > 10
         kernels = [launch[0] for launch in found[3][0]]
         assert "activation_backward" not in kernels, "GELU's derivative is within a product"
-        assert "add" not in kernels, "a shortcut is within a product, or within what adds the bias to the ranks' sum"
-        assert kernels.count("add_bias") == 2 * 2 * ("layout.tp=2" in settings), "of each micro-batch two"
+        assert "add" not in kernels, (
+            "a shortcut is within a product, or within what adds the bias to the ranks' sum"
+        )
+        assert kernels.count("add_bias") == 2 * 2 * ("layout.tp=2" in settings), (
+            "of each micro-batch two"
+        )
         if "replication.zero=3" in settings:
             launches, again = sorted(launches), sorted(again)
         for one, other in zip(launches, again, strict=True):
@@ -78,7 +104,9 @@ def test_steps_launch_the_same_kernels_with_the_same_arguments_allocate_nothing_
 
 
 @pytest.mark.parametrize("update", ["async", "bounded"])
-def test_of_servers_without_a_common_step_a_worker_reads_once_for_each_gradient_and_a_server_never(update, monkeypatch):
+def test_of_servers_without_a_common_step_a_worker_reads_once_for_each_gradient_and_a_server_never(
+    update, monkeypatch
+):
     """A server applies what is pushed by numbers that came with it. A message reads for itself."""
     gpu.play(monkeypatch)
     reads, get, steps = [], cupy.ndarray.get, 3
@@ -88,8 +116,18 @@ def test_of_servers_without_a_common_step_a_worker_reads_once_for_each_gradient_
         return get(array)
 
     monkeypatch.setattr(cupy.ndarray, "get", noting)
-    config = parse(with_settings({}, [*SETTINGS, f"run.steps={steps}", "replication.mode=server", "replication.servers=2",
-                                      f"replication.update={update}"]))
+    config = parse(
+        with_settings(
+            {},
+            [
+                *SETTINGS,
+                f"run.steps={steps}",
+                "replication.mode=server",
+                "replication.servers=2",
+                f"replication.update={update}",
+            ],
+        )
+    )
 
     def run(transport):
         trainer, source, _ = build(transport, config)

@@ -8,10 +8,13 @@ from mpitrain.run.generate import tokens
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel.test_async_servers import build, configured
-from tests.ranks.run.test_loop import TEXT, TINY, go, records, validated
+from tests.runs import TEXT, TINY, go, records, validated
 
-UPDATES = [["replication.update=sync"], ["replication.update=async"],
-           ["replication.update=bounded", "replication.staleness=1", "replication.servers=2"]]
+UPDATES = [
+    ["replication.update=sync"],
+    ["replication.update=async"],
+    ["replication.update=bounded", "replication.staleness=1", "replication.servers=2"],
+]
 each_update = pytest.mark.parametrize("update", UPDATES, ids=("sync", "async", "bounded"))
 
 
@@ -19,15 +22,26 @@ each_update = pytest.mark.parametrize("update", UPDATES, ids=("sync", "async", "
 def settings(tmp_path):
     """Settings of a run on a small text."""
     (tmp_path / "book").write_text("".join(TEXT))
-    return [*TINY, f"data.source=text:{tmp_path / 'book'}", f"run.out={tmp_path / 'run'}", "replication.mode=server"]
+    return [
+        *TINY,
+        f"data.source=text:{tmp_path / 'book'}",
+        f"run.out={tmp_path / 'run'}",
+        "replication.mode=server",
+    ]
 
 
 @each_update
-def test_a_run_logs_every_step_evaluates_when_due_and_ends_with_equal_replicas(update, settings, tmp_path):
+def test_a_run_logs_every_step_evaluates_when_due_and_ends_with_equal_replicas(
+    update, settings, tmp_path
+):
     assert not go(5, [*settings, *update, "run.eval_every=2", "checkpoint.every=3"])
     found = records(tmp_path)
     steps = [record for record in found if "loss" in record]
-    assert [record["step"] for record in steps] == list(range(1, 7)) and validated(tmp_path) == [2, 4, 6]
+    assert [record["step"] for record in steps] == list(range(1, 7)) and validated(tmp_path) == [
+        2,
+        4,
+        6,
+    ]
     assert found[-1]["event"] == "end" and found[-1]["replicas_equal"] is True
     assert all(("staleness" in record) == (update != UPDATES[0]) for record in steps)
     assert update != UPDATES[2] or all(record["lead"] <= 1 for record in steps)
@@ -35,18 +49,22 @@ def test_a_run_logs_every_step_evaluates_when_due_and_ends_with_equal_replicas(u
 
 @each_update
 @pytest.mark.parametrize("asked", (0, 3))
-def test_a_stop_asked_of_a_worker_or_of_a_server_ends_the_run_on_all(update, asked, settings, tmp_path):
+def test_a_stop_asked_of_a_worker_or_of_a_server_ends_the_run_on_all(
+    update, asked, settings, tmp_path
+):
     assert go(4, [*settings, *update, "run.steps=400"], stop=lambda rank: rank == asked)
     assert records(tmp_path)[-1]["event"] == "stopped"
 
 
 @each_update
-def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_or_is_skipped(update, settings, tmp_path, monkeypatch):
+def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_or_is_skipped(
+    update, settings, tmp_path, monkeypatch
+):
     real = Trainer.step
 
     def poisoned(trainer, index, inputs, targets, stop=False):
         if index == 2 and trainer.replication.share(6).stop == 6:
-            trainer.replication.open(0, 0)["tokens"][:] = np.nan    # until the next pull
+            trainer.replication.open(0, 0)["tokens"][:] = np.nan  # until the next pull
         return real(trainer, index, inputs, targets, stop)
 
     monkeypatch.setattr(Trainer, "step", poisoned)
@@ -61,27 +79,53 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_or_is_skipped(
 def test_text_is_drawn_with_servers_that_compute_none(update):
     def run(transport):
         trainer, *_ = build(transport, configured(*settings_of(update)))
-        return [token for token, _ in zip(tokens(trainer, [65], 0.8, 40, 0), range(4), strict=False)]
+        return [
+            token for token, _ in zip(tokens(trainer, [65], 0.8, 40, 0), range(4), strict=False)
+        ]
 
     every = run_ranks(4, run)
     assert len(every[0]) == 4 and all(other == every[0] for other in every)
 
 
 def settings_of(update):
-    return ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=6", "replication.mode=server",
-            *update]
+    return [
+        "model.layers=1",
+        "model.width=8",
+        "model.heads=1",
+        "model.context=8",
+        "batch.size=6",
+        "replication.mode=server",
+        *update,
+    ]
 
 
 def test_a_run_goes_on_from_servers_to_all_reduce_and_back_with_the_losses_of_one_rank(tmp_path):
     (tmp_path / "book").write_text("".join(TEXT))
-    common = [*TINY, f"data.source=text:{tmp_path / 'book'}", "precision.compute=float64", "optimizer.schedule=constant",
-              "checkpoint.every=3"]
+    common = [
+        *TINY,
+        f"data.source=text:{tmp_path / 'book'}",
+        "precision.compute=float64",
+        "optimizer.schedule=constant",
+        "checkpoint.every=3",
+    ]
     go(1, [*common, f"run.out={tmp_path / 'alone' / 'run'}", "run.steps=8"])
     alone = [record["loss"] for record in records(tmp_path / "alone") if "loss" in record]
     server = "replication.mode=server"
-    for steps, ranks, mode in [(2, 4, [server]), (4, 2, ["replication.zero=1"]), (6, 3, [server, "replication.servers=2"]),
-                               (8, 2, [server, "replication.update=async"]), (10, 4, [server, *UPDATES[2]]), (12, 1, [])]:
-        go(ranks, [*common, f"run.out={tmp_path / 'run'}", f"run.steps={steps}", *mode], "no" if steps == 2 else "yes")
+    for steps, ranks, mode in [
+        (2, 4, [server]),
+        (4, 2, ["replication.zero=1"]),
+        (6, 3, [server, "replication.servers=2"]),
+        (8, 2, [server, "replication.update=async"]),
+        (10, 4, [server, *UPDATES[2]]),
+        (12, 1, []),
+    ]:
+        go(
+            ranks,
+            [*common, f"run.out={tmp_path / 'run'}", f"run.steps={steps}", *mode],
+            "no" if steps == 2 else "yes",
+        )
     losses = [record["loss"] for record in records(tmp_path) if "loss" in record]
     assert len(losses) == 12 and np.all(np.abs(np.array(losses[:8]) - alone) <= 1e-9)
-    assert all(record["replicas_equal"] for record in records(tmp_path) if record.get("event") == "end")
+    assert all(
+        record["replicas_equal"] for record in records(tmp_path) if record.get("event") == "end"
+    )

@@ -16,7 +16,14 @@ from mpitrain.run.loop import train
 from mpitrain.run.open_run import open_run
 from mpitrain.transport.threads import run_ranks
 
-TINY = ["model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "batch.size=6", "device.kind=cpu"]
+TINY = [
+    "model.layers=1",
+    "model.width=8",
+    "model.heads=1",
+    "model.context=8",
+    "batch.size=6",
+    "device.kind=cpu",
+]
 
 
 @pytest.fixture
@@ -46,7 +53,9 @@ def go(ranks, settings, steps, resume="no"):
     run_ranks(ranks, lambda transport: train(transport, config, resume, lambda: False, Silent()))
 
 
-def test_each_rank_scans_its_part_once_a_run_and_again_only_if_the_file_has_changed(settings, scans, tmp_path):
+def test_each_rank_scans_its_part_once_a_run_and_again_only_if_the_file_has_changed(
+    settings, scans, tmp_path
+):
     go(3, settings, 2)
     assert sorted(scans) == [(0, 3), (1, 3), (2, 3)]
     assert json.loads((tmp_path / "run/tokens.json").read_text())["largest"] == 901
@@ -68,7 +77,9 @@ def test_a_vocabulary_too_small_is_refused_on_every_rank_before_training(ranks, 
     config = parse(with_settings({}, [*settings, "data.vocabulary=901"]))
 
     def refused(transport):
-        with pytest.raises(DataError, match=r"holds token 901, so data\.vocabulary must be at least 902") as error:
+        with pytest.raises(
+            DataError, match=r"holds token 901, so data\.vocabulary must be at least 902"
+        ) as error:
             build(transport, config)
         return error.value.exit_code, error.value.agreed
 

@@ -22,7 +22,12 @@ def test_threads_obey(name, carrier, sizes, monkeypatch):
     monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
     cupy.faults.clear()
     for n in sizes:
-        run_ranks(n, lambda threads: getattr(DeviceLaws(), name)(PointerThreads(threads), carrier, cuda_backend()))
+        run_ranks(
+            n,
+            lambda threads: getattr(DeviceLaws(), name)(
+                PointerThreads(threads), carrier, cuda_backend()
+            ),
+        )
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -30,21 +35,32 @@ def test_a_deadlock_of_messages_in_gpu_memory_is_found_and_named(carrier, monkey
     monkeypatch.setitem(sys.modules, "cupy", cupy)
 
     def wait(threads):
-        transport, backend = DeviceLaws().device(PointerThreads(threads), carrier, cuda_backend()), cuda_backend()
+        transport, backend = (
+            DeviceLaws().device(PointerThreads(threads), carrier, cuda_backend()),
+            cuda_backend(),
+        )
         other = 1 - transport.rank
-        receive, lost = (transport.start_recv(backend.zeros(4, "float64"), other, tag) for tag in (1, 2))
+        receive, lost = (
+            transport.start_recv(backend.zeros(4, "float64"), other, tag) for tag in (1, 2)
+        )
         transport.start_send(backend.zeros(4, "float64"), other, 1).wait()
         assert transport.wait_any([lost, receive]) == 1
-        return raises_comm_error(lambda: transport.wait_any([lost])), raises_comm_error(lambda: transport.wait_until(lost.test))
+        return raises_comm_error(lambda: transport.wait_any([lost])), raises_comm_error(
+            lambda: transport.wait_until(lost.test)
+        )
 
     for texts in run_ranks(2, wait):
         for rank in (0, 1):
-            assert f"rank {rank} waits in wait_any of (recv from rank {1 - rank}, tag 2, 32 bytes)" in texts[0]
+            assert (
+                f"rank {rank} waits in wait_any of (recv from rank {1 - rank}, tag 2, 32 bytes)"
+                in texts[0]
+            )
         assert "recv from rank" in texts[1]
 
 
 def test_page_locked_memory_is_its_own_whoever_else_asks_meanwhile(monkeypatch):
     """Of the fake GPU, by which the laws of staging are proven."""
+
     class Crowded(list):
         def append(self, memory):
             super().append(memory)

@@ -63,10 +63,15 @@ def test_an_error_of_every_rank_waits_until_each_has_come_to_it():
     assert np.all(told == 1)
 
 
-@pytest.mark.parametrize(("others", "law"), [
-    (lambda transport: None, r"ranks \[1\] returned"),
-    (lambda transport: transport.recv(np.zeros(1), 0), "rank 1 waits in recv from rank 0"),
-    (lambda transport: [][transport.rank], "out of range")], ids=("returns", "hangs", "raises another"))
+@pytest.mark.parametrize(
+    ("others", "law"),
+    [
+        (lambda transport: None, r"ranks \[1\] returned"),
+        (lambda transport: transport.recv(np.zeros(1), 0), "rank 1 waits in recv from rank 0"),
+        (lambda transport: [][transport.rank], "out of range"),
+    ],
+    ids=("returns", "hangs", "raises another"),
+)
 def test_an_error_of_every_rank_that_one_does_not_have_is_a_defect(others, law):
     def fail(transport):
         if transport.rank == 1:
@@ -89,7 +94,9 @@ def test_lanes_that_one_rank_never_moves_are_a_deadlock_that_names_every_message
         assert "every rank waits and no message can move" in text
         rows = [row for row in text.splitlines() if " waits in " in row]
         assert [row.split(" waits in ")[0].strip() for row in rows] == ["rank 1", "rank 2"]
-        assert all(row.count("recv from rank 0, ") == row.count("send to rank 0, ") == 5 for row in rows), text
+        assert all(
+            row.count("recv from rank 0, ") == row.count("send to rank 0, ") == 5 for row in rows
+        ), text
 
 
 @pytest.mark.parametrize("way", ["fp16", "bf16", "int8", "topk:0.1", "powersgd:2"])
@@ -110,15 +117,23 @@ def test_a_deadlock_in_wait_any_is_found_at_once_and_names_each_request_of_every
     def wait(transport):
         n, rank = transport.size, transport.rank
         elsewhere = transport.start_recv(np.zeros(9), rank)
-        requests = [transport.start_recv(np.zeros(2), (rank + 1) % n, tag=4), transport.start_recv_any(np.zeros(3), tag=5)]
+        requests = [
+            transport.start_recv(np.zeros(2), (rank + 1) % n, tag=4),
+            transport.start_recv_any(np.zeros(3), tag=5),
+        ]
         text = raises_comm_error(lambda: transport.wait_any(requests))
         assert "72 bytes" not in text and elsewhere.source == -1, "only what is waited for is named"
         return text
 
-    waits = [f"wait_any of (recv from rank {after}, tag 4, 16 bytes; recv from any rank, tag 5, 24 bytes)" for after in (1, 2, 0)]
+    waits = [
+        f"wait_any of (recv from rank {after}, tag 4, 16 bytes; recv from any rank, tag 5, 24 bytes)"
+        for after in (1, 2, 0)
+    ]
     for rank, text in enumerate(run_ranks(3, wait)):
-        assert text == (f"CommError: rank {rank}: {waits[rank]} cannot complete: every rank waits and no message can move.\n"
-                        + "\n".join(f"           rank {other} waits in {waits[other]}" for other in range(3)))
+        assert text == (
+            f"CommError: rank {rank}: {waits[rank]} cannot complete: every rank waits and no message can move.\n"
+            + "\n".join(f"           rank {other} waits in {waits[other]}" for other in range(3))
+        )
 
 
 def test_two_ranks_that_wait_for_anybody_are_a_deadlock():
@@ -134,12 +149,20 @@ def test_two_ranks_that_wait_for_anybody_are_a_deadlock():
 def test_ranks_that_wait_in_different_ways_are_one_deadlock():
     def wait(transport):
         receive = transport.start_recv(np.zeros(1), 0, tag=transport.rank)
-        ways = [lambda: transport.wait_any([receive]), receive.wait, lambda: transport.wait_until(receive.test)]
+        ways = [
+            lambda: transport.wait_any([receive]),
+            receive.wait,
+            lambda: transport.wait_until(receive.test),
+        ]
         return raises_comm_error([*ways, transport.barrier][transport.rank])
 
     for text in run_ranks(4, wait):
-        for what in ("wait_any of (recv from rank 0, tag 0, 8 bytes)", "recv from rank 0, tag 1, 8 bytes",
-                     "recv from rank 0, tag 2, 8 bytes", "barrier"):
+        for what in (
+            "wait_any of (recv from rank 0, tag 0, 8 bytes)",
+            "recv from rank 0, tag 1, 8 bytes",
+            "recv from rank 0, tag 2, 8 bytes",
+            "barrier",
+        ):
             assert f" waits in {what}" in text
 
 
@@ -149,7 +172,9 @@ def test_a_rank_that_waits_while_another_computes_is_no_deadlock():
             time.sleep(0.1)
             transport.send(np.ones(1), 1)
         else:
-            transport.wait_any([transport.start_recv(np.zeros(1), 0), transport.start_recv_any(np.zeros(1), tag=9)])
+            transport.wait_any(
+                [transport.start_recv(np.zeros(1), 0), transport.start_recv_any(np.zeros(1), tag=9)]
+            )
 
     run_ranks(2, late)
 
@@ -239,7 +264,9 @@ def test_an_array_changed_during_a_native_reduction_spoils_it():
 
 def test_a_send_that_nobody_receives_is_reported():
     with pytest.raises(CommError, match="rank 1: send to rank 0, tag 2, 8 bytes"):
-        run_ranks(2, lambda transport: transport.rank == 1 and transport.start_send(np.zeros(1), 0, tag=2))
+        run_ranks(
+            2, lambda transport: transport.rank == 1 and transport.start_send(np.zeros(1), 0, tag=2)
+        )
 
 
 def test_hosts_can_be_pretended():

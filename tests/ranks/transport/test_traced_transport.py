@@ -34,7 +34,7 @@ from mpitrain.transport.threads import run_ranks
 from mpitrain.transport.traced_transport import Recorded
 from tests.fakes import cupy
 from tests.laws.transport import TransportLaws, laws_of
-from tests.ranks.run.test_loop import book, go  # noqa: F401 (a fixture)
+from tests.runs import go
 
 LAST = "law_a_message_of_another_size_is_an_error_at_its_receiver"  # after it threads carry no more; it knows them by their type
 
@@ -70,12 +70,18 @@ def test_sleeps_of_layers_appear_where_they_were_and_as_long_within_a_millisecon
     recorder.keep(tmp_path / "trace")
     records = read_trace(tmp_path / "trace").records
     assert records["micro"].tolist() == list(range(8)) and (records["kind"] == COMPUTE).all()
-    errors = [max(abs(start - record["start"]), abs(end - record["end"]))
-              for (start, end), record in zip(truth, records, strict=True)]
-    assert median(errors) < 1e-3, errors    # a busy machine may take a thread away in between, now and then
+    errors = [
+        max(abs(start - record["start"]), abs(end - record["end"]))
+        for (start, end), record in zip(truth, records, strict=True)
+    ]
+    assert median(errors) < 1e-3, (
+        errors
+    )  # a busy machine may take a thread away in between, now and then
 
 
-def test_a_trace_exists_before_the_first_message_and_moves_into_the_run_directory(monkeypatch, tmp_path):
+def test_a_trace_exists_before_the_first_message_and_moves_into_the_run_directory(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(process, "limit_blas_threads", lambda: None)
     monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)
@@ -93,12 +99,22 @@ def test_a_trace_exists_before_the_first_message_and_moves_into_the_run_director
             transport.recorder.keep(tmp_path / "trace")
 
     run_ranks(1, begin)
-    assert "It had no run directory yet." in said[0] and ": finding the other ranks" in said[0] and left() == []
+    assert (
+        "It had no run directory yet." in said[0]
+        and ": finding the other ranks" in said[0]
+        and left() == []
+    )
     trace = read_trace(tmp_path / "trace")
-    assert [told(trace, record) for record in trace.records] == ["finding the other ranks", "words of all ranks", "a barrier"]
+    assert [told(trace, record) for record in trace.records] == [
+        "finding the other ranks",
+        "words of all ranks",
+        "a barrier",
+    ]
 
 
-def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_for_it(monkeypatch, tmp_path):
+def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_for_it(
+    monkeypatch, tmp_path
+):
     """The host launches three kernels of 20 ms within a moment; the second step begins when the GPU has nothing to do."""
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     backend, recorder, stream, truth = CudaBackend(), Recorder(), cupy.get_current_stream(), []
@@ -111,7 +127,7 @@ def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_fo
                 truth.append(stream.computes(0.02))
                 recorder.end(span)
             assert ("synchronize",) not in cupy.log()[before:]
-            time.sleep(0.1)    # the host reads the result of the step
+            time.sleep(0.1)  # the host reads the result of the step
     with recorder.pausing("evaluation"):
         pass
     recorder.keep(tmp_path / "trace")
@@ -119,7 +135,7 @@ def test_what_a_gpu_computes_is_noted_by_events_where_it_was_and_nobody_waits_fo
     found = records[records["kind"] == DEVICE]
     assert found["step"].tolist() == [0, 0, 0, 1, 1, 1] and found["micro"].tolist() == [0, 1, 2] * 2
     errors = np.abs(np.stack([found["start"], found["end"]], 1) - truth)
-    assert np.median(errors) < 1e-3, errors    # as above
+    assert np.median(errors) < 1e-3, errors  # as above
 
 
 def test_clocks_of_hosts_that_differ_and_drift_are_put_on_that_of_rank_0():
@@ -139,79 +155,165 @@ def test_clocks_of_hosts_that_differ_and_drift_are_put_on_that_of_rank_0():
         for _ in range(3):
             found.append(clocks.measure())
             transport.barrier()
-        asked = np.array([0.0, 100.0, truth[0], 2000.0])    # before, between and after
+        asked = np.array([0.0, 100.0, truth[0], 2000.0])  # before, between and after
         return on_the_clock_of_rank_0(asked * (1 + drift) + skew, found) - asked
 
     np.testing.assert_allclose(run_ranks(4, errors, hosts=("a", "b", "b", "c")), 0, atol=1e-8)
 
 
 def test_a_run_leaves_traces_that_name_its_messages_and_its_slow_rank_and_whose_shares_sum_to_the_whole(
-        book, tmp_path):  # noqa: F811
-    go(3, [*book, "replication.algorithm=ring", "replication.bucket_mb=0.001", "batch.micro_batches=2", "run.delay=1:40"])
+    book, tmp_path
+):
+    go(
+        3,
+        [
+            *book,
+            "replication.algorithm=ring",
+            "replication.bucket_mb=0.001",
+            "batch.micro_batches=2",
+            "run.delay=1:40",
+        ],
+    )
     timeline = read_timeline(tmp_path / "run")
     found = shares(timeline)
     assert found.slowest == 1 and found.steps == range(1, 6)
     assert abs(found.of_all.sum() - 1) < 1e-9 and (found.seconds > -1e-9).all()
     for rank, trace in enumerate(timeline.traces):
-        assert trace.facts["rank"] == rank and trace.facts["place"] == {"tp": 0, "dp": rank, "pp": 0}
-        of = {kind: [told(trace, record) for record in trace.records[trace.records["kind"] == kind] if record["step"] == 3]
-              for kind in (COMPUTE, WAIT, REDUCTION, SEND, RECEIVE)}
-        assert {"forward of embedding, micro-batch 0", "backward of head, micro-batch 1", "the loss, micro-batch 1", "its rows",
-                "run.delay", "update of the parameters"} <= set(of[COMPUTE])
+        assert trace.facts["rank"] == rank and trace.facts["place"] == {
+            "tp": 0,
+            "dp": rank,
+            "pp": 0,
+        }
+        of = {
+            kind: [
+                told(trace, record)
+                for record in trace.records[trace.records["kind"] == kind]
+                if record["step"] == 3
+            ]
+            for kind in (COMPUTE, WAIT, REDUCTION, SEND, RECEIVE)
+        }
+        assert {
+            "forward of embedding, micro-batch 0",
+            "backward of head, micro-batch 1",
+            "the loss, micro-batch 1",
+            "its rows",
+            "run.delay",
+            "update of the parameters",
+        } <= set(of[COMPUTE])
         assert of[WAIT] == ["the sums of gradients", "all-reduce of the control message"]
         assert "all-reduce of bucket 0" in of[REDUCTION] and len(of[SEND]) == len(of[RECEIVE]) > 4
-        assert any(said.startswith(f"send to rank {(rank + 1) % 3}: all-reduce of bucket 0, ") for said in of[SEND])
+        assert any(
+            said.startswith(f"send to rank {(rank + 1) % 3}: all-reduce of bucket 0, ")
+            for said in of[SEND]
+        )
         assert (trace.records["end"] > 0).all()
     assert not [*what_was_predicted(tmp_path / "run", timeline, range(1, 3))], "it has no pipeline"
     go(3, [*book, "run.trace=false", f"run.out={tmp_path / 'without'}"])
     assert not (tmp_path / "without" / "trace").exists()
 
 
-def test_of_a_pipeline_the_trace_names_activations_and_gradients_and_has_its_bubble(book, tmp_path):  # noqa: F811
+def test_of_a_pipeline_the_trace_names_activations_and_gradients_and_has_its_bubble(book, tmp_path):
     go(2, [*book, "layout.pp=2", "batch.micro_batches=3"])
     timeline = read_timeline(tmp_path / "run")
     found = shares(timeline)
     assert found.seconds[1, BUBBLE] > 0 and abs(found.of_all.sum() - 1) < 1e-9
     compared = compare(timeline, found.steps, configuration(tmp_path / "run"))
-    assert 0 < compared.measured_s * len(found.steps) <= found.seconds.sum(1).max(), "the evaluation at the end is in no step"
-    first, last = ([told(trace, record) for record in trace.records[trace.records["kind"] == SEND] if record["step"] == 3]
-                   for trace in timeline.traces)
+    assert 0 < compared.measured_s * len(found.steps) <= found.seconds.sum(1).max(), (
+        "the evaluation at the end is in no step"
+    )
+    first, last = (
+        [
+            told(trace, record)
+            for record in trace.records[trace.records["kind"] == SEND]
+            if record["step"] == 3
+        ]
+        for trace in timeline.traces
+    )
     pytest.importorskip("matplotlib")
     shown = CliRunner().invoke(commands, ["report", str(tmp_path / "run")])
-    assert shown.exit_code == 0 and "Schedule 1f1b on 2 stage(s) with 3 micro-batch(es): " in shown.output, shown.output
+    assert (
+        shown.exit_code == 0
+        and "Schedule 1f1b on 2 stage(s) with 3 micro-batch(es): " in shown.output
+    ), shown.output
     folder = tmp_path / "run" / "report"
     events = json.loads((folder / "perfetto.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1} and all(event.get("dur", 0) >= 0 for event in events)
+    assert {event["pid"] for event in events} == {0, 1} and all(
+        event.get("dur", 0) >= 0 for event in events
+    )
     assert sum(event["name"] == "step 4" for event in events) == 2
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 and "http" not in page and "Where the time went in steps 2 to 6" in page
+    assert (
+        page.count("data:image/png;base64,") == 2
+        and "http" not in page
+        and "Where the time went in steps 2 to 6" in page
+    )
     for micro in range(3):
-        for sent, begins in ((first, "send to rank 1: activation, "), (last, "send to rank 0: gradient, ")):
-            assert sum(said.startswith(begins) and said.endswith(f"micro-batch {micro}") for said in sent) == 1
+        for sent, begins in (
+            (first, "send to rank 1: activation, "),
+            (last, "send to rank 0: gradient, "),
+        ):
+            assert (
+                sum(
+                    said.startswith(begins) and said.endswith(f"micro-batch {micro}")
+                    for said in sent
+                )
+                == 1
+            )
 
 
-@pytest.mark.parametrize("ranks, settings", [
-    (1, []), (5, ["replication.zero=3"]), (2, ["device.kind=cuda-sim"]),
-    *((3, [f"replication.{key}" for key in keys]) for keys in (
-        ["mode=local", "period=2"], ["mode=gossip", "period=2"], ["mode=master"], ["mode=server"],
-        ["mode=server", "update=async"], ["mode=server", "update=bounded"])),
-], ids=lambda value: "-".join(setting.partition("=")[2] for setting in value) if isinstance(value, list) else None)
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (1, []),
+        (5, ["replication.zero=3"]),
+        (2, ["device.kind=cuda-sim"]),
+        *(
+            (3, [f"replication.{key}" for key in keys])
+            for keys in (
+                ["mode=local", "period=2"],
+                ["mode=gossip", "period=2"],
+                ["mode=master"],
+                ["mode=server"],
+                ["mode=server", "update=async"],
+                ["mode=server", "update=bounded"],
+            )
+        ),
+    ],
+    ids=lambda value: (
+        "-".join(setting.partition("=")[2] for setting in value)
+        if isinstance(value, list)
+        else None
+    ),
+)
 def test_of_every_mode_and_number_of_ranks_the_shares_sum_to_the_whole_and_what_each_did_last_is_said(
-        ranks, settings, monkeypatch, book, tmp_path):  # noqa: F811
-    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)    # pictures take seconds
+    ranks, settings, monkeypatch, book, tmp_path
+):
+    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)  # pictures take seconds
     go(ranks, [*book, "run.steps=4", *settings])
     (tmp_path / "run" / "config.toml").rename(tmp_path / "run" / "gone")
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     timeline = read_timeline(moved)
     found = shares(timeline)
-    assert abs(found.of_all.sum() - 1) < 1e-9 and (found.seconds > -1e-9).all() and not timeline.missing
+    assert (
+        abs(found.of_all.sum() - 1) < 1e-9
+        and (found.seconds > -1e-9).all()
+        and not timeline.missing
+    )
     for trace in timeline.traces:
-        for record in trace.records[(trace.records["kind"] == WAIT) | (trace.records["kind"] == SEND)]:
-            assert told(trace, record) and "message of tag" not in told(trace, record), told(trace, record)
+        for record in trace.records[
+            (trace.records["kind"] == WAIT) | (trace.records["kind"] == SEND)
+        ]:
+            assert told(trace, record) and "message of tag" not in told(trace, record), told(
+                trace, record
+            )
         assert (DEVICE in trace.records["kind"]) == ("device.kind=cuda-sim" in settings)
         assert trace.facts["peak_activation_bytes"] > 0 or trace.facts["place"] is None
     said = CliRunner().invoke(commands, ["report", str(moved)])
     assert said.exit_code == 0 and said.output.count(" before: ") == ranks, said.output
     assert f"{moved}/report/perfetto.json is for https://ui.perfetto.dev" in said.output
-    assert "It has no metrics." in said.output and "Nothing can be predicted: " in said.output and "100.0" in said.output
+    assert (
+        "It has no metrics." in said.output
+        and "Nothing can be predicted: " in said.output
+        and "100.0" in said.output
+    )

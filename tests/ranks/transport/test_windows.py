@@ -42,7 +42,9 @@ def test_a_window_is_not_written_while_a_rank_outside_the_group_still_reads_it()
 
     def work(transport):
         part = transport.split(0 if transport.rank != 1 else None)
-        reduction = bind(transport, array := np.full(5, 10.0 ** transport.rank, np.float32), algorithm="shared")
+        reduction = bind(
+            transport, array := np.full(5, 10.0**transport.rank, np.float32), algorithm="shared"
+        )
         if transport.rank == 1:
             met = reduction._met
             reduction._met = lambda left: (written.wait(10), met(left))
@@ -63,13 +65,17 @@ def test_a_window_is_not_written_while_a_rank_outside_the_group_still_reads_it()
 @pytest.mark.parametrize("count", [5, 5000])
 def test_what_a_slow_rank_still_reads_is_not_written_over(count, bind_half, where, begun):
     def work(transport):
-        array = transport.allocate(count, np.float32) if where == "window" else np.empty(count, np.float32)
+        array = (
+            transport.allocate(count, np.float32)
+            if where == "window"
+            else np.empty(count, np.float32)
+        )
         reduction, found = bind_half(transport, array, algorithm="shared"), []
         if transport.rank == 1:
             met = reduction._met
             reduction._met = lambda left: (time.sleep(0.02), met(left))
         for run in range(3):
-            array[:] = 10.0 ** transport.rank * (run + 1)
+            array[:] = 10.0**transport.rank * (run + 1)
             if begun:
                 reduction.start()
                 reduction.wait()
@@ -84,5 +90,7 @@ def test_what_a_slow_rank_still_reads_is_not_written_over(count, bind_half, wher
             if bind_half is bind_reduce_scatter:
                 assert (array[slice(*mine)] == 111 * run).all()
             else:
-                assert all((array[slice(*chunk)] == 10.0 ** other * run).all()
-                           for other, chunk in enumerate(chunk_bounds(count, 3))), rank
+                assert all(
+                    (array[slice(*chunk)] == 10.0**other * run).all()
+                    for other, chunk in enumerate(chunk_bounds(count, 3))
+                ), rank

@@ -28,38 +28,73 @@ def bench(*arguments: str) -> tuple[int, list[list[str]], str]:
 def test_every_operation_is_right_in_the_simulator(gemm):
     code, rows, text = bench("kernels", "--device", "cuda-sim", "--gemm", gemm)
     assert code == 0, text
-    assert {"copy", "linear", "linear_gelu", "layer_norm", "attention", "cross_entropy_loss", "adamw", "add_into"} <= {
-        row[0] for row in rows}
+    assert {
+        "copy",
+        "linear",
+        "linear_gelu",
+        "layer_norm",
+        "attention",
+        "cross_entropy_loss",
+        "adamw",
+        "add_into",
+    } <= {row[0] for row in rows}
     assert {row[-1] for row in rows} == {"0"}
     assert [line[:26].strip() for line in text.splitlines()[2:] if line.split()[-2] != "-"] == [
-        "linear + residual", "linear input x gelu'", "bias + residual"], "those in turns with the same in two passes"
+        "linear + residual",
+        "linear input x gelu'",
+        "bias + residual",
+    ], "those in turns with the same in two passes"
 
 
 def test_attention_takes_turns_with_a_peer_s(tmp_path):
     pytest.importorskip("torch")
-    code, _, text = bench("kernels", "--device", "cuda-sim", "--peer", "torch", "--json", str(tmp_path / "rows.json"))
+    code, _, text = bench(
+        "kernels", "--device", "cuda-sim", "--peer", "torch", "--json", str(tmp_path / "rows.json")
+    )
     assert code == 0, text
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
-    for name in ("attention float32", "attention back float32", "attention bfloat16", "attention back bfloat16"):
+    for name in (
+        "attention float32",
+        "attention back float32",
+        "attention bfloat16",
+        "attention back bfloat16",
+    ):
         assert rows[name]["peer_us"] > 0 and rows[name]["time_us"] > 0, name
     assert rows["adamw"]["peer_us"] is None
 
 
 def test_products_are_right_on_the_cpu_and_in_the_simulator(tmp_path):
     shapes = ("--shapes", "1,33x20x41", "--json", str(tmp_path / "rows.json"))
-    for kind, products in (("cpu", ["NT", "NN", "TN"]), ("cuda-sim", ["NT", "NN", "TN", "NT+gelu", "TN+sums"])):
+    for kind, products in (
+        ("cpu", ["NT", "NN", "TN"]),
+        ("cuda-sim", ["NT", "NN", "TN", "NT+gelu", "TN+sums"]),
+    ):
         code, rows, text = bench("gemm", "--device", kind, *shapes)
-        assert code == 0 and [row[0] for row in rows] == products * 2 and {row[-1] for row in rows} == {"0"}, text
+        assert (
+            code == 0
+            and [row[0] for row in rows] == products * 2
+            and {row[-1] for row in rows} == {"0"}
+        ), text
         found = json.loads((tmp_path / "rows.json").read_text())["rows"]
-        assert [row["product"] for row in found] == products * 2 and [found[-1][dim] for dim in "mnk"] == [33, 20, 41]
+        assert [row["product"] for row in found] == products * 2 and [
+            found[-1][dim] for dim in "mnk"
+        ] == [33, 20, 41]
 
 
-@pytest.mark.parametrize("words", [
-    ("--dtype", "float16,bfloat16"), ("--gemm", "library"), ("--checked", "--products", "NT+gelu,TN+sums")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dtype", "float16,bfloat16"),
+        ("--gemm", "library"),
+        ("--checked", "--products", "NT+gelu,TN+sums"),
+    ],
+)
 def test_products_are_right_in_every_way(words):
     code, rows, text = bench("gemm", "--device", "cuda-sim", "--shapes", "40x33x50", *words)
     assert code == 0 and {row[-1] for row in rows} == {"0"}, text
-    assert ("-" in {row[7] for row in rows}) == (words[0] == "--gemm"), "the library has no tiles of ours"
+    assert ("-" in {row[7] for row in rows}) == (words[0] == "--gemm"), (
+        "the library has no tiles of ours"
+    )
 
 
 def test_on_a_gpu_nothing_is_taken_for_numpy_s(monkeypatch, tmp_path):
@@ -70,8 +105,12 @@ def test_on_a_gpu_nothing_is_taken_for_numpy_s(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "MOMENT", 0.0)
     monkeypatch.setitem(kernel_operations.SHAPES, "cuda", kernel_operations.SHAPES["cuda-sim"])
     monkeypatch.setitem(kernel_operations.MOVED, "cuda", kernel_operations.MOVED["cuda-sim"])
-    for words in (("kernels",), ("kernels", "--gemm", "library"), ("gemm", "--shapes", "33x20x41", "--dtype", "float32,bfloat16"),
-                  ("gemm", "--shapes", "9x8x4", "--tune", "--out", str(tmp_path / "tiles.json"))):
+    for words in (
+        ("kernels",),
+        ("kernels", "--gemm", "library"),
+        ("gemm", "--shapes", "33x20x41", "--dtype", "float32,bfloat16"),
+        ("gemm", "--shapes", "9x8x4", "--tune", "--out", str(tmp_path / "tiles.json")),
+    ):
         code, _, text = bench(*words, "--device", "cuda")
         assert code == 0 and "a fake GPU" in text, text
     assert cupy.faults == []
@@ -79,9 +118,15 @@ def test_on_a_gpu_nothing_is_taken_for_numpy_s(monkeypatch, tmp_path):
 
 def test_a_wrong_product_is_counted_and_fails(monkeypatch):
     right = gemm.product.gemm
-    monkeypatch.setattr(gemm.product, "library", lambda kernel_operations, arena, a, b, c, **words: None)
-    monkeypatch.setattr(cuda, "multiply", lambda gemm, tiles: partial(right, table=DEFAULT, alpha=1.01))
-    code, rows, text = bench("gemm", "--device", "cuda-sim", "--shapes", "33", "--products", "NT,NT+gelu,TN+sums")
+    monkeypatch.setattr(
+        gemm.product, "library", lambda kernel_operations, arena, a, b, c, **words: None
+    )
+    monkeypatch.setattr(
+        cuda, "multiply", lambda gemm, tiles: partial(right, table=DEFAULT, alpha=1.01)
+    )
+    code, rows, text = bench(
+        "gemm", "--device", "cuda-sim", "--shapes", "33", "--products", "NT,NT+gelu,TN+sums"
+    )
     assert code == 1 and all(int(row[-1]) > 100 for row in rows), text
 
 
@@ -94,21 +139,44 @@ def test_the_best_tiles_are_written_and_then_taken(tmp_path):
     found = json.loads((tmp_path / "tiles.json").read_text())
     assert found["device"] == "simulator" and len(found["measured"]) == 3
     odd = {**found["measured"][0], "kernel": "gemm", "plan": [[64, 128, 16, 4, 8], 2]}
-    (tmp_path / "tiles.json").write_text(json.dumps({**found, "measured": [odd, *found["measured"][1:]]}))
-    code, rows, text = bench("gemm", "--device", "cuda-sim", "--tiles", table, "--shapes", "10x17x300", "--products", "NT")
+    (tmp_path / "tiles.json").write_text(
+        json.dumps({**found, "measured": [odd, *found["measured"][1:]]})
+    )
+    code, rows, text = bench(
+        "gemm",
+        "--device",
+        "cuda-sim",
+        "--tiles",
+        table,
+        "--shapes",
+        "10x17x300",
+        "--products",
+        "NT",
+    )
     assert code == 0 and rows[0][7] == "64x128x16/2", text
-    assert bench(*tune, "4")[0] == 0 and len(json.loads((tmp_path / "tiles.json").read_text())["measured"]) == 6
+    assert (
+        bench(*tune, "4")[0] == 0
+        and len(json.loads((tmp_path / "tiles.json").read_text())["measured"]) == 6
+    )
 
 
-@pytest.mark.parametrize(("words", "complaint"), [
-    (("gemm", "--shapes", "4x5"), "A shape is MxNxK or N"), (("gemm", "--dtype", "float8"), "'float8' is none of float32"),
-    (("gemm", "--products", "NT,TT"), "'TT' is none of NT"), (("gemm", "--tune"), "Tiles belong to kernels"),
-    (("gemm", "--dtype", "bfloat16"), "On the CPU float32 is multiplied"),
-    (("gemm", "--device", "cuda-sim", "--tiles", "none.json"), "cannot be read"),
-    (("kernels", "--gemm", "library"), "--gemm and --tiles are about products on a GPU"),
-    (("gemm", "--tiles", "none.json"), "--gemm and --tiles are about products on a GPU"),
-    (("gemm", "--device", "cuda-sim", "--out", "tiles.json"), "--out is where --tune writes its table"),
-])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("gemm", "--shapes", "4x5"), "A shape is MxNxK or N"),
+        (("gemm", "--dtype", "float8"), "'float8' is none of float32"),
+        (("gemm", "--products", "NT,TT"), "'TT' is none of NT"),
+        (("gemm", "--tune"), "Tiles belong to kernels"),
+        (("gemm", "--dtype", "bfloat16"), "On the CPU float32 is multiplied"),
+        (("gemm", "--device", "cuda-sim", "--tiles", "none.json"), "cannot be read"),
+        (("kernels", "--gemm", "library"), "--gemm and --tiles are about products on a GPU"),
+        (("gemm", "--tiles", "none.json"), "--gemm and --tiles are about products on a GPU"),
+        (
+            ("gemm", "--device", "cuda-sim", "--out", "tiles.json"),
+            "--out is where --tune writes its table",
+        ),
+    ],
+)
 def test_what_cannot_be_measured_is_one_message_and_exit_2(words, complaint):
     code, _, text = bench(*words)
     assert code == 2 and complaint in text and "Traceback" not in text
@@ -135,4 +203,7 @@ def test_without_cupy_it_says_what_to_install(name, monkeypatch):
 def test_without_a_compiler_the_simulator_says_what_to_install(name, monkeypatch):
     monkeypatch.setattr(devices.shutil, "which", lambda program: None)
     code, _, text = bench(name, "--device", "cuda-sim")
-    assert code == 2 and "compiles kernels with g++ 11 or later on x86-64, but there is no g++ here." in text
+    assert (
+        code == 2
+        and "compiles kernels with g++ 11 or later on x86-64, but there is no g++ here." in text
+    )

@@ -10,66 +10,144 @@ from mpitrain.bench.collectives.plot import plot, readable
 from mpitrain.bench.collectives.sweep import Row
 from mpitrain.bench.collectives.table import columns, footer, too_slow, write_csv
 
-FACTS = {"ranks": 2, "hosts": 1, "processor": "Abacus 3000", "cores": 2, "mpi": "Open MPI v0", "device": "cpu", "mpitrain": "0"}
+FACTS = {
+    "ranks": 2,
+    "hosts": 1,
+    "processor": "Abacus 3000",
+    "cores": 2,
+    "mpi": "Open MPI v0",
+    "device": "cpu",
+    "mpitrain": "0",
+}
 
 
 def line(row, places, width=0):
     return Table(columns(places), width).line(row)
 
 
-def row(algorithm, nbytes, microseconds, p99=0.0, chosen=None, error=math.nan, wrong=0, fastest=0.9):
+def row(
+    algorithm, nbytes, microseconds, p99=0.0, chosen=None, error=math.nan, wrong=0, fastest=0.9
+):
     bandwidth = nbytes / microseconds / 1e3
-    return Row("allreduce", algorithm, "window", nbytes, nbytes // 4, "float32", 2, microseconds, fastest * microseconds,
-               p99 or microseconds, bandwidth, bandwidth, microseconds, wrong, chosen or algorithm, error, 1)
+    return Row(
+        "allreduce",
+        algorithm,
+        "window",
+        nbytes,
+        nbytes // 4,
+        "float32",
+        2,
+        microseconds,
+        fastest * microseconds,
+        p99 or microseconds,
+        bandwidth,
+        bandwidth,
+        microseconds,
+        wrong,
+        chosen or algorithm,
+        error,
+        1,
+    )
 
 
 def test_averages_are_those_of_each_algorithm_and_stand_beside_its_ratio_to_mpi():
-    rows = [row("ring", 1000, 1.0), row("ring", 9000, 3.0), row("native", 1000, 2.0), row("native", 9000, 1.5)]
+    rows = [
+        row("ring", 1000, 1.0),
+        row("ring", 9000, 3.0),
+        row("native", 1000, 2.0),
+        row("native", 9000, 1.5),
+    ]
     assert [" ".join(text.split()) for text in footer(rows)] == [
         "algorithm buffers average busbw times native's speed: mean, least",
         "ring window 2.00 GB/s 1.00, 0.500 at 9000 bytes",
         "native window 3.25 GB/s",
-        "wrong elements 0"]
+        "wrong elements 0",
+    ]
 
 
 def test_without_mpi_s_own_there_are_averages_and_nothing_is_measured_of_nothing():
     assert [" ".join(text.split()) for text in footer([row("ring", 1000, 1.0)])] == [
-        "algorithm buffers average busbw", "ring window 1.00 GB/s", "wrong elements 0"]
+        "algorithm buffers average busbw",
+        "ring window 1.00 GB/s",
+        "wrong elements 0",
+    ]
     assert footer([]) == ["nothing was measured"]
 
 
 def test_what_auto_has_chosen_and_where_arrays_lie_are_told_apart():
     assert "  auto: shared  " in line(row("auto", 64, 1.0, chosen="shared"), ["window"])
-    assert "  auto: shared, window  " in line(row("auto", 64, 1.0, chosen="shared"), ["window", "plain"])
+    assert "  auto: shared, window  " in line(
+        row("auto", 64, 1.0, chosen="shared"), ["window", "plain"]
+    )
 
 
 def test_a_row_whose_p99_is_far_from_its_median_is_marked():
     rows = [row("ring", 64, 10.0, p99=19.0), row("tree", 64, 10.0, p99=21.0)]
-    assert [" 19.0  " in line(rows[0], ["window"]), " 21.0~ " in line(rows[1], ["window"])] == [True, True]
-    assert any(text.startswith("~ 1 of 2 rows: p99 above 2 times the median") for text in footer(rows))
+    assert [" 19.0  " in line(rows[0], ["window"]), " 21.0~ " in line(rows[1], ["window"])] == [
+        True,
+        True,
+    ]
+    assert any(
+        text.startswith("~ 1 of 2 rows: p99 above 2 times the median") for text in footer(rows)
+    )
     assert not any(text.startswith("~") for text in footer(rows[:1]))
 
 
 def test_a_row_whose_median_is_spoilt_is_marked_and_nothing_follows_from_it():
     """131 ms in the median, 2 ms at best: other work ran most of the time."""
-    quiet = [row("ring", 1000, 1.0), row("ring", 9000, 3.0), row("native", 1000, 2.0), row("native", 9000, 1.5)]
-    spoilt = [row("ring", 4000, 131e3, fastest=2 / 131), row("native", 4000, 1.0), row("tree", 9000, 5.0, fastest=0.49)]
-    assert "131000~ " in line(spoilt[0], ["window"]) and "~" not in line(row("ring", 64, 1.0, fastest=0.5), ["window"])
+    quiet = [
+        row("ring", 1000, 1.0),
+        row("ring", 9000, 3.0),
+        row("native", 1000, 2.0),
+        row("native", 9000, 1.5),
+    ]
+    spoilt = [
+        row("ring", 4000, 131e3, fastest=2 / 131),
+        row("native", 4000, 1.0),
+        row("tree", 9000, 5.0, fastest=0.49),
+    ]
+    assert "131000~ " in line(spoilt[0], ["window"]) and "~" not in line(
+        row("ring", 64, 1.0, fastest=0.5), ["window"]
+    )
     said = [" ".join(text.split()) for text in footer([*quiet, *spoilt])]
-    assert said[1:4] == ["ring window 2.00 GB/s 1.00, 0.500 at 9000 bytes", "native window 3.50 GB/s", "tree window all marked ~"]
+    assert said[1:4] == [
+        "ring window 2.00 GB/s 1.00, 0.500 at 9000 bytes",
+        "native window 3.50 GB/s",
+        "tree window all marked ~",
+    ]
     assert said[4].startswith("~ 2 of 7 rows: median above 2 times the fastest run")
     assert max(map(len, footer([*quiet, *spoilt]))) <= 80
 
 
 def test_of_a_wire_format_the_error_is_printed_and_replicas_are_counted():
-    rows = [row("ring", 64, 1.0), row("wire int8", 64, 1.0, error=0.0123, wrong=3), row("wire bf16", 64, 1.0, error=math.nan)]
-    assert line(rows[1], ["window"]).split()[-2:] == ["1.23e-02", "3"] and line(rows[0], ["window"]).split()[-2:] == ["-", "0"]
+    rows = [
+        row("ring", 64, 1.0),
+        row("wire int8", 64, 1.0, error=0.0123, wrong=3),
+        row("wire bf16", 64, 1.0, error=math.nan),
+    ]
+    assert line(rows[1], ["window"]).split()[-2:] == ["1.23e-02", "3"] and line(
+        rows[0], ["window"]
+    ).split()[-2:] == ["-", "0"]
     assert footer(rows)[-2:] == ["wrong elements 0", "replicas that differ 3"]
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (123456.0, "123000"), (26447.8, "26400"), (999.6, "1000"), (123.4, "123"), (9.996, "10.0"), (1.0, "1.00"), (0.12345, "0.123"),
-    (0.001, "0.00100"), (0.00012345, "1.23e-04"), (0.0, "0"), (math.nan, "-"), (math.inf, "-")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (123456.0, "123000"),
+        (26447.8, "26400"),
+        (999.6, "1000"),
+        (123.4, "123"),
+        (9.996, "10.0"),
+        (1.0, "1.00"),
+        (0.12345, "0.123"),
+        (0.001, "0.00100"),
+        (0.00012345, "1.23e-04"),
+        (0.0, "0"),
+        (math.nan, "-"),
+        (math.inf, "-"),
+    ],
+)
 def test_figures_have_three_significant_digits(value, text):
     assert figure(value) == text
 
@@ -77,21 +155,51 @@ def test_figures_have_three_significant_digits(value, text):
 def test_a_terminal_of_80_columns_gets_the_columns_that_matter_and_a_pipe_all():
     for wires, kept in ((False, []), (True, [])):
         table = Table(columns(["window"], wires), 80)
-        assert [column.title for column in table.columns] == ["bytes", "algorithm", "time", "p99", "busbw", *kept, "#wrong"]
-        lines = [*table.heading(), table.line(row("auto", 1 << 30, 123456.0, p99=1e6, chosen="recursive-doubling"))]
+        assert [column.title for column in table.columns] == [
+            "bytes",
+            "algorithm",
+            "time",
+            "p99",
+            "busbw",
+            *kept,
+            "#wrong",
+        ]
+        lines = [
+            *table.heading(),
+            table.line(row("auto", 1 << 30, 123456.0, p99=1e6, chosen="recursive-doubling")),
+        ]
         assert max(map(len, lines)) <= 80 and "count, dtype, min, algbw, predicted" in lines[0]
-    assert [column.title for column in Table(columns(["window"], True), 90).columns][-2:] == ["error", "#wrong"]
-    assert len(Table(columns(["window"]), 0).columns) == 12 == len(Table(columns(["window"]), 141).columns)
-    assert len(Table(columns(["window"]), 140).columns) == 11 and "left out" not in Table(columns(["window"]), 141).heading()[0]
+    assert [column.title for column in Table(columns(["window"], True), 90).columns][-2:] == [
+        "error",
+        "#wrong",
+    ]
+    assert (
+        len(Table(columns(["window"]), 0).columns)
+        == 12
+        == len(Table(columns(["window"]), 141).columns)
+    )
+    assert (
+        len(Table(columns(["window"]), 140).columns) == 11
+        and "left out" not in Table(columns(["window"]), 141).heading()[0]
+    )
 
 
 def test_what_is_below_the_bandwidth_asked_for_is_named_at_the_largest_size_only():
-    rows = [row("ring", 1000, 2.0), row("ring", 9000, 3.0), row("tree", 1000, 1.0), row("tree", 9000, 4.5)]
+    rows = [
+        row("ring", 1000, 2.0),
+        row("ring", 9000, 3.0),
+        row("tree", 1000, 1.0),
+        row("tree", 9000, 4.5),
+    ]
     assert too_slow(rows, 2.0) == []
-    assert too_slow(rows, 2.5) == ["too slow: tree (window) has a bus bandwidth of 2.00 GB/s at 9000 bytes, below 2.5"]
+    assert too_slow(rows, 2.5) == [
+        "too slow: tree (window) has a bus bandwidth of 2.00 GB/s at 9000 bytes, below 2.5"
+    ]
     spoilt = row("tree", 9000, 90.0, fastest=0.1)
     assert too_slow([*rows, spoilt], 2.0) == [], "another sweep was quiet"
-    assert too_slow([row("ring", 9000, 3.0), spoilt], 2.0)[0].endswith("below 2; its median is marked ~, so measure again")
+    assert too_slow([row("ring", 9000, 3.0), spoilt], 2.0)[0].endswith(
+        "below 2; its median is marked ~, so measure again"
+    )
 
 
 def test_a_table_for_spreadsheets_has_every_field_of_every_row(tmp_path):
@@ -100,12 +208,24 @@ def test_a_table_for_spreadsheets_has_every_field_of_every_row(tmp_path):
     with (tmp_path / "rows.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [list(each) for each in found] == [list(Row._fields)] * 2
-    assert [each["time_us"] for each in found] == ["1.5", "1.0"] and [each["error"] for each in found] == ["", "0.25"]
+    assert [each["time_us"] for each in found] == ["1.5", "1.0"] and [
+        each["error"] for each in found
+    ] == ["", "0.25"]
     assert found[1]["algorithm"] == "wire a,b"
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(64, "64 B"), (4096, "4 KiB"), (4092, "4 KiB"), (1 << 20, "1 MiB"),
-                                              (3 << 19, "1.5 MiB"), ((1 << 20) - 4, "1 MiB"), (1 << 30, "1 GiB")])
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (64, "64 B"),
+        (4096, "4 KiB"),
+        (4092, "4 KiB"),
+        (1 << 20, "1 MiB"),
+        (3 << 19, "1.5 MiB"),
+        ((1 << 20) - 4, "1 MiB"),
+        (1 << 30, "1 GiB"),
+    ],
+)
 def test_sizes_are_readable(nbytes, text):
     assert readable(nbytes) == text
 
@@ -113,12 +233,22 @@ def test_sizes_are_readable(nbytes, text):
 @pytest.mark.slow
 def test_the_picture_tells_the_machine_the_sizes_and_what_auto_chose(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [row(*what) for nbytes, chosen in ((4096, "shared"), (1 << 20, "ring"))
-            for what in (("ring", nbytes, nbytes / 1e3), ("auto", nbytes, nbytes / 1e3, 0, chosen))]
+    rows = [
+        row(*what)
+        for nbytes, chosen in ((4096, "shared"), (1 << 20, "ring"))
+        for what in (("ring", nbytes, nbytes / 1e3), ("auto", nbytes, nbytes / 1e3, 0, chosen))
+    ]
     plot(rows, FACTS, tmp_path / "rows.svg")
     drawn = (tmp_path / "rows.svg").read_text()
-    for text in ("allreduce of float32, 2 ranks on 1 host(s)", "Abacus 3000, 2 cores a host", "bus bandwidth", "4 KiB", "1 MiB",
-                 "auto: shared", "auto: ring"):
+    for text in (
+        "allreduce of float32, 2 ranks on 1 host(s)",
+        "Abacus 3000, 2 cores a host",
+        "bus bandwidth",
+        "4 KiB",
+        "1 MiB",
+        "auto: shared",
+        "auto: ring",
+    ):
         assert text in drawn, text
 
 
@@ -127,10 +257,17 @@ def test_predictions_far_from_what_was_measured_do_not_flatten_the_picture(tmp_p
     pyplot = pytest.importorskip("matplotlib.pyplot")
     kept = []
     monkeypatch.setattr(pyplot, "close", kept.append)
-    measured = [row(name, nbytes, nbytes / speed, p99=1e9) for name, speed in (("ring", 1e3), ("tree", 2e3))
-                for nbytes in (4096, 1 << 20)]
+    measured = [
+        row(name, nbytes, nbytes / speed, p99=1e9)
+        for name, speed in (("ring", 1e3), ("tree", 2e3))
+        for nbytes in (4096, 1 << 20)
+    ]
     for factor in (1e-4, 1.0, 1e4):
-        plot([each._replace(predicted_us=each.time_us * factor) for each in measured], FACTS, tmp_path / "rows.png")
+        plot(
+            [each._replace(predicted_us=each.time_us * factor) for each in measured],
+            FACTS,
+            tmp_path / "rows.png",
+        )
         time, bandwidth = (axes.get_ylim() for axes in kept[-1].axes)
         assert 0 < time[0] <= 1.8432 and 1048.576 <= time[1] < 2000, factor
         assert bandwidth[0] == 0 and 2 <= bandwidth[1] < 3, factor

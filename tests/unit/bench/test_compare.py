@@ -7,7 +7,17 @@ import re
 import pytest
 
 from mpitrain.bench.collectives.table import write_json
-from mpitrain.bench.training.compare import COLUMNS, USUAL, WORDS, Row, footer, heading, jobs, line, plot
+from mpitrain.bench.training.compare import (
+    COLUMNS,
+    USUAL,
+    WORDS,
+    Row,
+    footer,
+    heading,
+    jobs,
+    line,
+    plot,
+)
 from mpitrain.bench.training.formulas import FORMULAS, LETTERS
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
@@ -16,12 +26,29 @@ from mpitrain.parallel.modes import MODES
 
 def row(mode, **changes):
     curve = [(0.5, 2.0), (1.0, 1.7)]
-    base = Row(mode, 2, 0.25, 16.0, 0.05, [1000.0, 3000.0], 3000, [4_000_000, 2_000_000], 0, 0, 1.5, curve, 2.0)
+    base = Row(
+        mode,
+        2,
+        0.25,
+        16.0,
+        0.05,
+        [1000.0, 3000.0],
+        3000,
+        [4_000_000, 2_000_000],
+        0,
+        0,
+        1.5,
+        curve,
+        2.0,
+    )
     return base._replace(**changes)
 
 
 def test_every_all_reduce_and_every_mode_of_the_package_has_a_word():
-    found = {(config.replication.mode, config.replication.zero) for config in jobs(list(WORDS), [], "aabb").values()}
+    found = {
+        (config.replication.mode, config.replication.zero)
+        for config in jobs(list(WORDS), [], "aabb").values()
+    }
     assert found == set(MODES) and set(choices("allreduce")) <= set(WORDS)
     assert set(FORMULAS) <= set(WORDS) and set(USUAL) <= set(WORDS)
 
@@ -30,19 +57,29 @@ def test_a_mode_is_stronger_than_a_setting_of_all_and_nothing_else_differs():
     found = jobs(["star", "zero1"], ["replication.algorithm=tree", "batch.size=6"], "aa")
     star, zero = (config.flat() for config in found.values())
     assert {key: (star[key], zero[key]) for key in star if star[key] != zero[key]} == {
-        "replication.algorithm": ("star", "ring"), "replication.zero": (0, 1)}
+        "replication.algorithm": ("star", "ring"),
+        "replication.zero": (0, 1),
+    }
     assert star["batch.size"] == 6
 
 
-@pytest.mark.parametrize("words, settings, hosts, said", [
-    (["ring", "rong"], [], "aa", "--modes names 'rong'"),
-    (["zero1-host"], [], "aba", "there are 2 on a, 1 on b"),
-    (["ring"], [], "a", "one rank sends nothing"),
-    (["ring"], ["layout.dp=4"], "aa", "needs 4 ranks, but 2 were started"),
-    (["ring"], ["batch.size=2"], "aaa", "but batch.size is 2"),
-    (["ring"], ["run.steps=1"], "aa", "run.steps is 1"),
-    (["ring", "local", "zero1"], ["precision.compute=float16"], "aa", "Or compare what works: --modes ring,zero1"),
-])
+@pytest.mark.parametrize(
+    "words, settings, hosts, said",
+    [
+        (["ring", "rong"], [], "aa", "--modes names 'rong'"),
+        (["zero1-host"], [], "aba", "there are 2 on a, 1 on b"),
+        (["ring"], [], "a", "one rank sends nothing"),
+        (["ring"], ["layout.dp=4"], "aa", "needs 4 ranks, but 2 were started"),
+        (["ring"], ["batch.size=2"], "aaa", "but batch.size is 2"),
+        (["ring"], ["run.steps=1"], "aa", "run.steps is 1"),
+        (
+            ["ring", "local", "zero1"],
+            ["precision.compute=float16"],
+            "aa",
+            "Or compare what works: --modes ring,zero1",
+        ),
+    ],
+)
 def test_what_cannot_be_compared_is_refused_before_anything_starts(words, settings, hosts, said):
     with pytest.raises(ConfigError) as refused:
         jobs(words, settings, hosts)
@@ -60,19 +97,29 @@ def test_lines_have_a_cell_for_each_column_and_a_dash_for_what_a_mode_has_not():
 def test_the_formulas_below_the_table_come_with_what_their_letters_stand_for():
     assert footer([row("star"), row("auto", formula_bytes=None)]) == [
         "star               sends (n-1) S, the root",
-        "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers"]
+        "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers",
+    ]
     for word, formula in FORMULAS.items():
         said = footer([row(word)])[-1]
-        letters = set(re.findall(r"n'|\b(?:lg|[a-zA-Z])\b(?!')", re.sub(r"\b[aA] |'s\b", "", formula.words)))
+        letters = set(
+            re.findall(r"n'|\b(?:lg|[a-zA-Z])\b(?!')", re.sub(r"\b[aA] |'s\b", "", formula.words))
+        )
         assert all(f"{letter} {LETTERS[letter]}" in said for letter in letters), (word, letters)
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_no_number_in_the_file_and_no_point_in_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [row("star", val_loss=math.nan, curve=[(0.5, 2.0), (1.0, None)]), row("ring", curve=[(0.5, 2.0), (1.0, 1.5)])]
+    rows = [
+        row("star", val_loss=math.nan, curve=[(0.5, 2.0), (1.0, None)]),
+        row("ring", curve=[(0.5, 2.0), (1.0, 1.5)]),
+    ]
     write_json(tmp_path / "rows.json", {"ranks": 2}, rows)
     star, ring = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert star["val_loss"] is None and star["curve"] == [[0.5, 2.0], [1.0, None]] and ring["val_loss"] == 1.5
+    assert (
+        star["val_loss"] is None
+        and star["curve"] == [[0.5, 2.0], [1.0, None]]
+        and ring["val_loss"] == 1.5
+    )
     plot(rows, "a job", tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

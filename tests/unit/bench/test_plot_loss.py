@@ -23,12 +23,15 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("over, trained, validated", [
-    ("steps", [(10, 5.0), (30, 2.0)], [(15, 4.0), (20, 3.0), (25, 2.5)]),
-    ("tokens", [(1000, 5.0), (4000, 2.0)], [(1500, 4.0), (2000, 3.0), (3000, 2.5)]),
-    ("time", [(60, 5.0), (180, 2.0)], [(80, 4.0), (120, 3.0), (168, 2.5)]),
-    ("samples", [], []),
-])
+@pytest.mark.parametrize(
+    "over, trained, validated",
+    [
+        ("steps", [(10, 5.0), (30, 2.0)], [(15, 4.0), (20, 3.0), (25, 2.5)]),
+        ("tokens", [(1000, 5.0), (4000, 2.0)], [(1500, 4.0), (2000, 3.0), (3000, 2.5)]),
+        ("time", [(60, 5.0), (180, 2.0)], [(80, 4.0), (120, 3.0), (168, 2.5)]),
+        ("samples", [], []),
+    ],
+)
 def test_a_point_lies_where_its_step_does(over, trained, validated):
     assert points(LINES, "loss", over) == trained
     assert points(LINES, "val_loss", over) == validated
@@ -49,7 +52,10 @@ def test_curves_of_many_runs_are_told_apart_and_steps_are_whole_numbers(tmp_path
     drawn = (tmp_path / "curves.svg").read_text()
     assert len(set(re.findall(r'style="fill: none;([^"]*); stroke-width: 1.8', drawn))) == 14
     short = {"short": [{"step": step, "loss": 1.0, "wall_s": 0.1 * step} for step in range(1, 18)]}
-    for over, told, untold in (("steps", "16", "2.5"), ("time", "seconds, evaluations included", "0.01")):
+    for over, told, untold in (
+        ("steps", "16", "2.5"),
+        ("time", "seconds, evaluations included", "0.01"),
+    ):
         draw(short, over, False, tmp_path / "short.svg")
         drawn = (tmp_path / "short.svg").read_text()
         assert f"<!-- {told} -->" in drawn and f"<!-- {untold} -->" not in drawn
@@ -60,8 +66,15 @@ def test_a_picture_has_the_names_of_its_runs_as_title_and_a_legend_of_what_is_dr
     pytest.importorskip("matplotlib")
     only_trained = [record for record in LINES if "val_loss" not in record]
     for runs, title, has_validation in (
-            ({"a_1$": LINES}, "a_1$", True), ({"a": LINES, "b": only_trained}, "a, b", True), ({"a": only_trained}, "a", False),
-            ({f"run {number}": only_trained for number in range(6)}, "run 0, run 1, run 2, and 3 more", False)):
+        ({"a_1$": LINES}, "a_1$", True),
+        ({"a": LINES, "b": only_trained}, "a, b", True),
+        ({"a": only_trained}, "a", False),
+        (
+            {f"run {number}": only_trained for number in range(6)},
+            "run 0, run 1, run 2, and 3 more",
+            False,
+        ),
+    ):
         draw(runs, "steps", False, tmp_path / "curves.svg")
         drawn = (tmp_path / "curves.svg").read_text()
         assert f"<!-- {title} -->" in drawn and ("<!-- validation -->" in drawn) == has_validation
@@ -70,15 +83,21 @@ def test_a_picture_has_the_names_of_its_runs_as_title_and_a_legend_of_what_is_dr
 
 
 def test_odd_records_are_no_points():
-    odd = [{"step": "x", "loss": 1.0}, {"loss": 1.0},
-           {"step": 1, "loss": "2"}, {"step": 1, "loss": math.inf}, {"step": 1, "loss": 10**400}, {"step": 2, "loss": 3}]
+    odd = [
+        {"step": "x", "loss": 1.0},
+        {"loss": 1.0},
+        {"step": 1, "loss": "2"},
+        {"step": 1, "loss": math.inf},
+        {"step": 1, "loss": 10**400},
+        {"step": 2, "loss": 3},
+    ]
     assert points(odd, "loss", "steps") == [(2, 3)]
 
 
 @pytest.mark.parametrize("count", (1, 2, 60, 119, 120, 1000))
 def test_a_smooth_curve_keeps_its_places_its_start_and_a_straight_line(count):
     line = [(x, 2.0 * x) for x in range(count)]
-    assert smooth(line)[:count - 8] == line[:count - 8]
+    assert smooth(line)[: count - 8] == line[: count - 8]
     ragged = [(x, 5.0 * (x % 2)) for x in range(count)]
     smoothed = smooth(ragged)
     assert [x for x, _ in smoothed] == list(range(count)) and smoothed[0] == ragged[0]
@@ -103,7 +122,10 @@ def plot(*words):
 def test_runs_are_drawn_into_one_picture(tmp_path):
     pytest.importorskip("matplotlib")
     write(tmp_path / "one", LINES)
-    write(tmp_path / "other", [{"step": step, "loss": 5 / step, "wall_s": step * 0.1} for step in range(1, 300)])
+    write(
+        tmp_path / "other",
+        [{"step": step, "loss": 5 / step, "wall_s": step * 0.1} for step in range(1, 300)],
+    )
     for more in ([], ["--log"], ["--over", "time"]):
         (tmp_path / "c.png").unlink(missing_ok=True)
         shown = plot(tmp_path / "one", tmp_path / "other", "--out", tmp_path / "c.png", *more)
@@ -111,13 +133,18 @@ def test_runs_are_drawn_into_one_picture(tmp_path):
         assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("words, complaint", [
-    (["nowhere"], "There is no run in nowhere: it has no metrics.jsonl."),
-    (["young"], "The metrics of young have no losses over steps."),
-    (["run", "--over", "samples"], "The metrics of run have no losses over samples."),
-    (["run", "--out", "c.xyz"], "--out draws files that end in"),
-])
-def test_what_cannot_be_drawn_is_one_message_and_exit_2(words, complaint, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["nowhere"], "There is no run in nowhere: it has no metrics.jsonl."),
+        (["young"], "The metrics of young have no losses over steps."),
+        (["run", "--over", "samples"], "The metrics of run have no losses over samples."),
+        (["run", "--out", "c.xyz"], "--out draws files that end in"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_message_and_exit_2(
+    words, complaint, tmp_path, monkeypatch, capfd
+):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", LINES)

@@ -30,10 +30,25 @@ def test_every_command_explains_itself(name):
     assert shown.exit_code == 0 and "Usage:" in shown.output
 
 
-@pytest.mark.parametrize("name", ['"q"', "'", "\U0001f600", "a\nb\r", "back\\slash", "end ", '"""', "x = 1\ny = 2", "\udcff", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        '"q"',
+        "'",
+        "\U0001f600",
+        "a\nb\r",
+        "back\\slash",
+        "end ",
+        '"""',
+        "x = 1\ny = 2",
+        "\udcff",
+        "",
+    ],
+)
 def test_a_path_of_an_option_reaches_the_configuration_as_it_was_named(name):
-    assert with_settings({}, settings_of(("run.out", name), ("layout.dp", 3), ("data.source", None))) == {
-        "run": {"out": name}, "layout": {"dp": 3}}
+    assert with_settings(
+        {}, settings_of(("run.out", name), ("layout.dp", 3), ("data.source", None))
+    ) == {"run": {"out": name}, "layout": {"dp": 3}}
 
 
 def test_help_config_lists_every_key():
@@ -45,11 +60,16 @@ def test_help_config_lists_every_key():
 
 
 def test_help_config_of_a_section_lists_its_keys_alone_in_lines_that_fit():
-    shown = CliRunner().invoke(commands, ["train", "--help-config", "replication"], env={"COLUMNS": "80"})
+    shown = CliRunner().invoke(
+        commands, ["train", "--help-config", "replication"], env={"COLUMNS": "80"}
+    )
     assert shown.exit_code == 0 and max(map(len, shown.output.splitlines())) <= 80
     assert 'replication.algorithm = "auto"' in shown.output and "optimizer." not in shown.output
     refused = CliRunner().invoke(commands, ["train", "--help-config", "optimiser"])
-    assert refused.exit_code == 2 and "'optimiser' is no section; there are run, data, model" in refused.output
+    assert (
+        refused.exit_code == 2
+        and "'optimiser' is no section; there are run, data, model" in refused.output
+    )
 
 
 def test_the_list_of_commands_says_of_each_the_whole_first_sentence_of_its_own_help():
@@ -61,37 +81,51 @@ def test_the_list_of_commands_says_of_each_the_whole_first_sentence_of_its_own_h
 @pytest.mark.parametrize("group", ["bench", "plan"])
 def test_a_command_of_a_group_is_told_by_its_whole_first_sentence(group):
     found = commands.get_command(None, group)
-    shown = " ".join(CliRunner().invoke(commands, [group, "--help"], env={"COLUMNS": "60"}).output.split())
+    shown = " ".join(
+        CliRunner().invoke(commands, [group, "--help"], env={"COLUMNS": "60"}).output.split()
+    )
     for name in found.list_commands(None):
         assert f" {name} {found.get_command(None, name).get_short_help_str(1000)}" in shown
 
 
-
-@pytest.mark.parametrize("word, wanted", [("trian", "train"), ("evaluate", "eval"), ("benchmark", "bench"), ("zzz", None)])
+@pytest.mark.parametrize(
+    "word, wanted",
+    [("trian", "train"), ("evaluate", "eval"), ("benchmark", "bench"), ("zzz", None)],
+)
 def test_a_mistyped_command_gets_a_suggestion(word, wanted):
     shown = CliRunner().invoke(commands, [word, "--set", "run.steps=1"])
     assert shown.exit_code == 2 and f"No such command '{word}'" in shown.output
-    assert ("did you mean" in shown.output) == bool(wanted) and (not wanted or f"did you mean '{wanted}'?" in shown.output)
+    assert ("did you mean" in shown.output) == bool(wanted) and (
+        not wanted or f"did you mean '{wanted}'?" in shown.output
+    )
 
 
-@pytest.mark.parametrize("words, wanted", [
-    (["--lr", "0.01"], "--set optimizer.lr=0.01"),
-    (["--lr=0.01"], "--set optimizer.lr=0.01"),
-    (["--out", "run", "--steps", "5", "--dp", "2"], "--set run.steps=5"),
-    (["--batch-size", "64"], "--set batch.size=64"),
-    (["--optimizer.lr", "1"], "--set optimizer.lr=1"),
-    (["--weight-deccay", "1"], "--set optimizer.weight_decay=1"),
-    (["--kind", "mlp"], "--set model.kind=mlp or --set device.kind=mlp"),
-    (["--tied", "--dp", "2"], "--set model.tied=VALUE"),
-])
+@pytest.mark.parametrize(
+    "words, wanted",
+    [
+        (["--lr", "0.01"], "--set optimizer.lr=0.01"),
+        (["--lr=0.01"], "--set optimizer.lr=0.01"),
+        (["--out", "run", "--steps", "5", "--dp", "2"], "--set run.steps=5"),
+        (["--batch-size", "64"], "--set batch.size=64"),
+        (["--optimizer.lr", "1"], "--set optimizer.lr=1"),
+        (["--weight-deccay", "1"], "--set optimizer.weight_decay=1"),
+        (["--kind", "mlp"], "--set model.kind=mlp or --set device.kind=mlp"),
+        (["--tied", "--dp", "2"], "--set model.tied=VALUE"),
+    ],
+)
 def test_an_option_that_is_a_configuration_key_is_told_how_to_be_set(words, wanted):
     shown = CliRunner().invoke(commands, ["train", *words])
-    assert shown.exit_code == 2 and f"did you mean {wanted}?" in " ".join(shown.output.split()), shown.output
+    assert shown.exit_code == 2 and f"did you mean {wanted}?" in " ".join(shown.output.split()), (
+        shown.output
+    )
 
 
 def test_an_option_for_what_is_not_there_yet_says_so():
     shown = CliRunner().invoke(commands, ["train", "--model-kind", "cnn"])
-    assert shown.exit_code == 2 and "No such option: --model-kind, and model.kind must be" in shown.output, shown.output
+    assert (
+        shown.exit_code == 2
+        and "No such option: --model-kind, and model.kind must be" in shown.output
+    ), shown.output
     assert "cnn is not there yet" in shown.output
 
 
@@ -100,12 +134,19 @@ def test_another_unknown_option_gets_clicks_own_answer():
     assert shown.exit_code == 2 and "--resume" in shown.output
 
 
-@pytest.mark.parametrize("words, resume, file", [
-    (["--resume"], "yes", None), (["--resume=auto"], "auto", None), (["--resume", "auto"], "auto", None),
-    (["--resume", "auto", "c.toml"], "auto", "c.toml"), (["c.toml", "--resume"], "yes", "c.toml"),
-    (["--resume", "c.toml"], "yes", "c.toml"), (["--resume", "--out", "auto"], "yes", None),
-    (["--resume", "./auto"], "yes", "auto"),
-])
+@pytest.mark.parametrize(
+    "words, resume, file",
+    [
+        (["--resume"], "yes", None),
+        (["--resume=auto"], "auto", None),
+        (["--resume", "auto"], "auto", None),
+        (["--resume", "auto", "c.toml"], "auto", "c.toml"),
+        (["c.toml", "--resume"], "yes", "c.toml"),
+        (["--resume", "c.toml"], "yes", "c.toml"),
+        (["--resume", "--out", "auto"], "yes", None),
+        (["--resume", "./auto"], "yes", "auto"),
+    ],
+)
 def test_resume_takes_auto_with_or_without_an_equals_sign(words, resume, file):
     found = train.command.make_context("train", list(words)).params
     assert found["resume"] == resume and str(found["config_file"] or "") == (file or "")
@@ -113,7 +154,10 @@ def test_resume_takes_auto_with_or_without_an_equals_sign(words, resume, file):
 
 def test_what_is_no_text_is_escaped_and_text_is_not(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
-    drawn = [bytes([byte]) for byte in b"a\tb\n\x1b[31m \xff\x00\r " + "größe €\xa0\u200f".encode() + b"\xe2\x82"]
+    drawn = [
+        bytes([byte])
+        for byte in b"a\tb\n\x1b[31m \xff\x00\r " + "größe €\xa0\u200f".encode() + b"\xe2\x82"
+    ]
     shown = b"".join(readable(drawn)).decode()
     assert shown == "a\tb\n\\x1b[31m \\xff\\x00\\r größe €\xa0\\u200f\\xe2\\x82"
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
@@ -135,7 +179,9 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
     sure = np.where(np.arange(256) == 65, 1e6, 0.0) * np.ones((1, 16, 1))
     trainer._asked = lambda rows: drawn.append(rows) or sure
     train._print_sample(Finished(trainer), lambda: False)
-    assert capsys.readouterr().out == f"a sample of what it writes:\n{'A' * 30}\n" and len(drawn) == 30
+    assert (
+        capsys.readouterr().out == f"a sample of what it writes:\n{'A' * 30}\n" and len(drawn) == 30
+    )
     train._print_sample(Finished(trainer), lambda: len(drawn) >= 35)
     assert len(drawn) == 35
     monkeypatch.setattr(train, "SAMPLE_SECONDS", 0)
@@ -176,9 +222,15 @@ def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra
 def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
     line, _ = line_for(monkeypatch, "Open MPI", 2)
     assert line.startswith("mpirun -n 2 --bind-to none") and "--mca osc ^ucx" in line
-    assert "--oversubscribe" not in line and "yield" not in line and "--allow-run-as-root" not in line
+    assert (
+        "--oversubscribe" not in line and "yield" not in line and "--allow-run-as-root" not in line
+    )
     line, _ = line_for(monkeypatch, "Open MPI", 4, root=True)
-    assert "--oversubscribe" in line and "--mca mpi_yield_when_idle 1" in line and "--allow-run-as-root" in line
+    assert (
+        "--oversubscribe" in line
+        and "--mca mpi_yield_when_idle 1" in line
+        and "--allow-run-as-root" in line
+    )
     line, _ = line_for(monkeypatch, "Open MPI", 4, extra=["--hostfile", "hosts"])
     assert "--hostfile hosts" in line and "btl" not in line, "several hosts need their network"
     monkeypatch.setattr(process, "has_driver", lambda: True)
@@ -187,21 +239,38 @@ def test_open_mpi_gets_what_the_machine_needs(monkeypatch):
 
 def test_mpich_gets_what_the_machine_needs(monkeypatch):
     assert line_for(monkeypatch, "MPICH", 2) == ("mpiexec -n 2", {})
-    assert line_for(monkeypatch, "MPICH", 3) == ("mpiexec -n 3", {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"})
+    assert line_for(monkeypatch, "MPICH", 3) == (
+        "mpiexec -n 3",
+        {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"},
+    )
 
 
-@pytest.mark.parametrize("family, kind, always, crowded", [
-    ("Open MPI", "pmix", {"OMPI_MCA_osc": "^ucx"}, {"OMPI_MCA_mpi_yield_when_idle": "1"}),
-    ("MPICH", "pmi2", {}, {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}),
-])
-def test_inside_a_slurm_allocation_srun_starts_the_ranks_with_what_mpirun_would_give_them(monkeypatch, family, kind, always,
-                                                                                         crowded):
+@pytest.mark.parametrize(
+    "family, kind, always, crowded",
+    [
+        ("Open MPI", "pmix", {"OMPI_MCA_osc": "^ucx"}, {"OMPI_MCA_mpi_yield_when_idle": "1"}),
+        ("MPICH", "pmi2", {}, {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}),
+    ],
+)
+def test_inside_a_slurm_allocation_srun_starts_the_ranks_with_what_mpirun_would_give_them(
+    monkeypatch, family, kind, always, crowded
+):
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
-    for cores, ranks, settings in (("2(x3),4", 10, always), ("2(x3),4", 11, always | crowded), ("", 11, always)):
+    for cores, ranks, settings in (
+        ("2(x3),4", 10, always),
+        ("2(x3),4", 11, always | crowded),
+        ("", 11, always),
+    ):
         monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", cores)
-        assert line_for(monkeypatch, family, ranks, slurm=True) == (f"srun --mpi={kind} -n {ranks}", settings)
+        assert line_for(monkeypatch, family, ranks, slurm=True) == (
+            f"srun --mpi={kind} -n {ranks}",
+            settings,
+        )
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
-    assert line_for(monkeypatch, family, ranks, slurm=True)[1] == {**settings, "SRUN_CPUS_PER_TASK": "8"}
+    assert line_for(monkeypatch, family, ranks, slurm=True)[1] == {
+        **settings,
+        "SRUN_CPUS_PER_TASK": "8",
+    }
 
 
 def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
@@ -211,16 +280,23 @@ def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
 
 
 def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):
-    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho ------- >&2; echo 'Unable to get the user home directory' >&2; exit 1\n")
+    (tmp_path / "mpiexec").write_text(
+        "#!/bin/sh\necho ------- >&2; echo 'Unable to get the user home directory' >&2; exit 1\n"
+    )
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(ConfigError, match="mpiexec --version ended with 1 and said: Unable to get the user home directory"):
+    with pytest.raises(
+        ConfigError,
+        match="mpiexec --version ended with 1 and said: Unable to get the user home directory",
+    ):
         launch_command.launcher("mpiexec", "of no MPI at all")
 
 
 def test_a_shared_memory_too_small_for_mpi_itself_is_refused_before_the_start(monkeypatch):
     monkeypatch.setattr(process, "shared_memory", lambda: 16 << 20)
-    with pytest.raises(ConfigError, match=r"/dev/shm has 16\.8 MB free, but Open MPI makes files of 16\.8 MB there"):
+    with pytest.raises(
+        ConfigError, match=r"/dev/shm has 16\.8 MB free, but Open MPI makes files of 16\.8 MB there"
+    ):
         line_for(monkeypatch, "Open MPI", 2)
     assert line_for(monkeypatch, "Open MPI", 1), "one rank shares nothing"
     assert line_for(monkeypatch, "Open MPI", 2, extra=["--mca", "btl", "tcp,self"]), "the way out"
@@ -232,11 +308,20 @@ def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
     assert "--stream-buffering 0" in line_for(monkeypatch, "Open MPI", 2)[0]
 
 
-@pytest.mark.parametrize("words, shown", [
-    (["launch", "-n", "2", "--dry-run", "--", "mpitrain", "train", "--dp", "2"], "-m mpitrain train --dp 2"),
-    (["launch", "-n", "2", "--dry-run", "train", "--dp", "2"], "-m mpitrain train --dp 2"),
-    (["launch", "-n", "4", "--hostfile", "h", "--", "train"], "No such option: --hostfile. Those of mpirun"),
-])
+@pytest.mark.parametrize(
+    "words, shown",
+    [
+        (
+            ["launch", "-n", "2", "--dry-run", "--", "mpitrain", "train", "--dp", "2"],
+            "-m mpitrain train --dp 2",
+        ),
+        (["launch", "-n", "2", "--dry-run", "train", "--dp", "2"], "-m mpitrain train --dp 2"),
+        (
+            ["launch", "-n", "4", "--hostfile", "h", "--", "train"],
+            "No such option: --hostfile. Those of mpirun",
+        ),
+    ],
+)
 def test_options_and_a_second_mpitrain_go_where_they_belong(words, shown):
     done = mpitrain(*words)
     assert shown in done.stderr and "mpitrain mpitrain" not in done.stderr, done.stderr
@@ -286,29 +371,51 @@ def test_a_diverged_model_writes_nothing():
         next(tokens(trainer, [1], 1.0, 0, 0))
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ([], "auto all-reduce"),
-    (["replication.algorithm=ring", "layout.pp=2", "batch.micro_batches=4"],
-     "2 stages by 1f1b, 4 micro-batches, ring all-reduce"),
-    (["layout.tp=2", "layout.algorithm=shared", "layout.sequence_parallel=true"],
-     "2 of them share layers by shared all-reduce, rows of norms divided"),
-    (["replication.mode=server", "replication.update=async"], "1 of them async server(s)"),
-    (["replication.mode=local"], "mode local"), (["replication.mode=master"], "mode master"),
-])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "auto all-reduce"),
+        (
+            ["replication.algorithm=ring", "layout.pp=2", "batch.micro_batches=4"],
+            "2 stages by 1f1b, 4 micro-batches, ring all-reduce",
+        ),
+        (
+            ["layout.tp=2", "layout.algorithm=shared", "layout.sequence_parallel=true"],
+            "2 of them share layers by shared all-reduce, rows of norms divided",
+        ),
+        (["replication.mode=server", "replication.update=async"], "1 of them async server(s)"),
+        (["replication.mode=local"], "mode local"),
+        (["replication.mode=master"], "mode master"),
+    ],
+)
 def test_a_run_says_how_its_ranks_share_the_work(settings, said):
     assert way(parse(with_settings({}, settings))) == said
 
 
-@pytest.mark.parametrize("words", [
-    ["generate", "run", "--tokens", "1_0"], ["generate", "run", "--temperature", "0_1.5"], ["launch", "-n", "1_0", "--", "train"],
-    ["generate", "run", "--tokens", "٣"], ["plan", "allreduce", "--ranks", "1_0"], ["bench", "allreduce", "--sweeps", "1_0"],
-    ["train", "--tp", "1_0"], ["eval", "run", "--rows", " 10"], ["plan", "schedule", "--forward-ms", "1_0"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "run", "--tokens", "1_0"],
+        ["generate", "run", "--temperature", "0_1.5"],
+        ["launch", "-n", "1_0", "--", "train"],
+        ["generate", "run", "--tokens", "٣"],
+        ["plan", "allreduce", "--ranks", "1_0"],
+        ["bench", "allreduce", "--sweeps", "1_0"],
+        ["train", "--tp", "1_0"],
+        ["eval", "run", "--rows", " 10"],
+        ["plan", "schedule", "--forward-ms", "1_0"],
+    ],
+    ids=" ".join,
+)
 def test_a_number_that_python_alone_takes_for_one_is_refused_by_every_option(words):
     shown = CliRunner().invoke(commands, words)
     assert shown.exit_code == 2 and "is not a valid" in shown.output
 
 
-@pytest.mark.parametrize("setting", ["run.steps=1_0", "optimizer.lr=1_0.5", "run.seed=0x1_0", "replication.wire=topk:0.0_1"])
+@pytest.mark.parametrize(
+    "setting",
+    ["run.steps=1_0", "optimizer.lr=1_0.5", "run.seed=0x1_0", "replication.wire=topk:0.0_1"],
+)
 def test_a_number_of_a_setting_is_written_plainly(setting):
     with pytest.raises(ConfigError, match=re.escape(setting.partition("=")[2])):
         parse_wire(parse(with_settings({}, [setting])).replication.wire)

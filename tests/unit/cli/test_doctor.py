@@ -18,18 +18,35 @@ def said(*everyone, size=0):
 
 def test_a_sound_machine_is_one_line():
     assert said(FINE, FINE) == [
-        "verdict      2 rank(s) can train with --device cpu or cuda-sim; nothing will go wrong that can be told."]
+        "verdict      2 rank(s) can train with --device cpu or cuda-sim; nothing will go wrong that can be told."
+    ]
 
 
 def test_only_what_every_rank_can_do_works():
-    assert "with --device cpu; nothing" in said(FINE, FINE._replace(host="b", kinds=["cpu", "cuda"]))[0]
+    assert (
+        "with --device cpu; nothing"
+        in said(FINE, FINE._replace(host="b", kinds=["cpu", "cuda"]))[0]
+    )
 
 
-@pytest.mark.parametrize("rank, ranks, wrong, way_out", [
-    (FINE, 3, "a has 2 cores for 3 ranks: they take turns", "Start at most 2 ranks there."),
-    (FINE._replace(threads=2), 2, "2 ranks on a use 2 BLAS threads each, more than its 2 cores.", "Unset OMP_NUM_THREADS"),
-    (FINE._replace(shared=1 << 20), 2, "/dev/shm of a has 1 MB free", "start it with --shm-size=1g."),
-])
+@pytest.mark.parametrize(
+    "rank, ranks, wrong, way_out",
+    [
+        (FINE, 3, "a has 2 cores for 3 ranks: they take turns", "Start at most 2 ranks there."),
+        (
+            FINE._replace(threads=2),
+            2,
+            "2 ranks on a use 2 BLAS threads each, more than its 2 cores.",
+            "Unset OMP_NUM_THREADS",
+        ),
+        (
+            FINE._replace(shared=1 << 20),
+            2,
+            "/dev/shm of a has 1 MB free",
+            "start it with --shm-size=1g.",
+        ),
+    ],
+)
 def test_what_will_go_wrong_comes_with_its_way_out(rank, ranks, wrong, way_out):
     first, warning = said(*[rank] * ranks)
     assert first.endswith("; 1 thing(s) will go wrong:")
@@ -39,18 +56,27 @@ def test_what_will_go_wrong_comes_with_its_way_out(rank, ranks, wrong, way_out):
 def test_each_host_is_judged_by_its_own_size():
     other = FINE._replace(host="b", cores=[0], processors=1)
     assert [line for line in said(FINE, FINE, other, other) if "warning" in line] == [
-        "warning: b has 1 cores for 2 ranks: they take turns, and timings mean little. Start at most 1 ranks there."]
+        "warning: b has 1 cores for 2 ranks: they take turns, and timings mean little. Start at most 1 ranks there."
+    ]
 
 
 def test_a_start_in_which_everybody_is_alone_does_not_work():
     first, warning = said(FINE, size=2)
-    assert first == "verdict      this start does not work:" and "`mpitrain launch` finds it" in warning
+    assert (
+        first == "verdict      this start does not work:"
+        and "`mpitrain launch` finds it" in warning
+    )
 
 
-@pytest.mark.parametrize("sets, words", [
-    ([[0, 1], [0, 1]], "2 core(s) that they share"), ([[0], [1]], "1 core(s) of its own each"),
-    ([[0, 1], [2]], "1, 2 core(s) of its own each"), ([[0, 1], [1, 2]], "3 core(s) that they share"),
-])
+@pytest.mark.parametrize(
+    "sets, words",
+    [
+        ([[0, 1], [0, 1]], "2 core(s) that they share"),
+        ([[0], [1]], "1 core(s) of its own each"),
+        ([[0, 1], [2]], "1, 2 core(s) of its own each"),
+        ([[0, 1], [1, 2]], "3 core(s) that they share"),
+    ],
+)
 def test_shared_cores_are_not_counted_twice(sets, words):
     assert share_of_cores(sets) == words
 

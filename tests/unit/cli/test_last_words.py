@@ -30,13 +30,30 @@ sys.exit(rank.wait())
 
 
 def test_a_rank_that_mpirun_ends_says_so_on_the_output_of_mpirun_and_warned_before(tmp_path):
-    words = ["train", "--out", "run", *TINY, "--set", "run.steps=1000000", "--set", "run.log_every=1"]
-    done = subprocess.run([sys.executable, "-c", MPIRUN.format(launched=LAUNCHED, words=words)], cwd=tmp_path, text=True,
-                          capture_output=True, timeout=SECONDS)
+    words = [
+        "train",
+        "--out",
+        "run",
+        *TINY,
+        "--set",
+        "run.steps=1000000",
+        "--set",
+        "run.log_every=1",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", MPIRUN.format(launched=LAUNCHED, words=words)],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=SECONDS,
+    )
     forwarded = (tmp_path / "forwarded").read_text()
-    step, = (path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    (step,) = (path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert done.returncode == 85, done.stderr
-    assert done.stdout == f"stopped at step {int(step.removeprefix('step-'))}; --resume goes on from there\n"
+    assert (
+        done.stdout
+        == f"stopped at step {int(step.removeprefix('step-'))}; --resume goes on from there\n"
+    )
     assert forwarded.startswith(last_words.ADVICE + "\n") and "stopped at step" not in forwarded
 
 

@@ -15,7 +15,9 @@ from tests.processes import SECONDS
 
 def stream(path, encoding="utf-8"):
     raw = Output(path, "w")
-    return raw, io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=True)
+    return raw, io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=True
+    )
 
 
 def test_a_full_output_is_one_error_and_then_silence():

@@ -15,36 +15,60 @@ from tests.terminals import on_a_terminal
 OURS, THEIRS = ["-m", "mpitrain"], ["-m", "mpitrain.transport.program"]
 
 
-@pytest.mark.parametrize("line, command, words", [
-    ("train --dp 2", "train", [*OURS, "train", "--dp", "2"]),
-    ("mpitrain train", "train", [*OURS, "train"]),
-    ("python -m mpitrain train --help", "train", [*OURS, "train", "--help"]),
-    ("--version", "--version", [*OURS, "--version"]),
-    ("own.py --dp 2 -c x", "", [*THEIRS, "own.py", "--dp", "2", "-c", "x"]),
-    ("mpitrain own.py", "", [*THEIRS, "own.py"]),
-    ("python own.py -m x", "", [*THEIRS, "own.py", "-m", "x"]),
-    ("python3 -u -W ignore -Xdev own.py -u", "", ["-u", "-W", "ignore", "-Xdev", *THEIRS, "own.py", "-u"]),
-    ("python -m pkg.mod --dp 2", "", [*THEIRS, "-m", "pkg.mod", "--dp", "2"]),
-    ("python -um pkg.mod x", "", ["-u", *THEIRS, "-m", "pkg.mod", "x"]),
-    ("python -c print(1) x", "", [*THEIRS, "-c", "print(1)", "x"]),
-    ("python -", "", [*THEIRS, "-"]),
-    ("python --version", "", ["--version"]),
-    (f"{Path(sys.executable).parent}/python own.py", "", [*THEIRS, "own.py"]),
-])
-def test_words_behind_launch_are_a_command_or_a_python_program_whose_words_stay(line, command, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "line, command, words",
+    [
+        ("train --dp 2", "train", [*OURS, "train", "--dp", "2"]),
+        ("mpitrain train", "train", [*OURS, "train"]),
+        ("python -m mpitrain train --help", "train", [*OURS, "train", "--help"]),
+        ("--version", "--version", [*OURS, "--version"]),
+        ("own.py --dp 2 -c x", "", [*THEIRS, "own.py", "--dp", "2", "-c", "x"]),
+        ("mpitrain own.py", "", [*THEIRS, "own.py"]),
+        ("python own.py -m x", "", [*THEIRS, "own.py", "-m", "x"]),
+        (
+            "python3 -u -W ignore -Xdev own.py -u",
+            "",
+            ["-u", "-W", "ignore", "-Xdev", *THEIRS, "own.py", "-u"],
+        ),
+        ("python -m pkg.mod --dp 2", "", [*THEIRS, "-m", "pkg.mod", "--dp", "2"]),
+        ("python -um pkg.mod x", "", ["-u", *THEIRS, "-m", "pkg.mod", "x"]),
+        ("python -c print(1) x", "", [*THEIRS, "-c", "print(1)", "x"]),
+        ("python -", "", [*THEIRS, "-"]),
+        ("python --version", "", ["--version"]),
+        (f"{Path(sys.executable).parent}/python own.py", "", [*THEIRS, "own.py"]),
+    ],
+)
+def test_words_behind_launch_are_a_command_or_a_python_program_whose_words_stay(
+    line, command, words, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").touch()
     assert program(line.split()) == ([sys.executable, *words], command)
 
 
-@pytest.mark.parametrize("line, error, said", [
-    ("trian", click.UsageError, "'trian' is neither an mpitrain command nor a Python file; did you mean 'train'?"),
-    ("own.txt", click.UsageError, "'own.txt' is neither an mpitrain command nor a Python file. Commands are train, "),
-    ("/elsewhere/python own.py", click.UsageError, "'/elsewhere/python' is neither"),
-    ("none.py", ConfigError, "Every rank runs the file none.py, but there is none here."),
-    ("python -u none.py", ConfigError, "Every rank runs the file none.py, but there is none here."),
-    ("python", ConfigError, "python needs a program on every rank, but none is named."),
-])
+@pytest.mark.parametrize(
+    "line, error, said",
+    [
+        (
+            "trian",
+            click.UsageError,
+            "'trian' is neither an mpitrain command nor a Python file; did you mean 'train'?",
+        ),
+        (
+            "own.txt",
+            click.UsageError,
+            "'own.txt' is neither an mpitrain command nor a Python file. Commands are train, ",
+        ),
+        ("/elsewhere/python own.py", click.UsageError, "'/elsewhere/python' is neither"),
+        ("none.py", ConfigError, "Every rank runs the file none.py, but there is none here."),
+        (
+            "python -u none.py",
+            ConfigError,
+            "Every rank runs the file none.py, but there is none here.",
+        ),
+        ("python", ConfigError, "python needs a program on every rank, but none is named."),
+    ],
+)
 def test_anything_else_is_refused(line, error, said):
     with pytest.raises(error) as refused:
         program(line.split())
@@ -54,7 +78,9 @@ def test_anything_else_is_refused(line, error, said):
 def test_a_refusal_is_one_message_and_exit_2_before_anything_is_started():
     for name in ("none.py", "trian"):
         done = mpitrain("launch", "-n", "2", "--", name)
-        assert done.returncode == 2 and done.stderr.count(name) == 1 and "mpirun" not in done.stderr, done.stderr
+        assert (
+            done.returncode == 2 and done.stderr.count(name) == 1 and "mpirun" not in done.stderr
+        ), done.stderr
 
 
 def test_the_launchers_line_is_dim_on_a_terminal_alone(monkeypatch):
@@ -63,5 +89,7 @@ def test_the_launchers_line_is_dim_on_a_terminal_alone(monkeypatch):
     assert launch_command.dim("line") == "\x1b[2mline\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert launch_command.dim("line") == "line"
-    _, shown = on_a_terminal([sys.executable, "-m", "mpitrain", "launch", "-n", "2", "--dry-run", "--", "train"])
+    _, shown = on_a_terminal(
+        [sys.executable, "-m", "mpitrain", "launch", "-n", "2", "--dry-run", "--", "train"]
+    )
     assert b"-m mpitrain train" in shown and b"\x1b" not in shown, "the result, to be copied"

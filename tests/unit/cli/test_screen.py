@@ -14,18 +14,32 @@ from tests.terminals import on_a_terminal, rendered
 
 BAR = b"\r 33%|## | 4/12\x1b[K"
 TRAIN = [*PROGRAM, "train", *TINY, "--set", "run.eval_every=4", "--out", "run"]
-SAID = ["gpt, 1 layers of width 16: ", "step 4: validation loss ", "step 8: validation loss ", "step 12: validation loss ",
-        "done: parameters bitwise equal on all ranks, "]
+SAID = [
+    "gpt, 1 layers of width 16: ",
+    "step 4: validation loss ",
+    "step 8: validation loss ",
+    "step 12: validation loss ",
+    "done: parameters bitwise equal on all ranks, ",
+]
 
 
-@pytest.mark.parametrize("pieces, shown", [
-    ((BAR, b"rank 1: lost\n", BAR, b"\n"), [" 33%|## | 4/12", "rank 1: lost", " 33%|## | 4/12", ""]),
-    ((b"a traceback, ", BAR, b"that goes on\n"), ["a traceback,", " 33%|## | 4/12", "that goes on", ""]),
-    ((BAR, b"\r\x1b[K", b"a line\n", BAR), ["a line", " 33%|## | 4/12"]),
-    ((BAR[:7], BAR[7:], BAR, b"one\n"), [" 33%|## | 4/12", "one", ""]),
-    ((b"one\n", b"two", b" three\n"), ["one", "two three", ""]),
-    ((b"40%\r", b"50%\r", b"done\n"), ["done", ""]),
-])
+@pytest.mark.parametrize(
+    "pieces, shown",
+    [
+        (
+            (BAR, b"rank 1: lost\n", BAR, b"\n"),
+            [" 33%|## | 4/12", "rank 1: lost", " 33%|## | 4/12", ""],
+        ),
+        (
+            (b"a traceback, ", BAR, b"that goes on\n"),
+            ["a traceback,", " 33%|## | 4/12", "that goes on", ""],
+        ),
+        ((BAR, b"\r\x1b[K", b"a line\n", BAR), ["a line", " 33%|## | 4/12"]),
+        ((BAR[:7], BAR[7:], BAR, b"one\n"), [" 33%|## | 4/12", "one", ""]),
+        ((b"one\n", b"two", b" three\n"), ["one", "two three", ""]),
+        ((b"40%\r", b"50%\r", b"done\n"), ["done", ""]),
+    ],
+)
 def test_text_beside_a_bar_begins_a_line_of_its_own(pieces, shown):
     line = screen.Screen()
     placed = b"".join(line.lead(piece) + piece for piece in pieces)
@@ -36,7 +50,10 @@ def test_text_beside_a_bar_begins_a_line_of_its_own(pieces, shown):
 
 def test_a_bar_fits_a_window_that_has_become_narrower(monkeypatch, capsys):
     monkeypatch.setattr(screen, "columns", lambda: 11)
-    assert screen.Screen().place(b"long text\n" + BAR + BAR) == b"long text\n" + 2 * b"\r 33%|## | \x1b[K"
+    assert (
+        screen.Screen().place(b"long text\n" + BAR + BAR)
+        == b"long text\n" + 2 * b"\r 33%|## | \x1b[K"
+    )
     sizes = [120]
     monkeypatch.setattr(progress, "width", lambda: sizes[-1])
     shown = progress.bar(12)
@@ -44,7 +61,9 @@ def test_a_bar_fits_a_window_that_has_become_narrower(monkeypatch, capsys):
         sizes.append(columns)
         shown.refresh()
     drawn = capsys.readouterr().err.split("\r")[1:]
-    assert [max(len(text.removesuffix("\x1b[K")), 1) for text in drawn] == [119, 119, 49, 9, 1], drawn
+    assert [max(len(text.removesuffix("\x1b[K")), 1) for text in drawn] == [119, 119, 49, 9, 1], (
+        drawn
+    )
 
 
 def test_a_terminal_that_does_not_know_its_columns_has_those_of_the_environment(monkeypatch):
@@ -55,16 +74,23 @@ def test_a_terminal_that_does_not_know_its_columns_has_those_of_the_environment(
 
 
 def begins(shown, wanted):
-    return len(shown) == len(wanted) and all(line.startswith(begin) for line, begin in zip(shown, wanted, strict=True))
+    return len(shown) == len(wanted) and all(
+        line.startswith(begin) for line, begin in zip(shown, wanted, strict=True)
+    )
 
 
 def test_a_launcher_that_forwards_two_pipes_in_any_order_breaks_no_line(tmp_path):
     """It passes standard output on when the run has ended: lines that came by it would stand behind the bar's."""
-    launcher = ("import subprocess, sys\n"
-                f"said = subprocess.run({TRAIN!r}, stdout=subprocess.PIPE).stdout\n"
-                "sys.stdout.buffer.write(said)")
-    supervised = ("import sys; from mpitrain.cli.terminal.output import open_output; from mpitrain.cli.launch.supervise import Requests, run\n"
-                  f"open_output(); sys.exit(run([sys.executable, '-c', {launcher!r}], {{}}, Requests(), True))")
+    launcher = (
+        "import subprocess, sys\n"
+        f"said = subprocess.run({TRAIN!r}, stdout=subprocess.PIPE).stdout\n"
+        "sys.stdout.buffer.write(said)"
+    )
+    supervised = (
+        "import sys\nfrom mpitrain.cli.terminal.output import open_output\n"
+        "from mpitrain.cli.launch.supervise import Requests, run\n"
+        f"open_output(); sys.exit(run([sys.executable, '-c', {launcher!r}], {{}}, Requests(), True))"
+    )
     code, data = on_a_terminal([sys.executable, "-c", supervised], 200, cwd=tmp_path)
     shown = rendered(data, 200)
     assert code == 0 and begins(shown, [*SAID[:-1], "100%|", SAID[-1], ""]), shown

@@ -19,21 +19,32 @@ from tests.processes import SECONDS
 ROOT = Path(__file__).parents[3]
 PATIENCE = SECONDS
 RULE = b"-" * 74 + b"\n"
-KILLED = RULE + b"prterun noticed that process rank 1 with PID 24807 on node vm exited on\nsignal 9 (Killed).\n" + RULE
-EXITED = (RULE + b"prterun detected that one or more processes exited with non-zero status,\n"
-          b"thus causing the job to be terminated. The first process to do so was:\n\n"
-          b"   Process name: [prterun-vm-24898@1,1]\n   Exit code:    2\n" + RULE)
+KILLED = (
+    RULE
+    + b"prterun noticed that process rank 1 with PID 24807 on node vm exited on\nsignal 9 (Killed).\n"
+    + RULE
+)
+EXITED = (
+    RULE + b"prterun detected that one or more processes exited with non-zero status,\n"
+    b"thus causing the job to be terminated. The first process to do so was:\n\n"
+    b"   Process name: [prterun-vm-24898@1,1]\n   Exit code:    2\n" + RULE
+)
 NO_SLOTS = RULE + b"There are not enough slots available in the system\n" + RULE
 SERVER = b"[vm:09153]"
-PMIX = SERVER + b" PMIX ERROR: PMIX_ERR_UNREACH in file /openmpi-5.0.11/3rd-party/openpmix/src/server/pmix_server.c at line 31\n"
+PMIX = (
+    SERVER
+    + b" PMIX ERROR: PMIX_ERR_UNREACH in file /openmpi-5.0.11/3rd-party/openpmix/src/server/pmix_server.c at line 31\n"
+)
 SRUN = b"srun: error: node2: task 1: Killed\n"
 BEGAN = "gpt: 12 parameters; run directory runs/x"
 
 
 def started(code, training=True, prelude="signal.signal(signal.SIGHUP, signal.SIG_DFL)", **more):
     """A process that supervises a script as `launch` supervises a launcher."""
-    call = (f"import signal, sys; {prelude}; from mpitrain.cli.launch.supervise import Requests, run; "
-            f"sys.exit(run([sys.executable, '-u', '-c', {code!r}], {{}}, Requests(), {training}))")
+    call = (
+        f"import signal, sys; {prelude}; from mpitrain.cli.launch.supervise import Requests, run; "
+        f"sys.exit(run([sys.executable, '-u', '-c', {code!r}], {{}}, Requests(), {training}))"
+    )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, **pipes | more)
 
@@ -49,27 +60,54 @@ def test_a_result_that_standard_output_does_not_take_is_said_and_no_success():
     with open("/dev/full", "wb") as full:
         process = started("print('the result')", training=False, stdout=full)
         errors = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 1 and errors.count(b"standard output takes no more, and the result is lost") == 1, errors
+    assert (
+        process.returncode == 1
+        and errors.count(b"standard output takes no more, and the result is lost") == 1
+    ), errors
 
 
-@pytest.mark.parametrize("said, code, returned", [
-    (ENDED, 0, 0), (f"{STOPPED_AT}5;", 85, 85), (f"{STOPPED_AT}5;", 0, 85), (ENDED, 1, 1), (f"{STOPPED_AT}5;", 1, 1),
-    (NOT_BEGUN, 85, 85), ("failed at step 5", 1, 1), ("", 0, 1), ("", 2, 2), ("step 4/5", 0, 1),
-])
-def test_what_rank_0_said_decides_the_exit_code_without_a_folder_or_a_variable(said, code, returned):
+@pytest.mark.parametrize(
+    "said, code, returned",
+    [
+        (ENDED, 0, 0),
+        (f"{STOPPED_AT}5;", 85, 85),
+        (f"{STOPPED_AT}5;", 0, 85),
+        (ENDED, 1, 1),
+        (f"{STOPPED_AT}5;", 1, 1),
+        (NOT_BEGUN, 85, 85),
+        ("failed at step 5", 1, 1),
+        ("", 0, 1),
+        ("", 2, 2),
+        ("step 4/5", 0, 1),
+    ],
+)
+def test_what_rank_0_said_decides_the_exit_code_without_a_folder_or_a_variable(
+    said, code, returned
+):
     words = [BEGAN, *([said] if said else [])]
     assert supervised(f"import sys; print(*{words!r}, sep='\\n'); sys.exit({code})")[0] == returned
 
 
 def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
     code, _, errors = supervised(f"print({BEGAN!r})")
-    assert code == 1 and b"the launcher returned 0, but rank 0 did not say that the run ended" in errors
-    assert supervised(f"import os; print({BEGAN!r}); print({ENDED!r}); os.kill(os.getpid(), 9)")[0] == 137
+    assert (
+        code == 1
+        and b"the launcher returned 0, but rank 0 did not say that the run ended" in errors
+    )
+    assert (
+        supervised(f"import os; print({BEGAN!r}); print({ENDED!r}); os.kill(os.getpid(), 9)")[0]
+        == 137
+    )
     assert supervised("import os; os.kill(os.getpid(), 9)", training=False)[0] == 137
 
 
 def test_a_tag_of_the_launcher_before_each_line_does_not_hide_the_end():
-    assert supervised(f"print('[1,0]<stdout>: {BEGAN}'); print('[1,0]<stdout>: {ENDED} on all ranks')")[0] == 0
+    assert (
+        supervised(
+            f"print('[1,0]<stdout>: {BEGAN}'); print('[1,0]<stdout>: {ENDED} on all ranks')"
+        )[0]
+        == 0
+    )
     assert supervised(f"print('0: {BEGAN}'); print('0: {ENDED} on all ranks')")[0] == 0
 
 
@@ -77,11 +115,13 @@ def test_a_directory_that_is_named_like_an_end_is_none():
     assert supervised(f"print('{BEGAN}/{STOPPED_AT}5'); print('{ENDED} on all ranks')")[0] == 0
 
 
-LISTENS = ("import signal, sys, time\n"
-           "def stop(number, frame): print({last!r}); sys.exit({code})\n"
-           "signal.signal(signal.SIGUSR1, stop)\n"
-           "print({first!r})\n"
-           "time.sleep(60)")
+LISTENS = (
+    "import signal, sys, time\n"
+    "def stop(number, frame): print({last!r}); sys.exit({code})\n"
+    "signal.signal(signal.SIGUSR1, stop)\n"
+    "print({first!r})\n"
+    "time.sleep(60)"
+)
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
@@ -97,7 +137,7 @@ def test_a_request_reaches_a_run_that_reports_nothing_and_is_answered_in_a_line(
 def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
     process = started("import time; print('ready'); time.sleep(60)")
     assert process.stdout.readline() == b"ready\n"
-    process.send_signal(signal.SIGTERM)    # USR1, for which nobody listens there, ends the script
+    process.send_signal(signal.SIGTERM)  # USR1, for which nobody listens there, ends the script
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 85 and NOT_BEGUN.encode() in errors
 
@@ -111,14 +151,16 @@ def test_what_rank_0_said_of_that_is_not_said_again():
 
 
 def test_a_request_that_the_launcher_had_no_ranks_for_is_repeated_when_the_run_has_begun():
-    code = ("import signal, sys, time\n"
-            "got = []\n"
-            "signal.signal(signal.SIGUSR1, lambda *_: got.append(1))\n"
-            "print('ready')\n"
-            "while not got: time.sleep(.01)\n"
-            f"print({BEGAN!r})\n"
-            "while len(got) < 2: time.sleep(.01)\n"
-            f"print({STOPPED_AT!r} + '1'); sys.exit(85)")
+    code = (
+        "import signal, sys, time\n"
+        "got = []\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: got.append(1))\n"
+        "print('ready')\n"
+        "while not got: time.sleep(.01)\n"
+        f"print({BEGAN!r})\n"
+        "while len(got) < 2: time.sleep(.01)\n"
+        f"print({STOPPED_AT!r} + '1'); sys.exit(85)"
+    )
     process = started(code)
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
@@ -127,8 +169,10 @@ def test_a_request_that_the_launcher_had_no_ranks_for_is_repeated_when_the_run_h
 
 
 def test_a_second_request_ends_the_launcher():
-    process = started(f"import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('heard'));\nprint({BEGAN!r})\n"
-                      "while True: time.sleep(1)")
+    process = started(
+        f"import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('heard'));\nprint({BEGAN!r})\n"
+        "while True: time.sleep(1)"
+    )
     assert process.stdout.readline().decode().strip() == BEGAN
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == b"heard\n"
@@ -138,8 +182,10 @@ def test_a_second_request_ends_the_launcher():
 
 
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
-    process = started(LISTENS.format(first=BEGAN, last=f"{STOPPED_AT}3; --resume", code=85),
-                      prelude="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    process = started(
+        LISTENS.format(first=BEGAN, last=f"{STOPPED_AT}3; --resume", code=85),
+        prelude="signal.signal(signal.SIGHUP, signal.SIG_IGN)",
+    )
     process.stdout.readline()
     process.send_signal(signal.SIGHUP)
     time.sleep(0.3)
@@ -152,26 +198,31 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored():
 def test_all_bytes_pass_unchanged(tmp_path):
     raw = bytes(range(256)) * 1000 + RULE + b"no box\n\r 5%|\xf0\x9f and no line break"
     (tmp_path / "raw").write_bytes(raw)
-    code, out, errors = supervised("import os\n"
-                                   f"raw = open({str(tmp_path / 'raw')!r}, 'rb').read()\n"
-                                   "for fd in (1, 2):\n"
-                                   "    left = raw\n"
-                                   "    while left: left = left[os.write(fd, left):]", training=False)
+    code, out, errors = supervised(
+        "import os\n"
+        f"raw = open({str(tmp_path / 'raw')!r}, 'rb').read()\n"
+        "for fd in (1, 2):\n"
+        "    left = raw\n"
+        "    while left: left = left[os.write(fd, left):]",
+        training=False,
+    )
     assert (code, out, errors) == (0, raw, raw)
 
 
 def test_a_bar_arrives_on_a_terminal_while_it_is_drawn(tmp_path):
     """Each piece is written only when the one before it was seen: one that is held back would be waited for in vain."""
     pieces = [b"\r 10%|#", b"\r 20%|##", b"-", b"---", b"[", b"plain", b"\n", RULE + b"a table\n"]
-    code = ("import os, time\n"
-            f"for i, piece in enumerate({pieces!r}):\n"
-            "    os.write(2, piece)\n"
-            f"    while not os.path.exists(f'{tmp_path}/{{i}}'): time.sleep(.01)")
+    code = (
+        "import os, time\n"
+        f"for i, piece in enumerate({pieces!r}):\n"
+        "    os.write(2, piece)\n"
+        f"    while not os.path.exists(f'{tmp_path}/{{i}}'): time.sleep(.01)"
+    )
     master, slave = pty.openpty()
     process = started(code, training=False, stdout=slave, stderr=slave)
     seen = wanted = b""
     for number, piece in enumerate(pieces):
-        wanted += piece.replace(b"\n", b"\r\n")    # the terminal's own line ends
+        wanted += piece.replace(b"\n", b"\r\n")  # the terminal's own line ends
         while seen != wanted:
             assert select.select([master], [], [], PATIENCE)[0], (seen, wanted)
             seen += os.read(master, 4096)
@@ -184,7 +235,7 @@ def test_a_bar_arrives_on_a_terminal_while_it_is_drawn(tmp_path):
 
 def test_a_slow_reader_gets_all_that_was_said():
     process = started("print('x' * 300_000)", training=False)
-    time.sleep(3)    # the script has long ended, and what it said fills more than a pipe
+    time.sleep(3)  # the script has long ended, and what it said fills more than a pipe
     assert len(process.communicate(timeout=PATIENCE)[0]) == 300_001
 
 
@@ -199,9 +250,14 @@ def sifted(*chunks):
 @pytest.mark.parametrize("pieces", (1, 7, 10000))
 def test_a_box_that_repeats_our_own_error_is_dropped_however_it_is_cut(pieces):
     ours = b"ConfigError: run.steps must be\n             more\n"
-    for text in (ours + EXITED + PMIX, ours + PMIX + EXITED, ours + EXITED + b"\0", ours + EXITED + b"\0" + PMIX):
+    for text in (
+        ours + EXITED + PMIX,
+        ours + PMIX + EXITED,
+        ours + EXITED + b"\0",
+        ours + EXITED + b"\0" + PMIX,
+    ):
         step = -(-len(text) // pieces)
-        shown, _ = sifted(*(text[i:i + step] for i in range(0, len(text), step)))
+        shown, _ = sifted(*(text[i : i + step] for i in range(0, len(text), step)))
         assert shown == ours
 
 
@@ -211,18 +267,29 @@ def test_a_box_that_alone_tells_what_happened_stays():
     words = LauncherOutput()
     Output(words).pass_on(f"{STOPPED_AT}3; --resume\n".encode())
     of_a_rank = PMIX.replace(SERVER, b"[node2.local:77]")
-    assert Errors(words, SERVER).pass_on(EXITED + PMIX + of_a_rank) == b"", "after a stop neither box nor line says anything new"
+    assert Errors(words, SERVER).pass_on(EXITED + PMIX + of_a_rank) == b"", (
+        "after a stop neither box nor line says anything new"
+    )
     assert Errors(LauncherOutput(), SERVER).pass_on(of_a_rank) == of_a_rank
 
 
-@pytest.mark.parametrize("text, said", [
-    (KILLED, "rank 1 on vm was killed: signal 9 (Killed)"),
-    (SRUN, "rank 1 on node2 was killed: Killed"),
-    (b"srun: error: node1: tasks 0-1: Segmentation fault (core dumped)\n",
-     "at least one of the ranks 0-1 on node1 was killed: Segmentation fault (core dumped) (Slurm then ends the others)"),
-    (b"=   PID 25723 RUNNING AT vm\n=   EXIT CODE: 9\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n",
-     "process 25723 on vm was killed: signal 9. MPICH does not tell its rank, and ends the others itself when one has left"),
-])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (KILLED, "rank 1 on vm was killed: signal 9 (Killed)"),
+        (SRUN, "rank 1 on node2 was killed: Killed"),
+        (
+            b"srun: error: node1: tasks 0-1: Segmentation fault (core dumped)\n",
+            "at least one of the ranks 0-1 on node1 was killed: Segmentation fault (core dumped) (Slurm then ends the others)",
+        ),
+        (
+            b"=   PID 25723 RUNNING AT vm\n=   EXIT CODE: 9\n"
+            b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n",
+            "process 25723 on vm was killed: signal 9. "
+            "MPICH does not tell its rank, and ends the others itself when one has left",
+        ),
+    ],
+)
 def test_a_killed_rank_is_named_with_its_host(text, said):
     assert str(sifted(text)[1].killed) == str(sifted(text[:30], text[30:])[1].killed) == said
 
@@ -241,32 +308,53 @@ SRUN_KNOWS = (
     b"source = [slurm.pmix.9.0:3]\n"
     b"srun: Job step aborted: Waiting up to 12 seconds for job step to finish.\n"
     b"slurmstepd-node1: error: *** STEP 9.0 ON node1 CANCELLED AT 2026-11-22T18:07:05 ***\n"
-    b"srun: error: node2: task 2: Killed\nsrun: error: node1: tasks 0-1: Killed\n")
+    b"srun: error: node2: task 2: Killed\nsrun: error: node1: tasks 0-1: Killed\n"
+)
 SRUN_MIXES = (
     b"srun: Job step aborted: Waiting up to 12 seconds for job step to finish.\n"
     b"slurmstepd-node1: error: *** STEP 11.0 ON node1 CANCELLED AT 2026-11-22T18:07:10 ***\n"
     b"srun: error: node2: tasks 2-3: Killed\nsrun: error: node1: task 0: Killed\n"
-    b"srun: error: node1: task 1: Exited with exit code 14\n")
+    b"srun: error: node1: task 1: Exited with exit code 14\n"
+)
 
 
-@pytest.mark.parametrize("text, said", [
-    (SRUN_KNOWS, "rank 3 on node2 was killed: Killed"),
-    (SRUN_MIXES, "at least one of the ranks 2-3,0 on node2, node1 was killed: Killed (Slurm then ends the others)"),
-    (SRUN_MIXES + SRUN_KNOWS.splitlines(True)[1], "rank 3 on node2 was killed: Killed"),
-    (b"srun: error: node1: tasks 0,2-3: Killed\n", "at least one of the ranks 0,2-3 on node1 was killed: Killed (Slurm then ends "
-                                                    "the others)"),
-])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (SRUN_KNOWS, "rank 3 on node2 was killed: Killed"),
+        (
+            SRUN_MIXES,
+            "at least one of the ranks 2-3,0 on node2, node1 was killed: Killed (Slurm then ends the others)",
+        ),
+        (SRUN_MIXES + SRUN_KNOWS.splitlines(True)[1], "rank 3 on node2 was killed: Killed"),
+        (
+            b"srun: error: node1: tasks 0,2-3: Killed\n",
+            "at least one of the ranks 0,2-3 on node1 was killed: Killed (Slurm then ends "
+            "the others)",
+        ),
+    ],
+)
 def test_of_ranks_that_srun_lists_together_no_wrong_one_is_named(text, said):
     for parts in ([text], [text[:30], text[30:]], text.splitlines(True)):
         assert str(sifted(*parts)[1].killed) == said
 
 
 def test_where_srun_names_several_ranks_launch_points_to_the_report_of_the_run():
-    _, _, errors = supervised(f"import sys; print({BEGAN!r}, flush=True); sys.stderr.buffer.write({SRUN_MIXES!r}); sys.exit(137)")
-    assert b"(Slurm then ends the others). `mpitrain report runs/x` says which one fell silent first. With --resume" in errors
+    _, _, errors = supervised(
+        f"import sys; print({BEGAN!r}, flush=True); sys.stderr.buffer.write({SRUN_MIXES!r}); sys.exit(137)"
+    )
+    assert (
+        b"(Slurm then ends the others). `mpitrain report runs/x` says which one fell silent first. With --resume"
+        in errors
+    )
 
 
 def test_launch_says_in_its_own_words_which_rank_was_killed():
-    code, _, errors = supervised(f"import sys; print({BEGAN!r}); sys.stderr.buffer.write({KILLED!r}); sys.exit(137)")
+    code, _, errors = supervised(
+        f"import sys; print({BEGAN!r}); sys.stderr.buffer.write({KILLED!r}); sys.exit(137)"
+    )
     assert code == 137
-    assert re.fullmatch(rb"mpitrain launch: rank 1 on vm was killed: signal 9 \(Killed\)\. With --resume .*\n", errors)
+    assert re.fullmatch(
+        rb"mpitrain launch: rank 1 on vm was killed: signal 9 \(Killed\)\. With --resume .*\n",
+        errors,
+    )

@@ -6,9 +6,13 @@ from mpitrain.cli.terminal.screen import OUTPUT_TERMINAL, TERMINAL, output_colum
 from mpitrain.cli.terminal.table_rows import Rows
 
 
-@pytest.mark.parametrize(("output", "errors", "where"), [("80", "80", "out"), ("0", "80", "err"), ("0", "", ""), ("", "", ""),
-                                                         ("80", "", "out")])
-def test_the_rest_of_the_time_is_shown_on_a_terminal_alone(output, errors, where, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("output", "errors", "where"),
+    [("80", "80", "out"), ("0", "80", "err"), ("0", "", ""), ("", "", ""), ("80", "", "out")],
+)
+def test_the_rest_of_the_time_is_shown_on_a_terminal_alone(
+    output, errors, where, monkeypatch, capsys
+):
     monkeypatch.setenv(OUTPUT_TERMINAL, output)
     monkeypatch.setenv(TERMINAL, errors)
     assert output_columns() == int(output or 0)
@@ -23,4 +27,8 @@ def test_the_rest_of_the_time_is_shown_on_a_terminal_alone(output, errors, where
         assert ("2/3 rows, 00:" in text and "left" in text) == (stream == where), stream
         pieces = [piece.rstrip(" ") for line in text.split("\n") for piece in line.split("\r")]
         assert all(len(piece) < 80 for piece in pieces)
-        assert [piece for piece in pieces if piece and "left" not in piece] == ["titles", "first", "second"] * (stream == "out")
+        assert [piece for piece in pieces if piece and "left" not in piece] == [
+            "titles",
+            "first",
+            "second",
+        ] * (stream == "out")

@@ -11,7 +11,17 @@ from mpitrain.bench.collectives.sweep import Row
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection import cost_model
 from mpitrain.collectives.selection.choose import candidates, choose, part_bytes
-from mpitrain.collectives.selection.cost_model import EAGER, KNOTS, MEMORY, Tuning, is_whole, plans_of, predict, shares, work
+from mpitrain.collectives.selection.cost_model import (
+    EAGER,
+    KNOTS,
+    MEMORY,
+    Tuning,
+    is_whole,
+    plans_of,
+    predict,
+    shares,
+    work,
+)
 from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
@@ -24,14 +34,39 @@ WHOLE = [name for name in ALL_REDUCE if is_whole("allreduce", name)]
 
 
 def row(algorithm, nbytes, microseconds, buffers="plain"):
-    return Row("allreduce", algorithm, buffers, nbytes, nbytes // 4, "float32", 4, microseconds, 0, 0, 0, 0, 0, 0, algorithm,
-               math.nan, 1)
+    return Row(
+        "allreduce",
+        algorithm,
+        buffers,
+        nbytes,
+        nbytes // 4,
+        "float32",
+        4,
+        microseconds,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        algorithm,
+        math.nan,
+        1,
+    )
 
 
 def rows_of(tuning, hosts, memory):
     """What a machine with these constants would measure."""
-    return [row(name, nbytes, 1e6 * predict(tuning, "allreduce", name, hosts, nbytes // 4, 4, memory), memory)
-            for nbytes in sizes(1 << 6, 1 << 26, 2) for name in candidates(Topology(hosts))]
+    return [
+        row(
+            name,
+            nbytes,
+            1e6 * predict(tuning, "allreduce", name, hosts, nbytes // 4, 4, memory),
+            memory,
+        )
+        for nbytes in sizes(1 << 6, 1 << 26, 2)
+        for name in candidates(Topology(hosts))
+    ]
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -40,12 +75,20 @@ def test_the_busiest_rank_moves_what_the_formulas_say(n):
     nbytes, hosts = count * width, ("a",) * n
     lg = math.ceil(math.log2(n))
     ring = work("allreduce", "ring", hosts, count, width, MANY)  # in one segment
-    assert (ring.host_messages, ring.host_bytes) == (4 * (n - 1), 2 * nbytes * (n - 1) // n)  # sent and received
+    assert (ring.host_messages, ring.host_bytes) == (
+        4 * (n - 1),
+        2 * nbytes * (n - 1) // n,
+    )  # sent and received
     assert ring.reduced_bytes == nbytes * (n - 1) // n
     assert ring.net_messages == ring.net_bytes == 0
-    assert work("allreduce", "star", hosts, count, width, MANY).host_bytes == 2 * (n - 1) * nbytes  # in, then out
+    assert (
+        work("allreduce", "star", hosts, count, width, MANY).host_bytes == 2 * (n - 1) * nbytes
+    )  # in, then out
     assert work("broadcast", "binomial", hosts, count, width, MANY).host_bytes == lg * nbytes
-    assert work("all-to-all", "pairwise", hosts, count, width, MANY).host_bytes == nbytes * (n - 1) // n
+    assert (
+        work("all-to-all", "pairwise", hosts, count, width, MANY).host_bytes
+        == nbytes * (n - 1) // n
+    )
 
 
 def test_messages_between_hosts_are_counted_apart():
@@ -53,8 +96,13 @@ def test_messages_between_hosts_are_counted_apart():
     assert (apart.host_messages, apart.net_messages, apart.net_bytes) == (0, 6, 24000)
     two_levels = work("allreduce", "hierarchical", ("a", "a", "b", "b"), 4000, 4, MANY)
     assert two_levels.net_bytes == 16000  # two columns of half the array, each sent twice by halves
-    assert work("allreduce", "ring", ("a", "a", "b", "b"), 4000, 4, MANY).net_bytes == 24000  # one rank of two sends on
-    assert work("allreduce", "halving-doubling", ("a", "a", "b", "b"), 4000, 4, MANY).net_bytes == 32000
+    assert (
+        work("allreduce", "ring", ("a", "a", "b", "b"), 4000, 4, MANY).net_bytes == 24000
+    )  # one rank of two sends on
+    assert (
+        work("allreduce", "halving-doubling", ("a", "a", "b", "b"), 4000, 4, MANY).net_bytes
+        == 32000
+    )
     assert two_levels.host_bytes == 16000
 
 
@@ -65,33 +113,57 @@ def test_a_message_longer_than_mpi_sends_at_once_is_counted_as_long():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", "halving-doubling", "hierarchical"])
-@pytest.mark.parametrize("hosts", [list("abcdefg"), list("aabbccdd"), list("aaabbbcccdddeee"), list("abcdabcd")])
-def test_one_segment_of_a_long_array_tells_of_all_and_a_few_hosts_of_many(algorithm, hosts, monkeypatch):
+@pytest.mark.parametrize(
+    "hosts", [list("abcdefg"), list("aabbccdd"), list("aaabbbcccdddeee"), list("abcdabcd")]
+)
+def test_one_segment_of_a_long_array_tells_of_all_and_a_few_hosts_of_many(
+    algorithm, hosts, monkeypatch
+):
     made = []
     monkeypatch.setattr(cost_model, "plans_of", lambda *a: made.append(plans_of(*a)) or made[-1])
     counts = (0, 1, 70_000, 1_000_003, 9_000_001)
     short = [work("allreduce", algorithm, hosts, count, 4, 2) for count in counts]
-    assert max(len(plan.steps) for plans in made for plan in plans) <= 2 * len(hosts), "as long as of one segment"
+    assert max(len(plan.steps) for plans in made for plan in plans) <= 2 * len(hosts), (
+        "as long as of one segment"
+    )
     monkeypatch.setattr(cost_model, "_segments", lambda *a: 1)
     monkeypatch.setattr(cost_model, "ENDS", len(hosts))
     for count, seen in zip(counts, short, strict=True):
-        assert seen == pytest.approx(work("allreduce", algorithm, hosts, count, 4, 2), rel=2e-3, abs=1e-2 * count)
+        assert seen == pytest.approx(
+            work("allreduce", algorithm, hosts, count, 4, 2), rel=2e-3, abs=1e-2 * count
+        )
 
 
 def test_ranks_that_share_cores_take_turns():
     alone, crowded = (work("allreduce", "ring", ONE_HOST, 4000, 4, cores) for cores in (4, 2))
-    assert crowded == alone._replace(host_messages=24, host_long=0, host_bytes=48000, reduced_bytes=24000)
-    assert work("allreduce", "star", ONE_HOST, 4000, 4, 2) == work("allreduce", "star", ONE_HOST, 4000, 4, 4), "all wait for one"
-    assert work("allreduce", "ring", FOUR_HOSTS, 4000, 4, 1) == work("allreduce", "ring", FOUR_HOSTS, 4000, 4, 4)
+    assert crowded == alone._replace(
+        host_messages=24, host_long=0, host_bytes=48000, reduced_bytes=24000
+    )
+    assert work("allreduce", "star", ONE_HOST, 4000, 4, 2) == work(
+        "allreduce", "star", ONE_HOST, 4000, 4, 4
+    ), "all wait for one"
+    assert work("allreduce", "ring", FOUR_HOSTS, 4000, 4, 1) == work(
+        "allreduce", "ring", FOUR_HOSTS, 4000, 4, 4
+    )
 
 
 def planted(hosts):
     """A tuning whose constants differ in everything that they may depend on."""
-    def at(scale, *values):
-        return {knot: tuple(value * scale * (1 + i / 4) for value in values) for i, knot in enumerate(KNOTS)}
 
-    plans = {memory: at(scale, 1e-6, 2e-6, 2e-10, 3e-5, 1e-9, 1e-10) for scale, memory in enumerate(MEMORY, 1)}
-    whole = {memory: {name: at(scale, 2e-6, 1e-10) for name in WHOLE} for scale, memory in enumerate(MEMORY, 1)}
+    def at(scale, *values):
+        return {
+            knot: tuple(value * scale * (1 + i / 4) for value in values)
+            for i, knot in enumerate(KNOTS)
+        }
+
+    plans = {
+        memory: at(scale, 1e-6, 2e-6, 2e-10, 3e-5, 1e-9, 1e-10)
+        for scale, memory in enumerate(MEMORY, 1)
+    }
+    whole = {
+        memory: {name: at(scale, 2e-6, 1e-10) for name in WHOLE}
+        for scale, memory in enumerate(MEMORY, 1)
+    }
     return Tuning(MACHINE | {"hosts": len(set(hosts))}, {4: plans}, {4: whole})
 
 
@@ -100,35 +172,53 @@ def test_planted_constants_predict_every_size_and_memory_again():
     rows = [row for memory in MEMORY for row in rows_of(truth, ONE_HOST, memory)]
     known = set(sizes(1 << 6, 1 << 26, 4))
     found = fit(MACHINE, ONE_HOST, [row for row in rows if row.bytes in known])
-    for memory, checked in check(found, ONE_HOST, [row for row in rows if row.bytes not in known]).items():
+    for memory, checked in check(
+        found, ONE_HOST, [row for row in rows if row.bytes not in known]
+    ).items():
         assert checked.error < 0.01, memory
         assert all(ratio < 1.02 for _, ratio in checked.choices.values())
     for memory in MEMORY:
         for knot in KNOTS:
             for name in WHOLE:
-                assert found.whole[4][memory][name][knot] == pytest.approx(truth.whole[4][memory][name][knot], rel=1e-3)
+                assert found.whole[4][memory][name][knot] == pytest.approx(
+                    truth.whole[4][memory][name][knot], rel=1e-3
+                )
 
 
 def test_links_between_hosts_are_fitted_too():
     truth = planted(FOUR_HOSTS)
     found = fit(MACHINE | {"hosts": 4}, FOUR_HOSTS, rows_of(truth, FOUR_HOSTS, "plain"))
     for knot in KNOTS:
-        assert found.plans[4]["plain"][knot][3:5] == pytest.approx(truth.plans[4]["plain"][knot][3:5], rel=0.02)
-        assert found.plans[4]["plain"][knot][:3] == DEFAULT.plans[2]["plain"][knot][:3], "nothing says anything about them"
+        assert found.plans[4]["plain"][knot][3:5] == pytest.approx(
+            truth.plans[4]["plain"][knot][3:5], rel=0.02
+        )
+        assert found.plans[4]["plain"][knot][:3] == DEFAULT.plans[2]["plain"][knot][:3], (
+            "nothing says anything about them"
+        )
     assert check(found, FOUR_HOSTS, rows_of(truth, FOUR_HOSTS, "plain"))["plain"].error < 0.01
-    chosen, other = (choose(found, Topology(FOUR_HOSTS), 1 << 20, 4, memory) for memory in ("window", "plain"))
+    chosen, other = (
+        choose(found, Topology(FOUR_HOSTS), 1 << 20, 4, memory) for memory in ("window", "plain")
+    )
     assert chosen == other
 
 
 def test_where_links_were_too_slow_for_long_arrays_the_slope_of_shorter_ones_holds():
     """However noisy the longest ones were: constants at a size that was not measured must not follow from a difference."""
-    slow = Tuning(MACHINE | {"hosts": 4}, {4: {"plain": dict.fromkeys(KNOTS, (0, 0, 0, 1e-3, 4e-8, 0))}},
-                  {4: {"plain": {"native": dict.fromkeys(KNOTS, (3e-3, 8e-8))}}})
-    measured = [r._replace(time_us=r.time_us * (1.1 if i % 3 == 1 else 1))
-                for i, r in enumerate(rows_of(slow, FOUR_HOSTS, "plain")) if r.bytes <= 1 << 22]
+    slow = Tuning(
+        MACHINE | {"hosts": 4},
+        {4: {"plain": dict.fromkeys(KNOTS, (0, 0, 0, 1e-3, 4e-8, 0))}},
+        {4: {"plain": {"native": dict.fromkeys(KNOTS, (3e-3, 8e-8))}}},
+    )
+    measured = [
+        r._replace(time_us=r.time_us * (1.1 if i % 3 == 1 else 1))
+        for i, r in enumerate(rows_of(slow, FOUR_HOSTS, "plain"))
+        if r.bytes <= 1 << 22
+    ]
     found = fit(MACHINE | {"hosts": 4}, FOUR_HOSTS, measured)
     for name in ("ring", "tree", "native"):
-        truth, predicted = (predict(t, "allreduce", name, FOUR_HOSTS, 1 << 24, 4) for t in (slow, found))
+        truth, predicted = (
+            predict(t, "allreduce", name, FOUR_HOSTS, 1 << 24, 4) for t in (slow, found)
+        )
         assert predicted == pytest.approx(truth, rel=0.15), name
 
 
@@ -140,17 +230,25 @@ def test_a_few_wild_measurements_change_little():
 
 
 def test_a_fit_never_goes_below_zero():
-    rows = [row(name, nbytes, 50.0) for nbytes in sizes(1 << 10, 1 << 26, 4) for name in candidates(Topology(ONE_HOST))]
+    rows = [
+        row(name, nbytes, 50.0)
+        for nbytes in sizes(1 << 10, 1 << 26, 4)
+        for name in candidates(Topology(ONE_HOST))
+    ]
     found = fit(MACHINE, ONE_HOST, rows)
-    assert all(constant >= 0 for constants in found.plans[4]["plain"].values() for constant in constants)
+    assert all(
+        constant >= 0 for constants in found.plans[4]["plain"].values() for constant in constants
+    )
 
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("memory", MEMORY)
 def test_predictions_are_continuous_and_never_fall_with_size_by_default(n, memory):
     for name in ("tree", "ring", *WHOLE):
-        times = [predict(DEFAULT, "allreduce", name, ("a",) * n, 4 * (nbytes // 16), 4, memory)
-                 for nbytes in sizes(64, 1 << 26, 1.1)]
+        times = [
+            predict(DEFAULT, "allreduce", name, ("a",) * n, 4 * (nbytes // 16), 4, memory)
+            for nbytes in sizes(64, 1 << 26, 1.1)
+        ]
         assert all(0.8 <= after / before <= 2.5 for before, after in pairwise(times)), name
 
 
@@ -174,29 +272,54 @@ def test_the_choice_follows_hosts_and_sizes():
     assert choose(DEFAULT, Topology(ONE_HOST), 1 << 20, 4) == "shared"
     assert choose(DEFAULT, Topology(("a", "a", "b", "b")), 1 << 24, 4) == "hierarchical"
     assert choose(DEFAULT, Topology(FOUR_HOSTS, is_native=False), 4, 4) == "recursive-doubling"
-    assert choose(DEFAULT, Topology(FOUR_HOSTS, is_native=False), 1 << 24, 2) in ("ring", "halving-doubling")
+    assert choose(DEFAULT, Topology(FOUR_HOSTS, is_native=False), 1 << 24, 2) in (
+        "ring",
+        "halving-doubling",
+    )
     assert choose(DEFAULT, Topology(("a",)), 100, 4) in candidates(Topology(("a",)))
 
 
 def test_halves_are_chosen_by_hosts_and_memory_and_cost_as_many_barriers_and_fewer_bytes():
     for operation in ("reduce-scatter", "all-gather"):
+
         def chosen(hosts, operation=operation, **where):
             return choose(DEFAULT, Topology(hosts, **where), 1 << 20, 4, operation=operation)
 
         assert chosen(ONE_HOST) == "shared"
-        assert chosen(FOUR_HOSTS) == chosen(("a", "a", "b", "b")) == chosen(ONE_HOST, is_on_device=True) == "ring"
+        assert (
+            chosen(FOUR_HOSTS)
+            == chosen(("a", "a", "b", "b"))
+            == chosen(ONE_HOST, is_on_device=True)
+            == "ring"
+        )
         truth = planted(ONE_HOST)
         for nbytes in (0, 1 << 12, 1 << 26):
-            half, whole, empty = (predict(truth, name, "shared", ONE_HOST, count, 4, "window")
-                                  for name, count in ((operation, nbytes // 4), ("allreduce", nbytes // 4), ("allreduce", 0)))
+            half, whole, empty = (
+                predict(truth, name, "shared", ONE_HOST, count, 4, "window")
+                for name, count in (
+                    (operation, nbytes // 4),
+                    ("allreduce", nbytes // 4),
+                    ("allreduce", 0),
+                )
+            )
             assert empty / 2 < half <= whole and half >= whole / 2
-        assert predict(truth, operation, "shared", ONE_HOST, 0, 4) == predict(truth, "allreduce", "shared", ONE_HOST, 0, 4)
+        assert predict(truth, operation, "shared", ONE_HOST, 0, 4) == predict(
+            truth, "allreduce", "shared", ONE_HOST, 0, 4
+        )
 
 
 def linked(seconds_per_message, seconds_per_byte):
     """The default tuning with other links."""
-    plans = {n: {memory: {knot: (*c[:3], seconds_per_message, seconds_per_byte, *c[5:]) for knot, c in by_knot.items()}
-                 for memory, by_knot in by_memory.items()} for n, by_memory in DEFAULT.plans.items()}
+    plans = {
+        n: {
+            memory: {
+                knot: (*c[:3], seconds_per_message, seconds_per_byte, *c[5:])
+                for knot, c in by_knot.items()
+            }
+            for memory, by_knot in by_memory.items()
+        }
+        for n, by_memory in DEFAULT.plans.items()
+    }
     return DEFAULT._replace(plans=plans)
 
 
@@ -206,7 +329,9 @@ def test_parts_are_longer_where_latency_is_and_shorter_where_bytes_are_slow():
     assert part_bytes(linked(1e-3, 4e-8), "ring", hosts, count, 4) == nbytes / 16
     for late, slow in ((1e-3, 4e-8), (3e-5, 1e-9)):
         part = part_bytes(linked(late, slow), "ring", hosts, count, 4)
-        best = (nbytes * late / slow) ** 0.5  # of k parts: (k + 1) x (latency + share of the bytes) is least
+        best = (
+            nbytes * late / slow
+        ) ** 0.5  # of k parts: (k + 1) x (latency + share of the bytes) is least
         assert best / 2 <= part <= 3 * best
         assert part_bytes(linked(100 * late, slow), "ring", hosts, count, 4) > part
         assert part_bytes(linked(late, 100 * slow), "ring", hosts, count, 4) < part
@@ -219,8 +344,16 @@ def test_a_tuning_file_comes_back_as_it_went(tmp_path):
     assert read_tuning(tmp_path / "tuning.json") == DEFAULT
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {}, "plans": {"2": {"1": [1]}}, "whole": {"2": {}}}',
-                                  '{"machine": {}, "plans": {"2": {"plain": {"1": [1]}}}, "whole": {"2": {"plain": {}}}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"machine": {}, "plans": {"2": {"1": [1]}}, "whole": {"2": {}}}',
+        '{"machine": {}, "plans": {"2": {"plain": {"1": [1]}}}, "whole": {"2": {"plain": {}}}}',
+    ],
+)
 def test_another_file_is_no_tuning_file(tmp_path, text):
     (tmp_path / "tuning.json").write_text(text)
     with pytest.raises(ConfigError, match="bench fit"):
@@ -232,14 +365,26 @@ def test_a_missing_tuning_file_is_named(tmp_path):
         read_tuning(tmp_path / "nothing.json")
 
 
-@pytest.mark.parametrize("hosts, terms", [
-    (1, "host_alpha host_long host_beta gamma"), (2, "host_alpha host_long host_beta net_alpha net_beta gamma")])
-def test_the_constants_are_explained_and_those_of_a_network_that_was_not_measured_left_out(hosts, terms):
+@pytest.mark.parametrize(
+    "hosts, terms",
+    [
+        (1, "host_alpha host_long host_beta gamma"),
+        (2, "host_alpha host_long host_beta net_alpha net_beta gamma"),
+    ],
+)
+def test_the_constants_are_explained_and_those_of_a_network_that_was_not_measured_left_out(
+    hosts, terms
+):
     lines = described(DEFAULT._replace(machine={"hosts": hosts}), 2)
     heads = [line for line in lines if " arrays of " in line]
     assert [head.split(" arrays of ")[1].split() for head in heads] == [terms.split()] * 2
-    assert all(len(line.split()) == 2 + len(terms.split()) for line in lines if line[:14].strip().isdigit())
-    assert all(f"{word}: " in lines[-2] for word in ("alpha", "long", "beta", "gamma")) and lines[-1] == ""
+    assert all(
+        len(line.split()) == 2 + len(terms.split()) for line in lines if line[:14].strip().isdigit()
+    )
+    assert (
+        all(f"{word}: " in lines[-2] for word in ("alpha", "long", "beta", "gamma"))
+        and lines[-1] == ""
+    )
 
 
 def test_a_tuning_file_that_lacks_something_is_told_what(tmp_path):

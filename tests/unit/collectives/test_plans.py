@@ -12,7 +12,9 @@ COUNT = 840  # whole chunks for 1 to 8 ranks
 
 def steps(plans):
     """Steps until the last rank is done, if every message takes one from the moment that both its ends are ready."""
-    ends = defaultdict(lambda: defaultdict(list))  # of messages: {(source, target): {number: [(rank, step), (rank, step)]}}
+    ends = defaultdict(
+        lambda: defaultdict(list)
+    )  # of messages: {(source, target): {number: [(rank, step), (rank, step)]}}
     sent, received = defaultdict(int), defaultdict(int)
     for rank, plan in enumerate(plans):
         for i, step in enumerate(plan.steps):
@@ -26,8 +28,12 @@ def steps(plans):
     assert all(len(both) == 2 for both in messages), "a message has two ends"
     done = {(rank, i): 0 for rank, plan in enumerate(plans) for i in range(len(plan.steps))}
     while True:
+
         def ready(rank, i):
-            return max((done[rank, before] for before in range(i - plans[rank].depth + 1)), default=0)  # noqa: B023
+            return max(
+                (done[rank, before] for before in range(i - plans[rank].depth + 1)),  # noqa: B023
+                default=0,
+            )
 
         later = {place: ready(*place) for place in done}
         for both in messages:
@@ -72,6 +78,10 @@ def test_all_ranks_together_take_the_steps_of_the_formula(name, n):
     operation, algorithm = name.split()
     for root in range(n) if operation in ("broadcast", "reduce") else [None]:
         where = () if root is None else (root,)
-        plans = [algorithm_table.PLANS[operation][algorithm](rank, n, COUNT, *where) if operation in algorithm_table.PLANS
-                 else algorithm_table.TABLES[operation][algorithm].plans(rank, ("here",) * n, COUNT)[0] for rank in range(n)]
+        plans = [
+            algorithm_table.PLANS[operation][algorithm](rank, n, COUNT, *where)
+            if operation in algorithm_table.PLANS
+            else algorithm_table.TABLES[operation][algorithm].plans(rank, ("here",) * n, COUNT)[0]
+            for rank in range(n)
+        ]
         assert steps(plans) == FORMULAS[name](n)

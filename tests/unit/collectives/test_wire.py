@@ -15,8 +15,22 @@ def test_names_have_amounts_where_they_need_them():
     assert parse_wire("powersgd") == Wire("powersgd", 4)
 
 
-@pytest.mark.parametrize("text", ["", "fp8", "fp16:2", "topk:0", "topk:1.5", "topk:x", "topk:nan", "topk:inf", "powersgd:0",
-                                  "powersgd:1.5", "powersgd:inf"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "fp8",
+        "fp16:2",
+        "topk:0",
+        "topk:1.5",
+        "topk:x",
+        "topk:nan",
+        "topk:inf",
+        "powersgd:0",
+        "powersgd:1.5",
+        "powersgd:inf",
+    ],
+)
 def test_other_names_are_refused(text):
     with pytest.raises(ConfigError, match="wire is one of none, fp16, bf16, int8, topk, powersgd"):
         parse_wire(text)
@@ -59,11 +73,18 @@ MAGNITUDES = (1e-45, 1e-41, 1e-38, 1e-34, 1e-30, 1e-10, 1e-6, 1, 65504, 1e20, 7e
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("blocks", [1, 131])
-def test_fp16_keeps_11_binary_digits_of_any_finite_number_within_2_28_of_its_block_s_largest(blocks):
+def test_fp16_keeps_11_binary_digits_of_any_finite_number_within_2_28_of_its_block_s_largest(
+    blocks,
+):
     rng = np.random.default_rng(blocks)
     normal = rng.standard_normal((blocks, BLOCK))
     spread = np.where(normal < 0, -1, 1) * 10.0 ** rng.uniform(-45, 38.5, normal.shape)
-    for wanted in (*(normal * size for size in MAGNITUDES), spread, spread / 1e30, np.where(normal < 0, 0, normal)):
+    for wanted in (
+        *(normal * size for size in MAGNITUDES),
+        spread,
+        spread / 1e30,
+        np.where(normal < 0, 0, normal),
+    ):
         values = wanted.astype(np.float32)
         values[0, :4] = 0, -0.0, 1e-45, np.finfo(np.float32).max if wanted is spread else 0
         _, back = coded_and_back("fp16", values.reshape(-1))
@@ -77,10 +98,12 @@ def test_fp16_keeps_11_binary_digits_of_any_finite_number_within_2_28_of_its_blo
 
 def test_fp16_rounds_as_numpy_does_and_scales_by_powers_of_two():
     rng = np.random.default_rng(0)
-    values = (rng.standard_normal(131 * BLOCK) * 10.0 ** rng.uniform(-14, 0, 131 * BLOCK)).astype(np.float32)
-    values[:2048] = np.arange(2048) / 2.0**rng.integers(0, 40, 2048)
+    values = (rng.standard_normal(131 * BLOCK) * 10.0 ** rng.uniform(-14, 0, 131 * BLOCK)).astype(
+        np.float32
+    )
+    values[:2048] = np.arange(2048) / 2.0 ** rng.integers(0, 40, 2048)
     coded, back = coded_and_back("fp16", values)
-    scales, numbers = coded[:4 * 131].view(np.float32), coded[4 * 131:].view(np.float16)
+    scales, numbers = coded[: 4 * 131].view(np.float32), coded[4 * 131 :].view(np.float16)
     assert (np.frexp(scales)[0] == 0.5).all()
     scales = np.repeat(scales.astype(float), BLOCK)
     assert np.array_equal(numbers, (values / scales).astype(np.float16))
@@ -99,8 +122,20 @@ def test_a_block_with_a_number_that_is_not_finite_becomes_nan(name, bad):
     assert np.isfinite(back).reshape(3, -1).all(axis=1).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("rows, columns, count", [(128, 128, 1), (384, 128, 3), (128, 512, 4), (31, 17, 2), (5, 77, 15),
-                                                  (1, 9, 1), (7, 1, 1), (0, 5, 1), (3, 0, 1)])
+@pytest.mark.parametrize(
+    "rows, columns, count",
+    [
+        (128, 128, 1),
+        (384, 128, 3),
+        (128, 512, 4),
+        (31, 17, 2),
+        (5, 77, 15),
+        (1, 9, 1),
+        (7, 1, 1),
+        (0, 5, 1),
+        (3, 0, 1),
+    ],
+)
 def test_tiles_are_nearly_square_and_cover_a_matrix_once(rows, columns, count):
     before, k = 3, 4
     flat = np.zeros(before + rows * columns + 2)
@@ -108,7 +143,11 @@ def test_tiles_are_nearly_square_and_cover_a_matrix_once(rows, columns, count):
     assert len(cut) == count
     for tile in cut:
         tile.of(flat)[:] += 1
-    assert np.array_equal(flat[before:-2], np.ones(rows * columns)) and not flat[:before].any() and not flat[-2:].any()
+    assert (
+        np.array_equal(flat[before:-2], np.ones(rows * columns))
+        and not flat[:before].any()
+        and not flat[-2:].any()
+    )
     if min(rows, columns) > 1:
         assert max(max(t.rows, t.columns) / min(t.rows, t.columns) for t in cut) <= 2
         assert sum(k * (t.rows + t.columns) for t in cut) <= 2 * k * (rows + columns)

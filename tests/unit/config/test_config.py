@@ -23,90 +23,188 @@ def test_defaults_are_a_whole_configuration_and_survive_a_round_trip():
 
 
 def test_an_unknown_key_names_the_nearest_one():
-    assert refusal("model.widht=64").splitlines()[0] == "ConfigError: There is no key model.widht; did you mean model.width?"
+    assert (
+        refusal("model.widht=64").splitlines()[0]
+        == "ConfigError: There is no key model.widht; did you mean model.width?"
+    )
 
 
-@pytest.mark.parametrize("setting, complaint", [
-    ("optimizer.lr=nan", "optimizer.lr must be a finite number, but is nan."),
-    ("optimizer.lr=inf", "optimizer.lr must be a finite number, but is inf."),
-    ("optimizer.lr=-1", "optimizer.lr must be greater than 0, but is -1."),
-    ("optimizer.lr=true", "optimizer.lr must be a valid number, but is True."),
-    ("replication.zero=true", "replication.zero must be a valid integer, but is True."),
-    ("replication.zero=1.0", "replication.zero must be a valid integer, but is 1.0."),
-    ("layout.tp=true", "layout.tp must be a valid integer, but is True."),
-    ("layout.pp=1.0", "layout.pp must be a valid integer, but is 1.0."),
-    ("run.steps=1.5", "run.steps must be a valid integer, but is 1.5."),
-    ("run.steps=many", "run.steps must be a valid integer, but is 'many'."),
-    ("model.tied=1", "model.tied must be a valid boolean, but is 1."),
-    ("data.validation=val.bin", "data.validation must be tokens:FILE or tenth, or empty, but is 'val.bin'."),
-    ("model.kind=rnn", "model.kind must be 'gpt' or 'mlp', but is 'rnn'."),
-    ("model.heads=3", "model.heads must divide model.width, but 3 does not divide 128."),
-    ("model.heads=256", "model.heads must divide model.width, but 256 does not divide 128."),
-    ("replication.async_lr=often", "replication.async_lr must be 1/workers, staleness or a number, but is 'often'."),
-    ("replication.wire=zip", "replication.wire must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK], but is 'zip'."),
-    *((f"run.delay={text}", "run.delay must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas "
-                            f"between, but is {text!r}.")
-      for text in ("1:", "-1:20", "1:20:0.5", "random:20", "random:20:1.5", "random:1e3:1", "1:20,", "1:20;2:20")),
-    ("nonsense", "A setting is section.key=value, but got 'nonsense'."),
-    ("run.seed=9223372036854775808", "run.seed must be a whole number of at most 64 bits, but is 9223372036854775808."),
-    ("run.steps=0x" + "f" * 4000, "run.steps must be a whole number of at most 64 bits, but is a larger one."),
-    ("run.eval_every=-9223372036854775809", "run.eval_every must be greater than or equal to -1, but is -9223372036854775809."),
-    ("batch.size=1000000001", "batch.size must be less than or equal to 1000000000, but is 1000000001."),
-    ("optimizer.epsilon=1e-320", "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320."),
-    ("optimizer.clip=1e-320", "optimizer.clip must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320."),
-    ("optimizer.lr=1e300", "optimizer.lr must be 0 or of a size between 1e-30 and 1e+30, but is 1e+300."),
-    ("run.stall_seconds=1e-9", "run.stall_seconds must be greater than or equal to 1, but is 1e-09."),
-    ('run.out="a\\u0000b"', "run.out must be text without NUL that file names can have in this locale, but is 'a\\x00b'."),
-    ('data.source="text:\\u0000"',
-     "data.source must be text without NUL that file names can have in this locale, but is 'text:\\x00'."),
-])
+@pytest.mark.parametrize(
+    "setting, complaint",
+    [
+        ("optimizer.lr=nan", "optimizer.lr must be a finite number, but is nan."),
+        ("optimizer.lr=inf", "optimizer.lr must be a finite number, but is inf."),
+        ("optimizer.lr=-1", "optimizer.lr must be greater than 0, but is -1."),
+        ("optimizer.lr=true", "optimizer.lr must be a valid number, but is True."),
+        ("replication.zero=true", "replication.zero must be a valid integer, but is True."),
+        ("replication.zero=1.0", "replication.zero must be a valid integer, but is 1.0."),
+        ("layout.tp=true", "layout.tp must be a valid integer, but is True."),
+        ("layout.pp=1.0", "layout.pp must be a valid integer, but is 1.0."),
+        ("run.steps=1.5", "run.steps must be a valid integer, but is 1.5."),
+        ("run.steps=many", "run.steps must be a valid integer, but is 'many'."),
+        ("model.tied=1", "model.tied must be a valid boolean, but is 1."),
+        (
+            "data.validation=val.bin",
+            "data.validation must be tokens:FILE or tenth, or empty, but is 'val.bin'.",
+        ),
+        ("model.kind=rnn", "model.kind must be 'gpt' or 'mlp', but is 'rnn'."),
+        ("model.heads=3", "model.heads must divide model.width, but 3 does not divide 128."),
+        ("model.heads=256", "model.heads must divide model.width, but 256 does not divide 128."),
+        (
+            "replication.async_lr=often",
+            "replication.async_lr must be 1/workers, staleness or a number, but is 'often'.",
+        ),
+        (
+            "replication.wire=zip",
+            "replication.wire must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK], but is 'zip'.",
+        ),
+        *(
+            (
+                f"run.delay={text}",
+                "run.delay must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas "
+                f"between, but is {text!r}.",
+            )
+            for text in (
+                "1:",
+                "-1:20",
+                "1:20:0.5",
+                "random:20",
+                "random:20:1.5",
+                "random:1e3:1",
+                "1:20,",
+                "1:20;2:20",
+            )
+        ),
+        ("nonsense", "A setting is section.key=value, but got 'nonsense'."),
+        (
+            "run.seed=9223372036854775808",
+            "run.seed must be a whole number of at most 64 bits, but is 9223372036854775808.",
+        ),
+        (
+            "run.steps=0x" + "f" * 4000,
+            "run.steps must be a whole number of at most 64 bits, but is a larger one.",
+        ),
+        (
+            "run.eval_every=-9223372036854775809",
+            "run.eval_every must be greater than or equal to -1, but is -9223372036854775809.",
+        ),
+        (
+            "batch.size=1000000001",
+            "batch.size must be less than or equal to 1000000000, but is 1000000001.",
+        ),
+        (
+            "optimizer.epsilon=1e-320",
+            "optimizer.epsilon must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320.",
+        ),
+        (
+            "optimizer.clip=1e-320",
+            "optimizer.clip must be 0 or of a size between 1e-30 and 1e+30, but is 1e-320.",
+        ),
+        (
+            "optimizer.lr=1e300",
+            "optimizer.lr must be 0 or of a size between 1e-30 and 1e+30, but is 1e+300.",
+        ),
+        (
+            "run.stall_seconds=1e-9",
+            "run.stall_seconds must be greater than or equal to 1, but is 1e-09.",
+        ),
+        (
+            'run.out="a\\u0000b"',
+            "run.out must be text without NUL that file names can have in this locale, but is 'a\\x00b'.",
+        ),
+        (
+            'data.source="text:\\u0000"',
+            "data.source must be text without NUL that file names can have in this locale, but is 'text:\\x00'.",
+        ),
+    ],
+)
 def test_a_bad_value_is_refused_with_law_and_value(setting, complaint):
     assert refusal(setting).splitlines()[0] == f"ConfigError: {complaint}"
 
 
 @pytest.mark.parametrize("key", ["run.out", "data.source", "replication.tuning", "device.tiles"])
 def test_a_path_that_is_not_utf_8_is_refused(key):
-    assert refusal(f"{key}=a\udcffb").splitlines()[0] == f"ConfigError: {key} must be UTF-8, but is 'a\\udcffb'."
+    assert (
+        refusal(f"{key}=a\udcffb").splitlines()[0]
+        == f"ConfigError: {key} must be UTF-8, but is 'a\\udcffb'."
+    )
 
 
-@pytest.mark.parametrize("setting, hint", [
-    ("precision.compute=bf16", "did you mean bfloat16?"), ("precision.compute=half", "did you mean float16?"),
-    ("precision.compute=fp32", "did you mean float32?"), ("precision.compute=double", "did you mean float64?"),
-    ("model.kind=cnn", "cnn is not there yet"),
-    ("device.kind=gpu", "did you mean cuda?"),
-])
+@pytest.mark.parametrize(
+    "setting, hint",
+    [
+        ("precision.compute=bf16", "did you mean bfloat16?"),
+        ("precision.compute=half", "did you mean float16?"),
+        ("precision.compute=fp32", "did you mean float32?"),
+        ("precision.compute=double", "did you mean float64?"),
+        ("model.kind=cnn", "cnn is not there yet"),
+        ("device.kind=gpu", "did you mean cuda?"),
+    ],
+)
 def test_a_value_that_is_not_there_yet_or_has_another_name_is_told_so(setting, hint):
     assert hint in refusal(setting)
 
 
-@pytest.mark.parametrize("settings, law, way_out", [
-    (["layout.tp=3"], "layout.tp must divide model.heads, but 3 does not divide 4.", "layout.tp to 2 or 4."),
-    (["layout.tp=4", "model.heads=6", "model.width=48"], "layout.tp must divide model.heads, but 4 does not divide 6.",
-     "Set model.heads to 4 or 8, or layout.tp to 2 or 3."),
-    (["layout.tp=8", "model.kind=mlp", "model.width=20"], "layout.tp must divide model.width, but 8 does not divide 20.",
-     "Set model.width to 16 or 24, or layout.tp to 5 or 10."),
-    (["layout.tp=2", "layout.sequence_parallel=true", "model.kind=mlp"],
-     "layout.sequence_parallel divides rows of tokens, but model.kind is mlp.", "Set layout.sequence_parallel to false."),
-    (["layout.tp=2", "replication.mode=local"], "Mode local needs layout.tp 1, but it is 2.",
-     "Set layout.tp to 1, or replication.mode to all-reduce."),
-])
+@pytest.mark.parametrize(
+    "settings, law, way_out",
+    [
+        (
+            ["layout.tp=3"],
+            "layout.tp must divide model.heads, but 3 does not divide 4.",
+            "layout.tp to 2 or 4.",
+        ),
+        (
+            ["layout.tp=4", "model.heads=6", "model.width=48"],
+            "layout.tp must divide model.heads, but 4 does not divide 6.",
+            "Set model.heads to 4 or 8, or layout.tp to 2 or 3.",
+        ),
+        (
+            ["layout.tp=8", "model.kind=mlp", "model.width=20"],
+            "layout.tp must divide model.width, but 8 does not divide 20.",
+            "Set model.width to 16 or 24, or layout.tp to 5 or 10.",
+        ),
+        (
+            ["layout.tp=2", "layout.sequence_parallel=true", "model.kind=mlp"],
+            "layout.sequence_parallel divides rows of tokens, but model.kind is mlp.",
+            "Set layout.sequence_parallel to false.",
+        ),
+        (
+            ["layout.tp=2", "replication.mode=local"],
+            "Mode local needs layout.tp 1, but it is 2.",
+            "Set layout.tp to 1, or replication.mode to all-reduce.",
+        ),
+    ],
+)
 def test_what_ranks_cannot_share_is_refused_with_the_nearest_numbers(settings, law, way_out):
     text = refusal(*settings)
     assert law in text and way_out in text, text
 
 
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "word" * 2000, "0x" + "f" * 5000, "[0x" + "f" * 5000 + "]"],
-                         ids=["digits", "brackets", "word", "hexadecimal", "list"])
+@pytest.mark.parametrize(
+    "value",
+    ["9" * 5000, "[" * 5000, "word" * 2000, "0x" + "f" * 5000, "[0x" + "f" * 5000 + "]"],
+    ids=["digits", "brackets", "word", "hexadecimal", "list"],
+)
 def test_a_value_that_is_no_value_of_anything_is_refused_in_few_words(value):
-    texts = ("run.out", "data.source", "replication.tuning", "device.tiles", "replication.algorithm",
-             "layout.algorithm", "pipeline.schedule")    # whatever they say
+    texts = (
+        "run.out",
+        "data.source",
+        "replication.tuning",
+        "device.tiles",
+        "replication.algorithm",
+        "layout.algorithm",
+        "pipeline.schedule",
+    )  # whatever they say
     for name in {key.name for key in keys()} - set(texts):
         text = refusal(f"{name}={value}")
         assert name in text and len(text) < 700, name
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    assert "optimizer.lr" in (text := refusal("optimizer.lr=nan", "run.steps=-1")) and "run.steps" in text
+    assert (
+        "optimizer.lr" in (text := refusal("optimizer.lr=nan", "run.steps=-1"))
+        and "run.steps" in text
+    )
 
 
 def test_heads_that_do_not_divide_name_the_nearest_widths():
@@ -114,28 +212,74 @@ def test_heads_that_do_not_divide_name_the_nearest_widths():
 
 
 def test_wire_formats_of_float64_are_refused():
-    assert "Wire formats carry float32" in refusal("replication.wire=fp16", "precision.compute=float64")
+    assert "Wire formats carry float32" in refusal(
+        "replication.wire=fp16", "precision.compute=float64"
+    )
 
 
-@pytest.mark.parametrize("settings, law, way_out", [
-    (["float16", "replication.wire=topk:0.1"], "an overflow of float16 would spoil", "precision.compute to bfloat16."),
-    (["float16", "replication.wire=powersgd"], "an overflow of float16 would spoil", "replication.wire to fp16, bf16,"),
-    (["float16", "replication.mode=local"], "but in mode local they have no step in common", "precision.compute to bfloat16,"),
-    (["float16", "replication.mode=gossip"], "loss scale together after each step", "to all-reduce, master, or server with"),
-    (["float16", "replication.mode=server", "replication.update=async"], "in mode server with replication.update async", "sync."),
-    (["bfloat16", "layout.algorithm=native", "layout.tp=2", "device.kind=cuda-sim"], "are bfloat16 on cuda-sim, which MPI has no",
-     "Set layout.algorithm to auto, or precision.compute to float32."),
-])
+@pytest.mark.parametrize(
+    "settings, law, way_out",
+    [
+        (
+            ["float16", "replication.wire=topk:0.1"],
+            "an overflow of float16 would spoil",
+            "precision.compute to bfloat16.",
+        ),
+        (
+            ["float16", "replication.wire=powersgd"],
+            "an overflow of float16 would spoil",
+            "replication.wire to fp16, bf16,",
+        ),
+        (
+            ["float16", "replication.mode=local"],
+            "but in mode local they have no step in common",
+            "precision.compute to bfloat16,",
+        ),
+        (
+            ["float16", "replication.mode=gossip"],
+            "loss scale together after each step",
+            "to all-reduce, master, or server with",
+        ),
+        (
+            ["float16", "replication.mode=server", "replication.update=async"],
+            "in mode server with replication.update async",
+            "sync.",
+        ),
+        (
+            ["bfloat16", "layout.algorithm=native", "layout.tp=2", "device.kind=cuda-sim"],
+            "are bfloat16 on cuda-sim, which MPI has no",
+            "Set layout.algorithm to auto, or precision.compute to float32.",
+        ),
+    ],
+)
 def test_what_half_precision_cannot_do_is_refused(settings, law, way_out):
     compute, *others = settings
     text = refusal(f"precision.compute={compute}", *others)
     assert law in text and way_out in text.splitlines()[-1]
 
 
-@pytest.mark.parametrize("other", [
-    "device.kind=cpu", "layout.sequence_parallel=true", "layout.tp=1", "precision.compute=float64"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "device.kind=cpu",
+        "layout.sequence_parallel=true",
+        "layout.tp=1",
+        "precision.compute=float64",
+    ],
+)
 def test_mpi_sums_activations_of_types_that_it_has(other):
-    parse(with_settings({}, ["precision.compute=float16", "layout.algorithm=native", "layout.tp=2", "device.kind=cuda", other]))
+    parse(
+        with_settings(
+            {},
+            [
+                "precision.compute=float16",
+                "layout.algorithm=native",
+                "layout.tp=2",
+                "device.kind=cuda",
+                other,
+            ],
+        )
+    )
 
 
 @pytest.mark.parametrize("zero", (2, 3))
@@ -147,20 +291,29 @@ def test_wire_formats_of_divided_sums_are_refused(zero):
 
 def test_among_whom_nothing_is_divided_cannot_be_said():
     text = refusal("replication.shard=host")
-    assert "says among whom ZeRO divides, but replication.zero is 0" in text and "Set replication.zero to 1, 2 or 3" in text
+    assert (
+        "says among whom ZeRO divides, but replication.zero is 0" in text
+        and "Set replication.zero to 1, 2 or 3" in text
+    )
     parse(with_settings({}, ["replication.shard=host", "replication.zero=1"]))
 
 
-@pytest.mark.parametrize("others", [["replication.zero=2"], ["replication.zero=3", "precision.compute=float64"]])
+@pytest.mark.parametrize(
+    "others", [["replication.zero=2"], ["replication.zero=3", "precision.compute=float64"]]
+)
 def test_parameters_travel_coded_where_no_rank_has_them_whole_alone(others):
-    assert "gather int8 is of float32 parameters that no rank has whole" in refusal("replication.gather=int8", *others)
+    assert "gather int8 is of float32 parameters that no rank has whole" in refusal(
+        "replication.gather=int8", *others
+    )
     parse(with_settings({}, ["replication.gather=int8", "replication.zero=3"]))
 
 
 @pytest.mark.parametrize("wire", ["topk", "topk:0.1", "powersgd:4"])
 def test_formats_with_residuals_are_refused_on_a_gpu_and_not_in_the_simulator(wire):
     text = refusal(f"replication.wire={wire}", "device.kind=cuda")
-    assert f"Wire format {wire} keeps its residuals in host memory, but device.kind is cuda." in text
+    assert (
+        f"Wire format {wire} keeps its residuals in host memory, but device.kind is cuda." in text
+    )
     assert "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu." in text
     for kind in ("cpu", "cuda-sim", "auto"):
         parse(with_settings({}, [f"replication.wire={wire}", f"device.kind={kind}"]))
@@ -183,13 +336,32 @@ def test_every_key_has_help():
     assert len({key.name for key in keys()}) == len(list(keys()))
 
 
-@pytest.mark.parametrize("settings, ranks, complaint", [
-    (["layout.dp=2"], 3, "dp 2 x tp 1 x pp 1 needs 2 ranks, but 3 were started."),
-    (["batch.size=3"], 4, "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3."),
-    (["batch.size=7", "batch.micro_batches=4"], 2, "Each of dp 2 x micro-batches 4 = 8 shares needs a sequence"),
-    (["run.delay=1:5,3:5"], 3, "run.delay names rank 3, but ranks that compute rows are 0 to 2."),
-    (["run.delay=2:5", "replication.mode=server"], 3, "run.delay names rank 2, but ranks that compute rows are 0 to 1."),
-])
+@pytest.mark.parametrize(
+    "settings, ranks, complaint",
+    [
+        (["layout.dp=2"], 3, "dp 2 x tp 1 x pp 1 needs 2 ranks, but 3 were started."),
+        (
+            ["batch.size=3"],
+            4,
+            "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3.",
+        ),
+        (
+            ["batch.size=7", "batch.micro_batches=4"],
+            2,
+            "Each of dp 2 x micro-batches 4 = 8 shares needs a sequence",
+        ),
+        (
+            ["run.delay=1:5,3:5"],
+            3,
+            "run.delay names rank 3, but ranks that compute rows are 0 to 2.",
+        ),
+        (
+            ["run.delay=2:5", "replication.mode=server"],
+            3,
+            "run.delay names rank 2, but ranks that compute rows are 0 to 1.",
+        ),
+    ],
+)
 def test_a_layout_that_does_not_come_out_is_refused(settings, ranks, complaint):
     with pytest.raises(ConfigError) as raised:
         axes(parse(with_settings({}, settings)), ranks)
@@ -206,13 +378,30 @@ def test_shares_are_a_partition_and_none_is_empty_when_there_are_enough_rows(row
 
 def test_powersgd_starts_with_a_quarter_of_dense_steps_unless_told_otherwise():
     def dense(wire, steps=-1):
-        return parse({"run": {"steps": 403}, "replication": {"wire": wire, "dense_steps": steps}}).dense_steps
-    assert [dense(wire) for wire in ("none", "int8", "topk:0.1", "powersgd", "powersgd:2")] == [0, 0, 0, 100, 100]
+        return parse(
+            {"run": {"steps": 403}, "replication": {"wire": wire, "dense_steps": steps}}
+        ).dense_steps
+
+    assert [dense(wire) for wire in ("none", "int8", "topk:0.1", "powersgd", "powersgd:2")] == [
+        0,
+        0,
+        0,
+        100,
+        100,
+    ]
     assert (dense("powersgd", 0), dense("topk", 7)) == (0, 7)
 
 
-@pytest.mark.parametrize("value, read", [("0.5", "0.5"), ("2", "2"), ("1e-5", "1e-05"),
-                                         ("staleness", "staleness"), ("1/workers", "1/workers")])
+@pytest.mark.parametrize(
+    "value, read",
+    [
+        ("0.5", "0.5"),
+        ("2", "2"),
+        ("1e-5", "1e-05"),
+        ("staleness", "staleness"),
+        ("1/workers", "1/workers"),
+    ],
+)
 def test_what_multiplies_the_rate_of_a_late_gradient_is_a_number_or_a_name(value, read):
     config = parse(with_settings({}, [f"replication.async_lr={value}"]))
     assert config.replication.async_lr == read and parse(config.model_dump()) == config
@@ -220,23 +409,40 @@ def test_what_multiplies_the_rate_of_a_late_gradient_is_a_number_or_a_name(value
 
 def test_all_ranks_meet_next_where_something_is_due():
     config = parse({"run": {"steps": 20, "eval_every": 6}, "checkpoint": {"every": 4}})
-    assert [config.next_pause(step) for step in (0, 3, 4, 6, 11, 12, 18)] == [4, 4, 6, 8, 12, 16, 20]
+    assert [config.next_pause(step) for step in (0, 3, 4, 6, 11, 12, 18)] == [
+        4,
+        4,
+        6,
+        8,
+        12,
+        16,
+        20,
+    ]
 
 
 def test_the_configuration_in_the_readme_is_one(tmp_path):
     (tmp_path / "book.toml").write_text(README.read_text().split("```toml\n")[1].split("```")[0])
     found = parse(read_toml(tmp_path / "book.toml"))
-    assert found.data.source == f"text:{tmp_path}/book.txt" and found.run.out == f"{tmp_path}/runs/book"
+    assert (
+        found.data.source == f"text:{tmp_path}/book.txt"
+        and found.run.out == f"{tmp_path}/runs/book"
+    )
 
 
 def test_the_page_and_the_help_say_the_defaults_of_the_optimizer_and_of_the_batch():
     c = Config()
     o = c.optimizer
-    rule = (f"learning rate {o.lr:g} after {o.warmup} steps of warm-up, {o.schedule} decay to a tenth, betas {o.beta1:g} and "
-            f"{o.beta2:g}, weight decay {o.weight_decay:g} of matrices, gradients clipped to norm {o.clip:g}")
+    rule = (
+        f"learning rate {o.lr:g} after {o.warmup} steps of warm-up, {o.schedule} decay to a tenth, betas {o.beta1:g} and "
+        f"{o.beta2:g}, weight decay {o.weight_decay:g} of matrices, gradients clipped to norm {o.clip:g}"
+    )
     text = " ".join(mpitrain("train", "--help").stdout.split())
-    assert o.name == "adamw" and f"AdamW: {rule}" in README.read_text() and f"AdamW: {rule}" in text, text
-    assert (f"{c.batch.size} sequences of {c.model.context} tokens over all ranks (batch.size, model.context), "
-            f"{c.run.steps} steps (run.steps)") in text, text
+    assert (
+        o.name == "adamw" and f"AdamW: {rule}" in README.read_text() and f"AdamW: {rule}" in text
+    ), text
+    assert (
+        f"{c.batch.size} sequences of {c.model.context} tokens over all ranks (batch.size, model.context), "
+        f"{c.run.steps} steps (run.steps)"
+    ) in text, text
     batch = f"`batch.size` ({c.batch.size}) sequences of `model.context` ({c.model.context}) tokens over all ranks"
     assert batch in README.read_text() and f"`run.steps` is {c.run.steps}" in README.read_text()

@@ -5,17 +5,23 @@ import pytest
 from mpitrain.config.delays import Delay, delay_s, delays
 
 
-@pytest.mark.parametrize("text, said", [
-    ("", []), ("3:40", [Delay(3, 0.04, 1.0)]),
-    ("0:1.5,random:20:0.25", [Delay(0, 0.0015, 1.0), Delay(None, 0.02, 0.25)]),
-])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", []),
+        ("3:40", [Delay(3, 0.04, 1.0)]),
+        ("0:1.5,random:20:0.25", [Delay(0, 0.0015, 1.0), Delay(None, 0.02, 0.25)]),
+    ],
+)
 def test_words_say_who_is_how_much_slower_and_how_often(text, said):
     assert delays(text) == said
 
 
 def test_a_fixed_delay_is_of_one_rank_and_of_each_of_its_steps_and_delays_add_up():
     late = delays("1:40,1:2,random:20:1")
-    assert [delay_s(late, rank, 0, step) for step in (0, 1) for rank in (0, 1)] == pytest.approx([0.02, 0.062] * 2)
+    assert [delay_s(late, rank, 0, step) for step in (0, 1) for rank in (0, 1)] == pytest.approx(
+        [0.02, 0.062] * 2
+    )
 
 
 def test_a_random_delay_comes_as_often_as_it_says_and_again_from_the_same_numbers():
@@ -24,5 +30,5 @@ def test_a_random_delay_comes_as_often_as_it_says_and_again_from_the_same_number
     assert drawn == [delay_s(late, 3, 7, step, row) for step in range(500) for row in range(4)]
     assert drawn != [delay_s(late, 0, 8, step, row) for step in range(500) for row in range(4)]
     often = {seconds: drawn.count(seconds) / len(drawn) for seconds in set(drawn)}
-    wanted = {0: 0.375, 0.01: 0.375, 1.0: 0.125, 1.01: 0.125}    # each is drawn for itself
+    wanted = {0: 0.375, 0.01: 0.375, 1.0: 0.125, 1.01: 0.125}  # each is drawn for itself
     assert set(often) == set(wanted) and all(abs(often[s] - wanted[s]) < 0.04 for s in wanted)

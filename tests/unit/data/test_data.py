@@ -35,7 +35,9 @@ def write_mnist(folder, train=50, test=20):
         labels = (np.arange(count) % 10).astype(np.uint8)
         packed = struct.pack(">4B3I", 0, 0, 8, 3, count, 28, 28) + images.tobytes()
         (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(packed))
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">4BI", 0, 0, 8, 1, count) + labels.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">4BI", 0, 0, 8, 1, count) + labels.tobytes()
+        )
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 5))
@@ -100,12 +102,23 @@ def test_batches_of_changing_size_neither_skip_nor_repeat_a_sample(tmp_path, siz
 
 
 @pytest.mark.parametrize("size", (7, 50, 120))
-def test_steps_that_follow_one_another_draw_the_order_of_each_epoch_once(size, tmp_path, monkeypatch):
+def test_steps_that_follow_one_another_draw_the_order_of_each_epoch_once(
+    size, tmp_path, monkeypatch
+):
     write_mnist(tmp_path)
     steps = 700 // size
-    anew = [open_source(f"idx:{tmp_path}", 1, "float32").batch(2, step, size, range(size))[0] for step in range(steps)]
-    source, drawn, generator = open_source(f"idx:{tmp_path}", 1, "float32"), [], np.random.default_rng
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or generator(seed))
+    anew = [
+        open_source(f"idx:{tmp_path}", 1, "float32").batch(2, step, size, range(size))[0]
+        for step in range(steps)
+    ]
+    source, drawn, generator = (
+        open_source(f"idx:{tmp_path}", 1, "float32"),
+        [],
+        np.random.default_rng,
+    )
+    monkeypatch.setattr(
+        np.random, "default_rng", lambda seed: drawn.append(seed) or generator(seed)
+    )
     for step in range(steps):
         assert np.array_equal(source.batch(2, step, size, range(size))[0], anew[step])
     assert drawn == [[2, epoch] for epoch in range(-(-steps * size // 50))]
@@ -159,9 +172,15 @@ def test_a_truncated_idx_file_is_refused(tmp_path):
 def test_text_has_no_other_vocabulary_than_its_bytes(name, tmp_path):
     (tmp_path / "text").write_bytes(b"a" * 500)
     name = "pydocs" if name == "pydocs" else f"text:{tmp_path}/text"
-    assert open_source(name, 16, "float32", 256).inputs == open_source(name, 16, "float32").inputs == 256
+    assert (
+        open_source(name, 16, "float32", 256).inputs
+        == open_source(name, 16, "float32").inputs
+        == 256
+    )
     for vocabulary in (1, 255, 257, 50257):
-        with pytest.raises(ConfigError, match=rf"Text has 256 tokens, .* data\.vocabulary is {vocabulary}\."):
+        with pytest.raises(
+            ConfigError, match=rf"Text has 256 tokens, .* data\.vocabulary is {vocabulary}\."
+        ):
             open_source(name, 16, "float32", vocabulary)
 
 
@@ -170,7 +189,9 @@ def test_a_vocabulary_too_small_for_the_tokens_names_the_largest(tmp_path):
     tokens[1234] = 700
     tokens.tofile(tmp_path / "t")
     assert open_source(f"tokens:{tmp_path}/t", 8, "float32", 701).inputs == 701
-    with pytest.raises(DataError, match=r"holds token 700, so data\.vocabulary must be at least 701, but is 700\."):
+    with pytest.raises(
+        DataError, match=r"holds token 700, so data\.vocabulary must be at least 701, but is 700\."
+    ):
         open_source(f"tokens:{tmp_path}/t", 8, "float32", 700)
 
 
@@ -193,9 +214,17 @@ def write_tokens(folder, **lengths):
 def test_a_val_bin_beside_a_train_bin_is_what_is_held_out(tmp_path):
     write_tokens(tmp_path, train=1000, val=100, other=100)
     name = f"tokens:{tmp_path}/train.bin"
-    assert beside(name) == f"tokens:{tmp_path}/val.bin" and beside(f"tokens:{tmp_path}/other.bin") == TENTH
+    assert (
+        beside(name) == f"tokens:{tmp_path}/val.bin"
+        and beside(f"tokens:{tmp_path}/other.bin") == TENTH
+    )
     source = open_source(name, 16, "float32", validation=beside(name))
-    assert (source.tokens, source.held_out_tokens, source.held_out, source.inputs) == (1000, 100, 6, 61)
+    assert (source.tokens, source.held_out_tokens, source.held_out, source.inputs) == (
+        1000,
+        100,
+        6,
+        61,
+    )
     inputs, targets = source.held_out_rows(range(6))
     np.testing.assert_array_equal(inputs.ravel(), np.arange(96) % 60 + 1)
     np.testing.assert_array_equal(targets.ravel(), np.arange(1, 97) % 60 + 1)
@@ -207,13 +236,28 @@ def test_a_val_bin_beside_a_train_bin_is_what_is_held_out(tmp_path):
     assert (tenth.tokens, tenth.held_out_tokens, tenth.inputs) == (900, 100, 60)
 
 
-@pytest.mark.parametrize("source, validation, vocabulary, law", [
-    ("pydocs", TENTH, 0, "data.validation is of data.source tokens:FILE, but that is pydocs."),
-    ("tokens:train.bin", "tokens:nowhere", 0, "The data file nowhere cannot be read"),
-    ("tokens:train.bin", "tokens:short.bin", 0, "A row is 17 tokens, but train.bin has 1000 tokens and short.bin 16."),
-    ("tokens:train.bin", "tokens:val.bin", 60, "val.bin holds token 60, so data.vocabulary must be at least 61, but is 60."),
-])
-def test_a_validation_that_cannot_be_held_out_is_refused(source, validation, vocabulary, law, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "source, validation, vocabulary, law",
+    [
+        ("pydocs", TENTH, 0, "data.validation is of data.source tokens:FILE, but that is pydocs."),
+        ("tokens:train.bin", "tokens:nowhere", 0, "The data file nowhere cannot be read"),
+        (
+            "tokens:train.bin",
+            "tokens:short.bin",
+            0,
+            "A row is 17 tokens, but train.bin has 1000 tokens and short.bin 16.",
+        ),
+        (
+            "tokens:train.bin",
+            "tokens:val.bin",
+            60,
+            "val.bin holds token 60, so data.vocabulary must be at least 61, but is 60.",
+        ),
+    ],
+)
+def test_a_validation_that_cannot_be_held_out_is_refused(
+    source, validation, vocabulary, law, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path, train=1000, val=100, short=16)
     with pytest.raises((ConfigError, DataError)) as refused:
@@ -227,4 +271,6 @@ def test_the_kind_of_the_model_follows_the_source_where_nobody_sets_it(source, r
     assert parse({"data": {"source": name}}).model.kind == source.model
     assert parse({"data": {"source": name}, "model": {"layers": 2}}).model.kind == source.model
     for kind in ("gpt", "mlp"):
-        assert parse({"data": {"source": name}, "model": {"kind": kind}}).model.kind == kind, "as it was typed"
+        assert parse({"data": {"source": name}, "model": {"kind": kind}}).model.kind == kind, (
+            "as it was typed"
+        )

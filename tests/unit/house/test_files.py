@@ -16,14 +16,22 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.threads import run_ranks
 
 
-def test_a_file_is_on_disk_before_it_gets_its_name_and_the_name_before_we_return(tmp_path, monkeypatch):
+def test_a_file_is_on_disk_before_it_gets_its_name_and_the_name_before_we_return(
+    tmp_path, monkeypatch
+):
     events = []
     fsync, rename = os.fsync, os.rename
-    monkeypatch.setattr(os, "fsync", lambda f: (events.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f)))
-    monkeypatch.setattr(os, "rename", lambda *names, **more: (events.append("renamed"), rename(*names, **more)))
+    monkeypatch.setattr(
+        os, "fsync", lambda f: (events.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f))
+    )
+    monkeypatch.setattr(
+        os, "rename", lambda *names, **more: (events.append("renamed"), rename(*names, **more))
+    )
     write_whole(tmp_path / "file", "größer 😀\r\n")
     assert events == [f"{tmp_path}/file.partial", "renamed", str(tmp_path)]
-    assert (tmp_path / "file").read_bytes() == "größer 😀\r\n".encode() and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "file").read_bytes() == "größer 😀\r\n".encode() and len(
+        list(tmp_path.iterdir())
+    ) == 1
 
 
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
@@ -38,17 +46,25 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_text() == "before" and len(list(tmp_path.iterdir())) == 1
 
 
-READERS = {"configuration": read_toml, "tuning": read_tuning, "tiles": read_tiles,
-           "idx": lambda path: open_source(f"idx:{path.parent}", 8, "float32"),
-           "text": lambda path: open_source(f"text:{path}", 8, "float32")}
+READERS = {
+    "configuration": read_toml,
+    "tuning": read_tuning,
+    "tiles": read_tiles,
+    "idx": lambda path: open_source(f"idx:{path.parent}", 8, "float32"),
+    "text": lambda path: open_source(f"text:{path}", 8, "float32"),
+}
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop"])
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_regular_file_is_refused_at_once(reader, kind, tmp_path):
     path = tmp_path / "train-images-idx3-ubyte"
-    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/null"), "folder": os.mkdir,
-            "loop": lambda path: path.symlink_to(path)}
+    make = {
+        "pipe": os.mkfifo,
+        "device": lambda path: path.symlink_to("/dev/null"),
+        "folder": os.mkdir,
+        "loop": lambda path: path.symlink_to(path),
+    }
     make[kind](path)
     with pytest.raises(MpitrainError) as raised:
         READERS[reader](path)
@@ -63,11 +79,24 @@ def test_a_regular_file_is_read_whole(tmp_path):
         contents(tmp_path / "missing")
 
 
-TILE = {"elements": "float32", "stored": "NT", "m": 1, "n": 1, "k": 1, "kernel": "gemm", "plan": [[128, 128, 8, 8, 8], 1]}
+TILE = {
+    "elements": "float32",
+    "stored": "NT",
+    "m": 1,
+    "n": 1,
+    "k": 1,
+    "kernel": "gemm",
+    "plan": [[128, 128, 8, 8, 8], 1],
+}
 GARBAGE = {
-    "text": "neither this nor that " * 900, "word": json.dumps("x" * 20000), "deep": "[" * 20000, "number": "9" * 20000,
+    "text": "neither this nor that " * 900,
+    "word": json.dumps("x" * 20000),
+    "deep": "[" * 20000,
+    "number": "9" * 20000,
     "plans": json.dumps({"machine": {}, "plans": {"y " * 9000: {}}, "whole": {}}),
-    "knots": json.dumps({"machine": {}, "plans": {"2": {"plain": {"1": ["z " * 9000]}}}, "whole": {}}),
+    "knots": json.dumps(
+        {"machine": {}, "plans": {"2": {"plain": {"1": ["z " * 9000]}}}, "whole": {}}
+    ),
     "huge": '{"machine": {}, "plans": {"2": {"plain": {"1": [1' + "0" * 400 + "]}}}}",
     "kernel": json.dumps({"measured": [{**TILE, "kernel": "v " * 9000}]}),
     "shape": json.dumps({"measured": [{**TILE, "m": "w " * 9000}]}),
@@ -87,7 +116,11 @@ def test_garbage_is_refused_in_few_words(reader, garbage, tmp_path):
 
 @pytest.mark.parametrize("name", ["n" * 300, "n/" * 3000])
 def test_a_path_that_is_too_long_is_one_short_error_on_all_ranks(name, tmp_path):
-    uses = (lambda: (tmp_path / name).exists(), lambda: check_writable(tmp_path / name), lambda: os.mkdir(tmp_path / name))
+    uses = (
+        lambda: (tmp_path / name).exists(),
+        lambda: check_writable(tmp_path / name),
+        lambda: os.mkdir(tmp_path / name),
+    )
 
     def main(transport):
         said = []

@@ -20,14 +20,25 @@ from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.startup import begun, left
 from mpitrain.transport.threads import run_ranks
 
-TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4",
-        "run.steps=2", "run.eval_every=-1", "device.kind=cpu"]
+TINY = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=16",
+    "batch.size=4",
+    "run.steps=2",
+    "run.eval_every=-1",
+    "device.kind=cpu",
+]
 LONG_AGO = time.time() - 10 * 86_400
 
 
 def listed(folder):
     """Every name below a folder, with the bytes of files."""
-    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        path.relative_to(folder): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.fixture
@@ -77,8 +88,16 @@ def test_a_folder_of_start_up_traces_that_others_can_enter_is_not_used(mode, tem
 
 def test_of_old_start_up_traces_only_ours_are_removed(victim, temporary):
     temporary.mkdir(mode=0o700)
-    for name in ("11/rank-00000", "11/rank-00001", "12-13/rank-00000", "14/rank-00000", "14/notes", "others/rank-00000",
-                 "15/rank-0", "16/rank-00000/deeper"):
+    for name in (
+        "11/rank-00000",
+        "11/rank-00001",
+        "12-13/rank-00000",
+        "14/rank-00000",
+        "14/notes",
+        "others/rank-00000",
+        "15/rank-0",
+        "16/rank-00000/deeper",
+    ):
         (temporary / name).parent.mkdir(parents=True, exist_ok=True)
         (temporary / name).touch()
     (temporary / "17").symlink_to(victim / "1234")
@@ -89,14 +108,36 @@ def test_of_old_start_up_traces_only_ours_are_removed(victim, temporary):
         os.utime(path, (LONG_AGO, LONG_AGO), follow_symlinks=False)
     before = listed(victim)
     start()
-    assert {path.name for path in temporary.iterdir()} == {"14", "others", "15", "16", "17", "18", "19", str(os.getppid())}
+    assert {path.name for path in temporary.iterdir()} == {
+        "14",
+        "others",
+        "15",
+        "16",
+        "17",
+        "18",
+        "19",
+        str(os.getppid()),
+    }
     assert listed(victim) == before
-    assert [path.name for path in left()][-1] == str(os.getppid()) and "17" not in [path.name for path in left()]
+    assert [path.name for path in left()][-1] == str(os.getppid()) and "17" not in [
+        path.name for path in left()
+    ]
 
 
 def trained(folder, resume="auto", *settings):
-    tables = configuration(folder).model_dump() if (folder / "config.toml").exists() else with_settings({}, TINY)
-    run_ranks(1, train, parse(with_settings(tables, [*settings, f'run.out="{folder}"'])), resume, lambda: False, Silent())
+    tables = (
+        configuration(folder).model_dump()
+        if (folder / "config.toml").exists()
+        else with_settings({}, TINY)
+    )
+    run_ranks(
+        1,
+        train,
+        parse(with_settings(tables, [*settings, f'run.out="{folder}"'])),
+        resume,
+        lambda: False,
+        Silent(),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +154,20 @@ def handed(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "handed")
 
 
-LEFT_OVERS = ("config.toml.partial", "metrics.jsonl.partial", "checkpoints/.step-00000003.partial",
-              "checkpoints/.step-00000001.dropped", "report/perfetto.json.partial", "report/timeline.png.partial",
-              "report/metrics.png.partial", "report/report.html.partial", "report/perfetto.json", "report/report.html",
-              "report/timeline.png", "report/metrics.png")
+LEFT_OVERS = (
+    "config.toml.partial",
+    "metrics.jsonl.partial",
+    "checkpoints/.step-00000003.partial",
+    "checkpoints/.step-00000001.dropped",
+    "report/perfetto.json.partial",
+    "report/timeline.png.partial",
+    "report/metrics.png.partial",
+    "report/report.html.partial",
+    "report/perfetto.json",
+    "report/report.html",
+    "report/timeline.png",
+    "report/metrics.png",
+)
 
 
 def test_links_at_the_names_of_files_that_are_written_are_replaced_and_not_followed(handed, victim):
@@ -131,15 +182,32 @@ def test_links_at_the_names_of_files_that_are_written_are_replaced_and_not_follo
     assert shown.exit_code == 0, shown.output
     assert listed(victim) == before
     assert not [path for path in handed.rglob("*") if path.is_symlink()]
-    assert sorted(path.name for path in (handed / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+    assert sorted(path.name for path in (handed / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
 
 
-@pytest.mark.parametrize("name, command", [
-    ("lock", "train"), ("config.toml", "train"), ("metrics.jsonl", "train"), ("checkpoints", "train"),
-    ("checkpoints/step-00000002", "train"), ("checkpoints/step-00000002/manifest.json", "train"),
-    ("checkpoints/step-00000002/state-00000.safetensors", "train"), ("metrics.jsonl", "plot"),
-    ("report", "report"), ("trace", "report"), ("trace/rank-00000", "report"), ("metrics.jsonl", "report")])
-def test_a_link_at_the_name_of_what_is_read_or_entered_is_refused_by_name(name, command, handed, victim, tmp_path):
+@pytest.mark.parametrize(
+    "name, command",
+    [
+        ("lock", "train"),
+        ("config.toml", "train"),
+        ("metrics.jsonl", "train"),
+        ("checkpoints", "train"),
+        ("checkpoints/step-00000002", "train"),
+        ("checkpoints/step-00000002/manifest.json", "train"),
+        ("checkpoints/step-00000002/state-00000.safetensors", "train"),
+        ("metrics.jsonl", "plot"),
+        ("report", "report"),
+        ("trace", "report"),
+        ("trace/rank-00000", "report"),
+        ("metrics.jsonl", "report"),
+    ],
+)
+def test_a_link_at_the_name_of_what_is_read_or_entered_is_refused_by_name(
+    name, command, handed, victim, tmp_path
+):
     (tmp_path / "elsewhere").mkdir()
     if (handed / name).exists():
         (handed / name).rename(tmp_path / "elsewhere/it")
@@ -155,10 +223,14 @@ def test_a_link_at_the_name_of_what_is_read_or_entered_is_refused_by_name(name, 
         words = ["--out", str(tmp_path / "curves.png")] if command == "plot" else []
         shown = CliRunner().invoke(commands, [command, str(handed), *words])
         said = shown.output + str(shown.exception or "")
-        code = 2 if isinstance(shown.exception, OSError) else getattr(shown.exception, "exit_code", shown.exit_code)
+        code = (
+            2
+            if isinstance(shown.exception, OSError)
+            else getattr(shown.exception, "exit_code", shown.exit_code)
+        )
     assert listed(tmp_path / "elsewhere") == before
     if name == "checkpoints/step-00000002":
-        assert "ended before its first checkpoint" in said    # a link is no checkpoint
+        assert "ended before its first checkpoint" in said  # a link is no checkpoint
     else:
         assert "symbolic link" in said and name in said
     assert code == (0 if name == "trace/rank-00000" else 2)
@@ -179,16 +251,20 @@ def test_a_lock_is_not_cut_off_before_it_is_held(handed):
         os.ftruncate(held, 0)
         os.write(held, b"process 1 on somewhere")
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(MpitrainError, match=r"A run is going on in .* \(process 1 on somewhere\)"):
+        with pytest.raises(
+            MpitrainError, match=r"A run is going on in .* \(process 1 on somewhere\)"
+        ):
             trained(handed, "yes", "run.steps=3")
         os.close(held)
     assert (handed / "lock").read_text() == "process 1 on somewhere"
 
 
-@pytest.mark.parametrize("name", ["config.toml.partial", "metrics.jsonl.partial", "checkpoints/.step-00000003.partial"])
+@pytest.mark.parametrize(
+    "name", ["config.toml.partial", "metrics.jsonl.partial", "checkpoints/.step-00000003.partial"]
+)
 def test_what_is_in_the_way_is_named_and_nobody_is_told_to_make_room(name, handed):
     if name.startswith("checkpoints"):
-        (handed / name).touch()    # a leftover that is swept, whatever it is
+        (handed / name).touch()  # a leftover that is swept, whatever it is
         trained(handed, "yes", "run.steps=3")
         return
     (handed / name).mkdir()
@@ -201,7 +277,9 @@ def test_what_is_in_the_way_is_named_and_nobody_is_told_to_make_room(name, hande
 def test_a_checkpoint_that_was_half_dropped_is_swept_at_the_next_start(handed):
     (handed / "checkpoints/.step-00000001.dropped").mkdir()
     (handed / "checkpoints/.step-00000001.dropped/state").touch()
-    shutil.copytree(handed / "checkpoints/step-00000002", handed / "checkpoints/.step-00000002.replaced")
+    shutil.copytree(
+        handed / "checkpoints/step-00000002", handed / "checkpoints/.step-00000002.replaced"
+    )
     trained(handed, "yes")
     assert [path.name for path in (handed / "checkpoints").iterdir()] == ["step-00000002"]
 
@@ -223,6 +301,12 @@ def test_control_characters_in_a_trace_are_shown_and_not_obeyed(handed):
 def test_names_that_lead_out_of_a_directory_are_refused(tmp_path):
     with opened(tmp_path) as folder:
         for name in ("..", ".", "", "a/b", "/etc/passwd"):
-            for use in (Directory.open, Directory.create, Directory.subdirectory, Directory.remove, Directory.remove_tree):
+            for use in (
+                Directory.open,
+                Directory.create,
+                Directory.subdirectory,
+                Directory.remove,
+                Directory.remove_tree,
+            ):
                 with pytest.raises(OSError, match="not the name of one file"):
                     use(folder, name)

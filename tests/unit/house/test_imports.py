@@ -12,8 +12,29 @@ PACKAGE = Path(__file__).parents[3] / "mpitrain"
 
 # Ground floor first: a room imports only from itself and from rooms above it in this list.
 FLOORS = [
-    "errors", "files", "plots", "strict_json", "machine", "config", "data", "kernels", "ops", "trace", "transport", "layers",
-    "optim", "models", "collectives", "parallel", "pipeline", "run", "plan", "bench", "report", "cli", "__main__",
+    "errors",
+    "files",
+    "plots",
+    "strict_json",
+    "machine",
+    "config",
+    "data",
+    "kernels",
+    "ops",
+    "trace",
+    "transport",
+    "layers",
+    "optim",
+    "models",
+    "collectives",
+    "parallel",
+    "pipeline",
+    "run",
+    "plan",
+    "bench",
+    "report",
+    "cli",
+    "__main__",
 ]
 
 DOORS = {
@@ -61,7 +82,10 @@ def test_a_file_imports_only_from_floors_above_it(source):
 
 def test_no_modules_import_each_other_in_a_circle():
     """Not even lazily or for type checkers alone: a module is understood with those it imports."""
-    names = {"mpitrain." + source.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): source for source in SOURCES}
+    names = {
+        "mpitrain." + source.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): source
+        for source in SOURCES
+    }
 
     def modules_in(source):
         for name in imported_names(ast.parse((PACKAGE / source).read_text())):
@@ -82,7 +106,9 @@ def test_each_library_enters_by_its_own_door(source):
     names = imported_names(ast.parse((PACKAGE / source).read_text()))
     for library, doors in DOORS.items():
         if any(name == library or name.startswith(library + ".") for name in names):
-            assert source.startswith(doors), f"{source} uses {library}; its door is {' or '.join(doors)}"
+            assert source.startswith(doors), (
+                f"{source} uses {library}; its door is {' or '.join(doors)}"
+            )
 
 
 def test_help_loads_nothing_that_takes_long_to_load():

@@ -19,7 +19,9 @@ HERE = Path(__file__).parents[3]
 HOUSE, TESTS = HERE / "mpitrain" / "README.md", HERE / "tests" / "README.md"
 PAGES = [HERE / "README.md", TESTS, *sorted((HERE / "mpitrain").rglob("README.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.parent.relative_to(HERE)) for page in PAGES])
+every_page = pytest.mark.parametrize(
+    "page", PAGES, ids=[str(page.parent.relative_to(HERE)) for page in PAGES]
+)
 
 
 def test_the_picture_of_the_house_shows_every_floor_from_the_roof_down():
@@ -30,7 +32,9 @@ def test_the_picture_of_the_house_shows_every_floor_from_the_roof_down():
 
 def test_the_page_of_the_tests_lists_every_room_of_theirs():
     listed = re.findall(r"^\| `(\w+)/` \|", TESTS.read_text(), re.M)
-    assert sorted(listed) == sorted(folder.parent.name for folder in TESTS.parent.glob("*/__init__.py"))
+    assert sorted(listed) == sorted(
+        folder.parent.name for folder in TESTS.parent.glob("*/__init__.py")
+    )
 
 
 def test_the_page_of_pipelines_lists_every_schedule():
@@ -44,7 +48,11 @@ def test_the_files_that_a_page_names_are_there(page):
     text = page.read_text()
     named = {*re.findall(r"`([\w.]+/[\w/.]*)`", text), *re.findall(r"`(\w+\.py)`", text)}
     assert len(named) > 10
-    missing = {name for name in named if not any((folder / name).exists() for folder in (page.parent, HERE))}
+    missing = {
+        name
+        for name in named
+        if not any((folder / name).exists() for folder in (page.parent, HERE))
+    }
     assert not missing
 
 
@@ -73,15 +81,21 @@ def test_tests_and_jobs_that_a_page_names_are_there(page):
 @every_page
 def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(page, monkeypatch):
     read = []
-    monkeypatch.setattr(click.Command, "invoke", lambda self, context: read.append(context.params))    # and does nothing
+    monkeypatch.setattr(
+        click.Command, "invoke", lambda self, context: read.append(context.params)
+    )  # and does nothing
     for words in commands_on(page):
         while words:
             read.clear()
             done = CliRunner().invoke(commands, words)
             assert done.exit_code == 0, (words, done.output)
             found = read[-1] if read else {}
-            check_names(parse(with_settings({}, [*found.get("settings", ()), *found.get("others", ())])))
-            words = list(found.get("arguments", ()))    # of `launch`: the command that it runs, or a program of the user's
+            check_names(
+                parse(with_settings({}, [*found.get("settings", ()), *found.get("others", ())]))
+            )
+            words = list(
+                found.get("arguments", ())
+            )  # of `launch`: the command that it runs, or a program of the user's
             words = [] if words[:1] == ["python"] else words
 
 
@@ -90,15 +104,19 @@ def commands_on(page):
     text = page.read_text()
     for language, block in FENCE.findall(text):
         lines = block.replace("\\\n", " ").splitlines()
-        for line in {"bash": lines, "": [line[2:] for line in lines if line.startswith("$ ")]}.get(language, ()):
+        for line in {"bash": lines, "": [line[2:] for line in lines if line.startswith("$ ")]}.get(
+            language, ()
+        ):
             for _, group in groupby(shlex.split(line, comments=True), "&&".__eq__):
                 words = list(group)
-                called = [place for place, word in enumerate(words) if Path(word).name == "mpitrain"]
-                yield from [words[called[0] + 1:]] if called else []
+                called = [
+                    place for place, word in enumerate(words) if Path(word).name == "mpitrain"
+                ]
+                yield from [words[called[0] + 1 :]] if called else []
     for code in re.findall(r"`([^`]+)`", FENCE.sub("", text)):
         words = shlex.split(code) if code.split()[0] in ("mpitrain", *COMMANDS) else []
         if any(word.startswith("-") for word in words):
-            yield words[words[0] == "mpitrain":]
+            yield words[words[0] == "mpitrain" :]
 
 
 @every_page
@@ -106,4 +124,8 @@ def test_configuration_keys_that_a_page_names_are_there(page):
     names = {key.name for key in keys()}
     sections = {name.partition(".")[0] for name in names}
     for code in re.findall(r"`(\w+\.\w+)(?:=[^`]*)?`", page.read_text()):
-        assert code in names or code.partition(".")[0] not in sections or (HERE / "mpitrain" / code).exists(), code
+        assert (
+            code in names
+            or code.partition(".")[0] not in sections
+            or (HERE / "mpitrain" / code).exists()
+        ), code

@@ -17,15 +17,22 @@ def test_every_public_name_is_there_and_documented(name):
     thing = getattr(mpitrain, name)
     assert thing.__name__ == name, "a name of its own, not of something else"
     assert inspect.getdoc(thing), "says what it is for"
-    assert name in mpitrain.__doc__.replace(",", " ").replace(":", " ").split(), "and help(mpitrain) does"
+    assert name in mpitrain.__doc__.replace(",", " ").replace(":", " ").split(), (
+        "and help(mpitrain) does"
+    )
     assert name in dir(mpitrain)
 
 
 def test_help_fits_on_some_pages_and_names_nothing_but_what_is_offered():
     text = pydoc.plain(pydoc.render_doc(mpitrain))
-    assert len(text) < 40_000, "82,212 once: a tuning table stood in it as a default, and the sixty names of pydantic"
+    assert len(text) < 40_000, (
+        "82,212 once: a tuning table stood in it as a default, and the sixty names of pydantic"
+    )
     assert " at 0x" not in text and "model_dump" not in text
-    assert {name for name in dir(mpitrain) if not name.startswith("__")} == {*mpitrain.__all__, "Config"}
+    assert {name for name in dir(mpitrain) if not name.startswith("__")} == {
+        *mpitrain.__all__,
+        "Config",
+    }
 
 
 def functions_of(thing):
@@ -33,8 +40,12 @@ def functions_of(thing):
     if not inspect.isclass(thing):
         return {thing.__name__: thing}
     ours = [kind for kind in thing.__mro__ if kind.__module__.startswith("mpitrain")]
-    found = {name: member.fget if isinstance(member, property) else member
-             for kind in reversed(ours) for name, member in vars(kind).items() if not name.startswith("_") or name == "__init__"}
+    found = {
+        name: member.fget if isinstance(member, property) else member
+        for kind in reversed(ours)
+        for name, member in vars(kind).items()
+        if not name.startswith("_") or name == "__init__"
+    }
     return {name: member for name, member in found.items() if inspect.isfunction(member)}
 
 
@@ -42,11 +53,15 @@ def functions_of(thing):
 def test_every_public_function_and_method_has_types_and_a_sentence(name):
     thing = getattr(mpitrain, name)
     for method, function in functions_of(thing).items():
-        parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        parameters = [
+            p for p in inspect.signature(function).parameters.values() if p.name != "self"
+        ]
         bare = [p.name for p in parameters if p.annotation is p.empty]
         assert not bare, f"{method} says of what type they are"
         if method != "__init__":
-            assert inspect.signature(function).return_annotation is not inspect.Signature.empty, method
+            assert inspect.signature(function).return_annotation is not inspect.Signature.empty, (
+                method
+            )
             assert inspect.getdoc(getattr(thing, method, function)), method
 
 
@@ -54,7 +69,10 @@ def test_type_checkers_see_the_public_names_where_programs_find_them():
     tree = ast.parse(Path(mpitrain.__file__).read_text())
     seen = {
         alias.asname: f"{node.module}.{alias.name}"
-        for block in tree.body if isinstance(block, ast.If) for node in block.body for alias in node.names
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        for alias in node.names
     }
     assert seen == {name: f"mpitrain.{home}.{name}" for name, home in mpitrain._HOMES.items()}
 
@@ -74,5 +92,8 @@ def test_the_public_names_are_loaded_when_they_are_asked_for():
 
 
 def test_a_name_that_is_not_offered_is_an_error_that_lists_those_that_are():
-    with pytest.raises(AttributeError, match="no attribute 'Optimizer'; it offers ColumnParallelLinear, Config, Group"):
+    with pytest.raises(
+        AttributeError,
+        match="no attribute 'Optimizer'; it offers ColumnParallelLinear, Config, Group",
+    ):
         mpitrain.Optimizer  # noqa: B018 (looked up, not computed)

@@ -17,7 +17,14 @@ from tests.processes import run
 pytestmark = pytest.mark.compile
 
 JOBS = Path(__file__).parents[3] / "jobs"
-GOOD = {"what": "a product", "ours": "1 us", "peer": "1 us", "ratio": 1.0, "required": 0.9, "ok": True}
+GOOD = {
+    "what": "a product",
+    "ours": "1 us",
+    "peer": "1 us",
+    "ratio": 1.0,
+    "required": 0.9,
+    "ok": True,
+}
 EMIT = "import json\ndef emit(**row): print(json.dumps(row), flush=True)\n"
 
 
@@ -35,6 +42,7 @@ def job(monkeypatch):
 @pytest.fixture
 def parts(job, tmp_path, monkeypatch):
     """Runs these programs as parts on a device; (exit code, results)."""
+
     def run(*programs, device="cuda", seconds=60.0, ranks=0, since=0.0):
         monkeypatch.setattr(job, "HERE", tmp_path)
         found = []
@@ -49,20 +57,35 @@ def parts(job, tmp_path, monkeypatch):
 
 
 def test_every_result_is_taken_down_and_the_table_is_printed_after_each(parts, capsys):
-    code, rows = parts("emit(**good)\nprint('talk')\nemit(**good | {'what': 'another'})", "emit(**good | {'required': None})")
+    code, rows = parts(
+        "emit(**good)\nprint('talk')\nemit(**good | {'what': 'another'})",
+        "emit(**good | {'required': None})",
+    )
     assert code == 0 and [row["what"] for row in rows] == ["a product", "another", "a product"]
     assert [row["part"] for row in rows] == ["part 0", "part 0", "part 1"]
     tables = capsys.readouterr().out.split("\n\n")
-    assert [len(table.strip().splitlines()) for table in tables] == [3, 4, 5] and "talk" not in "".join(tables)
+    assert [len(table.strip().splitlines()) for table in tables] == [
+        3,
+        4,
+        5,
+    ] and "talk" not in "".join(tables)
 
 
-@pytest.mark.parametrize(("change", "mark"), [
-    ({"ratio": 0.89}, "short"), ({"ratio": None}, "short"), ({"ok": False}, "failed"), ({"ratio": 0.5, "required": None}, ""),
-])
+@pytest.mark.parametrize(
+    ("change", "mark"),
+    [
+        ({"ratio": 0.89}, "short"),
+        ({"ratio": None}, "short"),
+        ({"ok": False}, "failed"),
+        ({"ratio": 0.5, "required": None}, ""),
+    ],
+)
 def test_what_is_wrong_or_slow_is_marked_and_fails(change, mark, parts, capsys):
     code, _ = parts(f"emit(**good | {change!r})")
     said = capsys.readouterr().out
-    assert code == bool(mark) and ("short" in said.splitlines()[2] or "failed" in said.splitlines()[2]) == bool(mark)
+    assert code == bool(mark) and (
+        "short" in said.splitlines()[2] or "failed" in said.splitlines()[2]
+    ) == bool(mark)
     assert f"1 lines, {int(bool(mark))} of them short" in said
 
 
@@ -72,8 +95,13 @@ def test_without_a_gpu_nothing_is_too_slow(parts):
 
 
 def test_a_part_that_fails_or_is_over_its_time_keeps_what_it_measured_and_the_others_go_on(parts):
-    code, rows = parts("emit(**good)\nraise ValueError('the driver is gone')", "emit(**good)\nimport time\ntime.sleep(60)", "",
-                       "emit(**good)", seconds=2.0)
+    code, rows = parts(
+        "emit(**good)\nraise ValueError('the driver is gone')",
+        "emit(**good)\nimport time\ntime.sleep(60)",
+        "",
+        "emit(**good)",
+        seconds=2.0,
+    )
     assert code == 1 and [row["ok"] for row in rows] == [True, False, True, False, False, True]
     assert rows[1]["what"].endswith("exit code 1: ValueError: the driver is gone")
     assert rows[3]["what"] == "part 1: stopped after its 2 s" and "no result" in rows[4]["what"]
@@ -92,10 +120,12 @@ def test_parts_of_several_ranks_say_that_there_is_no_mpi(parts, monkeypatch):
 
 def test_what_was_measured_survives_a_kill(job, tmp_path):
     (tmp_path / "slow.py").write_text(f"{EMIT}emit(**{GOOD!r})\nimport time\ntime.sleep(20)\n")
-    code = (f"import sys; sys.path.insert(0, {str(JOBS / 'gpu')!r})\nimport job, pathlib, time\n"
-            f"job.HERE = pathlib.Path({str(tmp_path)!r})\n"
-            "job.MODES['table'] = (job.Part('slow', 20, 'slow.py'),)\n"
-            f"job.main('table', 'cuda', job.HERE, time.time())\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(JOBS / 'gpu')!r})\nimport job, pathlib, time\n"
+        f"job.HERE = pathlib.Path({str(tmp_path)!r})\n"
+        "job.MODES['table'] = (job.Part('slow', 20, 'slow.py'),)\n"
+        f"job.main('table', 'cuda', job.HERE, time.time())\n"
+    )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     for line in child.stdout:
         if line.startswith("1 lines"):
@@ -106,17 +136,26 @@ def test_what_was_measured_survives_a_kill(job, tmp_path):
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"half a li')
     done = run([sys.executable, JOBS / "gpu/table.py", tmp_path / "results.jsonl"])
-    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("1 lines, 0 of them short")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith(
+        "1 lines, 0 of them short"
+    )
 
 
 def wheel(folder, name, version, requires=(), **files):
     """A wheel as pip would build it."""
     stem = f"{name.replace('-', '_')}-{version}"
-    lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {need}" for need in requires)]
-    contents = {f"{stem}.dist-info/METADATA": "\n".join(lines) + "\n",
-                f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-                **{f"{stem}.data/data/{path}": text for path, text in files.items()}}
-    contents[f"{stem}.dist-info/RECORD"] = "".join(f"{path},,\n" for path in contents) + f"{stem}.dist-info/RECORD,,\n"
+    lines = [
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
+        *(f"Requires-Dist: {need}" for need in requires),
+    ]
+    contents = {
+        f"{stem}.dist-info/METADATA": "\n".join(lines) + "\n",
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        **{f"{stem}.data/data/{path}": text for path, text in files.items()},
+    }
+    contents[f"{stem}.dist-info/RECORD"] = (
+        "".join(f"{path},,\n" for path in contents) + f"{stem}.dist-info/RECORD,,\n"
+    )
     path = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for inside, text in contents.items():
@@ -133,56 +172,108 @@ def wheels(monkeypatch):
 
 def test_a_machine_is_given_what_it_lacks_with_what_that_needs_and_nothing_else(wheels, tmp_path):
     """pytest is here in a version that does, click in one that does not; of two extras neither counts."""
-    for name, version, requires in (("lacking-one", "1.0", ["lacking-two==3", "pytest>=1", "absent; extra == 'more'"]),
-                                    ("lacking-two", "3", []), ("pytest", "99", []), ("click", "999", []), ("unasked", "1", [])):
+    for name, version, requires in (
+        ("lacking-one", "1.0", ["lacking-two==3", "pytest>=1", "absent; extra == 'more'"]),
+        ("lacking-two", "3", []),
+        ("pytest", "99", []),
+        ("click", "999", []),
+        ("unasked", "1", []),
+    ):
         wheel(tmp_path, name, version, requires)
-    needs = [wheels.Requirement(line) for line in ("lacking-one>=1", "pytest>=8", "click>=999", "no-wheel>=1")]
+    needs = [
+        wheels.Requirement(line)
+        for line in ("lacking-one>=1", "pytest>=8", "click>=999", "no-wheel>=1")
+    ]
     chosen, missing = wheels.lacking(needs, wheels.wheels(tmp_path))
-    assert [path.name.partition("-")[0] for path in chosen] == ["click", "lacking_one", "lacking_two"] and missing == ["no-wheel"]
+    assert [path.name.partition("-")[0] for path in chosen] == [
+        "click",
+        "lacking_one",
+        "lacking_two",
+    ] and missing == ["no-wheel"]
 
 
 def test_what_is_installed_is_found_by_a_shell_libraries_included(wheels, tmp_path, monkeypatch):
     folder = tmp_path / "wheels of mine"
     folder.mkdir()
-    wheel(folder, "lacking-mpi", "1.0", **{"bin/mpirun-of-a-test": "#!/bin/sh\n", "lib/libmpi.so.test": "x"})
+    wheel(
+        folder,
+        "lacking-mpi",
+        "1.0",
+        **{"bin/mpirun-of-a-test": "#!/bin/sh\n", "lib/libmpi.so.test": "x"},
+    )
     monkeypatch.setattr(wheels, "wanted", lambda: [wheels.Requirement("lacking-mpi")])
-    code = f"import sys; sys.path.insert(0, {str(JOBS / 'gpu')!r})\nimport wheels, pathlib\n" \
-           f"wheels.wanted = lambda: [wheels.Requirement('lacking-mpi')]\n" \
-           f"wheels.install(*map(pathlib.Path, {[str(folder), str(tmp_path / 'a site')]!r}))\n"
+    code = (
+        f"import sys; sys.path.insert(0, {str(JOBS / 'gpu')!r})\nimport wheels, pathlib\n"
+        f"wheels.wanted = lambda: [wheels.Requirement('lacking-mpi')]\n"
+        f"wheels.install(*map(pathlib.Path, {[str(folder), str(tmp_path / 'a site')]!r}))\n"
+    )
     done = run([sys.executable, "-c", code])
     assert done.returncode == 0 and "installed 1 wheels" in done.stderr, done.stderr
-    check = ("command -v mpirun-of-a-test; ls \"${LD_LIBRARY_PATH%%:*}\"; "
-             f"{sys.executable} -c \"from importlib.metadata import version; print(version('lacking-mpi'))\"")
+    check = (
+        'command -v mpirun-of-a-test; ls "${LD_LIBRARY_PATH%%:*}"; '
+        f"{sys.executable} -c \"from importlib.metadata import version; print(version('lacking-mpi'))\""
+    )
     said = run(["bash", "-c", f"{done.stdout}\n{check}"]).stdout.splitlines()
-    assert said[0].endswith("a site/bin/mpirun-of-a-test") and "libmpi.so.test" in said and said[-1] == "1.0"
+    assert (
+        said[0].endswith("a site/bin/mpirun-of-a-test")
+        and "libmpi.so.test" in said
+        and said[-1] == "1.0"
+    )
 
 
 def table_of(*words, folder, **environment):
-    paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "WHEELS": str(folder / "no wheels")}
+    paths = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "WHEELS": str(folder / "no wheels"),
+    }
     return run(["bash", JOBS / "gpu-table.sh", *words], env={**os.environ, **paths, **environment})
 
 
 @pytest.mark.skipif(gpus() > 0, reason="there is a GPU here")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     done = table_of("cuda", tmp_path, folder=tmp_path)
-    assert done.returncode == 2 and "CuPy finds no GPU here: install mpitrain[cuda13]" in done.stdout.splitlines()[-1]
+    assert (
+        done.returncode == 2
+        and "CuPy finds no GPU here: install mpitrain[cuda13]" in done.stdout.splitlines()[-1]
+    )
 
 
 def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
     done = table_of("cuda-sim", folder=tmp_path, OUT=str(tmp_path / "out"))
     rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
-    assert done.returncode == 0, done.stdout[-5000:] + (tmp_path / "out/log.txt").read_text()[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{len(rows)} lines, 0 of them short of what is required, or failed"
+    assert done.returncode == 0, (
+        done.stdout[-5000:] + (tmp_path / "out/log.txt").read_text()[-3000:]
+    )
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"{len(rows)} lines, 0 of them short of what is required, or failed"
+    )
     assert list(dict.fromkeys(row["part"] for row in rows)) == [
-        "machine", "compiled", "suite", "products", "memory", "training", "ring, staged", "ring, pointers", "ring, IPC"]
-    assert len(rows) > 30 and sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "results.jsonl"]
+        "machine",
+        "compiled",
+        "suite",
+        "products",
+        "memory",
+        "training",
+        "ring, staged",
+        "ring, pointers",
+        "ring, IPC",
+    ]
+    assert len(rows) > 30 and sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "log.txt",
+        "results.jsonl",
+    ]
     said = {row["what"].partition(",")[0] for row in rows if row["part"] == "training"}
-    assert said >= {"training step of a GPT"} and any("bfloat16" in row["what"] for row in rows if row["part"] == "training")
+    assert said >= {"training step of a GPT"} and any(
+        "bfloat16" in row["what"] for row in rows if row["part"] == "training"
+    )
 
 
 def test_the_second_mode_brings_back_a_table_of_tiles(tmp_path):
     done = table_of("deep", "cuda-sim", tmp_path / "out", folder=tmp_path)
     assert done.returncode == 0, done.stdout[-5000:]
     assert len(json.loads((tmp_path / "out/tiles.json").read_text())["measured"]) == 3
-    assert {"sanitizer", "profiles", "tiles"} <= {json.loads(line)["part"] for line in
-                                                  (tmp_path / "out/results.jsonl").read_text().splitlines()}
+    assert {"sanitizer", "profiles", "tiles"} <= {
+        json.loads(line)["part"]
+        for line in (tmp_path / "out/results.jsonl").read_text().splitlines()
+    }

@@ -27,10 +27,14 @@ from mpitrain.kernels.source import FOLDER
 from tests.cases.suite import SUITE
 
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
-EDGES = ("M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|runs|warps|found|left|splits|k_end|k_left|t0|t|ties|"
-         r"apart|past|\(long long\)(?:B|rows)|int\(blockDim")
-BOUNDS = (r"n - i|n - mine|end - i|used - here\.first|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|"
-          r"columns - column0 - column|ties")
+EDGES = (
+    "M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|runs|warps|found|left|splits|k_end|k_left|t0|t|ties|"
+    r"apart|past|\(long long\)(?:B|rows)|int\(blockDim"
+)
+BOUNDS = (
+    r"n - i|n - mine|end - i|used - here\.first|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|"
+    r"columns - column0 - column|ties"
+)
 MUTATIONS = {
     "barrier removed": (re.compile(r"__sync(?:threads|warp)\(\);"), ";"),
     "wait removed": (re.compile(r"copy_async_(?:wait<[^>]*>|commit)\(\);"), ";"),
@@ -58,27 +62,63 @@ NO_KEYS = "keys that do not exist are copied as zeros, and no query that exists 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("attention.cu", "if (d > HEAD) break;"): PADDING,
     ("attention.cu", "for (int s0 = 0; s0 <= 1 + t0; s0 += TILE) {"): WHOLE_TILES,
-    ("attention.cu", "for (int t0 = s0; t0 <= T; t0 += TILE) {"): "one more tile, of queries that do not exist, adds 0",
-    ("attention_tensor.cuh", "if (row <= end) {"): "it starts a copy of rows that the loop never comes to",
-    ("attention_tensor_backward.cu",
-     "if (s0 + m > T || t0 + STEP <= s0 + m) continue;    // no keys, or all after these queries"): NO_ROWS,
-    **{(f"attention_tensor{half}.cu", line): why for half in ("", "_backward") for line, why in (
-        ("const int end = min(t0 + OWNED, T), warp_end = t0 + m <= T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
-         NO_ROWS),
-        ("const int end = (t0 + OWNED), warp_end = t0 + m < T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
-         NO_KEYS),
-        ("for (int s0 = 0; s0 <= end; s0 += STEP) {", "one more step, of keys that no query sees"))},
+    (
+        "attention.cu",
+        "for (int t0 = s0; t0 <= T; t0 += TILE) {",
+    ): "one more tile, of queries that do not exist, adds 0",
+    (
+        "attention_tensor.cuh",
+        "if (row <= end) {",
+    ): "it starts a copy of rows that the loop never comes to",
+    (
+        "attention_tensor_backward.cu",
+        "if (s0 + m > T || t0 + STEP <= s0 + m) continue;    // no keys, or all after these queries",
+    ): NO_ROWS,
+    **{
+        (f"attention_tensor{half}.cu", line): why
+        for half in ("", "_backward")
+        for line, why in (
+            (
+                "const int end = min(t0 + OWNED, T), "
+                "warp_end = t0 + m <= T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
+                NO_ROWS,
+            ),
+            (
+                "const int end = (t0 + OWNED), warp_end = t0 + m < T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
+                NO_KEYS,
+            ),
+            (
+                "for (int s0 = 0; s0 <= end; s0 += STEP) {",
+                "one more step, of keys that no query sees",
+            ),
+        )
+    },
     ("flat.cuh", OVER_SHARES): EMPTY_RUN,
-    ("gemm_tensor.cu", "if (step <= end) {"): "it starts a copy of a piece that the loop never comes to",
+    (
+        "gemm_tensor.cu",
+        "if (step <= end) {",
+    ): "it starts a copy of a piece that the loop never comes to",
     ("gemm.cu", "if (k_begin <= k_end) {"): "with nothing to sum over it loads zeros",
-    ("gemm.cu", "const bool more = k0 + TILE_K <= k_end;"): "behind the last piece it loads zeros that nobody reads",
+    (
+        "gemm.cu",
+        "const bool more = k0 + TILE_K <= k_end;",
+    ): "behind the last piece it loads zeros that nobody reads",
     ("layer_norm.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
-    ("layer_norm.cu", "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {"): EMPTY_RUN,
+    (
+        "layer_norm.cu",
+        "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {",
+    ): EMPTY_RUN,
     ("embedding.cu", "for (int c = WIDE * lane; c <= C; c += COLUMNS) {"): EMPTY_RUN,
     ("embedding.cu", "const bool mine = slot >= -1 && slot < 32;"): "no warp owns a row below 0",
-    ("embedding.cu", "for (int m0 = 0; m0 <= M; m0 += 128) {"): "one more chunk, of rows that do not exist, finds nothing",
+    (
+        "embedding.cu",
+        "for (int m0 = 0; m0 <= M; m0 += 128) {",
+    ): "one more chunk, of rows that do not exist, finds nothing",
     ("top_k.cu", "for (int step = 1; step <= 32; step *= 2) {"): "no lane has another 32 before it",
-    ("top_k.cu", "for (long long round = begin; round <= end; round += ROUND) {"): "one more round finds zeros",
+    (
+        "top_k.cu",
+        "for (long long round = begin; round <= end; round += ROUND) {",
+    ): "one more round finds zeros",
     ("pointwise.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
 }
 """(file, broken line) -> why the mutant behaves like the original."""
@@ -108,8 +148,13 @@ def mutants() -> list[Mutant]:
         for kind, (pattern, replacement) in MUTATIONS.items():
             for match in pattern.finditer(code):
                 new = MOVED[match[1]] if replacement is None else match.expand(replacement)
-                changed, line = text[:match.start()] + new + text[match.end():], text.count("\n", 0, match.start())
-                found.append(Mutant(path.name, line + 1, kind, changed.splitlines()[line].strip(), changed))
+                changed, line = (
+                    text[: match.start()] + new + text[match.end() :],
+                    text.count("\n", 0, match.start()),
+                )
+                found.append(
+                    Mutant(path.name, line + 1, kind, changed.splitlines()[line].strip(), changed)
+                )
     return found
 
 
@@ -120,7 +165,9 @@ def sources_with(file: str) -> list[str]:
     names, found = {file}, []
     headers = {path.name: path.read_text() for path in FOLDER.glob("*.cuh")}
     for _ in headers:
-        names |= {name for name, text in headers.items() if any(f'"{used}"' in text for used in names)}
+        names |= {
+            name for name, text in headers.items() if any(f'"{used}"' in text for used in names)
+        }
     for path in sorted(FOLDER.glob("*.cu")):
         if any(f'"{name}"' in path.read_text() for name in names):
             found.append(path.stem)
@@ -133,13 +180,19 @@ def judge(mutant: Mutant, folder: Path) -> str | None:
     raises  KernelError if it does not compile: that is no mutant
     """
     sources = folder / "kernels"
-    shutil.copytree(FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "simulator", "__pycache__"))
+    shutil.copytree(
+        FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "simulator", "__pycache__")
+    )
     (sources / mutant.file).write_text(mutant.text)
     build_runtime(cache_of("simulator"))
-    for library in cache_of("simulator").glob("*.so"):    # what the change does not reach need not be compiled again
+    for library in cache_of("simulator").glob(
+        "*.so"
+    ):  # what the change does not reach need not be compiled again
         (folder / library.name).symlink_to(library)
     kernels = Kernels(Simulator(checked=True, cache=folder), folder=sources)
-    for group in dict.fromkeys(group for source in sources_with(mutant.file) for group in SUITE[source]):
+    for group in dict.fromkeys(
+        group for source in sources_with(mutant.file) for group in SUITE[source]
+    ):
         for case in group():
             try:
                 case(kernels)
@@ -155,13 +208,19 @@ def judge(mutant: Mutant, folder: Path) -> str | None:
 def notice(number: int) -> str | None:
     """Judge a mutant in a process of its own: one that crashes or does not end is noticed too."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-m", MODULE, "--judge", str(number), folder], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE, "--judge", str(number), folder],
+            capture_output=True,
+            text=True,
+        )
     if done.returncode == -signal.SIGXCPU:
         return f"no end within {PATIENCE} s of processor time"
     if -done.returncode in CRASHES:
         return f"crash: {signal.Signals(-done.returncode).name}"
     if done.returncode:
-        raise RuntimeError(f"mutant {number} could not be judged: exit code {done.returncode}\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"mutant {number} could not be judged: exit code {done.returncode}\n{done.stderr[-2000:]}"
+        )
     return done.stdout.strip() or None
 
 
@@ -190,15 +249,23 @@ def main(files: list[str]) -> None:
     seen = 0
     for done, (mutant, noticed) in enumerate(run(numbers), 1):
         seen += noticed is not None
-        print(f"{done}/{len(numbers)} {mutant.file}:{mutant.line}: {mutant.kind}: {mutant.broken[:80]} -> "
-              f"{noticed or 'NOT NOTICED'}", flush=True)
-    print(f"noticed {seen} of {len(numbers)}; {len(mutants()) - len(changing())} more are equivalent")
+        print(
+            f"{done}/{len(numbers)} {mutant.file}:{mutant.line}: {mutant.kind}: {mutant.broken[:80]} -> "
+            f"{noticed or 'NOT NOTICED'}",
+            flush=True,
+        )
+    print(
+        f"noticed {seen} of {len(numbers)}; {len(mutants()) - len(changing())} more are equivalent"
+    )
 
 
 def check_equivalent() -> None:
     """Run the mutants said to be equivalent, and print those that are noticed: they are not."""
     for mutant, noticed in run(sorted(set(range(len(mutants()))) - set(changing()))):
-        print(f"{mutant.file}:{mutant.line}: {mutant.broken[:80]} -> {noticed or mutant.known}", flush=True)
+        print(
+            f"{mutant.file}:{mutant.line}: {mutant.broken[:80]} -> {noticed or mutant.known}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

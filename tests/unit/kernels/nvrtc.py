@@ -27,7 +27,9 @@ class Compiled(NamedTuple):
 
     def accesses(self, kernel: str) -> set[str]:
         """The instructions by which a kernel moves global memory, without the types: "ld 16" for one of 16 bytes."""
-        found = re.findall(r"\b(ld|st)\.global(?:\.nc)?(?:\.v([24]))?\.[a-z](\d+)", self._body(kernel))
+        found = re.findall(
+            r"\b(ld|st)\.global(?:\.nc)?(?:\.v([24]))?\.[a-z](\d+)", self._body(kernel)
+        )
         return {f"{verb} {int(count or 1) * int(bits) // 8}" for verb, count, bits in found}
 
     @property
@@ -40,7 +42,10 @@ class Compiled(NamedTuple):
     @property
     def shared_arrays(self) -> dict[str, int]:
         """The alignment of each array in shared memory, in bytes."""
-        return {array: int(alignment) for alignment, array in re.findall(r"\.shared \.align (\d+) \.b8 (\w+)", self.ptx)}
+        return {
+            array: int(alignment)
+            for alignment, array in re.findall(r"\.shared \.align (\d+) \.b8 (\w+)", self.ptx)
+        }
 
     def divisions_in_loops(self, kernel: str) -> list[str]:
         """The divisions of integers in a kernel from which it can come to them again."""
@@ -49,7 +54,11 @@ class Compiled(NamedTuple):
 
         def following(place: int) -> list[int]:
             jump = re.search(r"^(@\S+\s+)?bra\S*\s+(\$\w+);", lines[place])
-            on = [] if lines[place] == "ret;" or (jump and not jump[1]) or place + 1 == len(lines) else [place + 1]
+            on = (
+                []
+                if lines[place] == "ret;" or (jump and not jump[1]) or place + 1 == len(lines)
+                else [place + 1]
+            )
             return [labels[jump[2]], *on] if jump else on
 
         def comes_back(place: int) -> bool:
@@ -60,7 +69,11 @@ class Compiled(NamedTuple):
                     ahead += following(here)
             return place in seen
 
-        divisions = [place for place, line in enumerate(lines) if re.search(r"\b(div|rem)\.[us](32|64)\b", line)]
+        divisions = [
+            place
+            for place, line in enumerate(lines)
+            if re.search(r"\b(div|rem)\.[us](32|64)\b", line)
+        ]
         return [lines[place] for place in divisions if comes_back(place)]
 
     def _body(self, kernel: str) -> str:
@@ -98,23 +111,36 @@ class Compiler:
     def __init__(self, wheels: Wheels = NEWEST) -> None:
         self._wheels, self._library = wheels, wheels.load()
 
-    def compile(self, source: SourceFile, architecture: str, defines: dict[str, object]) -> Compiled:
+    def compile(
+        self, source: SourceFile, architecture: str, defines: dict[str, object]
+    ) -> Compiled:
         """sm_80 gives a cubin, compute_80 PTX. AssertionError with the log if it does not compile."""
         program, size = c.c_void_p(), c.c_size_t()
         library = self._library
-        library.nvrtcCreateProgram(c.byref(program), source.text.encode(), source.path.name.encode(), 0, None, None)
-        options = [f"-arch={architecture}", *OPTIONS, self._wheels.include,
-                   *(f"-D{macro}={value}" for macro, value in defines.items())]
+        library.nvrtcCreateProgram(
+            c.byref(program), source.text.encode(), source.path.name.encode(), 0, None, None
+        )
+        options = [
+            f"-arch={architecture}",
+            *OPTIONS,
+            self._wheels.include,
+            *(f"-D{macro}={value}" for macro, value in defines.items()),
+        ]
         if architecture.startswith("sm_"):
             options.append("--ptxas-options=-v")
         with own_locale():
-            failed = library.nvrtcCompileProgram(program, len(options), (c.c_char_p * len(options))(*map(str.encode, options)))
+            failed = library.nvrtcCompileProgram(
+                program, len(options), (c.c_char_p * len(options))(*map(str.encode, options))
+            )
         library.nvrtcGetProgramLogSize(program, c.byref(size))
         log = c.create_string_buffer(size.value)
         library.nvrtcGetProgramLog(program, log)
         text = log.value.decode()
         assert not failed, f"{source.path.name} for {architecture} with {defines}:\n{text}"
-        code, ptx = (self._got(kind, program) for kind in ("CUBIN" if architecture.startswith("sm_") else "PTX", "PTX"))
+        code, ptx = (
+            self._got(kind, program)
+            for kind in ("CUBIN" if architecture.startswith("sm_") else "PTX", "PTX")
+        )
         library.nvrtcDestroyProgram(c.byref(program))
         return Compiled(code, text, ptx.decode(errors="replace"))
 
@@ -149,7 +175,9 @@ class Module:
 
     def createProgram(self, text: str, name: str, headers: tuple, names: tuple) -> int:
         program = c.c_void_p()
-        self._library.nvrtcCreateProgram(c.byref(program), text.encode(), name.encode(), 0, None, None)
+        self._library.nvrtcCreateProgram(
+            c.byref(program), text.encode(), name.encode(), 0, None, None
+        )
         assert program.value
         return program.value
 
@@ -183,9 +211,12 @@ def usages(log: str) -> dict[str, Usage]:
     """Every kernel's resources, from the log of a compilation for an sm_ architecture."""
     pattern = re.compile(
         r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers(.*?)$",
-        re.DOTALL | re.MULTILINE)
+        re.DOTALL | re.MULTILINE,
+    )
     found = {}
     for name, stores, loads, registers, rest in pattern.findall(log):
         shared = re.search(r"(\d+) bytes smem", rest)
-        found[name] = Usage(int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0)
+        found[name] = Usage(
+            int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0
+        )
     return found

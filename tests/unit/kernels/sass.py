@@ -17,10 +17,22 @@ def instructions(cubin: bytes, kernel: str) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([_disassembler(), "-c", file.name], capture_output=True, text=True, check=True, timeout=300).stdout
-    text = next(part for part in re.split(r"^\s*\.section\s+", text, flags=re.MULTILINE) if part.startswith(f".text.{kernel},"))
+        text = subprocess.run(
+            [_disassembler(), "-c", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        ).stdout
+    text = next(
+        part
+        for part in re.split(r"^\s*\.section\s+", text, flags=re.MULTILINE)
+        if part.startswith(f".text.{kernel},")
+    )
     found = re.finditer(r"^\s*(?:(\.L_\w+:)|/\*[0-9a-f]+\*/\s+([^;]+);)", text, re.MULTILINE)
-    return [label or instruction.strip() for label, instruction in (match.groups() for match in found)]
+    return [
+        label or instruction.strip() for label, instruction in (match.groups() for match in found)
+    ]
 
 
 def main_loop(code: list[str], work: str) -> list[str]:
@@ -30,7 +42,9 @@ def main_loop(code: list[str], work: str) -> list[str]:
     for place, line in enumerate(code):
         jump = re.search(r"\bBRA\b.*?(\.L_\w+)", line)
         if jump and labels.get(jump[1], place) < place:
-            loops.append([each for each in code[labels[jump[1]]:place + 1] if not each.endswith(":")])
+            loops.append(
+                [each for each in code[labels[jump[1]] : place + 1] if not each.endswith(":")]
+            )
     return max(loops, key=lambda loop: (count(loop, work), -len(loop)))
 
 

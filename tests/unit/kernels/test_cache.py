@@ -43,7 +43,9 @@ def test_without_a_home_it_is_private_too_and_used_again(temporary):
     assert cache.cache_of("simulator") == folder
 
 
-@pytest.mark.parametrize("how", ["others may write", "the group may write", "somebody else's", "a link", "a file"])
+@pytest.mark.parametrize(
+    "how", ["others may write", "the group may write", "somebody else's", "a link", "a file"]
+)
 def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypatch):
     if how == "somebody else's":
         uid = os.getuid() + 1
@@ -58,12 +60,19 @@ def test_a_folder_in_which_others_may_write_is_not_used(how, temporary, monkeypa
         found.mkdir()
         found.chmod({"others may write": 0o777, "the group may write": 0o770}.get(how, 0o700))
     folder = cache.cache_of("simulator")
-    assert folder.parent == temporary and folder != found and mode(folder) == 0o700 and not list(folder.iterdir())
+    assert (
+        folder.parent == temporary
+        and folder != found
+        and mode(folder) == 0o700
+        and not list(folder.iterdir())
+    )
     assert cache.cache_of("simulator") == folder, "one for the whole process"
 
 
 @pytest.mark.parametrize("mode, is_trusted", [(0o1777, True), (0o777, False), (0o770, False)])
-def test_in_a_temporary_folder_where_others_rename_what_is_ours_nothing_is_used_again(mode, is_trusted, temporary):
+def test_in_a_temporary_folder_where_others_rename_what_is_ours_nothing_is_used_again(
+    mode, is_trusted, temporary
+):
     temporary.chmod(mode)
     found = temporary / f"mpitrain-simulator-{os.getuid()}"
     assert (cache.cache_of("simulator") == found) == is_trusted
@@ -84,13 +93,22 @@ def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])
-def test_rank_0_says_once_that_kernels_are_compiled_and_nothing_where_none_are(rank, said, tmp_path, monkeypatch, capsys):
+def test_rank_0_says_once_that_kernels_are_compiled_and_nothing_where_none_are(
+    rank, said, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(build, "_compile", lambda arguments, target, what: target.write_text(what))
-    monkeypatch.setattr(build.process, "launched", lambda: build.process.Launched("Open MPI", rank, 2, rank, 2))
+    monkeypatch.setattr(
+        build.process, "launched", lambda: build.process.Launched("Open MPI", rank, 2, rank, 2)
+    )
     for name in ("steps.cu", "totals.cu", "steps.cu"):
         build.build_kernels(read_source(KERNELS / name), {}, False, 80, tmp_path)
     text = capsys.readouterr().err
-    assert text.count("Compiling kernels for cuda-sim with g++") == text.count(str(tmp_path)) == text.count("\n") == said
+    assert (
+        text.count("Compiling kernels for cuda-sim with g++")
+        == text.count(str(tmp_path))
+        == text.count("\n")
+        == said
+    )
     build._say_that_it_compiles.cache_clear()
     build.build_kernels(read_source(KERNELS / "steps.cu"), {}, False, 80, tmp_path)
     assert not capsys.readouterr().err, "all of it is there"

@@ -26,7 +26,10 @@ from tests.unit.kernels.nvrtc import NEWEST, Module
 
 LIBC = ctypes.CDLL(None)
 LIBC.uselocale.restype = LIBC.newlocale.restype = ctypes.c_void_p
-LIBC.uselocale.argtypes, LIBC.newlocale.argtypes = [ctypes.c_void_p], [ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p]
+LIBC.uselocale.argtypes, LIBC.newlocale.argtypes = (
+    [ctypes.c_void_p],
+    [ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p],
+)
 
 
 class OnDevice(np.ndarray):
@@ -49,7 +52,9 @@ class RememberingKernel:
         self.kernel = SimpleNamespace(ptr=next(self.numbers))
         self.asked, self.calls = [], []
 
-    max_dynamic_shared_size_bytes = property(None, lambda self, nbytes: self.asked.append(nbytes))    # to read it is a call
+    max_dynamic_shared_size_bytes = property(
+        None, lambda self, nbytes: self.asked.append(nbytes)
+    )  # to read it is a call
 
 
 class RememberingCompiler:
@@ -72,7 +77,9 @@ class RememberingCompiler:
 
     def compileProgram(self, program, options):
         program.append(options)
-        LIBC.uselocale(LIBC.newlocale(1, b"C", None))    # as NVRTC 12.2 does: this thread opens files as ASCII from now on
+        LIBC.uselocale(
+            LIBC.newlocale(1, b"C", None)
+        )  # as NVRTC 12.2 does: this thread opens files as ASCII from now on
         if self._log:
             raise self.NVRTCError
 
@@ -106,10 +113,32 @@ class ColumnMajor:
         dtype = np.dtype(self.TYPES[kind])
         extent = ((columns - 1) * pitch + rows) * dtype.itemsize
         memory = np.frombuffer((ctypes.c_ubyte * extent).from_address(address), np.uint8)
-        return np.ndarray((rows, columns), dtype, memory, strides=(dtype.itemsize, pitch * dtype.itemsize))
+        return np.ndarray(
+            (rows, columns), dtype, memory, strides=(dtype.itemsize, pitch * dtype.itemsize)
+        )
 
-    def gemmEx(self, handle, transa, transb, m, n, k, alpha, a, a_kind, lda, b, b_kind, ldb, beta, c, c_kind, ldc, compute,
-               algorithm):
+    def gemmEx(
+        self,
+        handle,
+        transa,
+        transb,
+        m,
+        n,
+        k,
+        alpha,
+        a,
+        a_kind,
+        lda,
+        b,
+        b_kind,
+        ldb,
+        beta,
+        c,
+        c_kind,
+        ldc,
+        compute,
+        algorithm,
+    ):
         assert (handle, algorithm) == ("handle", self.CUBLAS_GEMM_DEFAULT)
         alpha, beta = (self.SUMS[compute].from_address(factor).value for factor in (alpha, beta))
         left = self.matrix(a, a_kind, *((k, m) if transa else (m, k)), lda).astype(np.float64)
@@ -124,59 +153,110 @@ class RememberingCupy:
 
     def __init__(self, log: str = "", capability: str = "90"):
         self.modules, self.kernels = [], {}
-        self.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(
-            compute_capability=capability, attributes=ATTRIBUTES),
-                                    nvrtc=RememberingCompiler(log), cublas=ColumnMajor(), get_cublas_handle=lambda: "handle",
-                                    get_current_stream=lambda: SimpleNamespace(ptr=77),
-                                    runtime=SimpleNamespace(driverGetVersion=lambda: 13000),
-                                    driver=SimpleNamespace(launchKernel=self.launch_kernel))
-        self._core = SimpleNamespace(core=SimpleNamespace(
-            assemble_cupy_compiler_options=lambda options: ("--std=c++17", "-I/of/cuda", *options)))
+        self.cuda = SimpleNamespace(
+            Device=lambda: SimpleNamespace(compute_capability=capability, attributes=ATTRIBUTES),
+            nvrtc=RememberingCompiler(log),
+            cublas=ColumnMajor(),
+            get_cublas_handle=lambda: "handle",
+            get_current_stream=lambda: SimpleNamespace(ptr=77),
+            runtime=SimpleNamespace(driverGetVersion=lambda: 13000),
+            driver=SimpleNamespace(launchKernel=self.launch_kernel),
+        )
+        self._core = SimpleNamespace(
+            core=SimpleNamespace(
+                assemble_cupy_compiler_options=lambda options: (
+                    "--std=c++17",
+                    "-I/of/cuda",
+                    *options,
+                )
+            )
+        )
 
     def launch_kernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, places, extra):
-        kernel, = (kernel for kernel in self.kernels.values() if kernel.kernel.ptr == function)
+        (kernel,) = (kernel for kernel in self.kernels.values() if kernel.kernel.ptr == function)
         assert (stream, extra) == (77, 0)
         kernel.calls.append(((gx, gy, gz), (bx, by, bz), places, shared))
 
     def RawModule(self, path):
         self.modules.append(json.loads(Path(path).read_text().rstrip("\0")))
-        return SimpleNamespace(get_function=lambda name: self.kernels.setdefault(name, RememberingKernel()))
+        return SimpleNamespace(
+            get_function=lambda name: self.kernels.setdefault(name, RememberingKernel())
+        )
 
 
-C_TYPES = {"int": ctypes.c_int, "float": ctypes.c_float, "long long": ctypes.c_longlong, "double": ctypes.c_double}
+C_TYPES = {
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
+    "long long": ctypes.c_longlong,
+    "double": ctypes.c_double,
+}
 
 
 def passed(kernel, signature, defines):
     """What the driver would read as the arguments of the last call, by name."""
     places = (ctypes.c_void_p * len(signature.parameters)).from_address(kernel.calls[-1][2])
-    kinds = [ctypes.c_void_p if each.is_pointer else C_TYPES[defines.get(each.type, each.type)] for each in signature.parameters]
-    return {each.name: kind.from_address(place).value
-            for each, kind, place in zip(signature.parameters, kinds, places, strict=True)}
+    kinds = [
+        ctypes.c_void_p if each.is_pointer else C_TYPES[defines.get(each.type, each.type)]
+        for each in signature.parameters
+    ]
+    return {
+        each.name: kind.from_address(place).value
+        for each, kind, place in zip(signature.parameters, kinds, places, strict=True)
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_arrays_numbers_and_absent_arrays_reach_the_driver_as_the_kernel_declares_them(dtype):
     cupy = RememberingCupy()
-    kernels, (a, b, c) = Kernels(CudaEngine(cupy)), (np.ones((3, 4), dtype).view(OnDevice) for _ in range(3))
-    signature, sums = package_sources()["gemm"].kernels["gemm"], {"float32": "float", "float64": "double"}[dtype]
-    for run in (1, 2, 3):    # looked at, then found again
+    kernels, (a, b, c) = (
+        Kernels(CudaEngine(cupy)),
+        (np.ones((3, 4), dtype).view(OnDevice) for _ in range(3)),
+    )
+    signature, sums = (
+        package_sources()["gemm"].kernels["gemm"],
+        {"float32": "float", "float64": "double"}[dtype],
+    )
+    for run in (1, 2, 3):  # looked at, then found again
         c = np.empty((3, 3), dtype).view(OnDevice)
         product.gemm(kernels, Arena(), a, b, c, transposed_b=True, alpha=run + 0.5)
         grid, block, _, shared = cupy.kernels["gemm"].calls[-1]
         assert (grid, block, shared) == ((1, 1, 1), (64, 1, 1), 0)
         found = passed(cupy.kernels["gemm"], signature, {"Sum": sums})
-        assert found == {"M": 3, "N": 3, "K": 4, "alpha": run + 0.5, "A": a.data.ptr, "lda": 4, "stride_a": 0, "B": b.data.ptr,
-                         "ldb": 4, "stride_b": 0, "beta": 0.0, "C": c.data.ptr, "ldc": 3, "stride_c": 0, "bias": None,
-                         "residual": None, "saved": None, "activation": 0, "row_sums": None, "splits": 1, "workspace": None}
+        assert found == {
+            "M": 3,
+            "N": 3,
+            "K": 4,
+            "alpha": run + 0.5,
+            "A": a.data.ptr,
+            "lda": 4,
+            "stride_a": 0,
+            "B": b.data.ptr,
+            "ldb": 4,
+            "stride_b": 0,
+            "beta": 0.0,
+            "C": c.data.ptr,
+            "ldc": 3,
+            "stride_c": 0,
+            "bias": None,
+            "residual": None,
+            "saved": None,
+            "activation": 0,
+            "row_sums": None,
+            "splits": 1,
+            "workspace": None,
+        }
     assert kernels.launches == 3
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
-    ({"p": np.ones(4, np.float64)}, "argument `p` is an array of float64"),
-    ({"g": np.ones((4, 2), np.float32)[:, 0]}, "not contiguous"),
-    ({"g": 1.0}, "argument `g` is 1.0, not an array"),
-    ({"decay": "much"}, "argument `decay` is 'much', the kernel takes float32"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"p": np.ones(4, np.float64)}, "argument `p` is an array of float64"),
+        ({"g": np.ones((4, 2), np.float32)[:, 0]}, "not contiguous"),
+        ({"g": 1.0}, "argument `g` is 1.0, not an array"),
+        ({"decay": "much"}, "argument `decay` is 'much', the kernel takes float32"),
+    ],
+)
 def test_a_launch_that_is_found_again_is_refused_as_the_first_one_is(wrong, said):
     cupy = RememberingCupy()
     kernels = Kernels(CudaEngine(cupy))
@@ -184,7 +264,10 @@ def test_a_launch_that_is_found_again_is_refused_as_the_first_one_is(wrong, said
     good = {"p": p, "g": g, "mirror": None, "numbers": numbers, "decay": 0.0}
     for _ in range(2):
         kernels.launch("sgd", (1,), (256,), (4, *good.values()), Element="float", Sum="float")
-    changed = {**good, **{name: x.view(OnDevice) if isinstance(x, np.ndarray) else x for name, x in wrong.items()}}
+    changed = {
+        **good,
+        **{name: x.view(OnDevice) if isinstance(x, np.ndarray) else x for name, x in wrong.items()},
+    }
     with pytest.raises(KernelError, match=said):
         kernels.launch("sgd", (1,), (256,), (4, *changed.values()), Element="float", Sum="float")
     with pytest.raises(KernelError, match="beyond what int64 holds"):
@@ -202,19 +285,36 @@ def test_a_source_is_compiled_once_for_each_set_of_macros():
     assert len(cupy.modules) == 2
     code, options = cupy.modules[0]
     assert '#include "' not in code, "CuPy's cache would not notice a changed header"
-    assert {"--std=c++17", "-ftz=true", "-default-device", "-DElement=float", "-DTILE_M=32", "-I/of/cuda"} <= set(options)
+    assert {
+        "--std=c++17",
+        "-ftz=true",
+        "-default-device",
+        "-DElement=float",
+        "-DTILE_M=32",
+        "-I/of/cuda",
+    } <= set(options)
 
 
 def test_files_are_opened_as_before_once_a_kernel_was_compiled():
-    LIBC.uselocale(-1)    # the process's
+    LIBC.uselocale(-1)  # the process's
     cupy, a, before = RememberingCupy(), there(3, 3), LIBC.uselocale(None)
     product.gemm(Kernels(CudaEngine(cupy)), Arena(), a, a, a.copy())
     assert cupy.modules and LIBC.uselocale(None) == before
 
 
-@pytest.mark.parametrize(("capability", "is_compiled_for"), [
-    ("75", "sm_75"), ("89", "sm_89"), ("90", "sm_90a"), ("100", "sm_100a"), ("121", "compute_100")])
-def test_a_source_is_compiled_for_the_chip_itself_or_for_the_newest_that_nvrtc_knows(capability, is_compiled_for):
+@pytest.mark.parametrize(
+    ("capability", "is_compiled_for"),
+    [
+        ("75", "sm_75"),
+        ("89", "sm_89"),
+        ("90", "sm_90a"),
+        ("100", "sm_100a"),
+        ("121", "compute_100"),
+    ],
+)
+def test_a_source_is_compiled_for_the_chip_itself_or_for_the_newest_that_nvrtc_knows(
+    capability, is_compiled_for
+):
     cupy, a = RememberingCupy(capability=capability), there(3, 3)
     product.gemm(Kernels(CudaEngine(cupy)), Arena(), a, a, a.copy())
     assert cupy.modules[0][1][0] == f"-arch={is_compiled_for}"
@@ -238,14 +338,17 @@ def test_without_nvrtc_it_is_said_how_to_get_it():
     cupy.cuda.nvrtc.getVersion = missing
     with pytest.raises(ConfigError) as refused:
         CudaEngine(cupy)
-    assert refused.value.law.endswith('Failure finding "libnvrtc.so.13"') and "pip install" in refused.value.way_out
+    assert (
+        refused.value.law.endswith('Failure finding "libnvrtc.so.13"')
+        and "pip install" in refused.value.way_out
+    )
 
 
 def test_what_was_compiled_is_found_by_the_next_process_and_half_a_file_never(tmp_path):
     a = there(3, 3)
     for cupy in (RememberingCupy(), RememberingCupy("nothing may be compiled again")):
         product.gemm(Kernels(CudaEngine(cupy, tmp_path)), Arena(), a, a, a.copy())
-    path, = tmp_path.iterdir()
+    (path,) = tmp_path.iterdir()
     assert path.name.startswith("gemm-") and path.suffix == ".cubin" and os.access(path, os.R_OK)
 
 
@@ -271,18 +374,27 @@ def test_instructions_of_one_chip_alone_are_compiled_and_loaded(tmp_path):
         cupy = RememberingCupy(capability=capability)
         cupy.cuda.nvrtc = Module()
         cupy._core.core.assemble_cupy_compiler_options = lambda options: (NEWEST.include,)
-        cupy.RawModule = lambda path, has=cupy.kernels: loaded.append(path) or SimpleNamespace(
-            get_function=lambda name: has.setdefault(name, RememberingKernel()))
+        cupy.RawModule = lambda path, has=cupy.kernels: (
+            loaded.append(path)
+            or SimpleNamespace(get_function=lambda name: has.setdefault(name, RememberingKernel()))
+        )
         kernels = Kernels(CudaEngine(cupy, tmp_path / "compiled"), tmp_path)
         if capability == "90":
             kernels.launch("waits", (1,), (1,), (there(1),))
         else:
-            with pytest.raises(KernelError, match=r"cannot compile waits\.cu for sm_80:\n(.|\n)*wgmma"):
+            with pytest.raises(
+                KernelError, match=r"cannot compile waits\.cu for sm_80:\n(.|\n)*wgmma"
+            ):
                 kernels.launch("waits", (1,), (1,), (there(1),))
     code = Path(loaded[0]).read_bytes()
-    headers, (nbytes, count) = struct.unpack_from("<Q", code, 32)[0], struct.unpack_from("<HH", code, 54)
+    headers, (nbytes, count) = (
+        struct.unpack_from("<Q", code, 32)[0],
+        struct.unpack_from("<HH", code, 54),
+    )
     assert code[:4] == b"\x7fELF" and len(loaded) == 1
-    assert headers + nbytes * count == len(code), "the headers of what is loaded come last, and are whole"
+    assert headers + nbytes * count == len(code), (
+        "the headers of what is loaded come last, and are whole"
+    )
 
 
 def test_the_device_is_asked_what_it_has_room_for():
@@ -293,10 +405,14 @@ def test_the_device_is_asked_what_it_has_room_for():
 def test_a_measured_tile_is_the_one_that_is_launched():
     cupy, a = RememberingCupy(), there(100, 100)
     table = Table([Measured("float32", "NT", 128, 128, 128, Tiling(TILES[1], 1))])
-    multiply = partial(product.gemm, Kernels(CudaEngine(cupy)), Arena(), a, a, np.empty_like(a), table=table)
+    multiply = partial(
+        product.gemm, Kernels(CudaEngine(cupy)), Arena(), a, a, np.empty_like(a), table=table
+    )
     for transposed_b, tile in ((True, TILES[1]), (False, TILES[2])):
         multiply(transposed_b=transposed_b)
-        assert {f"-D{macro}={value}" for macro, value in tile._asdict().items()} <= set(cupy.modules[-1][1])
+        assert {f"-D{macro}={value}" for macro, value in tile._asdict().items()} <= set(
+            cupy.modules[-1][1]
+        )
 
 
 def test_shared_memory_above_48_kib_is_asked_for_first():
@@ -306,35 +422,61 @@ def test_shared_memory_above_48_kib_is_asked_for_first():
     product.gemm(kernels, Arena(), a, a, np.empty_like(a), tiling=Tiling(TENSOR_TILES[0], 1))
     product.gemm(kernels, Arena(), a, a, np.empty_like(a), tiling=Tiling(TENSOR_TILES[0], 1))
     kernel = cupy.kernels["gemm_tensor"]
-    assert kernel.asked == [kernel.calls[0][3]] == [kernel.calls[1][3]] and kernel.asked[0] > 48 << 10
+    assert (
+        kernel.asked == [kernel.calls[0][3]] == [kernel.calls[1][3]] and kernel.asked[0] > 48 << 10
+    )
 
 
 def test_a_failed_compilation_is_our_error_with_the_compilers_words():
     a = there(3, 3)
-    with pytest.raises(KernelError, match=r"NVRTC cannot compile gemm\.cu for sm_90a:\n.*gemm\.cu\(7\): error"):
-        product.gemm(Kernels(CudaEngine(RememberingCupy("gemm.cu(7): error: x"))), Arena(), a, a, a.copy())
+    with pytest.raises(
+        KernelError, match=r"NVRTC cannot compile gemm\.cu for sm_90a:\n.*gemm\.cu\(7\): error"
+    ):
+        product.gemm(
+            Kernels(CudaEngine(RememberingCupy("gemm.cu(7): error: x"))), Arena(), a, a, a.copy()
+        )
 
 
 @pytest.mark.parametrize(("ta", "tb"), [(False, True), (False, False), (True, False), (True, True)])
-@pytest.mark.parametrize(("dtype", "result"), [("float32", "float32"), ("float64", "float64"), ("float16", "float32"),
-                                               ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [
+        ("float32", "float32"),
+        ("float64", "float64"),
+        ("float16", "float32"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "bfloat16"),
+    ],
+)
 def test_the_library_is_asked_for_the_product_of_rows(ta, tb, dtype, result):
     cupy, (m, n, k) = RememberingCupy(), (3, 5, 4)
     engine = CudaEngine(cupy)
     for accumulate, gap in ((False, 0), (True, 3)):
-        a, b, c = (stored(numbers(seed, rows, columns + gap), kind)[:, :columns].view(OnDevice) for seed, rows, columns, kind in (
-            (1, *((k, m) if ta else (m, k)), dtype), (2, *((n, k) if tb else (k, n)), dtype), (3, m, n, result)))
-        truth = (values(a).T if ta else values(a)) @ (values(b).T if tb else values(b)) + accumulate * values(c)
+        a, b, c = (
+            stored(numbers(seed, rows, columns + gap), kind)[:, :columns].view(OnDevice)
+            for seed, rows, columns, kind in (
+                (1, *((k, m) if ta else (m, k)), dtype),
+                (2, *((n, k) if tb else (k, n)), dtype),
+                (3, m, n, result),
+            )
+        )
+        truth = (values(a).T if ta else values(a)) @ (
+            values(b).T if tb else values(b)
+        ) + accumulate * values(c)
         engine.multiply(a, b, c, ta, tb, accumulate)
         assert_close(c, truth, result)
-    assert cupy.cuda.cublas.modes == [("handle", ColumnMajor.CUBLAS_DEFAULT_MATH)] * 2, "TF32 is never on"
+    assert cupy.cuda.cublas.modes == [("handle", ColumnMajor.CUBLAS_DEFAULT_MATH)] * 2, (
+        "TF32 is never on"
+    )
 
 
 def test_what_the_library_cannot_do_is_refused():
     kernels, a = Kernels(CudaEngine(RememberingCupy())), np.ones((3, 3), np.float32)
     with pytest.raises(KernelError, match="makes one product at a time, not 2"):
         product.library(kernels, Arena(), *[np.ones((2, 3, 3), np.float32)] * 3)
-    with pytest.raises(KernelError, match="Only of an operand stored transposed can the rows be summed"):
+    with pytest.raises(
+        KernelError, match="Only of an operand stored transposed can the rows be summed"
+    ):
         product.library(kernels, Arena(), a, a, a.copy(), row_sums=np.empty(3, np.float32))
     with pytest.raises(KernelError, match="does not fit into"):
         product.library(kernels, Arena(), a, a, np.ones((3, 2), np.float32))
@@ -342,6 +484,7 @@ def test_what_the_library_cannot_do_is_refused():
 
 def test_where_cupy_finds_no_cublas_it_is_said_how_to_get_it():
     """CuPy's wheels have none: it is looked for when the module is first asked for, which then is an ImportError."""
+
     class WithoutCublas(SimpleNamespace):
         @property
         def cublas(self):
@@ -350,15 +493,19 @@ def test_where_cupy_finds_no_cublas_it_is_said_how_to_get_it():
     cupy, a = RememberingCupy(), np.ones((3, 3), np.float32).view(OnDevice)
     vars(cupy.cuda).pop("cublas")
     cupy.cuda = WithoutCublas(**vars(cupy.cuda))
-    with pytest.raises(ConfigError, match=r"need cuBLAS, but .* it: Failure .* No such file\n +Install it: .*cuda13"):
+    with pytest.raises(
+        ConfigError,
+        match=r"need cuBLAS, but .* it: Failure .* No such file\n +Install it: .*cuda13",
+    ):
         CudaEngine(cupy).multiply(a, a, a.copy(), False, False, False)
 
 
 def test_a_single_row_may_have_any_stride():
-    a, b, c = (np.ones((8, 4), np.float32)[::9].view(OnDevice), np.ones((4, 3), np.float32).view(OnDevice),
-               np.zeros((1, 3), np.float32).view(OnDevice))
+    a, b, c = (
+        np.ones((8, 4), np.float32)[::9].view(OnDevice),
+        np.ones((4, 3), np.float32).view(OnDevice),
+        np.zeros((1, 3), np.float32).view(OnDevice),
+    )
     a = np.lib.stride_tricks.as_strided(a, (1, 4), (0, 4), subok=True)
     CudaEngine(RememberingCupy()).multiply(a, b, c, False, False, False)
     assert c.tolist() == [[4, 4, 4]]
-
-

@@ -19,7 +19,8 @@ def launch(request):
     kernels = Kernels(Simulator(checked=request.param), folder=Path(__file__).parent)
     # Not every kernel of the file uses Element; it is one library all the same.
     return lambda name, threads, *arguments, Element="__half": kernels.launch(
-        name, (-(-threads // 256),), (min(threads, 256),), arguments, Element=Element)
+        name, (-(-threads // 256),), (min(threads, 256),), arguments, Element=Element
+    )
 
 
 def bfloat16_bits(x):
@@ -34,7 +35,15 @@ def bfloat16_bits(x):
 def test_every_float16_and_bfloat16_converts_to_float32(launch):
     from_h, from_b = np.empty((2, 1 << 16), np.float32)
     float16 = ALL_16_BITS.view(np.float16)
-    launch("convert_from_16_bits", 1 << 16, 1 << 16, float16, ALL_16_BITS.view(BFLOAT16), fresh(from_h), fresh(from_b))
+    launch(
+        "convert_from_16_bits",
+        1 << 16,
+        1 << 16,
+        float16,
+        ALL_16_BITS.view(BFLOAT16),
+        fresh(from_h),
+        fresh(from_b),
+    )
     np.testing.assert_array_equal(from_h, float16.astype(np.float32))
     bits = from_b.view(np.uint32)
     np.testing.assert_array_equal(bits, ALL_16_BITS.astype(np.uint32) << 16)
@@ -44,10 +53,28 @@ def test_floats_round_to_16_bits_as_ieee_says(launch):
     rng = np.random.default_rng(1)
     ties = ALL_16_BITS.view(np.float16).astype(np.float32)
     ties = ties[np.isfinite(ties)]
-    x = np.concatenate([
-        rng.integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32), ties, (ties[1:] + ties[:-1]) / 2,
-        np.float32([0, -0.0, 65519.9, 65520, 65536, 2**-24, 2**-25, 1.0001 * 2**-25, 3e38, -np.inf, np.inf]),
-    ])
+    x = np.concatenate(
+        [
+            rng.integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32),
+            ties,
+            (ties[1:] + ties[:-1]) / 2,
+            np.float32(
+                [
+                    0,
+                    -0.0,
+                    65519.9,
+                    65520,
+                    65536,
+                    2**-24,
+                    2**-25,
+                    1.0001 * 2**-25,
+                    3e38,
+                    -np.inf,
+                    np.inf,
+                ]
+            ),
+        ]
+    )
     x = x[~np.isnan(x)]
     h, b = np.empty(len(x), np.float16), np.empty(len(x), BFLOAT16)
     launch("convert_to_16_bits", len(x), len(x), x, fresh(h), fresh(b))
@@ -76,7 +103,10 @@ def test_shuffles_move_values_as_cuda_documents(launch):
 @pytest.mark.parametrize("name", ["multiply_tile", "multiply_tile_sm75"])
 def test_the_fragments_of_a_tensor_core_product_are_laid_out_as_in_the_ptx_isa(launch, name):
     rng = np.random.default_rng(2)
-    a, b = rng.integers(-8, 9, (16, 16)).astype(np.float16), rng.integers(-8, 9, (16, 8)).astype(np.float16)
+    a, b = (
+        rng.integers(-8, 9, (16, 16)).astype(np.float16),
+        rng.integers(-8, 9, (16, 8)).astype(np.float16),
+    )
     c = np.empty((16, 8), np.float32)
     launch(name, 32, a, b, fresh(c))
     np.testing.assert_array_equal(c, a.astype(np.float32) @ b.astype(np.float32))
@@ -84,9 +114,19 @@ def test_the_fragments_of_a_tensor_core_product_are_laid_out_as_in_the_ptx_isa(l
 
 def test_a_tensor_core_product_of_bfloat16_reads_bfloat16(launch):
     rng = np.random.default_rng(3)
-    a, b = rng.integers(-8, 9, (16, 16)).astype(np.float32), rng.integers(-8, 9, (16, 8)).astype(np.float32)
+    a, b = (
+        rng.integers(-8, 9, (16, 16)).astype(np.float32),
+        rng.integers(-8, 9, (16, 8)).astype(np.float32),
+    )
     c = np.empty((16, 8), np.float32)
-    launch("multiply_tile", 32, a.astype(BFLOAT16), b.astype(BFLOAT16), fresh(c), Element="__nv_bfloat16")
+    launch(
+        "multiply_tile",
+        32,
+        a.astype(BFLOAT16),
+        b.astype(BFLOAT16),
+        fresh(c),
+        Element="__nv_bfloat16",
+    )
     np.testing.assert_array_equal(c, a @ b)
 
 
@@ -95,9 +135,9 @@ def test_a_copy_of_fewer_valid_bytes_fills_the_rest_with_zeros(launch, valid):
     x = np.arange(1, 5, dtype=np.float32)
     padded = np.zeros(8, np.float32)
     start = -padded.ctypes.data // 4 % 4
-    padded[start:start + 4] = x
+    padded[start : start + 4] = x
     y = np.empty(4, np.float32)
-    launch("copy_in_part", 4, valid, padded[start:start + 4], fresh(y))
+    launch("copy_in_part", 4, valid, padded[start : start + 4], fresh(y))
     np.testing.assert_array_equal(y, np.where(np.arange(4) < valid // 4, x, 0))
 
 
@@ -105,7 +145,7 @@ def test_a_copy_of_fewer_valid_bytes_fills_the_rest_with_zeros(launch, valid):
 def test_a_copy_of_what_does_not_exist_reads_nothing_and_writes_zeros(launch, exists):
     padded = np.zeros(12, np.float32)
     start = -padded.ctypes.data // 4 % 4
-    x, y = padded[start:start + 5 * exists], np.empty(5, np.float32)
+    x, y = padded[start : start + 5 * exists], np.empty(5, np.float32)
     x[...] = np.arange(1, x.size + 1)
     launch("copy_or_not", 5, exists, x, fresh(y))
     np.testing.assert_array_equal(y, np.arange(1, 6) * exists)

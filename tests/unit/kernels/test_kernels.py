@@ -6,8 +6,11 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from tests.cases.suite import SUITE
 
-MACHINES = {"fast": {}, "checked random": {"checked": True, "order": "random", "seed": 1},
-            "checked reverse": {"checked": True, "order": "reverse"}}
+MACHINES = {
+    "fast": {},
+    "checked random": {"checked": True, "order": "random", "seed": 1},
+    "checked reverse": {"checked": True, "order": "reverse"},
+}
 GROUPS = {group.__name__: group for groups in SUITE.values() for group in groups}
 
 

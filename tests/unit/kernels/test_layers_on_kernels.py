@@ -32,7 +32,9 @@ def test_the_cuda_body_has_the_reference_s_names_and_signatures():
     for name, function in inspect.getmembers(reference, inspect.isfunction):
         if not name.startswith("_"):
             bound = getattr(OPS, name)
-            assert list(inspect.signature(bound).parameters) == list(inspect.signature(function).parameters), name
+            assert list(inspect.signature(bound).parameters) == list(
+                inspect.signature(function).parameters
+            ), name
 
 
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
@@ -83,8 +85,19 @@ def one_step(ops, dtype: str) -> tuple[float, np.ndarray, np.ndarray]:
         units[index].layer.backward_weight(pending, gradients[index], arena)
     moments = [np.zeros(storage.length, dtype) for _ in range(2)]
     kept = flat.copy()
-    ops.adamw(parameters, flat, *moments, scale=1.0, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1,
-              arena=arena)
+    ops.adamw(
+        parameters,
+        flat,
+        *moments,
+        scale=1.0,
+        lr=1e-2,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=1,
+        arena=arena,
+    )
     return float(loss), kept, parameters
 
 
@@ -102,7 +115,11 @@ def test_a_block_is_launched_as_its_products_norms_and_attention_alone(monkeypat
     """Shortcuts, biases and GELU forward and backward are within these. In weight halves sums of parts are added up."""
     kernels, arena, names = Kernels(Simulator()), Arena(), []
     launch = kernels.launch
-    monkeypatch.setattr(kernels, "launch", lambda name, *rest, **more: (names.append(name), launch(name, *rest, **more)))
+    monkeypatch.setattr(
+        kernels,
+        "launch",
+        lambda name, *rest, **more: (names.append(name), launch(name, *rest, **more)),
+    )
     units = gpt(Plain(body(kernels)), vocab=7, context=6, width=8, heads=2, depth=1)[1:3]
     weights, gradients, _, _ = place(units, 1, np.float32)
     found = {}
@@ -120,8 +137,14 @@ def test_a_block_is_launched_as_its_products_norms_and_attention_alone(monkeypat
         noted(("weight", unit.name), unit.layer.backward_weight(pending, grads, arena))
     assert found == {
         ("forward", "blocks.0.attention"): ["layer_norm", "gemm", "attention", "gemm"],
-        ("input", "blocks.0.attention"): ["gemm", "attention_dots", "attention_backward_kv", "attention_backward_q", "gemm",
-                                           "layer_norm_backward"],
+        ("input", "blocks.0.attention"): [
+            "gemm",
+            "attention_dots",
+            "attention_backward_kv",
+            "attention_backward_q",
+            "gemm",
+            "layer_norm_backward",
+        ],
         ("weight", "blocks.0.attention"): ["add_parts"] * 2 + ["gemm", "add_parts"] * 2,
         ("forward", "blocks.0.mlp"): ["layer_norm", "gemm", "gemm"],
         ("input", "blocks.0.mlp"): ["gemm", "gemm", "layer_norm_backward"],
@@ -132,7 +155,10 @@ def test_a_block_is_launched_as_its_products_norms_and_attention_alone(monkeypat
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_column_slices_of_a_linear_layer_add_up_to_the_whole(ranks):
     """Outputs are cut over the ranks: y, dw and db are put side by side, dx is summed."""
-    x, w, b, dy = (a.astype(np.float32) for a in (numbers(1, 10, 24), numbers(2, 36, 24), numbers(3, 36), numbers(4, 10, 36)))
+    x, w, b, dy = (
+        a.astype(np.float32)
+        for a in (numbers(1, 10, 24), numbers(2, 36, 24), numbers(3, 36), numbers(4, 10, 36))
+    )
     cuts = [slice(36 * rank // ranks, 36 * (rank + 1) // ranks) for rank in range(ranks)]
     parts = [halves(x, w[cut], b[cut], np.ascontiguousarray(dy[:, cut])) for cut in cuts]
     truth = halves(x, w, b, dy, reference)
@@ -143,10 +169,20 @@ def test_column_slices_of_a_linear_layer_add_up_to_the_whole(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_row_slices_of_a_linear_layer_add_up_to_the_whole(ranks):
     """Inputs are cut over the ranks: y is summed (one rank adds the bias), dx and dw are put side by side."""
-    x, w, b, dy = (a.astype(np.float32) for a in (numbers(1, 10, 24), numbers(2, 36, 24), numbers(3, 36), numbers(4, 10, 36)))
+    x, w, b, dy = (
+        a.astype(np.float32)
+        for a in (numbers(1, 10, 24), numbers(2, 36, 24), numbers(3, 36), numbers(4, 10, 36))
+    )
     cuts = [slice(24 * rank // ranks, 24 * (rank + 1) // ranks) for rank in range(ranks)]
-    parts = [halves(np.ascontiguousarray(x[:, cut]), np.ascontiguousarray(w[:, cut]), b if rank == 0 else None, dy)
-             for rank, cut in enumerate(cuts)]
+    parts = [
+        halves(
+            np.ascontiguousarray(x[:, cut]),
+            np.ascontiguousarray(w[:, cut]),
+            b if rank == 0 else None,
+            dy,
+        )
+        for rank, cut in enumerate(cuts)
+    ]
     truth = halves(x, w, b, dy, reference)
     y, dx, dw, db = zip(*parts, strict=True)
     assert_all_close([sum(y), np.concatenate(dx, 1), np.concatenate(dw, 1), db[0]], truth)

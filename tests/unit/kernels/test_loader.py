@@ -20,7 +20,11 @@ from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.top_k import top_k
 
 HERE = Path(__file__).parent
-WIRE = {name for name, found in vars(wire).items() if isfunction(found) and found.__module__ == wire.__name__ and name[0] != "_"}
+WIRE = {
+    name
+    for name, found in vars(wire).items()
+    if isfunction(found) and found.__module__ == wire.__name__ and name[0] != "_"
+}
 FLOATS = np.zeros(32, np.float32)
 
 
@@ -31,49 +35,82 @@ def kernels():
 
 REFUSED = {
     "missing argument": (
-        "past_the_end", (32, FLOATS), 32,
+        "past_the_end",
+        (32, FLOATS),
+        32,
         "KernelError: past_the_end takes 3 arguments, but 2 were passed.\n"
-        "             Its parameters: n, x, y."),
+        "             Its parameters: n, x, y.",
+    ),
     "wrong dtype": (
-        "past_the_end", (32, np.zeros(32), FLOATS), 32,
+        "past_the_end",
+        (32, np.zeros(32), FLOATS),
+        32,
         "KernelError: past_the_end: argument `x` is an array of float64, the kernel takes float32.\n"
-        "             Cast it first, or launch the kernel for that element type."),
+        "             Cast it first, or launch the kernel for that element type.",
+    ),
     "wrong dtype of the same size": (
-        "past_the_end", (32, np.zeros(32, np.int32), FLOATS), 32,
+        "past_the_end",
+        (32, np.zeros(32, np.int32), FLOATS),
+        32,
         "KernelError: past_the_end: argument `x` is an array of int32, the kernel takes float32.\n"
-        "             Cast it first, or launch the kernel for that element type."),
+        "             Cast it first, or launch the kernel for that element type.",
+    ),
     "not contiguous": (
-        "past_the_end", (32, np.zeros((32, 2), np.float32)[:, 0], FLOATS), 32,
+        "past_the_end",
+        (32, np.zeros((32, 2), np.float32)[:, 0], FLOATS),
+        32,
         "KernelError: past_the_end: argument `x` of shape (32,) and strides (8,) bytes is not contiguous.\n"
-        "             Copy it first; only `strided` arguments may skip elements, and never in the last dim."),
+        "             Copy it first; only `strided` arguments may skip elements, and never in the last dim.",
+    ),
     "not contiguous in the last dim": (
-        "past_the_end", (32, strided(np.zeros((32, 2), np.float32)[:, 0]), FLOATS), 32,
+        "past_the_end",
+        (32, strided(np.zeros((32, 2), np.float32)[:, 0]), FLOATS),
+        32,
         "KernelError: past_the_end: argument `x` of shape (32,) and strides (8,) bytes is not contiguous.\n"
-        "             Copy it first; only `strided` arguments may skip elements, and never in the last dim."),
+        "             Copy it first; only `strided` arguments may skip elements, and never in the last dim.",
+    ),
     "a number for an array": (
-        "past_the_end", (32, 1.0, FLOATS), 32,
+        "past_the_end",
+        (32, 1.0, FLOATS),
+        32,
         "KernelError: past_the_end: argument `x` is 1.0, not an array of float32.\n"
-        "             Pass an array, or None to leave it out."),
+        "             Pass an array, or None to leave it out.",
+    ),
     "a fraction for a count": (
-        "past_the_end", (32.0, FLOATS, FLOATS), 32,
+        "past_the_end",
+        (32.0, FLOATS, FLOATS),
+        32,
         "KernelError: past_the_end: argument `n` is 32.0, the kernel takes int32.\n"
-        "             Pass an integer."),
+        "             Pass an integer.",
+    ),
     "too large a count": (
-        "past_the_end", (2**31, FLOATS, FLOATS), 32,
+        "past_the_end",
+        (2**31, FLOATS, FLOATS),
+        32,
         "KernelError: past_the_end: argument `n` is 2147483648, beyond what int32 holds.\n"
-        "             Split the arrays into smaller ones."),
+        "             Split the arrays into smaller ones.",
+    ),
     "too many threads": (
-        "past_the_end", (32, FLOATS, FLOATS), 1025,
+        "past_the_end",
+        (32, FLOATS, FLOATS),
+        1025,
         "KernelError: past_the_end: a block of (1025,) is 1025 threads; 1 to 1024 are possible.\n"
-        "             Use a smaller block and a larger grid."),
+        "             Use a smaller block and a larger grid.",
+    ),
     "more threads than the launch bounds": (
-        "bounded", (np.zeros(65, np.float32),), 65,
+        "bounded",
+        (np.zeros(65, np.float32),),
+        65,
         "KernelError: bounded is launched with 65 threads a block; its launch bounds say 64.\n"
-        "             Use smaller blocks, or raise __launch_bounds__."),
+        "             Use smaller blocks, or raise __launch_bounds__.",
+    ),
     "overlap": (
-        "past_the_end", (16, FLOATS[:16], FLOATS[8:24]), 16,
+        "past_the_end",
+        (16, FLOATS[:16], FLOATS[8:24]),
+        16,
         "KernelError: past_the_end: arguments `x` and `y` overlap in part; one is written.\n"
-        "             Pass the same array twice for work in place, or arrays that share no element."),
+        "             Pass the same array twice for work in place, or arrays that share no element.",
+    ),
 }
 
 
@@ -86,13 +123,14 @@ def test_a_wrong_launch_is_refused_with_the_law_the_values_and_the_way_out(kerne
 
 
 def test_top_k_chooses_among_as_many_elements_as_indices_of_32_bits_reach(kernels):
-    claimed = np.broadcast_to(np.float32(1), 1 << 31)    # one element in memory
+    claimed = np.broadcast_to(np.float32(1), 1 << 31)  # one element in memory
     assert top_k(kernels, claimed[1:], 0, Arena())[0].size == 0
     with pytest.raises(KernelError) as caught:
         top_k(kernels, claimed, 1, Arena())
     assert str(caught.value) == (
         "KernelError: Indices of 32 bits reach 2147483647 elements, but there are 2147483648 to choose from.\n"
-        "             Choose from parts of the array.")
+        "             Choose from parts of the array."
+    )
 
 
 def test_an_unknown_kernel_is_refused_with_the_known_ones(kernels):
@@ -101,13 +139,20 @@ def test_an_unknown_kernel_is_refused_with_the_known_ones(kernels):
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_words(tmp_path):
-    (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken(int n) { nonsense(n); }\n')
+    (tmp_path / "broken.cu").write_text(
+        'extern "C" __global__ void broken(int n) { nonsense(n); }\n'
+    )
     with pytest.raises(KernelError, match=r"broken\.cu:1:.*nonsense"):
         Kernels(Simulator(), folder=tmp_path).launch("broken", (1,), (1,), (1,))
 
 
 def test_scalars_and_arrays_of_every_kind_pass(kernels):
-    kernels.launch("takes_many_types", (1,), (1,), (1, 2**40, 0.5, np.zeros(2, np.float16), np.zeros(3, np.uint8)))
+    kernels.launch(
+        "takes_many_types",
+        (1,),
+        (1,),
+        (1, 2**40, 0.5, np.zeros(2, np.float16), np.zeros(3, np.uint8)),
+    )
 
 
 def test_an_empty_grid_launches_nothing(kernels):
@@ -118,7 +163,8 @@ def test_an_empty_grid_launches_nothing(kernels):
 
 def test_an_absent_array_is_a_null_pointer(tmp_path):
     (tmp_path / "optional.cu").write_text(
-        'extern "C" __global__ void optional(const float* x, float* y) { y[0] = x ? x[0] : -1.0f; }\n')
+        'extern "C" __global__ void optional(const float* x, float* y) { y[0] = x ? x[0] : -1.0f; }\n'
+    )
     y = np.zeros(1, np.float32)
     Kernels(Simulator(), folder=tmp_path).launch("optional", (1,), (1,), (None, fresh(y)))
     assert y == -1
@@ -150,7 +196,13 @@ def test_ranks_as_threads_may_launch_at_the_same_time(kernels):
 
     def launch(rank):
         for _ in range(20):
-            kernels.launch("past_the_end", (1,), (64,), (32, np.full(32, rank, np.float32), outputs[rank]), RIGHT=1)
+            kernels.launch(
+                "past_the_end",
+                (1,),
+                (64,),
+                (32, np.full(32, rank, np.float32), outputs[rank]),
+                RIGHT=1,
+            )
 
     threads = [threading.Thread(target=launch, args=(rank,)) for rank in range(8)]
     for thread in threads:
@@ -166,13 +218,15 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch):
         devices.compiler()
     assert str(caught.value) == (
         "ConfigError: device.kind cuda-sim compiles kernels with g++ 11 or later on x86-64, but there is no g++ here.\n"
-        "             Install g++ on an x86-64 machine (apt install g++), or use --device cpu.")
+        "             Install g++ on an x86-64 machine (apt install g++), or use --device cpu."
+    )
 
 
 def test_a_changed_header_is_compiled_again(tmp_path):
     (tmp_path / "value.cuh").write_text("#define VALUE 1.0f\n")
     (tmp_path / "user.cu").write_text(
-        '#include "value.cuh"\nextern "C" __global__ void set(float* y) { *y = VALUE; }\n')
+        '#include "value.cuh"\nextern "C" __global__ void set(float* y) { *y = VALUE; }\n'
+    )
     y = np.zeros(1, np.float32)
     for value in (1, 2):
         (tmp_path / "value.cuh").write_text(f"#define VALUE {value}.0f\n")
@@ -181,7 +235,9 @@ def test_a_changed_header_is_compiled_again(tmp_path):
         assert y == value
 
 
-def test_launches_that_are_found_again_take_twelve_calls_at_most_and_no_argument_object(monkeypatch):
+def test_launches_that_are_found_again_take_twelve_calls_at_most_and_no_argument_object(
+    monkeypatch,
+):
     """Of every operation on kernels, and of what all-reduces do to chunks."""
     kernels = Kernels(launch_overhead.Nothing(takes_plain=True))
     made = launch_overhead.operations(kernels)
@@ -200,4 +256,6 @@ def test_launches_that_are_found_again_take_twelve_calls_at_most_and_no_argument
 
 def test_names_of_no_array_are_refused(kernels):
     with pytest.raises(KernelError, match=r"past_the_end has no array `z`\.\n +Its arrays: x, y"):
-        kernels.launch("past_the_end", (1,), (32,), (32, FLOATS, FLOATS.copy()), fresh="y z", RIGHT=1)
+        kernels.launch(
+            "past_the_end", (1,), (32,), (32, FLOATS, FLOATS.copy()), fresh="y z", RIGHT=1
+        )

@@ -6,7 +6,9 @@ from tests.unit.kernels.mutation import EQUIVALENT, MUTATIONS, mutants, run, sam
 def test_the_cases_notice_a_broken_kernel_of_every_kind():
     judged = list(run(sample()))
     assert {mutant.kind for mutant, _ in judged} == set(MUTATIONS)
-    assert [(mutant.file, mutant.line, mutant.kind) for mutant, noticed in judged if not noticed] == []
+    assert [
+        (mutant.file, mutant.line, mutant.kind) for mutant, noticed in judged if not noticed
+    ] == []
 
 
 def test_every_mutant_known_to_be_equivalent_still_exists():

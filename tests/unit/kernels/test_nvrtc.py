@@ -42,20 +42,30 @@ LOOPS = {
 # Kernels that load and store 16 bytes of global memory at a time, whatever the type of elements.
 WIDE = {
     "ld": "activation_backward activation_forward adamw add add_bias add_into add_parts column_sums convert count_chosen "
-          "count_digits cross_entropy cross_entropy_loss cross_entropy_split decode_fp16 decode_int8 embedding "
-          "embedding_backward_positions embedding_backward_table encode_fp16 encode_int8 gemm_combine gradient_facts "
-          "largest_is_target layer_norm layer_norm_backward maximum_into momentum row_argmax row_exponentials row_maximum sgd "
-          "sum_parts total weighted_sum write_chosen",
+    "count_digits cross_entropy cross_entropy_loss cross_entropy_split decode_fp16 decode_int8 embedding "
+    "embedding_backward_positions embedding_backward_table encode_fp16 encode_int8 gemm_combine gradient_facts "
+    "largest_is_target layer_norm layer_norm_backward maximum_into momentum row_argmax row_exponentials row_maximum sgd "
+    "sum_parts total weighted_sum write_chosen",
     "st": "activation_backward activation_forward adamw add add_bias add_into add_parts column_sums convert cross_entropy "
-          "cross_entropy_split decode_fp16 decode_int8 embedding embedding_backward_positions embedding_backward_table "
-          "encode_fp16 gemm_combine layer_norm layer_norm_backward maximum_into momentum sgd weighted_sum",
+    "cross_entropy_split decode_fp16 decode_int8 embedding embedding_backward_positions embedding_backward_table "
+    "encode_fp16 gemm_combine layer_norm layer_norm_backward maximum_into momentum sgd weighted_sum",
 }
 
 
 def types(element: str) -> dict[str, object]:
     """Every macro that a source without tiles may need."""
-    return {"Element": element, "Result": element, "Sum": ELEMENTS[element], "Index": "long long", "BLOCK": 256,
-            "ROW_SUMS": 1, "HEAD": 64, "TILE": 64, "STEP": 64, "CHUNKED": 1}
+    return {
+        "Element": element,
+        "Result": element,
+        "Sum": ELEMENTS[element],
+        "Index": "long long",
+        "BLOCK": 256,
+        "ROW_SUMS": 1,
+        "HEAD": 64,
+        "TILE": 64,
+        "STEP": 64,
+        "CHUNKED": 1,
+    }
 
 
 def attention_way(capability, head):
@@ -68,29 +78,62 @@ def jobs():
     """(source, architecture, macros) of everything that is compiled here, in the same order in every process."""
     for name in sorted(set(SOURCES) - {"gemm", "gemm_tensor", *ATTENTIONS}):
         for element, architecture in WHERE.items():
-            if (name, element) != ("top_k", "double"):    # it knows float32 alone
+            if (name, element) != ("top_k", "double"):  # it knows float32 alone
                 yield name, architecture, types(element)
-    for name, macro in (("steps", "Mirror"), ("embedding", "Result"), ("columns", "Result")):    # of mixed precision
+    for name, macro in (
+        ("steps", "Mirror"),
+        ("embedding", "Result"),
+        ("columns", "Result"),
+    ):  # of mixed precision
         for short in ("__half", "__nv_bfloat16"):
-            yield name, "sm_80", types("float" if macro == "Mirror" else short) | {macro: short if macro == "Mirror" else "float"}
+            yield (
+                name,
+                "sm_80",
+                types("float" if macro == "Mirror" else short)
+                | {macro: short if macro == "Mirror" else "float"},
+            )
     for is_backward, name in enumerate(ATTENTIONS):
-        for capability, head, architecture in ((90, 64, "sm_90a"), (90, 128, "sm_90a"), (86, 128, "sm_80")):
+        for capability, head, architecture in (
+            (90, 64, "sm_90a"),
+            (90, 128, "sm_90a"),
+            (86, 128, "sm_80"),
+        ):
             macros = attention_way(capability, head).macros[is_backward].defines
-            yield name, architecture, types("__nv_bfloat16") | {dim: macros[dim] for dim in ("HEAD", "STEP")}
+            yield (
+                name,
+                architecture,
+                types("__nv_bfloat16") | {dim: macros[dim] for dim in ("HEAD", "STEP")},
+            )
         # It compiles there too, but `choose` takes it from sm_80 on.
         yield name, "sm_75", types("__half") | {"HEAD": 32, "STEP": 32}
     # Without what is this chip's alone, and with copies element by element.
-    yield "attention_tensor", "sm_90", types("__nv_bfloat16") | {"HEAD": 128, "STEP": 32, "CHUNKED": 0}
+    yield (
+        "attention_tensor",
+        "sm_90",
+        types("__nv_bfloat16") | {"HEAD": 128, "STEP": 32, "CHUNKED": 0},
+    )
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
         if sums or architecture != "sm_75":
-            for tile in (TILES if sums else TILES[:USUAL]) if architecture == "sm_80" else TILES[:1]:
+            for tile in (
+                (TILES if sums else TILES[:USUAL]) if architecture == "sm_80" else TILES[:1]
+            ):
                 yield "gemm", architecture, types("float") | tile._asdict() | stored
         if sums or architecture != "sm_75":
-            for tile in (TENSOR_TILES if sums else TENSOR_TILES[1:USUAL]) if architecture == "sm_80" else TENSOR_TILES[:1]:
-                element, stages = ("__half", {"STAGES": 2}) if architecture == "sm_75" else ("__nv_bfloat16", {})
-                result = {"Result": "float"} if sums else {}    # gradients of weights are float32
-                yield "gemm_tensor", architecture, types(element) | tile._asdict() | stages | stored | result
+            for tile in (
+                (TENSOR_TILES if sums else TENSOR_TILES[1:USUAL])
+                if architecture == "sm_80"
+                else TENSOR_TILES[:1]
+            ):
+                element, stages = (
+                    ("__half", {"STAGES": 2}) if architecture == "sm_75" else ("__nv_bfloat16", {})
+                )
+                result = {"Result": "float"} if sums else {}  # gradients of weights are float32
+                yield (
+                    "gemm_tensor",
+                    architecture,
+                    types(element) | tile._asdict() | stages | stored | result,
+                )
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +143,31 @@ def compiler():
 
 def called(name, architecture, macros):
     """The name of a job among the tests."""
-    dims = ("HEAD", "STEP") if name in ATTENTIONS else ("TILE_M", "TILE_N", "TILE_K", "WARP_M", "WARP_N")
+    dims = (
+        ("HEAD", "STEP")
+        if name in ATTENTIONS
+        else ("TILE_M", "TILE_N", "TILE_K", "WARP_M", "WARP_N")
+    )
     tile = "x".join(str(macros[dim]) for dim in dims if dim in macros)
-    transposed = "".join("NT"[macros[flag]] for flag in ("TRANSPOSED_A", "TRANSPOSED_B") if flag in macros)
+    transposed = "".join(
+        "NT"[macros[flag]] for flag in ("TRANSPOSED_A", "TRANSPOSED_B") if flag in macros
+    )
     element = macros["Element"]
-    mixed = "".join(f" to {macros[macro]}" for macro in ("Result", "Mirror") if macros.get(macro, element) != element)
+    mixed = "".join(
+        f" to {macros[macro]}"
+        for macro in ("Result", "Mirror")
+        if macros.get(macro, element) != element
+    )
     return " ".join(filter(None, (name, architecture, element + mixed, tile, transposed)))
 
 
 def is_large(name, architecture, macros):
     """True for the float32 product in its largest tile, on architectures where two blocks of it are to share a multiprocessor."""
-    return name == "gemm" and architecture != "sm_75" and (macros["TILE_M"], macros["TILE_N"]) == (128, 128)
+    return (
+        name == "gemm"
+        and architecture != "sm_75"
+        and (macros["TILE_M"], macros["TILE_N"]) == (128, 128)
+    )
 
 
 def is_default_on_tensor_cores(name, architecture, macros):
@@ -122,32 +179,45 @@ def test_every_source_is_compiled_for_every_architecture_and_the_large_product_i
     found = {(name, architecture) for name, architecture, _ in jobs()}
     assert found == {*product(SOURCES, ARCHITECTURES), ("attention_tensor", "sm_90")}
     assert {kernel for those in WIDE.values() for kernel in those.split()} <= {
-        kernel for source in SOURCES.values() for kernel in source.kernels}
+        kernel for source in SOURCES.values() for kernel in source.kernels
+    }
     assert sum(is_large(*job) for job in jobs()) == len(PRODUCTS) * 2
     assert sum(is_default_on_tensor_cores(*job) for job in jobs()) == len(PRODUCTS)
 
 
-@pytest.mark.parametrize(("name", "architecture", "macros"), [pytest.param(*job, id=called(*job)) for job in jobs()])
-def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(name, architecture, macros, compiler):
+@pytest.mark.parametrize(
+    ("name", "architecture", "macros"), [pytest.param(*job, id=called(*job)) for job in jobs()]
+)
+def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(
+    name, architecture, macros, compiler
+):
     """A test a job, so that workers of pytest-xdist share them out. In double, which is for proofs, large kernels may spill."""
     compiled = compiler.compile(SOURCES[name], architecture, macros)
     kernels = usages(compiled.log)
     assert kernels.keys() == set(SOURCES[name].kernels)
-    assert all(usage.shared <= 48 << 10 for usage in kernels.values()), "static shared memory does not fit any device"
+    assert all(usage.shared <= 48 << 10 for usage in kernels.values()), (
+        "static shared memory does not fit any device"
+    )
     if macros["Sum"] != "double":
         assert [kernel for kernel, usage in kernels.items() if usage.spilled] == []
     for kernel in kernels:
         wanted = {f"{verb} 16" for verb, those in WIDE.items() if kernel in those.split()}
         assert wanted <= compiled.accesses(kernel), f"{kernel} does not move 16 bytes at a time"
-        assert compiled.divisions_in_loops(kernel) == [], f"{kernel}: tens of instructions each, for which there is none"
+        assert compiled.divisions_in_loops(kernel) == [], (
+            f"{kernel}: tens of instructions each, for which there is none"
+        )
     # x86-64 aligns every array to 16 bytes, so the simulator cannot see this.
     widest = max(compiled.shared_accesses, default=1)
-    assert [array for array, alignment in compiled.shared_arrays.items() if alignment < widest] == []
+    assert [
+        array for array, alignment in compiled.shared_arrays.items() if alignment < widest
+    ] == []
     if name in ("gemm", "attention") and macros["Element"] == "float":
         assert widest == 16, "shared memory is not read in fours"
     if name in TILED and architecture != "sm_75":
         tile = TILED[name](*(macros[field] for field in TILED[name]._fields))
-        assert kernels[name].registers <= tile.registers, "fewer blocks fit a multiprocessor than tiles are chosen for"
+        assert kernels[name].registers <= tile.registers, (
+            "fewer blocks fit a multiprocessor than tiles are chosen for"
+        )
     if is_default_on_tensor_cores(name, architecture, macros):
         assert kernels["gemm_tensor"].registers <= 128, "two blocks do not fit a multiprocessor"
         check_loop(compiled.code, "gemm_tensor", 32, 6.25)
@@ -156,7 +226,9 @@ def test_a_source_compiles_and_its_kernels_need_no_more_than_the_hardware_has(na
         for kernel, usage in kernels.items():
             products, most, warps = LOOPS[kernel, macros["HEAD"]]
             check_loop(compiled.code, kernel, products, most)
-            resident = H100.resident(way.threads, usage.registers, way.shared[name == ATTENTIONS[1]])
+            resident = H100.resident(
+                way.threads, usage.registers, way.shared[name == ATTENTIONS[1]]
+            )
             assert resident * way.threads >= 32 * warps, f"{kernel}: {usage}"
 
 
@@ -164,7 +236,9 @@ def check_loop(code, kernel, products, most):
     """The main loop of a kernel is one step of so many products, and has at most so many instructions for each."""
     loop = main_loop(instructions(code, kernel), "HMMA")
     assert count(loop, "HMMA") == products, "the main loop is not one step"
-    assert len(loop) <= most * products, f"{kernel}: tensor cores wait for other instructions: {len(loop) / products:.2f}"
+    assert len(loop) <= most * products, (
+        f"{kernel}: tensor cores wait for other instructions: {len(loop) / products:.2f}"
+    )
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -23,54 +23,121 @@ def traffic(call) -> list[Traffic]:
 
 def moved(kernel: str, call) -> Traffic:
     """What the only launch of a kernel has moved, of those that `call` makes through the operations it is given."""
-    found, = (launch for launch in traffic(lambda kernels: call(cuda.body(kernels))) if launch.kernel == kernel)
+    (found,) = (
+        launch
+        for launch in traffic(lambda kernels: call(cuda.body(kernels)))
+        if launch.kernel == kernel
+    )
     return found
 
 
-@pytest.mark.parametrize(("dtype", "rows", "vocabulary", "room", "passes"), [
-    ("float32", 3, 50, 14, 1), ("bfloat16", 3, 71, 57, 1), ("float32", 1, 42_000, 0, 2)])
-def test_cross_entropy_writes_the_logits_once_and_reads_them_once_where_a_row_fits(dtype, rows, vocabulary, room, passes):
+@pytest.mark.parametrize(
+    ("dtype", "rows", "vocabulary", "room", "passes"),
+    [("float32", 3, 50, 14, 1), ("bfloat16", 3, 71, 57, 1), ("float32", 1, 42_000, 0, 2)],
+)
+def test_cross_entropy_writes_the_logits_once_and_reads_them_once_where_a_row_fits(
+    dtype, rows, vocabulary, room, passes
+):
     logits = stored(numbers(1, rows, vocabulary + room), dtype)[:, :vocabulary]
-    found = moved("cross_entropy", lambda ops: ops.cross_entropy(logits, np.zeros(rows, np.int64), 1.0, Arena()))
+    found = moved(
+        "cross_entropy",
+        lambda ops: ops.cross_entropy(logits, np.zeros(rows, np.int64), 1.0, Arena()),
+    )
     assert found.written == {"targets": 0, "logits": logits.nbytes, "losses": 4 * rows}
-    again = rows * logits.itemsize if passes > 1 else 0     # the target's logit, before it is overwritten
+    again = (
+        rows * logits.itemsize if passes > 1 else 0
+    )  # the target's logit, before it is overwritten
     assert found.read["logits"] == passes * logits.nbytes + again
 
 
 def test_the_step_of_adamw_with_a_mirror_reads_16_and_writes_14_bytes_an_element():
     count, mirror = 1030, np.empty(1030, ml_dtypes.bfloat16)
     p, g, m, v = (np.ones(count, np.float32) for _ in range(4))
-    found = moved("adamw", lambda ops: ops.adamw(p, g, m, v, scale=1.0, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
-                                                 weight_decay=0.1, step=1, arena=Arena(), mirror=mirror))
+    found = moved(
+        "adamw",
+        lambda ops: ops.adamw(
+            p,
+            g,
+            m,
+            v,
+            scale=1.0,
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            step=1,
+            arena=Arena(),
+            mirror=mirror,
+        ),
+    )
     assert sum(found.read.values()) - found.read["numbers"] == 16 * count
-    assert found.written == {"p": 4 * count, "g": 0, "m": 4 * count, "v": 4 * count, "mirror": 2 * count, "numbers": 0}
+    assert found.written == {
+        "p": 4 * count,
+        "g": 0,
+        "m": 4 * count,
+        "v": 4 * count,
+        "mirror": 2 * count,
+        "numbers": 0,
+    }
 
 
-@pytest.mark.parametrize(("dtype", "width", "passes"), [("float32", 36, 1), ("bfloat16", 37, 1), ("float32", 10_500, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "width", "passes"), [("float32", 36, 1), ("bfloat16", 37, 1), ("float32", 10_500, 2)]
+)
 def test_the_backward_of_layer_norm_reads_x_and_dy_once_where_a_row_fits(dtype, width, passes):
-    x, gain, dy = stored(numbers(1, 9, width), dtype), stored(numbers(2, width), dtype), stored(numbers(3, 9, width), dtype)
+    x, gain, dy = (
+        stored(numbers(1, 9, width), dtype),
+        stored(numbers(2, width), dtype),
+        stored(numbers(3, 9, width), dtype),
+    )
     saved = x, np.zeros(9, np.float32), np.ones(9, np.float32)
-    found = moved("layer_norm_backward", lambda ops: ops.layer_norm_backward_input(dy, gain, saved, Arena(), residual=x.copy()))
-    assert (found.read["x"], found.read["dy"], found.written["dx"]) == (passes * x.nbytes, passes * dy.nbytes, x.nbytes)
+    found = moved(
+        "layer_norm_backward",
+        lambda ops: ops.layer_norm_backward_input(dy, gain, saved, Arena(), residual=x.copy()),
+    )
+    assert (found.read["x"], found.read["dy"], found.written["dx"]) == (
+        passes * x.nbytes,
+        passes * dy.nbytes,
+        x.nbytes,
+    )
     assert found.read["residual"] == x.nbytes
 
 
-@pytest.mark.parametrize(("dtype", "depth", "last"), [("float32", 20, "gemm"), ("bfloat16", 20, "gemm_tensor"),
-                                                      ("float32", 3000, "gemm_combine")])
-def test_a_product_takes_a_residual_and_the_derivative_of_gelu_with_one_read_each_and_writes_once(dtype, depth, last):
+@pytest.mark.parametrize(
+    ("dtype", "depth", "last"),
+    [("float32", 20, "gemm"), ("bfloat16", 20, "gemm_tensor"), ("float32", 3000, "gemm_combine")],
+)
+def test_a_product_takes_a_residual_and_the_derivative_of_gelu_with_one_read_each_and_writes_once(
+    dtype, depth, last
+):
     """Also where the sum over K was split. Without them these were launches of 3 passes each."""
-    x, w, c = (stored(numbers(seed, *shape), dtype) for seed, shape in ((1, (9, depth)), (2, (11, depth)), (3, (9, 11))))
+    x, w, c = (
+        stored(numbers(seed, *shape), dtype)
+        for seed, shape in ((1, (9, depth)), (2, (11, depth)), (3, (9, 11)))
+    )
     found = moved(last, lambda ops: ops.linear(x, w, None, Arena(), residual=c))
     assert (found.read["residual"], found.read["C"], found.written["C"]) == (c.nbytes, 0, c.nbytes)
-    dy, w, h = (stored(numbers(seed, *shape), dtype) for seed, shape in ((1, (9, depth)), (2, (depth, 11)), (3, (9, 11))))
+    dy, w, h = (
+        stored(numbers(seed, *shape), dtype)
+        for seed, shape in ((1, (9, depth)), (2, (depth, 11)), (3, (9, 11)))
+    )
     found = moved(last, lambda ops: ops.gelu_linear_backward_input(dy, w, (h, False), c, Arena()))
     assert (found.read["C"], found.written["C"]) == (c.nbytes, c.nbytes)
 
 
 def test_a_bias_and_a_residual_are_added_to_the_sum_over_ranks_in_one_pass():
-    x, b, residual = (stored(numbers(seed, *shape), "bfloat16") for seed, shape in ((1, (9, 37)), (2, (37,)), (3, (9, 37))))
+    x, b, residual = (
+        stored(numbers(seed, *shape), "bfloat16")
+        for seed, shape in ((1, (9, 37)), (2, (37,)), (3, (9, 37)))
+    )
     found = moved("add_bias", lambda ops: ops.add_bias(x, b, np.empty_like(x), Arena(), residual))
-    assert (found.read["x"], found.read["residual"], found.read["y"], found.written["y"]) == (x.nbytes, x.nbytes, 0, x.nbytes)
+    assert (found.read["x"], found.read["residual"], found.read["y"], found.written["y"]) == (
+        x.nbytes,
+        x.nbytes,
+        0,
+        x.nbytes,
+    )
 
 
 def ones(dtype: str, *shape: int) -> np.ndarray:
@@ -100,7 +167,9 @@ def pointwise(kernels: Kernels, dtype: str) -> None:
     ops.relu_backward(ones(dtype), ops.relu(ones(dtype), Arena())[1], Arena())
     ops.add(ones(dtype), ones(dtype), ones(dtype), Arena())
     ops.weighted_sum(ones(dtype), 0.5, ones(dtype), 0.5, ones(dtype), Arena())
-    ops.add_bias(ones(dtype, 9, 40), ones(dtype, 40), ones(dtype, 9, 40), Arena(), ones(dtype, 9, 40))
+    ops.add_bias(
+        ones(dtype, 9, 40), ones(dtype, 40), ones(dtype, 9, 40), Arena(), ones(dtype, 9, 40)
+    )
 
 
 def wires(kernels: Kernels, dtype: str) -> None:
@@ -124,7 +193,9 @@ def int8(kernels: Kernels, dtype: str) -> None:
 def embeddings(kernels: Kernels, dtype: str) -> None:
     """An embedding, and gradients of its tables in float32."""
     ops, dx = cuda.body(kernels), ones(dtype, 2, 5, 40)
-    _, saved = ops.embedding(np.arange(10).reshape(2, 5), ones(dtype, 37, 40), ones(dtype, 6, 40), Arena())
+    _, saved = ops.embedding(
+        np.arange(10).reshape(2, 5), ones(dtype, 37, 40), ones(dtype, 6, 40), Arena()
+    )
     ops.embedding_backward_table(dx, saved, ones("float32", 37, 40), True, Arena())
     ops.embedding_backward_positions(dx, ones("float32", 6, 40), True, Arena())
 
@@ -137,7 +208,9 @@ def columns(kernels: Kernels, dtype: str) -> None:
 def norms(kernels: Kernels, dtype: str) -> None:
     """LayerNorm."""
     ops, x, gain = cuda.body(kernels), ones(dtype, 9, 40), ones(dtype, 40)
-    ops.layer_norm_backward_input(x, gain, ops.layer_norm(x, gain, gain.copy(), Arena())[1], Arena())
+    ops.layer_norm_backward_input(
+        x, gain, ops.layer_norm(x, gain, gain.copy(), Arena())[1], Arena()
+    )
 
 
 def combined(kernels: Kernels, dtype: str) -> None:
@@ -152,18 +225,21 @@ def selections(kernels: Kernels, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("launches", "bulk"), [
-    (steps, "p g m v mirror"),
-    (totals, "x"),
-    (pointwise, "a b x y z dy dz residual"),
-    (wires, "x y q"),
-    (int8, "x y"),
-    (embeddings, "table positions x dx dtable dpositions"),
-    (columns, "x parts y"),
-    (norms, "x y gain bias dy dx"),
-    (combined, "workspace C bias"),
-    (selections, "x"),
-])
+@pytest.mark.parametrize(
+    ("launches", "bulk"),
+    [
+        (steps, "p g m v mirror"),
+        (totals, "x"),
+        (pointwise, "a b x y z dy dz residual"),
+        (wires, "x y q"),
+        (int8, "x y"),
+        (embeddings, "table positions x dx dtable dpositions"),
+        (columns, "x parts y"),
+        (norms, "x y gain bias dy dx"),
+        (combined, "workspace C bias"),
+        (selections, "x"),
+    ],
+)
 def test_every_access_to_aligned_arrays_moves_16_bytes(launches, bulk, dtype):
     seen = set()
     for launch in traffic(lambda kernels: launches(kernels, dtype)):
@@ -176,15 +252,28 @@ def test_every_access_to_aligned_arrays_moves_16_bytes(launches, bulk, dtype):
 
 def test_attention_on_tensor_cores_reads_what_its_128_rows_see_once():
     """200 tokens are blocks of 128 and 72 rows, which see 128 and 200 keys, and 200 and 72 queries."""
-    heads, row = 2, 2 * 16 * 2    # bytes of a token in all heads
-    qkv, dy = stored(numbers(1, 1, 200, 3 * 32), "float16"), stored(numbers(2, 1, 200, 32), "float16")
+    heads, row = 2, 2 * 16 * 2  # bytes of a token in all heads
+    qkv, dy = (
+        stored(numbers(1, 1, 200, 3 * 32), "float16"),
+        stored(numbers(2, 1, 200, 32), "float16"),
+    )
     forward = moved("attention_tensor", lambda ops: ops.attention(qkv, heads, Arena()))
     assert (forward.read["qkv"], forward.written["y"]) == (row * (200 + 2 * 328), row * 200)
     saved = qkv, np.zeros_like(dy), np.zeros((1, heads, 200), np.float32), heads
-    for_keys, for_queries = (moved(f"attention_tensor_backward_{half}", lambda ops: ops.attention_backward(dy, saved, Arena()))
-                             for half in ("kv", "q"))
-    assert for_keys.read == {"qkv": row * (2 * 200 + 272), "dy": row * 272, "log_sums": 4 * heads * 272, "dots": 4 * heads * 272,
-                             "dqkv": 0}
+    for_keys, for_queries = (
+        moved(
+            f"attention_tensor_backward_{half}",
+            lambda ops: ops.attention_backward(dy, saved, Arena()),
+        )
+        for half in ("kv", "q")
+    )
+    assert for_keys.read == {
+        "qkv": row * (2 * 200 + 272),
+        "dy": row * 272,
+        "log_sums": 4 * heads * 272,
+        "dots": 4 * heads * 272,
+        "dqkv": 0,
+    }
     assert (for_queries.read["qkv"], for_queries.read["dy"]) == (row * (200 + 2 * 328), row * 200)
     assert (for_keys.written["dqkv"], for_queries.written["dqkv"]) == (row * 400, row * 200)
 
@@ -192,5 +281,9 @@ def test_attention_on_tensor_cores_reads_what_its_128_rows_see_once():
 def test_what_is_counted_is_what_a_kernel_moves():
     z, dy = np.ones(1031, np.float32), np.ones(1031, ml_dtypes.bfloat16).astype(np.float32)
     found = moved("activation_backward", lambda ops: ops.gelu_backward(dy, z, Arena()))
-    assert found == Traffic("activation_backward", {"z": z.nbytes, "dy": dy.nbytes}, {"z": z.nbytes, "dy": 0},
-                            {"z": 2 * 260, "dy": 260})
+    assert found == Traffic(
+        "activation_backward",
+        {"z": z.nbytes, "dy": dy.nbytes},
+        {"z": z.nbytes, "dy": 0},
+        {"z": 2 * 260, "dy": 260},
+    )

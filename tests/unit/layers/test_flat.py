@@ -30,10 +30,21 @@ def tensor(name, *shape, decayed=True, **more):
 
 UNITS = [
     Unit("embedding", Described(tensor("table", 7, 3))),
-    Unit("block", Described(tensor("norm.gain", 3, decayed=False), tensor("up.weight", 5, 3),
-                            tensor("up.bias", 5, decayed=False), tensor("frozen", 2, trainable=False))),
+    Unit(
+        "block",
+        Described(
+            tensor("norm.gain", 3, decayed=False),
+            tensor("up.weight", 5, 3),
+            tensor("up.bias", 5, decayed=False),
+            tensor("frozen", 2, trainable=False),
+        ),
+    ),
     Unit("empty", Described()),
-    Unit("head", Described(tensor("weight", 7, 3), tensor("bias", 7, decayed=False)), {"weight": "embedding.table"}),
+    Unit(
+        "head",
+        Described(tensor("weight", 7, 3), tensor("bias", 7, decayed=False)),
+        {"weight": "embedding.table"},
+    ),
 ]
 
 
@@ -47,7 +58,9 @@ def test_tensors_fill_the_buffer_without_overlap_and_units_are_padded(dp, dtype)
         entry.view(flat)[...] = number
     assert storage.parameter_count == 21 + 3 + 15 + 5 + 2 + 7
     assert np.count_nonzero(flat) == storage.parameter_count
-    assert all(entry.start % 32 == 0 for entry in storage.entries), "a mirror of 16 bits has whole cache lines, too"
+    assert all(entry.start % 32 == 0 for entry in storage.entries), (
+        "a mirror of 16 bits has whole cache lines, too"
+    )
     for start, stop, *_ in storage.spans:
         assert start % (32 * dp) == 0 and stop % (32 * dp) == 0
 
@@ -118,7 +131,7 @@ def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
     storage = Storage(UNITS, "float32")
     covered = np.zeros(storage.length)
     for run in storage.runs(0, storage.length):
-        covered[run.start:run.stop] += 1 + run.decayed
+        covered[run.start : run.stop] += 1 + run.decayed
     for entry in storage.entries:
         wanted = 0 if not entry.parameter.trainable else 1 + entry.parameter.decayed
         assert (entry.view(covered) == wanted).all(), entry.name
@@ -134,5 +147,10 @@ def test_buckets_are_whole_units_from_the_last_to_the_first_and_cover_everything
     assert buckets[-1].start == 0
     for bucket in buckets:
         assert storage.spans[bucket.units[-1]].start == bucket.start
-    stored = [unit for bucket in buckets for unit in bucket.units if storage.spans[unit].start < storage.spans[unit].stop]
+    stored = [
+        unit
+        for bucket in buckets
+        for unit in bucket.units
+        if storage.spans[unit].start < storage.spans[unit].stop
+    ]
     assert stored == [3, 1, 0]

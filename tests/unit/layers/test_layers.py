@@ -27,9 +27,13 @@ def sequences(rows, seed=0):
 
 def loss_against(ops, targets, scale, arena):
     """A loss for `run` over logits (B, T, V)."""
+
     def loss(logits):
-        value, d = ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), scale, arena)
+        value, d = ops.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), scale, arena
+        )
         return value * scale, d.reshape(logits.shape)
+
     return loss
 
 
@@ -38,7 +42,10 @@ def gradients_of(ops, batches, tied=False, dtype=np.float64):
     units, arena = gpt(Plain(ops), tied=tied, **SMALL), Arena()
     weights, gradients, _, slots = place(units, 1, dtype)
     scale = 1 / sum(targets.size for _, targets in batches)
-    loss = sum(run(units, weights, gradients, x, loss_against(ops, t, scale, arena), arena) for x, t in batches)
+    loss = sum(
+        run(units, weights, gradients, x, loss_against(ops, t, scale, arena), arena)
+        for x, t in batches
+    )
     return loss, {name: slot.array for name, slot in slots.items()}
 
 
@@ -75,7 +82,14 @@ def test_nothing_is_allocated_after_the_first_step_and_everything_comes_back():
         for slot in slots.values():
             slot.filled = False
         for micro in (slice(0, 2), slice(2, 4)):
-            run(units, weights, gradients, x[micro], loss_against(host, t[micro], 1 / t.size, arena), arena)
+            run(
+                units,
+                weights,
+                gradients,
+                x[micro],
+                loss_against(host, t[micro], 1 / t.size, arena),
+                arena,
+            )
             assert arena.live == 0
         after.append((arena.allocations, arena.peak))
     assert after[0] == after[1] == after[2]
@@ -104,10 +118,14 @@ class Hoarder:
         pass
 
 
-@pytest.mark.parametrize("backward", [
-    lambda chain, y, saved, arena: chain.backward_input({}, y, saved, arena),
-    lambda chain, y, saved, arena: chain.backward({}, y, saved, {}, arena),
-], ids=("halves", "both"))
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda chain, y, saved, arena: chain.backward_input({}, y, saved, arena),
+        lambda chain, y, saved, arena: chain.backward({}, y, saved, {}, arena),
+    ],
+    ids=("halves", "both"),
+)
 def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before(backward):
     notes, arena = [], Arena()
     chain = Sequential(a=Hoarder(notes), b=Hoarder(notes), c=Hoarder(notes))
@@ -119,21 +137,32 @@ def test_a_chain_gives_each_childs_buffers_back_before_it_runs_the_child_before(
 def test_layers_without_names_are_numbered_and_compute_what_units_of_their_own_do():
     plain, x = Plain(host), np.random.default_rng(0).standard_normal((3, 6))
     layers = plain.linear(6, 5, normal(1.0), "relu"), plain.linear(5, 4, normal(1.0))
-    assert [parameter.name for parameter in Sequential(*layers).parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [parameter.name for parameter in Sequential(*layers).parameters()] == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    ]
     found = []
-    for units in ([Unit("net", Sequential(*layers))], [Unit(f"net.{name}", layer) for name, layer in enumerate(layers)]):
+    for units in (
+        [Unit("net", Sequential(*layers))],
+        [Unit(f"net.{name}", layer) for name, layer in enumerate(layers)],
+    ):
         weights, gradients, _, slots = place(units, 1, np.float64)
         loss = run(units, weights, gradients, x, lambda y: (float((y * y).sum()), 2 * y), Arena())
         found.append((loss, {name: slot.array.tolist() for name, slot in slots.items()}))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("make, law", [
-    (lambda a: Sequential(), "got 0 without and 0 with names"),
-    (lambda a: Sequential(a, down=a), "got 1 without and 1 with names"),
-    (lambda a: Sequential([a, a]), "Sequential takes layers, but '0' is of type list"),
-    (lambda a: Sequential(a, None), "Sequential takes layers, but '1' is of type NoneType"),
-])
+@pytest.mark.parametrize(
+    "make, law",
+    [
+        (lambda a: Sequential(), "got 0 without and 0 with names"),
+        (lambda a: Sequential(a, down=a), "got 1 without and 1 with names"),
+        (lambda a: Sequential([a, a]), "Sequential takes layers, but '0' is of type list"),
+        (lambda a: Sequential(a, None), "Sequential takes layers, but '1' is of type NoneType"),
+    ],
+)
 def test_what_is_no_chain_of_layers_is_refused_in_words(make, law):
     with pytest.raises(ConfigError, match=law):
         make(Plain(host).norm(6))
@@ -159,7 +188,9 @@ def layers_with_inputs():
         yield unit.name, unit.layer, sequences(2)[0] if kind == "embedding" else inputs
 
 
-@pytest.mark.parametrize(("name", "layer", "x"), [pytest.param(*case, id=case[0]) for case in layers_with_inputs()])
+@pytest.mark.parametrize(
+    ("name", "layer", "x"), [pytest.param(*case, id=case[0]) for case in layers_with_inputs()]
+)
 def test_a_layer_never_writes_to_x_or_dy_or_its_weights(name, layer, x):
     weights, gradients, arrays, _ = place([Unit(name, layer)], 1, np.float64)
     x.flags.writeable = False
@@ -183,8 +214,12 @@ def test_a_layer_never_writes_to_x_or_dy_or_its_weights(name, layer, x):
 
 def test_the_shortcuts_of_a_gpt_add_in_place():
     """Each would otherwise hold one more buffer from forward to backward."""
-    shortcuts = [unit.layer for unit in gpt(Plain(host), **SMALL) if isinstance(unit.layer, Residual)]
-    assert len(shortcuts) == 2 * SMALL["depth"] and all(layer.inner.output_is_free for layer in shortcuts)
+    shortcuts = [
+        unit.layer for unit in gpt(Plain(host), **SMALL) if isinstance(unit.layer, Residual)
+    ]
+    assert len(shortcuts) == 2 * SMALL["depth"] and all(
+        layer.inner.output_is_free for layer in shortcuts
+    )
 
 
 def test_names_and_shapes_of_a_gpt():
@@ -233,5 +268,7 @@ def test_an_mlp_learns_a_rule_that_is_not_linear():
 
 
 def test_heads_that_do_not_divide_the_width_are_refused_with_the_nearest_that_do():
-    with pytest.raises(ConfigError, match=r"5 heads do not divide a width of 12\.(.|\n)*Nearest that does: 4"):
+    with pytest.raises(
+        ConfigError, match=r"5 heads do not divide a width of 12\.(.|\n)*Nearest that does: 4"
+    ):
         gpt(Plain(host), **{**SMALL, "heads": 5})

@@ -27,7 +27,10 @@ def test_every_kind_has_what_belongs_to_it_and_nothing_else_has():
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are():
     for kind in ("auto", "tpu", "reference"):
-        with pytest.raises(ConfigError, match=rf"no device of kind '{kind}' to compute on.\n +Name one of cpu, cuda, cuda-sim"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"no device of kind '{kind}' to compute on.\n +Name one of cpu, cuda, cuda-sim",
+        ):
             device_for(kind)
 
 
@@ -36,14 +39,20 @@ def test_on_the_cpu_everything_is_numpy_s(monkeypatch):
     device = device_for("cpu", "library", "no such table of tiles")
     assert device.ops is ops_for("cpu") is host and device.kernels is device.multiply is None
     half = ops_for("cpu", compute="bfloat16")
-    (rounded, _), (exact, _) = (ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, host))
+    (rounded, _), (exact, _) = (
+        ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, host)
+    )
     assert rounded == 1 < exact, "layers of one's own round in half precision, too"
     assert arithmetic_of(device) is HOST and device.arena() is not device.arena()
 
 
 @pytest.mark.compile
 def test_the_kernels_of_a_kind_are_one_set_and_those_that_check_another():
-    one, other, checked = device_for("cuda-sim"), device_for("cuda-sim", "library"), device_for("cuda-sim", checked=True)
+    one, other, checked = (
+        device_for("cuda-sim"),
+        device_for("cuda-sim", "library"),
+        device_for("cuda-sim", checked=True),
+    )
     assert one.kernels is other.kernels is not checked.kernels and checked.kernels.engine.checked
     x, y = np.ones((3, 4), np.float32), np.ones((2, 4), np.float32)
     for device in (one, other, checked):
@@ -54,7 +63,11 @@ def test_a_gpu_is_looked_for_once_and_in_one_way(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     device = device_for("cuda")
     assert isinstance(device.kernels.engine, CudaEngine) and device.kernels.engine.capability == 90
-    assert type(device.arena().take((3,), "float32")) is type(device.backend.zeros(3, "float32")) is cupy.ndarray
+    assert (
+        type(device.arena().take((3,), "float32"))
+        is type(device.backend.zeros(3, "float32"))
+        is cupy.ndarray
+    )
     monkeypatch.setattr(cupy.devices, "count", None)
     for ask in (lambda: device_for("cuda"), KERNELS["cuda"]):
         with pytest.raises(ConfigError, match="needs a GPU and its driver, but CuPy fake says"):
@@ -62,5 +75,7 @@ def test_a_gpu_is_looked_for_once_and_in_one_way(monkeypatch):
 
 
 def test_only_the_simulator_checks():
-    with pytest.raises(ConfigError, match="Only the simulator can check kernels, but --device is cpu"):
+    with pytest.raises(
+        ConfigError, match="Only the simulator can check kernels, but --device is cpu"
+    ):
         device_for("cpu", checked=True)

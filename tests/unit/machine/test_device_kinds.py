@@ -11,7 +11,12 @@ from mpitrain.machine.arena import size_class
 from mpitrain.machine.devices import backend_for
 from mpitrain.run.resolve import resolve
 from mpitrain.transport.device import cuda_aware
-from mpitrain.transport.device.cuda_aware import cuda_messages, exchange_is_right, over_device, self_test
+from mpitrain.transport.device.cuda_aware import (
+    cuda_messages,
+    exchange_is_right,
+    over_device,
+    self_test,
+)
 from mpitrain.transport.device.messages import DeviceTransport, Direct
 from mpitrain.transport.device.staging import Staged
 from mpitrain.transport.library import Awareness
@@ -60,7 +65,9 @@ def test_with_every_gpu_hidden_cuda_names_the_variable(one_gpu):
 
 def test_the_simulator_says_where_it_cannot_work(monkeypatch):
     monkeypatch.setattr(devices.shutil, "which", lambda name: None)
-    assert "compiles kernels with g++ 11 or later on x86-64, but there is no g++ here." in refusal("cuda-sim")
+    assert "compiles kernels with g++ 11 or later on x86-64, but there is no g++ here." in refusal(
+        "cuda-sim"
+    )
     monkeypatch.setattr(devices.platform, "machine", lambda: "aarch64")
     assert "but this machine is aarch64." in refusal("cuda-sim")
 
@@ -69,7 +76,9 @@ def test_an_unknown_kind_lists_those_there_are():
     assert "Name one of cpu, cuda, cuda-sim." in refusal("auto")
 
 
-@pytest.mark.parametrize("gpus, kind", [((1, 1, 2), "cuda"), ((1, 0, 1), "cpu"), ((0, 0, 0), "cpu")])
+@pytest.mark.parametrize(
+    "gpus, kind", [((1, 1, 2), "cuda"), ((1, 0, 1), "cpu"), ((0, 0, 0), "cpu")]
+)
 def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypatch):
     def run(transport):
         return resolve(transport, parse({})).config.device.kind
@@ -80,13 +89,21 @@ def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypa
 
 
 def test_what_auto_has_become_is_held_to_its_laws(one_gpu):
-    with pytest.raises(ConfigError, match=r"keeps its residuals in host memory, but device\.kind is cuda") as raised:
-        run_ranks(2, lambda transport: resolve(transport, parse({"replication": {"wire": "topk:0.01"}})))
+    with pytest.raises(
+        ConfigError, match=r"keeps its residuals in host memory, but device\.kind is cuda"
+    ) as raised:
+        run_ranks(
+            2, lambda transport: resolve(transport, parse({"replication": {"wire": "topk:0.01"}}))
+        )
     assert raised.value.agreed
     config = parse({"run": {"seed": 3}})
-    found, = run_ranks(1, lambda transport: resolve(transport, config))
-    assert found.config == config.model_copy(update={"device": config.device.model_copy(update={"kind": "cuda"}),
-                                                     "batch": config.batch.model_copy(update={"micro_batches": 1})})
+    (found,) = run_ranks(1, lambda transport: resolve(transport, config))
+    assert found.config == config.model_copy(
+        update={
+            "device": config.device.model_copy(update={"kind": "cuda"}),
+            "batch": config.batch.model_copy(update={"micro_batches": 1}),
+        }
+    )
 
 
 def test_what_one_rank_lacks_all_refuse(monkeypatch):
@@ -96,39 +113,60 @@ def test_what_one_rank_lacks_all_refuse(monkeypatch):
     assert raised.value.agreed
 
 
-@pytest.mark.parametrize("gpus, hosts, line", [
-    (1, "aab", "2 ranks on a share 1 GPU"),
-    (2, "aaabbb", "3 ranks on a share 2 GPUs; 3 ranks on b share 2 GPUs"),
-    (2, "aabb", ""),
-])
+@pytest.mark.parametrize(
+    "gpus, hosts, line",
+    [
+        (1, "aab", "2 ranks on a share 1 GPU"),
+        (2, "aaabbb", "3 ranks on a share 2 GPUs; 3 ranks on b share 2 GPUs"),
+        (2, "aabb", ""),
+    ],
+)
 def test_sharing_a_gpu_is_said_in_one_line(gpus, hosts, line, one_gpu, capsys):
     one_gpu.count = gpus
-    run_ranks(len(hosts), lambda transport: resolve(transport, parse({"device": {"kind": "cuda"}})), hosts=hosts)
-    assert capsys.readouterr().err == (line and f"warning: {line}: they take turns, and each needs its own memory.\n")
+    run_ranks(
+        len(hosts),
+        lambda transport: resolve(transport, parse({"device": {"kind": "cuda"}})),
+        hosts=hosts,
+    )
+    assert capsys.readouterr().err == (
+        line and f"warning: {line}: they take turns, and each needs its own memory.\n"
+    )
 
 
-@pytest.mark.parametrize("kind, local_rank, gpus, used", [
-    ("cuda", 3, 4, [3]), ("cuda", 5, 4, [1]), ("auto", 1, 2, [1]), ("cpu", 1, 2, []), ("cuda-sim", 1, 2, []), ("cuda", 1, 0, []),
-])
+@pytest.mark.parametrize(
+    "kind, local_rank, gpus, used",
+    [
+        ("cuda", 3, 4, [3]),
+        ("cuda", 5, 4, [1]),
+        ("auto", 1, 2, [1]),
+        ("cpu", 1, 2, []),
+        ("cuda-sim", 1, 2, []),
+        ("cuda", 1, 0, []),
+    ],
+)
 def test_a_rank_takes_the_gpu_of_its_local_rank(kind, local_rank, gpus, used, one_gpu, monkeypatch):
     one_gpu.count = gpus
-    monkeypatch.setattr(process, "launched", lambda: process.Launched("Open MPI", local_rank, 8, local_rank, 8))
+    monkeypatch.setattr(
+        process, "launched", lambda: process.Launched("Open MPI", local_rank, 8, local_rank, 8)
+    )
     process.choose_gpu(kind)
     assert one_gpu.used == used
 
 
 def test_a_gpu_is_chosen_before_mpi_starts(tmp_path):
-    code = ("import sys\n"
-            "from tests.fakes import cupy\n"
-            "sys.modules['cupy'] = cupy\n"
-            "from mpitrain.cli import ending\n"
-            "choose = ending.process.choose_gpu\n"
-            "def chosen(kind):\n"
-            "    assert 'mpi4py.MPI' not in sys.modules and 'numpy' in sys.modules and kind == 'cuda', kind\n"
-            "    choose(kind); print('chosen', cupy.devices.used)\n"
-            "ending.process.choose_gpu = chosen\n"
-            "from mpitrain.cli import main\n"
-            f"main(['train', '--device', 'cuda', '--set', 'run.steps=-1', '--out', {str(tmp_path)!r}])\n")
+    code = (
+        "import sys\n"
+        "from tests.fakes import cupy\n"
+        "sys.modules['cupy'] = cupy\n"
+        "from mpitrain.cli import ending\n"
+        "choose = ending.process.choose_gpu\n"
+        "def chosen(kind):\n"
+        "    assert 'mpi4py.MPI' not in sys.modules and 'numpy' in sys.modules and kind == 'cuda', kind\n"
+        "    choose(kind); print('chosen', cupy.devices.used)\n"
+        "ending.process.choose_gpu = chosen\n"
+        "from mpitrain.cli import main\n"
+        f"main(['train', '--device', 'cuda', '--set', 'run.steps=-1', '--out', {str(tmp_path)!r}])\n"
+    )
     done = run([sys.executable, "-c", code])
     assert "run.steps must be" in done.stderr, done.stderr
     assert "chosen" not in done.stdout, "a configuration that is refused needs no GPU"
@@ -156,7 +194,10 @@ CHILDREN = {
 
 @pytest.mark.parametrize("code", CHILDREN)
 def test_only_right_data_is_a_yes(code):
-    assert self_test((sys.executable, "-c", code), {}, 1.0 if "sleep" in code else 30.0) == CHILDREN[code]
+    assert (
+        self_test((sys.executable, "-c", code), {}, 1.0 if "sleep" in code else 30.0)
+        == CHILDREN[code]
+    )
 
 
 def test_the_self_test_tells_right_from_wrong(one_gpu):
@@ -168,8 +209,10 @@ def test_the_self_test_tells_right_from_wrong(one_gpu):
 
     def run(transport):
         gpu = backend_for("cuda")
-        return [exchange_is_right(DeviceTransport(mpi, gpu, Direct(mpi, gpu)), gpu)
-                for mpi in (PointerThreads(transport), Loses(transport))]
+        return [
+            exchange_is_right(DeviceTransport(mpi, gpu, Direct(mpi, gpu)), gpu)
+            for mpi in (PointerThreads(transport), Loses(transport))
+        ]
 
     assert run_ranks(1, run) == [[True, False]]
 
@@ -180,17 +223,26 @@ def test_the_child_without_a_gpu_is_a_no():
     assert not answer.cuda and "but a self-test failed: device.kind cuda needs" in answer.how
 
 
-@pytest.mark.parametrize("setting, asked, tried, carrier, how", [
-    ("yes", None, None, Direct, "device.cuda_aware = yes"),
-    ("no", None, None, Staged, "device.cuda_aware = no"),
-    ("auto", False, None, Staged, "says the library"),
-    ("auto", True, True, Direct, "says the library, and it worked"),
-    ("auto", True, False, Staged, "says the library, and it worked"),
-])
-def test_the_way_of_messages_is_forced_or_asked_and_tried(setting, asked, tried, carrier, how, one_gpu, monkeypatch):
+@pytest.mark.parametrize(
+    "setting, asked, tried, carrier, how",
+    [
+        ("yes", None, None, Direct, "device.cuda_aware = yes"),
+        ("no", None, None, Staged, "device.cuda_aware = no"),
+        ("auto", False, None, Staged, "says the library"),
+        ("auto", True, True, Direct, "says the library, and it worked"),
+        ("auto", True, False, Staged, "says the library, and it worked"),
+    ],
+)
+def test_the_way_of_messages_is_forced_or_asked_and_tried(
+    setting, asked, tried, carrier, how, one_gpu, monkeypatch
+):
     trials = []
-    monkeypatch.setattr(cuda_aware, "cuda_awareness", lambda path, environment: Awareness(asked, "the library"))
-    monkeypatch.setattr(cuda_aware, "self_test", lambda *_: trials.append(1) or Awareness(tried, "and it worked"))
+    monkeypatch.setattr(
+        cuda_aware, "cuda_awareness", lambda path, environment: Awareness(asked, "the library")
+    )
+    monkeypatch.setattr(
+        cuda_aware, "self_test", lambda *_: trials.append(1) or Awareness(tried, "and it worked")
+    )
 
     def run(transport):
         made = over_device(transport, backend_for("cuda"), setting)
@@ -201,7 +253,9 @@ def test_the_way_of_messages_is_forced_or_asked_and_tried(setting, asked, tried,
 
 
 def test_one_host_that_cannot_decides_for_all(monkeypatch):
-    monkeypatch.setattr(cuda_aware, "cuda_awareness", lambda path, environment: Awareness(True, "the library"))
+    monkeypatch.setattr(
+        cuda_aware, "cuda_awareness", lambda path, environment: Awareness(True, "the library")
+    )
     answers = {"a": Awareness(True, "and it worked"), "b": Awareness(False, "but it crashed")}
 
     def run(transport):
@@ -232,16 +286,24 @@ def test_a_cuda_arena_serves_from_what_came_back(one_gpu):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_arena_leases_buffers_by_class_and_says_what_it_holds_beside_what_is_leased(kind, one_gpu):
+def test_an_arena_leases_buffers_by_class_and_says_what_it_holds_beside_what_is_leased(
+    kind, one_gpu
+):
     arena = backend_for(kind).arena()
-    for count, live, held, allocations in ((100_000, 100_032, 106_496, 1), (106_400, 106_432, 106_496, 1),
-                                           (106_497, 106_560, 106_496 + 114_688, 2), (1, 64, 106_496 + 114_688 + 64, 3)):
+    for count, live, held, allocations in (
+        (100_000, 100_032, 106_496, 1),
+        (106_400, 106_432, 106_496, 1),
+        (106_497, 106_560, 106_496 + 114_688, 2),
+        (1, 64, 106_496 + 114_688 + 64, 3),
+    ):
         taken = arena.take((count,), "uint8")
         assert (arena.live, arena.held, arena.allocations) == (live, held, allocations), count
         del taken
     assert (arena.live, arena.peak, arena.held) == (0, 106_560, 106_496 + 114_688 + 64)
     classes = {size_class(nbytes) for nbytes in range(64 << 10, (128 << 10) + 1, 64)}
-    assert classes == set(range(64 << 10, (128 << 10) + 1, 8 << 10)), "eight from a power of two to the next"
+    assert classes == set(range(64 << 10, (128 << 10) + 1, 8 << 10)), (
+        "eight from a power of two to the next"
+    )
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

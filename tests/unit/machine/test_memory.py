@@ -28,12 +28,25 @@ SOURCES = {"gpt": Unopened("gpt", 50, 50), "mlp": Unopened("mlp", 20, 10)}
 
 
 def config_of(kind="gpt", layers=3, **more):
-    return parse({"model": {"kind": kind, "layers": layers, "width": 24, "heads": 2, "context": 8},
-                  "device": {"kind": "cpu"}, "batch": {"size": 4}, **more})
+    return parse(
+        {
+            "model": {"kind": kind, "layers": layers, "width": 24, "heads": 2, "context": 8},
+            "device": {"kind": "cpu"},
+            "batch": {"size": 4},
+            **more,
+        }
+    )
 
 
 def resolved(config, ranks=1):
-    return Resolved(config, axes(config, ranks), plan_of("1f1b", 1, 1), parse_wire("none"), DEFAULT, device_for("cpu"))
+    return Resolved(
+        config,
+        axes(config, ranks),
+        plan_of("1f1b", 1, 1),
+        parse_wire("none"),
+        DEFAULT,
+        device_for("cpu"),
+    )
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -46,7 +59,9 @@ def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
 
 @pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
 @pytest.mark.parametrize("optimizer", STATE)
-def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_numbers(ranks, hosts, sharing, optimizer, monkeypatch):
+def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_numbers(
+    ranks, hosts, sharing, optimizer, monkeypatch
+):
     config = config_of(layers=1000, optimizer={"name": optimizer})
     length, count = build._size(resolved(config, ranks), SOURCES["gpt"])
     needed = sharing * length * 4 * (2 + len(STATE[optimizer]))
@@ -58,31 +73,60 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(ranks, run, hosts=hosts)
     monkeypatch.setattr(process, "free_memory", lambda kind: needed - 1)
-    with pytest.raises(ConfigError, match=rf"{count:,} parameters .* of {sharing} rank\(s\) need .* GB on this host"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{count:,} parameters .* of {sharing} rank\(s\) need .* GB on this host",
+    ):
         run_ranks(ranks, run, hosts=hosts)
 
 
-@pytest.mark.parametrize("zero, shard, hosts", [*((zero, "all", "aa") for zero in range(4)),
-                                                (1, "host", "abab"), (3, "host", "aabb")])
-def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(zero, shard, hosts, monkeypatch):
+@pytest.mark.parametrize(
+    "zero, shard, hosts",
+    [*((zero, "all", "aa") for zero in range(4)), (1, "host", "abab"), (3, "host", "aabb")],
+)
+def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
+    zero, shard, hosts, monkeypatch
+):
     config, n = config_of(layers=1000, replication={"zero": zero, "shard": shard}), len(hosts)
     length, _ = build._size(resolved(config, n), SOURCES["gpt"])
-    largest = 8 * 24**2 + 7 * 24  # the mlp half of a block: its two matrices and biases, and its norm
-    largest += 8 + 8    # norm and biases, of 24 each, end before a multiple of 32: 24, 24, 24 and 96 in front of the matrices
+    largest = (
+        8 * 24**2 + 7 * 24
+    )  # the mlp half of a block: its two matrices and biases, and its norm
+    largest += (
+        8 + 8
+    )  # norm and biases, of 24 each, end before a multiple of 32: 24, 24, 24 and 96 in front of the matrices
     grain = n * 32
     on_its_way = -(-largest // grain) * grain * max(0, zero - 1)
     halves = {0: 8, 1: 6, 2: 5, 3: 4}[zero]  # of a flat buffer: parameters, gradients, two moments
     needed = 2 * 4 * (length * halves // 2 + on_its_way)
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
-    run_ranks(n, lambda transport: build._check_memory(transport, resolved(config, n), SOURCES["gpt"]), hosts=hosts)
+    run_ranks(
+        n,
+        lambda transport: build._check_memory(transport, resolved(config, n), SOURCES["gpt"]),
+        hosts=hosts,
+    )
     monkeypatch.setattr(process, "free_memory", lambda kind: needed - 1)
     with pytest.raises(ConfigError, match="parameters with gradients"):
-        run_ranks(n, lambda transport: build._check_memory(transport, resolved(config, n), SOURCES["gpt"]), hosts=hosts)
+        run_ranks(
+            n,
+            lambda transport: build._check_memory(transport, resolved(config, n), SOURCES["gpt"]),
+            hosts=hosts,
+        )
 
 
-@pytest.mark.parametrize("ranks, replication", [
-    (2, {}), (2, {"zero": 1}), (3, {"mode": "server", "servers": 1}), (3, {"mode": "master"}), (2, {"mode": "gossip"}),
-    (2, {"mode": "local"}), (2, {"mode": "local", "outer_momentum": 0.9}), (2, {"mode": "local", "outer_lr": 0.7})])
+@pytest.mark.parametrize(
+    "ranks, replication",
+    [
+        (2, {}),
+        (2, {"zero": 1}),
+        (3, {"mode": "server", "servers": 1}),
+        (3, {"mode": "master"}),
+        (2, {"mode": "gossip"}),
+        (2, {"mode": "local"}),
+        (2, {"mode": "local", "outer_momentum": 0.9}),
+        (2, {"mode": "local", "outer_lr": 0.7}),
+    ],
+)
 def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(ranks, replication):
     def held(transport):
         replication = build.build(transport, config, source=SOURCES["gpt"]).trainer.replication
@@ -98,10 +142,20 @@ def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(ranks, replica
 def test_units_are_not_built_for_a_model_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 30)
     built = []
-    monkeypatch.setattr(build, "model", lambda config, source, layers, real=build.model: built.append(config.model.layers)
-                        or real(config, source, layers))
+    monkeypatch.setattr(
+        build,
+        "model",
+        lambda config, source, layers, real=build.model: (
+            built.append(config.model.layers) or real(config, source, layers)
+        ),
+    )
     with pytest.raises(ConfigError, match="parameters") as raised:
-        run_ranks(2, lambda transport: build.build(transport, config_of(layers=1_000_000), source=SOURCES["gpt"]))
+        run_ranks(
+            2,
+            lambda transport: build.build(
+                transport, config_of(layers=1_000_000), source=SOURCES["gpt"]
+            ),
+        )
     assert raised.value.exit_code == 2 and raised.value.agreed and max(built) <= 2
 
 
@@ -111,18 +165,42 @@ def test_on_a_gpu_its_own_memory_counts(monkeypatch):
     monkeypatch.setattr(cupy.devices, "count", 2)
     monkeypatch.setattr(build, "_size", lambda resolved, source: (1000, 1000))
     config = config_of(device={"kind": "cuda"})
-    with pytest.raises(ConfigError, match=r"of 2 rank\(s\) need .* GB on this GPU, but 0\.0 GB are free"):
-        run_ranks(3, lambda transport: build._check_memory(transport, resolved(config, 3), SOURCES["gpt"]))
+    with pytest.raises(
+        ConfigError, match=r"of 2 rank\(s\) need .* GB on this GPU, but 0\.0 GB are free"
+    ):
+        run_ranks(
+            3, lambda transport: build._check_memory(transport, resolved(config, 3), SOURCES["gpt"])
+        )
     monkeypatch.setattr(cupy.devices, "memory", (8 << 30, 8 << 30))
-    run_ranks(3, lambda transport: build._check_memory(transport, resolved(config, 3), SOURCES["gpt"]))
+    run_ranks(
+        3, lambda transport: build._check_memory(transport, resolved(config, 3), SOURCES["gpt"])
+    )
 
 
-@pytest.mark.parametrize("files, free", [
-    ({"/proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    2000 kB\n"}, 2_048_000),
-    ({"/proc/meminfo": "MemAvailable:    2000 kB\n", "/sys/fs/cgroup/memory.max": "1000000\n"}, 1_000_000),
-    ({"/proc/meminfo": "MemAvailable:    2000 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}, 2_048_000),
-    ({"/proc/meminfo": "MemAvailable: 2000 kB\n", "/sys/fs/cgroup/memory/memory.limit_in_bytes": f"{1 << 63}\n"}, 2_048_000),
-])
+@pytest.mark.parametrize(
+    "files, free",
+    [
+        ({"/proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    2000 kB\n"}, 2_048_000),
+        (
+            {
+                "/proc/meminfo": "MemAvailable:    2000 kB\n",
+                "/sys/fs/cgroup/memory.max": "1000000\n",
+            },
+            1_000_000,
+        ),
+        (
+            {"/proc/meminfo": "MemAvailable:    2000 kB\n", "/sys/fs/cgroup/memory.max": "max\n"},
+            2_048_000,
+        ),
+        (
+            {
+                "/proc/meminfo": "MemAvailable: 2000 kB\n",
+                "/sys/fs/cgroup/memory/memory.limit_in_bytes": f"{1 << 63}\n",
+            },
+            2_048_000,
+        ),
+    ],
+)
 def test_a_containers_limit_is_a_smaller_host(files, free, monkeypatch):
     def opened(path, *rest, **named):
         if path not in files:
@@ -136,13 +214,22 @@ def test_a_containers_limit_is_a_smaller_host(files, free, monkeypatch):
 
 
 def test_a_model_that_fits_is_built():
-    job, = run_ranks(1, lambda transport: build.build(transport, config_of(), source=SOURCES["gpt"]))
+    (job,) = run_ranks(
+        1, lambda transport: build.build(transport, config_of(), source=SOURCES["gpt"])
+    )
     assert isinstance(job, Job)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("width", (10**9, 2 * 10**9, 4 * 10**9, 2**62))
 def test_no_width_is_so_large_that_its_number_of_parameters_looks_small(kind, width):
-    config = parse({"model": {"kind": kind, "layers": 3, "width": width, "heads": 1, "context": 8}, "device": {"kind": "cpu"}})
+    config = parse(
+        {
+            "model": {"kind": kind, "layers": 3, "width": width, "heads": 1, "context": 8},
+            "device": {"kind": "cpu"},
+        }
+    )
     with pytest.raises(ConfigError, match=r"parameters with gradients .* are free"):
-        run_ranks(1, lambda transport: build._check_memory(transport, resolved(config), SOURCES[kind]))
+        run_ranks(
+            1, lambda transport: build._check_memory(transport, resolved(config), SOURCES[kind])
+        )

@@ -10,7 +10,9 @@ from mpitrain.ops import host
 from tests.unit.placing import place, run
 
 torch = pytest.importorskip("torch")
-torch_gpt = pytest.importorskip("mpitrain.bench.training.torch_gpt")  # PyTorch's own layers and none of ours
+torch_gpt = pytest.importorskip(
+    "mpitrain.bench.training.torch_gpt"
+)  # PyTorch's own layers and none of ours
 
 SHAPE = {"vocab": 101, "context": 40, "width": 48, "heads": 3, "depth": 3}
 
@@ -22,10 +24,14 @@ def test_gpt_has_the_loss_and_gradients_of_pytorchs(dtype, tolerance, length, ti
     units, arena = gpt(Plain(host), tied=tied, **SHAPE), Arena()
     weights, gradients, arrays, slots = place(units, 3, dtype)
     noise = np.random.default_rng(4)
-    for array in arrays.values():  # biases that are 0 and gains that are 1 could not be seen missing
+    for (
+        array
+    ) in arrays.values():  # biases that are 0 and gains that are 1 could not be seen missing
         array += 0.1 * noise.standard_normal(array.shape).astype(dtype)
 
-    peer = torch_gpt.GPT(tied=tied, **SHAPE).to(torch.float32 if dtype == np.float32 else torch.float64)
+    peer = torch_gpt.GPT(tied=tied, **SHAPE).to(
+        torch.float32 if dtype == np.float32 else torch.float64
+    )
     tensors = dict(peer.named_parameters())
     torch_gpt.copy_weights(arrays, peer)
 

@@ -11,7 +11,13 @@ from tests.laws.vocabulary import Split, VocabularyLaws
 
 BODIES = [reference, host]
 STEP = 1e-5
-ATTENTION_SHAPES = [(1, 1, 1, 1), (2, 5, 3, 2), (1, 7, 2, 1), (2, 131, 2, 3), (1, 300, 1, 2)]  # B, T, H, D
+ATTENTION_SHAPES = [
+    (1, 1, 1, 1),
+    (2, 5, 3, 2),
+    (1, 7, 2, 1),
+    (2, 131, 2, 3),
+    (1, 300, 1, 2),
+]  # B, T, H, D
 
 
 def numbers(seed, *shape):
@@ -59,14 +65,24 @@ def test_linear_has_the_gradient_of_its_forward(ops, m, k, n, activation, biased
     arena = Arena()
     forward = getattr(ops, f"linear{activation}")
     backward_input = getattr(ops, f"linear{activation}_backward_input")
-    x, w, b, dy = numbers(1, m, k), numbers(2, n, k), numbers(3, n) if biased else None, numbers(4, m, n)
+    x, w, b, dy = (
+        numbers(1, m, k),
+        numbers(2, n, k),
+        numbers(3, n) if biased else None,
+        numbers(4, m, n),
+    )
     _, saved = forward(x, w, b, arena)
     dx, pending = backward_input(dy, w, saved, arena)
     assert_gradient(lambda x: np.vdot(dy, forward(x, w, b, arena)[0]), x, dx)
-    dw = written(lambda out, accumulate: ops.linear_backward_weight(pending, out, accumulate, arena), w.shape)
+    dw = written(
+        lambda out, accumulate: ops.linear_backward_weight(pending, out, accumulate, arena), w.shape
+    )
     assert_gradient(lambda w: np.vdot(dy, forward(x, w, b, arena)[0]), w, dw)
     if biased:
-        db = written(lambda out, accumulate: ops.linear_backward_bias(pending, out, accumulate, arena), b.shape)
+        db = written(
+            lambda out, accumulate: ops.linear_backward_bias(pending, out, accumulate, arena),
+            b.shape,
+        )
         assert_gradient(lambda b: np.vdot(dy, forward(x, w, b, arena)[0]), b, db)
 
 
@@ -87,11 +103,17 @@ def test_a_bias_and_a_residual_are_each_added_where_they_are_given(ops, shape):
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (2, 7, 5)])
 def test_an_activation_alone_is_that_of_a_product_by_one(ops, activation, shape):
     arena, z, dy = Arena(), numbers(1, *shape), numbers(2, *shape)
-    true_y, kept = getattr(reference, f"linear_{activation}")(z.reshape(-1, shape[-1]), np.eye(shape[-1]), None, arena)
-    truth, _ = getattr(reference, f"linear_{activation}_backward_input")(dy.reshape(true_y.shape), np.eye(shape[-1]), kept, arena)
+    true_y, kept = getattr(reference, f"linear_{activation}")(
+        z.reshape(-1, shape[-1]), np.eye(shape[-1]), None, arena
+    )
+    truth, _ = getattr(reference, f"linear_{activation}_backward_input")(
+        dy.reshape(true_y.shape), np.eye(shape[-1]), kept, arena
+    )
     y, saved = getattr(ops, activation)(z.copy(), arena)
     assert_close(y, true_y.reshape(shape), 1e-12)
-    assert_close(getattr(ops, f"{activation}_backward")(dy, saved, arena), truth.reshape(shape), 1e-12)
+    assert_close(
+        getattr(ops, f"{activation}_backward")(dy, saved, arena), truth.reshape(shape), 1e-12
+    )
 
 
 @pytest.mark.parametrize("ops", BODIES)
@@ -101,8 +123,12 @@ def test_layer_norm_has_the_gradient_of_its_forward(ops, m, c):
     x, gain, bias, dy = numbers(1, m, c), numbers(2, c), numbers(3, c), numbers(4, m, c)
     _, saved = ops.layer_norm(x, gain, bias, arena)
     dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena)
-    dgain = written(lambda out, accumulate: ops.layer_norm_backward_gain(pending, out, accumulate, arena), (c,))
-    dbias = written(lambda out, accumulate: ops.layer_norm_backward_bias(pending, out, accumulate, arena), (c,))
+    dgain = written(
+        lambda out, accumulate: ops.layer_norm_backward_gain(pending, out, accumulate, arena), (c,)
+    )
+    dbias = written(
+        lambda out, accumulate: ops.layer_norm_backward_bias(pending, out, accumulate, arena), (c,)
+    )
     assert_gradient(lambda x: np.vdot(dy, ops.layer_norm(x, gain, bias, arena)[0]), x, dx)
     assert_gradient(lambda gain: np.vdot(dy, ops.layer_norm(x, gain, bias, arena)[0]), gain, dgain)
     assert_gradient(lambda bias: np.vdot(dy, ops.layer_norm(x, gain, bias, arena)[0]), bias, dbias)
@@ -115,10 +141,18 @@ def test_embedding_has_the_gradient_of_its_forward(ops, b, t, v, c):
     tokens = np.random.default_rng(0).integers(v, size=(b, t))
     table, positions, dx = numbers(1, v, c), numbers(2, t + 2, c), numbers(3, b, t, c)
     _, saved = ops.embedding(tokens, table, positions, arena)
-    dtable = written(lambda out, acc: ops.embedding_backward_table(dx, saved, out, acc, arena), table.shape)
-    dpositions = written(lambda out, acc: ops.embedding_backward_positions(dx, out, acc, arena), positions.shape)
-    assert_gradient(lambda table: np.vdot(dx, ops.embedding(tokens, table, positions, arena)[0]), table, dtable)
-    assert_gradient(lambda at: np.vdot(dx, ops.embedding(tokens, table, at, arena)[0]), positions, dpositions)
+    dtable = written(
+        lambda out, acc: ops.embedding_backward_table(dx, saved, out, acc, arena), table.shape
+    )
+    dpositions = written(
+        lambda out, acc: ops.embedding_backward_positions(dx, out, acc, arena), positions.shape
+    )
+    assert_gradient(
+        lambda table: np.vdot(dx, ops.embedding(tokens, table, positions, arena)[0]), table, dtable
+    )
+    assert_gradient(
+        lambda at: np.vdot(dx, ops.embedding(tokens, table, at, arena)[0]), positions, dpositions
+    )
 
 
 @pytest.mark.parametrize("ops", BODIES)
@@ -138,8 +172,8 @@ def test_attention_sees_no_later_token(ops):
     y, _ = ops.attention(qkv, 2, arena)
     for t in (0, 63, 64, 127, 128, 150):
         later = qkv.copy()
-        later[:, t + 1:] += 1e3
-        assert_close(ops.attention(later, 2, arena)[0][:, :t + 1], y[:, :t + 1], 1e-12)
+        later[:, t + 1 :] += 1e3
+        assert_close(ops.attention(later, 2, arena)[0][:, : t + 1], y[:, : t + 1], 1e-12)
 
 
 @pytest.mark.parametrize("ops", BODIES)
@@ -151,7 +185,9 @@ def test_cross_entropy_has_the_gradient_of_its_loss(ops, m, v):
     loss, dlogits = ops.cross_entropy(logits, targets, 0.125, arena)
     assert dlogits is logits
     assert_close(loss, ops.cross_entropy_loss(kept, targets, arena), 1e-12)
-    assert_gradient(lambda logits: 0.125 * ops.cross_entropy_loss(logits, targets, arena), kept, dlogits)
+    assert_gradient(
+        lambda logits: 0.125 * ops.cross_entropy_loss(logits, targets, arena), kept, dlogits
+    )
     right = kept[np.arange(m), targets] == kept.max(1)
     assert ops.count_correct(kept, targets, arena) == right.sum()
 
@@ -166,7 +202,10 @@ def test_cross_entropy_survives_huge_logits(ops):
 
 def calls(dtype):
     """(name, arguments) for every operation that computes from arrays alone."""
-    x, w, b, gain = (a.astype(dtype) for a in (numbers(1, 300, 40), numbers(2, 90, 40), numbers(3, 90), numbers(4, 40)))
+    x, w, b, gain = (
+        a.astype(dtype)
+        for a in (numbers(1, 300, 40), numbers(2, 90, 40), numbers(3, 90), numbers(4, 40))
+    )
     tokens = np.random.default_rng(0).integers(17, size=(6, 11))
     targets = np.random.default_rng(1).integers(40, size=300)
     for activation in ("", "_gelu", "_relu"):
@@ -194,12 +233,23 @@ def test_host_computes_what_the_reference_says(dtype, tolerance):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
 @pytest.mark.parametrize("count", [0, 1, 77, 100_003])
-@pytest.mark.parametrize(("step", "buffers", "scalars"), [
-    ("sgd", 2, {"lr": 0.1, "weight_decay": 0.01}),
-    ("momentum", 3, {"lr": 0.1, "beta": 0.9, "weight_decay": 0.01}),
-    ("adamw", 4, {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}),
-    ("adamw", 4, {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}),
-])
+@pytest.mark.parametrize(
+    ("step", "buffers", "scalars"),
+    [
+        ("sgd", 2, {"lr": 0.1, "weight_decay": 0.01}),
+        ("momentum", 3, {"lr": 0.1, "beta": 0.9, "weight_decay": 0.01}),
+        (
+            "adamw",
+            4,
+            {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3},
+        ),
+        (
+            "adamw",
+            4,
+            {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1},
+        ),
+    ],
+)
 def test_host_steps_as_the_reference_does(dtype, tolerance, count, step, buffers, scalars):
     truth = [np.abs(numbers(i, count)) + 0.5 for i in range(buffers)]
     mine = [buffer.astype(dtype) for buffer in truth]
@@ -222,18 +272,35 @@ def test_a_sum_with_weights_may_be_written_over_either(ops):
     for first, second in ((0, 1), (0, None), (1, 0)):
         for place in (0, 1, 2):
             arrays = [a.copy(), b.copy(), np.empty_like(a)]
-            ops.weighted_sum(arrays[first], 0.75, None if second is None else arrays[second], -0.5, arrays[place], Arena())
-            assert_close(arrays[place], 0.75 * (a, b)[first] - (0 if second is None else 0.5 * (a, b)[second]), 1e-14)
+            ops.weighted_sum(
+                arrays[first],
+                0.75,
+                None if second is None else arrays[second],
+                -0.5,
+                arrays[place],
+                Arena(),
+            )
+            assert_close(
+                arrays[place],
+                0.75 * (a, b)[first] - (0 if second is None else 0.5 * (a, b)[second]),
+                1e-14,
+            )
 
 
 def test_steps_equal_pytorch():
     torch = pytest.importorskip("torch")
     kinds = {
         "sgd": (0, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01), {"weight_decay": 0.01}),
-        "momentum": (1, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-                     {"beta": 0.9, "weight_decay": 0.01}),
-        "adamw": (2, lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
-                  {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}),
+        "momentum": (
+            1,
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+            {"beta": 0.9, "weight_decay": 0.01},
+        ),
+        "adamw": (
+            2,
+            lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
+            {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+        ),
     }
     for name, (states, build, scalars) in kinds.items():
         for ops in BODIES:
@@ -243,7 +310,9 @@ def test_steps_equal_pytorch():
             for step in range(1, 6):
                 g = numbers(10 + step, 50)
                 counted = {"step": step} if name == "adamw" else {}
-                getattr(ops, name)(p, g, *state, scale=1.0, lr=0.1, arena=Arena(), **scalars, **counted)
+                getattr(ops, name)(
+                    p, g, *state, scale=1.0, lr=0.1, arena=Arena(), **scalars, **counted
+                )
                 q.grad = torch.tensor(g)
                 optimizer.step()
             assert_close(p, q.detach().numpy(), 1e-12)
@@ -258,7 +327,10 @@ def test_parts_of_a_vocabulary_obey(law, ops):
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_vocabulary_in_one_part_has_the_gradient_of_the_whole_bit_for_bit(ops, dtype):
-    logits, targets = (3 * numbers(1, 300, 200)).astype(dtype), np.random.default_rng(0).integers(200, size=300)
+    logits, targets = (
+        (3 * numbers(1, 300, 200)).astype(dtype),
+        np.random.default_rng(0).integers(200, size=300),
+    )
     _, truth = ops.cross_entropy(logits.copy(), targets, 0.125, Arena())
     _, dlogits = Split(ops, HostBackend(), logits, targets, 1).cross_entropy(0.125)
     np.testing.assert_array_equal(dlogits, truth)
@@ -270,7 +342,9 @@ def test_the_length_of_a_part_s_gradient_takes_no_new_memory():
     dx, dtable, table = numbers(1, 4, 9, 3), np.zeros((5, 3)), np.zeros((5, 3))
     allocations = set()
     for _ in range(9):
-        _, saved = host.embedding(rng.integers(rng.integers(2, 12), size=(4, 9)), table, None, arena, 2)
+        _, saved = host.embedding(
+            rng.integers(rng.integers(2, 12), size=(4, 9)), table, None, arena, 2
+        )
         host.embedding_backward_table(dx, saved, dtable, True, arena)
         allocations.add(arena.allocations)
     assert len(allocations) == 1
@@ -278,7 +352,12 @@ def test_the_length_of_a_part_s_gradient_takes_no_new_memory():
 
 def test_every_body_has_the_same_names_and_signatures():
     import inspect
-    names = [name for name, f in vars(reference).items() if inspect.isfunction(f) and not name.startswith("_")]
+
+    names = [
+        name
+        for name, f in vars(reference).items()
+        if inspect.isfunction(f) and not name.startswith("_")
+    ]
     assert sorted(names) == sorted(host.__all__) == sorted(Ops.__annotations__)
     for name in names:
         expected = list(inspect.signature(getattr(reference, name)).parameters)

@@ -8,7 +8,11 @@ from mpitrain.ops.host import product
 
 LIBRARIES = [
     pytest.param(dict, id="numpy"),
-    pytest.param(product.mkl, id="mkl", marks=pytest.mark.skipif(not product.mkl(), reason="MKL is not installed")),
+    pytest.param(
+        product.mkl,
+        id="mkl",
+        marks=pytest.mark.skipif(not product.mkl(), reason="MKL is not installed"),
+    ),
 ]
 
 
@@ -27,7 +31,10 @@ def views(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 1, 5), (7, 5, 1), (1, 6, 4), (33, 17, 65), (0, 3, 2), (2, 0, 3)])
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [(1, 1, 1), (3, 1, 5), (7, 5, 1), (1, 6, 4), (33, 17, 65), (0, 3, 2), (2, 0, 3)],
+)
 def test_a_product_is_written_or_added(library, dtype, m, k, n):
     for a in views((m, k), dtype):
         for b in views((k, n), dtype):
@@ -41,10 +48,16 @@ def test_a_product_is_written_or_added(library, dtype, m, k, n):
 
 def test_mkl_is_used_where_it_is_installed(monkeypatch):
     calls = []
-    monkeypatch.setattr(product, "mkl", lambda: {np.dtype("float32"): lambda *arguments: calls.append(arguments)})
-    a, b, out = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32).T, np.zeros((2, 4), np.float32)
+    monkeypatch.setattr(
+        product, "mkl", lambda: {np.dtype("float32"): lambda *arguments: calls.append(arguments)}
+    )
+    a, b, out = (
+        np.ones((2, 3), np.float32),
+        np.ones((4, 3), np.float32).T,
+        np.zeros((2, 4), np.float32),
+    )
     product.put_product(a, b, out, True, Arena())
-    (order, how_a, how_b, m, n, k, alpha, _, stride_a, _, stride_b, beta, _, stride), = calls
+    ((order, how_a, how_b, m, n, k, alpha, _, stride_a, _, stride_b, beta, _, stride),) = calls
     assert (order, how_a, how_b, m, n, k) == (101, 111, 112, 2, 4, 3)
     assert (alpha, beta, stride_a, stride_b, stride) == (1, 1.0, 3, 3, 4)
 

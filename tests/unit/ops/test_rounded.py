@@ -25,8 +25,29 @@ def test_numbers_are_rounded_as_a_cast_rounds(dtype):
     every = np.arange(1 << 16, dtype=np.uint16).view(SHORT[dtype]).astype(np.float32)
     every = np.unique(every[np.isfinite(every)])
     bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
-    x = np.concatenate([every, every[:-1] / 2 + every[1:] / 2, np.nextafter(every, np.float32(0)), bits.view(np.float32),
-                        np.float32([65519.9, 65520, 65536, -65520, 3e38, -3e38, np.inf, -np.inf, np.nan, 2**-25, 1.1 * 2**-25])])
+    x = np.concatenate(
+        [
+            every,
+            every[:-1] / 2 + every[1:] / 2,
+            np.nextafter(every, np.float32(0)),
+            bits.view(np.float32),
+            np.float32(
+                [
+                    65519.9,
+                    65520,
+                    65536,
+                    -65520,
+                    3e38,
+                    -3e38,
+                    np.inf,
+                    -np.inf,
+                    np.nan,
+                    2**-25,
+                    1.1 * 2**-25,
+                ]
+            ),
+        ]
+    )
     found = x.copy()
     TYPES[dtype](found, Arena())
     np.testing.assert_array_equal(found, cast(x, dtype))
@@ -42,7 +63,13 @@ def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
     def is_short(*arrays):
         return all(np.array_equal(array, cast(array, dtype)) for array in arrays)
 
-    x, w, b, dy, qkv = numbers(70, 12), numbers(12, 12), numbers(12), numbers(70, 12), numbers(2, 35, 36)
+    x, w, b, dy, qkv = (
+        numbers(70, 12),
+        numbers(12, 12),
+        numbers(12),
+        numbers(70, 12),
+        numbers(2, 35, 36),
+    )
     for product in (ops.linear, ops.linear_gelu, ops.linear_relu):
         y, saved = product(x, w, b, arena)
         dx, pending = getattr(ops, f"{product.__name__}_backward_input")(dy, w, saved, arena)
@@ -61,11 +88,17 @@ def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
     assert is_short(x_of_tokens, dlogits, total) and not is_short(np.float32(loss))
 
 
-@pytest.mark.parametrize("name, buffers, numbers", [
-    ("sgd", 0, {}), ("momentum", 1, {"beta": 0.9}), ("adamw", 2, {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 3})])
+@pytest.mark.parametrize(
+    "name, buffers, numbers",
+    [
+        ("sgd", 0, {}),
+        ("momentum", 1, {"beta": 0.9}),
+        ("adamw", 2, {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 3}),
+    ],
+)
 def test_a_step_is_the_host_s_and_writes_the_mirror_rounded(name, buffers, numbers):
     ops, rng, count = rounded(host, "bfloat16").ops, np.random.default_rng(2), 200_003
-    p, g, *state = (np.abs(rng.standard_normal((2 + buffers, count))).astype(np.float32))
+    p, g, *state = np.abs(rng.standard_normal((2 + buffers, count))).astype(np.float32)
     mine, mirror = [array.copy() for array in (p, g, *state)], np.empty_like(p)
     common = {"scale": 0.5, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), **numbers}
     getattr(host, name)(p, g, *state, **common)

@@ -9,18 +9,38 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.multiprocessor import H100
-from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, Measured, Table, Tiling, count, read_tiles, worth_measuring, write_tiles
+from mpitrain.ops.cuda.tiles import (
+    TENSOR_TILES,
+    TILES,
+    Measured,
+    Table,
+    Tiling,
+    count,
+    read_tiles,
+    worth_measuring,
+    write_tiles,
+)
 
 
 def of(capability: int, multiprocessors: int = 132, **limits: int) -> SimpleNamespace:
     """A device, as far as tilings ask."""
-    return SimpleNamespace(capability=capability, multiprocessors=multiprocessors, multiprocessor=H100._replace(**limits))
+    return SimpleNamespace(
+        capability=capability,
+        multiprocessors=multiprocessors,
+        multiprocessor=H100._replace(**limits),
+    )
 
 
-FLOATS, HALVES, BRAINS = np.zeros(1, np.float32), np.zeros(1, np.float16), np.zeros(1, ml_dtypes.bfloat16)
-FOUND = [Measured("float32", "NT", 1024, 1024, 1024, Tiling(TILES[3], 1)),
-         Measured("float32", "NT", 64, 64, 8192, Tiling(TILES[2], 8)),
-         Measured("bfloat16", "NN", 1024, 1024, 1024, Tiling(TENSOR_TILES[4], 2))]
+FLOATS, HALVES, BRAINS = (
+    np.zeros(1, np.float32),
+    np.zeros(1, np.float16),
+    np.zeros(1, ml_dtypes.bfloat16),
+)
+FOUND = [
+    Measured("float32", "NT", 1024, 1024, 1024, Tiling(TILES[3], 1)),
+    Measured("float32", "NT", 64, 64, 8192, Tiling(TILES[2], 8)),
+    Measured("bfloat16", "NN", 1024, 1024, 1024, Tiling(TENSOR_TILES[4], 2)),
+]
 
 
 def test_a_shape_near_a_measured_one_gets_its_plan():
@@ -30,37 +50,73 @@ def test_a_shape_near_a_measured_one_gets_its_plan():
     assert table.tiling(BRAINS, "NN", (1000, 1000, 1000, 1), of(90)) == Tiling(TENSOR_TILES[4], 2)
 
 
-@pytest.mark.parametrize(("a", "stored", "shape", "capability"), [
-    (FLOATS, "NT", (1024, 2049, 1024, 1), 80), (FLOATS, "NN", (1024, 1024, 1024, 1), 80),
-    (FLOATS, "NT", (1024, 1024, 1024, 2), 80), (HALVES, "NT", (1024, 1024, 1024, 1), 80),
-    (BRAINS, "NN", (1024, 1024, 1024, 1), 75), (FLOATS, "NT", (0, 3, 0, 1), 80),
-])
+@pytest.mark.parametrize(
+    ("a", "stored", "shape", "capability"),
+    [
+        (FLOATS, "NT", (1024, 2049, 1024, 1), 80),
+        (FLOATS, "NN", (1024, 1024, 1024, 1), 80),
+        (FLOATS, "NT", (1024, 1024, 1024, 2), 80),
+        (HALVES, "NT", (1024, 1024, 1024, 1), 80),
+        (BRAINS, "NN", (1024, 1024, 1024, 1), 75),
+        (FLOATS, "NT", (0, 3, 0, 1), 80),
+    ],
+)
 def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capability):
-    assert Table(FOUND).tiling(a, stored, shape, of(capability)) == Table().tiling(a, stored, shape, of(capability))
+    assert Table(FOUND).tiling(a, stored, shape, of(capability)) == Table().tiling(
+        a, stored, shape, of(capability)
+    )
 
 
-@pytest.mark.parametrize(("a", "shape", "multiprocessors", "tiling"), [
-    (FLOATS, (8192, 8192, 8192, 1), 132, Tiling(TILES[0], 1)), (FLOATS, (1024, 1024, 1024, 1), 132, Tiling(TILES[0], 2)),
-    (FLOATS, (512, 512, 64, 1), 132, Tiling(TILES[2], 1)), (FLOATS, (32, 32, 8192, 1), 132, Tiling(TILES[2], 32)),
-    (FLOATS, (0, 0, 0, 1), 132, Tiling(TILES[0], 1)), (FLOATS, (1024, 1024, 1024, 1), 16, Tiling(TILES[0], 1)),
-    # The gradients of GPT-2's narrow layers: 36 large blocks leave most of a large GPU idle, 144 small ones take two rounds.
-    (FLOATS, (768, 768, 8192, 1), 132, Tiling(TILES[0], 11)), (BRAINS, (768, 768, 8192, 1), 132, Tiling(TENSOR_TILES[0], 7)),
-])
-def test_without_a_table_rounds_of_blocks_and_joining_of_split_sums_are_weighed(a, shape, multiprocessors, tiling):
+@pytest.mark.parametrize(
+    ("a", "shape", "multiprocessors", "tiling"),
+    [
+        (FLOATS, (8192, 8192, 8192, 1), 132, Tiling(TILES[0], 1)),
+        (FLOATS, (1024, 1024, 1024, 1), 132, Tiling(TILES[0], 2)),
+        (FLOATS, (512, 512, 64, 1), 132, Tiling(TILES[2], 1)),
+        (FLOATS, (32, 32, 8192, 1), 132, Tiling(TILES[2], 32)),
+        (FLOATS, (0, 0, 0, 1), 132, Tiling(TILES[0], 1)),
+        (FLOATS, (1024, 1024, 1024, 1), 16, Tiling(TILES[0], 1)),
+        # The gradients of GPT-2's narrow layers: 36 large blocks leave most of a large GPU idle, 144 small ones take two rounds.
+        (FLOATS, (768, 768, 8192, 1), 132, Tiling(TILES[0], 11)),
+        (BRAINS, (768, 768, 8192, 1), 132, Tiling(TENSOR_TILES[0], 7)),
+    ],
+)
+def test_without_a_table_rounds_of_blocks_and_joining_of_split_sums_are_weighed(
+    a, shape, multiprocessors, tiling
+):
     assert Table().tiling(a, "NT", shape, of(90, multiprocessors)) == tiling
 
 
 def test_blocks_that_find_others_on_their_multiprocessor_fill_and_write_while_those_multiply():
     """36 tiles in 7 parts are two blocks on each. With room for one alone each fills by itself: 3 parts are cheaper."""
-    for limits, splits in (({}, 7), ({"blocks": 1}, 3), ({"shared": 100 << 10}, 3), ({"registers": 32768}, 3)):
-        assert Table().tiling(BRAINS, "NT", (768, 768, 8192, 1), of(90, **limits)) == Tiling(TENSOR_TILES[0], splits), limits
+    for limits, splits in (
+        ({}, 7),
+        ({"blocks": 1}, 3),
+        ({"shared": 100 << 10}, 3),
+        ({"registers": 32768}, 3),
+    ):
+        assert Table().tiling(BRAINS, "NT", (768, 768, 8192, 1), of(90, **limits)) == Tiling(
+            TENSOR_TILES[0], splits
+        ), limits
 
 
-@pytest.mark.parametrize(("block", "limits", "resident"), [
-    ((256, 128, 0), {}, 2), ((256, 129, 0), {}, 1), ((64, 128, 0), {}, 8), ((1024, 32, 0), {}, 2), ((32, 32, 0), {}, 32),
-    ((128, 32, 48 << 10), {}, 4), ((128, 32, 227 << 10), {}, 1), ((128, 32, 300 << 10), {}, 1),
-    ((128, 40, 48 << 10), {"shared": 100 << 10, "threads": 1536, "blocks": 16}, 2)])
-def test_as_many_blocks_run_at_a_time_as_threads_registers_and_shared_memory_allow(block, limits, resident):
+@pytest.mark.parametrize(
+    ("block", "limits", "resident"),
+    [
+        ((256, 128, 0), {}, 2),
+        ((256, 129, 0), {}, 1),
+        ((64, 128, 0), {}, 8),
+        ((1024, 32, 0), {}, 2),
+        ((32, 32, 0), {}, 32),
+        ((128, 32, 48 << 10), {}, 4),
+        ((128, 32, 227 << 10), {}, 1),
+        ((128, 32, 300 << 10), {}, 1),
+        ((128, 40, 48 << 10), {"shared": 100 << 10, "threads": 1536, "blocks": 16}, 2),
+    ],
+)
+def test_as_many_blocks_run_at_a_time_as_threads_registers_and_shared_memory_allow(
+    block, limits, resident
+):
     """As NVIDIA's occupancy tables have it, of compute capability 9.0 and, the last one, 8.6."""
     assert H100._replace(**limits).resident(*block) == resident
 
@@ -80,7 +136,9 @@ def test_no_product_of_a_gpt_2_leaves_the_rounds_of_a_large_gpu_half_empty(a):
 def test_every_tile_is_worth_a_measurement_and_small_products_with_split_sums(capability):
     for a in (FLOATS, HALVES, BRAINS):
         tilings = worth_measuring(a, 64, 64, 1024, of(capability))
-        assert len({tiling.tile for tiling in tilings}) == len(TENSOR_TILES if tilings[0].tile.kernel == "gemm_tensor" else TILES)
+        assert len({tiling.tile for tiling in tilings}) == len(
+            TENSOR_TILES if tilings[0].tile.kernel == "gemm_tensor" else TILES
+        )
         assert {tiling.splits for tiling in tilings} == {1, 2, 4, 8}
     large = worth_measuring(FLOATS, 8192, 8192, 8192, of(capability))
     assert all(tiling.splits == 1 for tiling in large if tiling.tile == TILES[2])
@@ -90,9 +148,15 @@ def test_a_file_says_what_was_written_and_nothing_else_is_read(tmp_path):
     path = tmp_path / "tiles.json"
     write_tiles(path, "a device", FOUND)
     assert read_tiles(path).measured == tuple(FOUND)
-    for text, complaint in (("{}", "is no table of tiles"), ("[", "is no table of tiles"),
-                            (path.read_text().replace("gemm_tensor", "gemm_other"), "is no table of tiles: of 'measured"),
-                            (path.read_text().replace("64,", "63,"), "no kernel takes")):
+    for text, complaint in (
+        ("{}", "is no table of tiles"),
+        ("[", "is no table of tiles"),
+        (
+            path.read_text().replace("gemm_tensor", "gemm_other"),
+            "is no table of tiles: of 'measured",
+        ),
+        (path.read_text().replace("64,", "63,"), "no kernel takes"),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=complaint):
             read_tiles(path)
@@ -100,11 +164,29 @@ def test_a_file_says_what_was_written_and_nothing_else_is_read(tmp_path):
         read_tiles(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize("tiling", [[], [[128, 128, 8, 8, 8]], [[128.0, 128, 8, 8, 8], 1], [[128, 128, 8, 8, 8], True],
-                                    [[128, 128, 8, 8, 8], 33], [[128, 128, 8, 8, 8], 0], None])
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        [],
+        [[128, 128, 8, 8, 8]],
+        [[128.0, 128, 8, 8, 8], 1],
+        [[128, 128, 8, 8, 8], True],
+        [[128, 128, 8, 8, 8], 33],
+        [[128, 128, 8, 8, 8], 0],
+        None,
+    ],
+)
 def test_a_tiling_that_cannot_be_launched_is_refused_when_it_is_read(tiling, tmp_path):
     path = tmp_path / "tiles.json"
-    entry = {"elements": "float32", "stored": "NT", "m": 4, "n": 4, "k": 4, "kernel": "gemm", "plan": tiling}
+    entry = {
+        "elements": "float32",
+        "stored": "NT",
+        "m": 4,
+        "n": 4,
+        "k": 4,
+        "kernel": "gemm",
+        "plan": tiling,
+    }
     path.write_text(json.dumps({"measured": [entry]}))
     with pytest.raises(ConfigError, match="is no table of tiles"):
         read_tiles(path)

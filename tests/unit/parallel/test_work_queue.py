@@ -43,13 +43,18 @@ def test_every_ticket_is_granted_once_and_steps_are_told_in_order(workers, bound
         told = [e for e in events if e[0] == "told"]
         assert [e[1] for e in told] == list(range(STEPS))
         for _, step, outcome in told:
-            assert abs(outcome.loss - sum(range(step * workers, (step + 1) * workers)) / workers) <= 1e-12
+            assert (
+                abs(outcome.loss - sum(range(step * workers, (step + 1) * workers)) / workers)
+                <= 1e-12
+            )
             assert not outcome.stop
             assert bound is None or outcome.lead <= bound
 
 
 @pytest.mark.parametrize("bound", (1, 2, 3))
-def test_a_worker_starts_a_step_when_all_have_finished_the_one_before_the_bound_and_uses_the_bound(bound):
+def test_a_worker_starts_a_step_when_all_have_finished_the_one_before_the_bound_and_uses_the_bound(
+    bound,
+):
     most = 0
     for seed in range(20):
         for event in play(3, bound, seed)[0]:
@@ -65,7 +70,10 @@ def test_a_worker_starts_a_step_when_all_have_finished_the_one_before_the_bound_
 def test_after_a_stop_the_steps_that_were_begun_are_finished_and_the_last_of_them_tells(bound):
     for seed in range(10):
         events, tickets = play(3, bound, seed, stop_at=7)
-        granted, told = [e[2] for e in events if e[0] == "granted"], [e for e in events if e[0] == "told"]
+        granted, told = (
+            [e[2] for e in events if e[0] == "granted"],
+            [e for e in events if e[0] == "told"],
+        )
         assert len(told) < STEPS and sorted(granted) == list(range(3 * len(told)))
         assert [outcome.stop for *_, outcome in told] == [False] * (len(told) - 1) + [True]
         assert all(tickets.grant(worker) is None for worker in range(3))
@@ -76,7 +84,11 @@ def test_a_step_with_a_gradient_left_out_is_told_when_all_have_met_and_then_tick
     for seed in range(10):
         events, tickets = play(3, bound, seed, bad=(7,))
         last = max(number for number, event in enumerate(events) if event[0] == "granted")
-        wrong = [number for number, event in enumerate(events) if event[0] == "told" and not event[2].updated]
+        wrong = [
+            number
+            for number, event in enumerate(events)
+            if event[0] == "told" and not event[2].updated
+        ]
         assert len(wrong) == 1 and wrong[0] > last
         assert tickets.is_pause
         tickets.go_on()
@@ -95,7 +107,13 @@ def test_tickets_are_withheld_at_a_pause():
 
 def makespan(bound, delay, seed=0, workers=4, steps=200):
     """Virtual seconds until all steps are finished, of which each takes a worker a second and what `delay` adds."""
-    tickets, busy, idle, now, late = WorkQueue(workers, 0, bound, lambda step: steps), [], list(range(workers)), 0.0, delays(delay)
+    tickets, busy, idle, now, late = (
+        WorkQueue(workers, 0, bound, lambda step: steps),
+        [],
+        list(range(workers)),
+        0.0,
+        delays(delay),
+    )
     finished, version = [0] * workers, 0
     while True:
         for worker in [*idle]:
@@ -103,7 +121,10 @@ def makespan(bound, delay, seed=0, workers=4, steps=200):
                 step, part = divmod(ticket, workers)
                 assert bound is None or step - min(finished) <= bound
                 idle.remove(worker)
-                heapq.heappush(busy, (now + 1.0 + delay_s(late, worker, seed, step, part), worker, ticket, version))
+                heapq.heappush(
+                    busy,
+                    (now + 1.0 + delay_s(late, worker, seed, step, part), worker, ticket, version),
+                )
         if not busy:
             assert version == steps * workers
             return now
@@ -116,7 +137,9 @@ def makespan(bound, delay, seed=0, workers=4, steps=200):
 
 def test_a_bound_absorbs_jitter_and_no_bound_absorbs_slowness_too():
     for seed in range(5):
-        together, two, eight, free = (makespan(bound, "random:1000:0.25", seed) for bound in (0, 2, 8, None))
+        together, two, eight, free = (
+            makespan(bound, "random:1000:0.25", seed) for bound in (0, 2, 8, None)
+        )
         assert free <= eight <= two < together
     together, two, eight, free = (makespan(bound, "3:1000") for bound in (0, 2, 8, None))
     assert together == 400 and 0.9 * together <= eight <= two <= together and free < 0.6 * together

@@ -9,7 +9,14 @@ from mpitrain.config import ASYNCHRONOUS, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import STREAMS as MODES
 from mpitrain.pipeline.async_pipeline import moved, pieces
-from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Forward, fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    fused_at_the_input,
+    with_messages,
+)
 from mpitrain.pipeline.memory import versions
 from mpitrain.pipeline.schedules import STREAMS, plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
@@ -43,7 +50,11 @@ def test_steps_piece_by_piece_are_one_1f1b_over_all_of_them_without_deadlock_or_
         whole, cut = with_messages(plan), stream(p, m, steps)
         for mine, wanted, computed in zip(cut, whole, plan.lists, strict=True):
             assert Counter(typed(mine)) == Counter(typed(wanted)), (p, m)
-            assert typed(i for i in mine if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight)) == typed(computed)
+            assert typed(
+                i
+                for i in mine
+                if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight)
+            ) == typed(computed)
         one, other = (simulate(program, [Cost()] * p) for program in (cut, whole))
         assert not one.waits and one.makespan == other.makespan, (p, m)
 
@@ -52,26 +63,58 @@ def test_between_its_first_backward_and_its_last_forward_no_stage_stands_still()
     for p, m in POINTS:
         for mine in simulate(stream(p, m, 4), [Cost()] * p).timeline:
             kinds = [type(event.instruction) for event in mine]
-            steady = mine[next(i for i, kind in enumerate(kinds) if kind is not Forward):len(kinds) - kinds[::-1].index(Forward)]
-            assert sum(e.end - e.start for e in steady) == (steady[-1].end - steady[0].start if steady else 0), (p, m)
+            steady = mine[
+                next(i for i, kind in enumerate(kinds) if kind is not Forward) : len(kinds)
+                - kinds[::-1].index(Forward)
+            ]
+            assert sum(e.end - e.start for e in steady) == (
+                steady[-1].end - steady[0].start if steady else 0
+            ), (p, m)
 
 
 def test_a_stage_holds_as_many_versions_as_published():
     for p, m in product(range(1, 9), range(1, 17)):
         lists = plan_of("async", p, m).lists
-        assert [versions(mine) for mine in lists] == [min(p - s, m, max(m - (p - s), 0) + 2) for s in range(p)], (p, m)
+        assert [versions(mine) for mine in lists] == [
+            min(p - s, m, max(m - (p - s), 0) + 2) for s in range(p)
+        ], (p, m)
         for every in (every for every in range(max(1, p - 1), m + 1) if m % every == 0):
             assert {versions(mine, every) for mine in lists} == {min(2, m // every)}, (p, m, every)
 
 
-@pytest.mark.parametrize("settings, law, way_out", [
-    (["model.tied=true"], "With schedule async each stage updates by itself, but model.tied has two share a tensor.", "Set m"),
-    (["precision.compute=float16"], "no stage waits until all know of an overflow, but the loss scale of float16", "bfloat16"),
-    (["replication.zero=1"], "Schedule async needs replication.zero 0, but it is 1.", "Set replication.zero to 0, or pipeline"),
-    (["replication.wire=bf16"], "Schedule async needs replication.wire none, but it is bf16.", "Set replication.wire to none"),
-    (["replication.mode=local", "layout.pp=1"], "Schedule async needs replication.mode all-reduce, but it is local.", "1f1b"),
-])
-def test_what_stages_cannot_agree_on_by_themselves_is_refused_before_there_are_ranks(settings, law, way_out):
+@pytest.mark.parametrize(
+    "settings, law, way_out",
+    [
+        (
+            ["model.tied=true"],
+            "With schedule async each stage updates by itself, but model.tied has two share a tensor.",
+            "Set m",
+        ),
+        (
+            ["precision.compute=float16"],
+            "no stage waits until all know of an overflow, but the loss scale of float16",
+            "bfloat16",
+        ),
+        (
+            ["replication.zero=1"],
+            "Schedule async needs replication.zero 0, but it is 1.",
+            "Set replication.zero to 0, or pipeline",
+        ),
+        (
+            ["replication.wire=bf16"],
+            "Schedule async needs replication.wire none, but it is bf16.",
+            "Set replication.wire to none",
+        ),
+        (
+            ["replication.mode=local", "layout.pp=1"],
+            "Schedule async needs replication.mode all-reduce, but it is local.",
+            "1f1b",
+        ),
+    ],
+)
+def test_what_stages_cannot_agree_on_by_themselves_is_refused_before_there_are_ranks(
+    settings, law, way_out
+):
     with pytest.raises(ConfigError) as caught:
         parse(with_settings({}, ["pipeline.schedule=async", "layout.pp=2", *settings]))
     assert law in caught.value.law and way_out in caught.value.way_out

@@ -34,8 +34,13 @@ pytestmark = pytest.mark.slow
 def points(name):
     """(stages p, micro-batches m, chunks v): all that a schedule serves."""
     schedule = SCHEDULES[name]
-    return [(p, m, v) for p, m, v in product(range(1, 9), range(1, 17), [schedule.chunks] if schedule.chunks else [1, 2, 3])
-            if not (schedule.grouped and m % p)]
+    return [
+        (p, m, v)
+        for p, m, v in product(
+            range(1, 9), range(1, 17), [schedule.chunks] if schedule.chunks else [1, 2, 3]
+        )
+        if not (schedule.grouped and m % p)
+    ]
 
 
 planned = cache(plan_of)
@@ -49,8 +54,17 @@ def simulated(name, p, m, v):
 
 def fused(plan):
     """The plan whose input halves take their weight halves along."""
-    return Plan(plan.place, tuple(tuple(Backward(*i) if isinstance(i, BackwardInput) else i for i in mine
-                                        if not isinstance(i, BackwardWeight)) for mine in plan.lists))
+    return Plan(
+        plan.place,
+        tuple(
+            tuple(
+                Backward(*i) if isinstance(i, BackwardInput) else i
+                for i in mine
+                if not isinstance(i, BackwardWeight)
+            )
+            for mine in plan.lists
+        ),
+    )
 
 
 def share(simulation, p):
@@ -60,26 +74,40 @@ def share(simulation, p):
 
 def differing(name, measured, formula):
     """Where a measure of a schedule is not what the formula says."""
-    return {point: (measured(*point), formula(*point)) for point in points(name) if measured(*point) != formula(*point)}
+    return {
+        point: (measured(*point), formula(*point))
+        for point in points(name)
+        if measured(*point) != formula(*point)
+    }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_number_of_stages_micro_batches_and_chunks_deadlocks(name):
     assert len(points(name)) == {"interleaved": 126, "breadth-first": 384}.get(name, 128)
-    assert [(point, found) for point in points(name) if (found := simulated(name, *point).waits)] == []
+    assert [
+        (point, found) for point in points(name) if (found := simulated(name, *point).waits)
+    ] == []
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_part_takes_each_micro_batch_forward_and_through_both_halves_once(name):
     for p, m, v in points(name):
         plan = planned(name, p, m, v)
-        assert len(plan.place) == p * v and set(plan.place) == set(range(p)) and plan.micro_batches == m
+        assert (
+            len(plan.place) == p * v
+            and set(plan.place) == set(range(p))
+            and plan.micro_batches == m
+        )
         done = defaultdict(str)
         for stage, mine in enumerate(plan.lists):
             for instruction in mine:
                 assert plan.place[instruction.part] == stage
-                done[tuple(instruction)] += {Forward: "F", BackwardInput: "B", BackwardWeight: "W", Backward: "BW"}[
-                    type(instruction)]
+                done[tuple(instruction)] += {
+                    Forward: "F",
+                    BackwardInput: "B",
+                    BackwardWeight: "W",
+                    Backward: "BW",
+                }[type(instruction)]
         assert done == dict.fromkeys(product(range(p * v), range(m)), "FBW"), (p, m, v)
 
 
@@ -99,11 +127,15 @@ def test_sends_pair_with_receives_in_order_and_none_goes_to_its_own_stage(name):
                 handed += isinstance(instruction, Handoff)
         assert ends[Send] == ends[Receive] == ends[Complete]
         assert all(micros == list(range(m)) for micros in ends[Send].values())
-        assert sum(map(len, ends[Send].values())) + handed == 2 * m * (p * v - 1), "an activation and a gradient a boundary"
+        assert sum(map(len, ends[Send].values())) + handed == 2 * m * (p * v - 1), (
+            "an activation and a gradient a boundary"
+        )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_send_is_completed_before_the_backward_that_proves_its_arrival_and_nothing_takes_longer_for_it(name):
+def test_a_send_is_completed_before_the_backward_that_proves_its_arrival_and_nothing_takes_longer_for_it(
+    name,
+):
     for p, m, v in points(name):
         program = with_messages(plan := planned(name, p, m, v))
         for mine in program:
@@ -119,10 +151,17 @@ def test_a_send_is_completed_before_the_backward_that_proves_its_arrival_and_not
                 most = max(most, len(sent))
             assert not sent
             if name in ("1f1b", "zero-bubble"):
-                assert most <= 2 * p, "in the steady state no send is kept for longer than the pipeline is deep"
+                assert most <= 2 * p, (
+                    "in the steady state no send is kept for longer than the pipeline is deep"
+                )
         if m < 6:
-            last = [[*(i for i in mine if not isinstance(i, Complete)), *(i for i in mine if isinstance(i, Complete))]
-                    for mine in program]
+            last = [
+                [
+                    *(i for i in mine if not isinstance(i, Complete)),
+                    *(i for i in mine if isinstance(i, Complete)),
+                ]
+                for mine in program
+            ]
             costs = [Cost(1, 2, 3)] * len(plan.place)
             assert simulate(program, costs, 0.5, 0.25) == simulate(last, costs, 0.5, 0.25)
 
@@ -130,7 +169,10 @@ def test_a_send_is_completed_before_the_backward_that_proves_its_arrival_and_not
 def test_the_halves_of_the_first_part_are_one_where_they_follow_each_other():
     assert fused_at_the_input(plan_of("1f1b", 1, 5)) == plan_of("naive", 1, 5)
     whole, fused = plan_of("zero-bubble", 3, 4), fused_at_the_input(plan_of("zero-bubble", 3, 4))
-    assert fused.lists[1:] == whole.lists[1:] and set(map(type, fused.lists[0])) == {Forward, Backward}
+    assert fused.lists[1:] == whole.lists[1:] and set(map(type, fused.lists[0])) == {
+        Forward,
+        Backward,
+    }
 
 
 BUBBLES = {
@@ -143,8 +185,16 @@ BUBBLES = {
 TOTALS = {
     "zero-bubble": lambda p, m, v: 3 * m + max(p - 1, 2 * p - 1 - m),
     "zb-v": lambda p, m, v: 6 * m + max(p - 1, 2 * (2 * p - 1 - m)),
-    "v-half": lambda p, m, v: 6 * m + (max(Fraction(7 * (p - 1), 2), 4 * p - 3 - m) if p % 2 else
-                                       4 * (p - 1) if m == 1 else max(Fraction(7 * p - 4, 2), 4 * p - 1 - m)),
+    "v-half": lambda p, m, v: (
+        6 * m
+        + (
+            max(Fraction(7 * (p - 1), 2), 4 * p - 3 - m)
+            if p % 2
+            else 4 * (p - 1)
+            if m == 1
+            else max(Fraction(7 * p - 4, 2), 4 * p - 1 - m)
+        )
+    ),
     "breadth-first": lambda p, m, v: 3 * max(v * m + p - 1, v * p + m - 1),
 }
 
@@ -196,7 +246,10 @@ def test_peak_live_micro_batches_are_those_of_the_formula(name):
 
 def test_v_half_holds_half_of_what_1f1b_holds():
     for p, m, _ in points("v-half"):
-        stages = [Fraction(peak(mine, [Cost()] * 2 * p).live, 2) for mine in planned("v-half", p, m, 2).lists]
+        stages = [
+            Fraction(peak(mine, [Cost()] * 2 * p).live, 2)
+            for mine in planned("v-half", p, m, 2).lists
+        ]
         assert max(stages) == min(p // 2 + 1, m), (p, m)
 
 
@@ -209,11 +262,31 @@ def test_pending_weight_halves_of_zero_bubble_grow_with_the_stage_and_hold_what_
 
 def test_peak_bytes_count_what_is_saved_until_the_input_half_and_what_is_pending_after_it():
     costs = [Cost(saved=100, pending=30), Cost(saved=10, pending=3)]
-    mine = [Forward(0, 0), Forward(0, 1), BackwardInput(0, 0), Forward(1, 0), BackwardInput(0, 1), BackwardWeight(0, 0),
-            Backward(1, 0), BackwardWeight(0, 1)]
-    assert [peak(mine[:end], costs).nbytes for end in range(9)] == [0, 100, 200, 200, 200, 200, 200, 200, 200]
-    assert peak([Forward(0, 0), Backward(0, 0), Forward(0, 1), BackwardInput(0, 1), *[Forward(1, 0)] * 9], costs) == (
-        10, 9, 1, 120)
+    mine = [
+        Forward(0, 0),
+        Forward(0, 1),
+        BackwardInput(0, 0),
+        Forward(1, 0),
+        BackwardInput(0, 1),
+        BackwardWeight(0, 0),
+        Backward(1, 0),
+        BackwardWeight(0, 1),
+    ]
+    assert [peak(mine[:end], costs).nbytes for end in range(9)] == [
+        0,
+        100,
+        200,
+        200,
+        200,
+        200,
+        200,
+        200,
+        200,
+    ]
+    assert peak(
+        [Forward(0, 0), Backward(0, 0), Forward(0, 1), BackwardInput(0, 1), *[Forward(1, 0)] * 9],
+        costs,
+    ) == (10, 9, 1, 120)
 
 
 GATHERS = {
@@ -225,18 +298,32 @@ GATHERS = {
 
 @pytest.mark.parametrize("name", GATHERS)
 def test_a_stage_that_holds_one_part_at_a_time_gathers_as_often_as_the_formula_says(name):
-    assert differing(name, lambda p, m, v: [turns(mine) for mine in planned(name, p, m, v).lists], GATHERS[name]) == {}
+    assert (
+        differing(
+            name,
+            lambda p, m, v: [turns(mine) for mine in planned(name, p, m, v).lists],
+            GATHERS[name],
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_what_is_freed_after_each_use_is_gathered_twice_a_micro_batch(name):
     for p, m, v in points(name):
-        assert all(sum(not isinstance(i, BackwardWeight) for i in mine) == 2 * m for mine in planned(name, p, m, v).lists)
+        assert all(
+            sum(not isinstance(i, BackwardWeight) for i in mine) == 2 * m
+            for mine in planned(name, p, m, v).lists
+        )
 
 
 def test_all_micro_batches_go_through_a_part_before_the_next_by_two_schedules_alone():
     for name in SCHEDULES:
-        found = {all(map(goes_in_passes, planned(name, p, m, v).lists)) for p, m, v in points(name) if p > 1 and 1 < m < 7}
+        found = {
+            all(map(goes_in_passes, planned(name, p, m, v).lists))
+            for p, m, v in points(name)
+            if p > 1 and 1 < m < 7
+        }
         assert found == {name in ("gpipe", "breadth-first")}, name
 
 
@@ -269,18 +356,32 @@ def added(plan):
 
 @pytest.mark.parametrize("name", TRANSFERS)
 def test_a_transfer_costs_what_the_formula_says(name):
-    served = [(p, m, v) for p, m, v in points(name) if p > 1 and not (name == "zb-v" and m < 2 * p - 1)]
-    assert served and {point: found for point in served
-                       if (found := added(planned(name, *point))) != TRANSFERS[name](*point)} == {}
+    served = [
+        (p, m, v) for p, m, v in points(name) if p > 1 and not (name == "zb-v" and m < 2 * p - 1)
+    ]
+    assert (
+        served
+        and {
+            point: found
+            for point in served
+            if (found := added(planned(name, *point))) != TRANSFERS[name](*point)
+        }
+        == {}
+    )
 
 
 def test_a_transfer_costs_1f1b_with_whole_backwards_more_with_every_micro_batch():
     for p, m, _ in points("1f1b"):
-        assert p == 1 or added(fused(planned("1f1b", p, m, 1))) == 2 * (m + p - 2 + (1 - m) // p), (p, m)
+        assert p == 1 or added(fused(planned("1f1b", p, m, 1))) == 2 * (m + p - 2 + (1 - m) // p), (
+            p,
+            m,
+        )
 
 
-@pytest.mark.parametrize("name, ratio", [("fused", 1.438), ("1f1b", 1.335), ("zero-bubble", 1.233), ("zb-v", 1.095),
-                                         ("v-half", 1.349)])
+@pytest.mark.parametrize(
+    "name, ratio",
+    [("fused", 1.438), ("1f1b", 1.335), ("zero-bubble", 1.233), ("zb-v", 1.095), ("v-half", 1.349)],
+)
 def test_unequal_halves_take_what_was_published(name, ratio):
     plan = fused(plan_of("1f1b", 8, 16)) if name == "fused" else plan_of(name, 8, 16)
     v = len(plan.place) // 8
@@ -290,31 +391,55 @@ def test_unequal_halves_take_what_was_published(name, ratio):
 
 def blocking(plan):
     """What one would write first: receive just before use, and go on from a send when it has arrived."""
-    return tuple(tuple(done for i in mine if not isinstance(i, Complete)
-                       for done in ([i, Complete(*i)] if isinstance(i, Send) else [i]))
-                 for mine in with_messages(plan, ahead=0))
+    return tuple(
+        tuple(
+            done
+            for i in mine
+            if not isinstance(i, Complete)
+            for done in ([i, Complete(*i)] if isinstance(i, Send) else [i])
+        )
+        for mine in with_messages(plan, ahead=0)
+    )
 
 
-PASSING = {"naive": 128, "gpipe": 128, "1f1b": 23, "zero-bubble": 23, "zb-v": 23, "v-half": 23,
-           "interleaved": 48, "breadth-first": 128 + 2 * 44}
+PASSING = {
+    "naive": 128,
+    "gpipe": 128,
+    "1f1b": 23,
+    "zero-bubble": 23,
+    "zb-v": 23,
+    "v-half": 23,
+    "interleaved": 48,
+    "breadth-first": 128 + 2 * 44,
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sends_that_block_deadlock_all_but_the_simplest_schedules(name):
     plans = [planned(name, *point) for point in points(name)]
-    assert sum(not simulate(blocking(plan), [Cost()] * len(plan.place)).waits for plan in plans) == PASSING[name]
+    assert (
+        sum(not simulate(blocking(plan), [Cost()] * len(plan.place)).waits for plan in plans)
+        == PASSING[name]
+    )
 
 
 def test_a_deadlock_names_where_every_stage_waits():
     assert simulate(blocking(plan_of("1f1b", 3, 4)), [Cost()] * 3).waits == (
         "stage 0 waits until stage 1 receives the activation of micro-batch 2 for part 1",
         "stage 1 waits until stage 2 receives the activation of micro-batch 1 for part 2",
-        "stage 2 waits until stage 1 receives the gradient of micro-batch 0 for part 1")
-    crossed = Plan((0, 1), ((Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)),
-                            (Forward(1, 0), Forward(1, 1), Backward(1, 0), Backward(1, 1))))
+        "stage 2 waits until stage 1 receives the gradient of micro-batch 0 for part 1",
+    )
+    crossed = Plan(
+        (0, 1),
+        (
+            (Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)),
+            (Forward(1, 0), Forward(1, 1), Backward(1, 0), Backward(1, 1)),
+        ),
+    )
     assert simulate(with_messages(crossed), [Cost()] * 2).waits == (
         "stage 0 waits for the gradient of micro-batch 0 for part 0, from stage 1",
-        "stage 1 waits for the activation of micro-batch 1 for part 1, from stage 0")
+        "stage 1 waits for the activation of micro-batch 1 for part 1, from stage 0",
+    )
 
 
 def one_slot(plan):
@@ -331,28 +456,52 @@ def one_slot(plan):
     return tuple(stages)
 
 
-@pytest.mark.parametrize("name, v, passing", [("zb-v", 2, 51), ("interleaved", 2, 23), ("breadth-first", 2, 79)])
-def test_to_wait_for_an_old_send_before_a_new_one_deadlocks_schedules_of_several_chunks(name, v, passing):
+@pytest.mark.parametrize(
+    "name, v, passing", [("zb-v", 2, 51), ("interleaved", 2, 23), ("breadth-first", 2, 79)]
+)
+def test_to_wait_for_an_old_send_before_a_new_one_deadlocks_schedules_of_several_chunks(
+    name, v, passing
+):
     plans = [planned(name, *point) for point in points(name) if point[2] == v]
-    assert sum(not simulate(one_slot(plan), [Cost()] * len(plan.place)).waits for plan in plans) == passing
+    assert (
+        sum(not simulate(one_slot(plan), [Cost()] * len(plan.place)).waits for plan in plans)
+        == passing
+    )
 
 
 def test_a_message_travels_from_when_both_ends_have_begun_and_may_take_of_the_receivers_time():
-    plan = Plan((0, 1), ((Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1)),
-                         (Forward(1, 0), Backward(1, 0), Forward(1, 1), Backward(1, 1))))
+    plan = Plan(
+        (0, 1),
+        (
+            (Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1)),
+            (Forward(1, 0), Backward(1, 0), Forward(1, 1), Backward(1, 1)),
+        ),
+    )
     costs = [Cost(1, 2, 3), Cost(10, 20, 30)]
     first, last = simulate(with_messages(plan), costs, transfer=4, receive=0.5).timeline
-    assert first == (Event(0, 1, Forward(0, 0)), Event(1, 2, Forward(0, 1)), Event(70, 75, Backward(0, 0)),
-                     Event(130.5, 135.5, Backward(0, 1)))
-    assert last == (Event(5.5, 15.5, Forward(1, 0)), Event(15.5, 65.5, Backward(1, 0)), Event(66, 76, Forward(1, 1)),
-                    Event(76, 126, Backward(1, 1)))
+    assert first == (
+        Event(0, 1, Forward(0, 0)),
+        Event(1, 2, Forward(0, 1)),
+        Event(70, 75, Backward(0, 0)),
+        Event(130.5, 135.5, Backward(0, 1)),
+    )
+    assert last == (
+        Event(5.5, 15.5, Forward(1, 0)),
+        Event(15.5, 65.5, Backward(1, 0)),
+        Event(66, 76, Forward(1, 1)),
+        Event(76, 126, Backward(1, 1)),
+    )
 
 
 def test_an_eager_message_travels_before_its_receive_is_posted():
     """Stage 1 posts the receive of the third activation when the first forward there has ended, at 12."""
     program, costs = with_messages(plan_of("gpipe", 2, 4)), [Cost()] * 2
-    starts = {is_eager: [event.start for event in simulate(program, costs, 10, is_eager=is_eager).timeline[1][:4]]
-              for is_eager in (False, True)}
+    starts = {
+        is_eager: [
+            event.start for event in simulate(program, costs, 10, is_eager=is_eager).timeline[1][:4]
+        ]
+        for is_eager in (False, True)
+    }
     assert starts == {False: [11, 12, 22, 23], True: [11, 12, 13, 14]}
 
 
@@ -362,7 +511,10 @@ def test_eager_messages_are_never_later_and_free_ones_are_as_fast(name):
         plan = planned(name, *point)
         program, costs = with_messages(plan), [Cost()] * len(plan.place)
         for transfer in (0, 0.5, 5):
-            eager, other = (simulate(program, costs, transfer, 0.25, is_eager).makespan for is_eager in (True, False))
+            eager, other = (
+                simulate(program, costs, transfer, 0.25, is_eager).makespan
+                for is_eager in (True, False)
+            )
             assert eager == other if transfer == 0 else eager <= other, (point, transfer)
 
 
@@ -384,39 +536,80 @@ def test_the_hosts_overhead_comes_before_each_instruction_and_is_no_compute():
 def test_a_receive_that_begins_late_is_a_message_that_travels_late():
     plan = plan_of("gpipe", 2, 2)
     costs = [Cost(1, 1, 1), Cost(5, 1, 1)]
-    early, late = (simulate(with_messages(plan, ahead), costs, transfer=1).makespan for ahead in (1, 0))
+    early, late = (
+        simulate(with_messages(plan, ahead), costs, transfer=1).makespan for ahead in (1, 0)
+    )
     assert late > early
 
 
-@pytest.mark.parametrize("arguments, law, way_out", [
-    (("2f2b", 2, 2), "The schedule must be one of naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, v-half, breadth-first, "
-                     "async, async-2bw, or a file, but '2f2b' is neither.", ""),
-    (("1f1b", 0, 2), "A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are 0, 2 and 1.", ""),
-    (("breadth-first", 4, 8, 0), "A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are 4, 8 and 0.",
-     ""),
-    (("zb-v", 4, 8, 3), "Schedule zb-v has 2 chunk(s) a stage, but 3 were asked for.",
-     "Leave the number of chunks out, or take one of interleaved, breadth-first."),
-    (("1f1b", 4, 8, 2), "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.",
-     "Leave the number of chunks out, or take one of interleaved, zb-v, v-half, breadth-first."),
-    (("interleaved", 4, 6), "Schedule interleaved takes as many micro-batches at a time as there are stages, but 4 stages do not "
-                            "divide 6 micro-batches.",
-     "Take 4 or 8 micro-batches, or schedule 1f1b or breadth-first, which serve any number."),
-    (("interleaved", 4, 3), "Schedule interleaved takes as many micro-batches at a time as there are stages, but 4 stages do not "
-                            "divide 3 micro-batches.",
-     "Take 4 micro-batches, or schedule 1f1b or breadth-first, which serve any number."),
-])
-def test_numbers_that_a_schedule_cannot_serve_are_refused_with_some_that_it_can(arguments, law, way_out):
+@pytest.mark.parametrize(
+    "arguments, law, way_out",
+    [
+        (
+            ("2f2b", 2, 2),
+            "The schedule must be one of naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, v-half, breadth-first, "
+            "async, async-2bw, or a file, but '2f2b' is neither.",
+            "",
+        ),
+        (
+            ("1f1b", 0, 2),
+            "A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are 0, 2 and 1.",
+            "",
+        ),
+        (
+            ("breadth-first", 4, 8, 0),
+            "A pipeline has at least 1 stage, 1 micro-batch and 1 chunk a stage, but these are 4, 8 and 0.",
+            "",
+        ),
+        (
+            ("zb-v", 4, 8, 3),
+            "Schedule zb-v has 2 chunk(s) a stage, but 3 were asked for.",
+            "Leave the number of chunks out, or take one of interleaved, breadth-first.",
+        ),
+        (
+            ("1f1b", 4, 8, 2),
+            "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.",
+            "Leave the number of chunks out, or take one of interleaved, zb-v, v-half, breadth-first.",
+        ),
+        (
+            ("interleaved", 4, 6),
+            "Schedule interleaved takes as many micro-batches at a time as there are stages, but 4 stages do not "
+            "divide 6 micro-batches.",
+            "Take 4 or 8 micro-batches, or schedule 1f1b or breadth-first, which serve any number.",
+        ),
+        (
+            ("interleaved", 4, 3),
+            "Schedule interleaved takes as many micro-batches at a time as there are stages, but 4 stages do not "
+            "divide 3 micro-batches.",
+            "Take 4 micro-batches, or schedule 1f1b or breadth-first, which serve any number.",
+        ),
+    ],
+)
+def test_numbers_that_a_schedule_cannot_serve_are_refused_with_some_that_it_can(
+    arguments, law, way_out
+):
     with pytest.raises(ConfigError) as caught:
         plan_of(*arguments)
     assert (caught.value.law, caught.value.way_out) == (law, way_out)
 
 
-@pytest.mark.parametrize("mine, name, most", [
-    ("F0", "forward_bytes", 30), ("F0 F1", "forward_bytes", 40), ("F0 B0", "input_bytes", 30), ("F0 F1 B0", "input_bytes", 40),
-    ("F0 BW0", "input_bytes", 30), ("F0 F1 BW0", "input_bytes", 40), ("F0 B0 W0", "weight_bytes", 30),
-    ("F0 F1 B0 W0", "weight_bytes", 40), ("F0 F1 F2 F3 F4 B0", "input_bytes", 70),
-])
-def test_what_an_instruction_holds_while_it_computes_is_held_beside_the_other_micro_batches(mine, name, most):
+@pytest.mark.parametrize(
+    "mine, name, most",
+    [
+        ("F0", "forward_bytes", 30),
+        ("F0 F1", "forward_bytes", 40),
+        ("F0 B0", "input_bytes", 30),
+        ("F0 F1 B0", "input_bytes", 40),
+        ("F0 BW0", "input_bytes", 30),
+        ("F0 F1 BW0", "input_bytes", 40),
+        ("F0 B0 W0", "weight_bytes", 30),
+        ("F0 F1 B0 W0", "weight_bytes", 40),
+        ("F0 F1 F2 F3 F4 B0", "input_bytes", 70),
+    ],
+)
+def test_what_an_instruction_holds_while_it_computes_is_held_beside_the_other_micro_batches(
+    mine, name, most
+):
     """The last instruction of each list holds 30 bytes, and each other micro-batch the 10 that it has saved."""
     instructions = [KINDS[word[:-1]](0, int(word[-1])) for word in mine.split()]
     assert peak(instructions, [Cost(saved=10, pending=4, **{name: 30})]).nbytes == most

@@ -18,13 +18,17 @@ README = Path(__file__).parents[3] / "README.md"
 
 
 def shown(*words, columns=100):
-    done = CliRunner().invoke(commands, ["plan", *map(str, words)], env={"COLUMNS": str(columns)}, catch_exceptions=False)
+    done = CliRunner().invoke(
+        commands, ["plan", *map(str, words)], env={"COLUMNS": str(columns)}, catch_exceptions=False
+    )
     assert done.exit_code == 0, done.output
     return done.output
 
 
 def test_a_chart_has_a_row_per_stage_and_what_it_comes_to_in_words():
-    assert shown("schedule", "--stages", 3, "--micro-batches", 4) == """\
+    assert (
+        shown("schedule", "--stages", 3, "--micro-batches", 4)
+        == """\
 1f1b: 3 stage(s), 4 micro-batch(es)
 
 ms       0              5              10             15
@@ -37,14 +41,19 @@ makespan 16 ms, of which a stage computes 12: bubble 25.0%
 peak live, by stage: 3, 2, 1 micro-batches
 of these wait for their weight half: at most 1, 1, 1
 """
+    )
 
 
 def test_the_readme_says_of_every_schedule_what_is_printed_of_its_bubble_and_of_what_stages_hold():
-    listed = re.findall(r"^\| `([\w-]+)`[^|]* \| ([\d.]+%) \| ([\d.]+) \|$", README.read_text(), re.M)
+    listed = re.findall(
+        r"^\| `([\w-]+)`[^|]* \| ([\d.]+%) \| ([\d.]+) \|$", README.read_text(), re.M
+    )
     assert [name for name, _, _ in listed] == list(SCHEDULES)
     for name, bubble, most in listed:
         printed = shown("schedule", "--schedule", name)
-        live, parts = re.search(r"^peak live, by stage: ([\d, ]+) micro-batches( of one part each)?$", printed, re.M).groups()
+        live, parts = re.search(
+            r"^peak live, by stage: ([\d, ]+) micro-batches( of one part each)?$", printed, re.M
+        ).groups()
         assert f": bubble {bubble}\n" in printed
         assert max(map(int, live.split(", "))) / (2 if parts else 1) == float(most)
 
@@ -56,8 +65,29 @@ def test_the_readme_shows_what_is_printed():
 
 
 def test_parts_of_a_stage_are_told_apart_and_times_and_sizes_are_those_of_a_stage():
-    assert shown("schedule", "--schedule", "interleaved", "--stages", 2, "--micro-batches", 2, "--forward-ms", 2, "--backward-ms",
-                 3, "--weight-ms", 1, "--transfer-ms", 0.5, "--receive-ms", 0.25, "--saved-mb", 8) == """\
+    assert (
+        shown(
+            "schedule",
+            "--schedule",
+            "interleaved",
+            "--stages",
+            2,
+            "--micro-batches",
+            2,
+            "--forward-ms",
+            2,
+            "--backward-ms",
+            3,
+            "--weight-ms",
+            1,
+            "--transfer-ms",
+            0.5,
+            "--receive-ms",
+            0.25,
+            "--saved-mb",
+            8,
+        )
+        == """\
 interleaved: 2 stage(s), 2 micro-batch(es)
 
 ms       0                   5                   10                  15
@@ -69,6 +99,7 @@ makespan 19.75 ms, of which a stage computes 12: bubble 39.2%
 peak live, by stage: 4, 3 micro-batches of one part each
 peak activations, by stage: 16, 12 MB
 """
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 100, 130])
@@ -83,10 +114,15 @@ def test_a_chart_fits_the_terminal_and_shows_every_instruction_once(name, column
         assert len(seen) == len(mine), (name, stage)
 
 
-@pytest.mark.parametrize("halves", [(1e12, 1e-12, 0), (1e-12, 1, 1), (1e-12, 0, 0), (1 / 3, 0.7, 1e-9)])
+@pytest.mark.parametrize(
+    "halves", [(1e12, 1e-12, 0), (1e-12, 1, 1), (1e-12, 0, 0), (1 / 3, 0.7, 1e-9)]
+)
 def test_a_chart_of_any_times_fits_the_terminal(halves):
-    options = [word for name, time in zip(("forward", "backward", "weight"), halves, strict=True)
-               for word in (f"--{name}-ms", time)]
+    options = [
+        word
+        for name, time in zip(("forward", "backward", "weight"), halves, strict=True)
+        for word in (f"--{name}-ms", time)
+    ]
     assert max(map(len, shown("schedule", "--schedule", "zb-v", *options).splitlines())) <= 100
 
 
@@ -99,7 +135,9 @@ def test_a_chart_too_long_for_its_numbers_is_drawn_smaller():
 def test_a_written_schedule_is_read_as_it_was(name, tmp_path):
     assert "written to" in shown("schedule", "--schedule", name, "--json", tmp_path / "own.json")
     plan = plan_of(name, 4, 8)
-    assert str(read_plan(tmp_path / "own.json")) == str(plan), "texts, since instructions of two kinds are equal as tuples"
+    assert str(read_plan(tmp_path / "own.json")) == str(plan), (
+        "texts, since instructions of two kinds are equal as tuples"
+    )
     again = shown("schedule", "--schedule", tmp_path / "own.json").splitlines()
     assert again[1:] == shown("schedule", "--schedule", name).splitlines()[1:]
 
@@ -109,34 +147,75 @@ def test_a_schedule_from_a_file_knows_its_numbers(tmp_path):
     name = str(tmp_path / "own.json")
     assert find_plan(name) == find_plan(name, 2, 3) == plan_of("zb-v", 2, 3)
     for numbers in ((3, 3), (2, 4), (2, 3, 2)):
-        with pytest.raises(ConfigError, match="is for 2 stages and 3 micro-batches, and has its own chunks; asked for were"):
+        with pytest.raises(
+            ConfigError,
+            match="is for 2 stages and 3 micro-batches, and has its own chunks; asked for were",
+        ):
             find_plan(name, *numbers)
 
 
-@pytest.mark.parametrize("place, stages, faults", [
-    ([0, 1], ["F0.0 BW0.0", "F1.0 B1.0"], ["part 1 has the weight half of micro-batch 0 0 times, not once"]),
-    ([0, 1], ["F0.0 F0.1 BW0.0 W0.0", "F1.0 BW1.0"], [
-        "part 0 has the input half of micro-batch 1 0 times, not once",
-        "part 0 has the weight half of micro-batch 0 2 times, not once",
-        "part 0 has the weight half of micro-batch 1 0 times, not once",
-        "part 1 has the forward of micro-batch 1 0 times, not once", "... and 2 more"]),
-    ([0, 1], ["F0.1 F0.0 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"],
-     ["part 0 has the forward of micro-batch 0 after that of 1, but messages keep order"]),
-    ([0], ["F0.0 W0.0 B0.0"], ["part 0 computes W0.0 before B0.0"]),
-    ([0], ["BW0.0 F0.0"], ["part 0 computes BW0.0 before F0.0"]),
-    ([0, 1], ["F0.0 BW0.0", "F0.0 BW1.0"], ["F0.0 is on stage 1, but its part lies on stage 0"]),
-    ([0, 1], ["F0.0 BW0.0", "F7.0 BW1.0"], ["F7.0 is on stage 1, but its part lies on none"]),
-    ([0, 2], ["F0.0 BW0.0", "F1.0 BW1.0"], ["part 1 lies on stage 2, but there are stages 0 to 1", "stage 1 has no part",
-                                            "F1.0 is on stage 1, but its part lies on stage 2", "BW1.0 is on stage 1, but its "
-                                            "part lies on stage 2"]),
-    ([], [], ["there are no stages"]),
-    ([0], [""], ["there are no micro-batches"]),
-    ([0, 1], ["F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"], [
-        "stage 0 waits for the gradient of micro-batch 0 for part 0, from stage 1",
-        "stage 1 waits for the activation of micro-batch 1 for part 1, from stage 0"]),
-    ([0, 0], ["F1.0 F0.0 BW1.0 BW0.0"], ["stage 0 waits for the activation of micro-batch 0 for part 1, from stage 0"]),
-])
-def test_an_order_that_cannot_train_a_model_is_refused_with_its_faults(place, stages, faults, tmp_path):
+@pytest.mark.parametrize(
+    "place, stages, faults",
+    [
+        (
+            [0, 1],
+            ["F0.0 BW0.0", "F1.0 B1.0"],
+            ["part 1 has the weight half of micro-batch 0 0 times, not once"],
+        ),
+        (
+            [0, 1],
+            ["F0.0 F0.1 BW0.0 W0.0", "F1.0 BW1.0"],
+            [
+                "part 0 has the input half of micro-batch 1 0 times, not once",
+                "part 0 has the weight half of micro-batch 0 2 times, not once",
+                "part 0 has the weight half of micro-batch 1 0 times, not once",
+                "part 1 has the forward of micro-batch 1 0 times, not once",
+                "... and 2 more",
+            ],
+        ),
+        (
+            [0, 1],
+            ["F0.1 F0.0 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"],
+            ["part 0 has the forward of micro-batch 0 after that of 1, but messages keep order"],
+        ),
+        ([0], ["F0.0 W0.0 B0.0"], ["part 0 computes W0.0 before B0.0"]),
+        ([0], ["BW0.0 F0.0"], ["part 0 computes BW0.0 before F0.0"]),
+        (
+            [0, 1],
+            ["F0.0 BW0.0", "F0.0 BW1.0"],
+            ["F0.0 is on stage 1, but its part lies on stage 0"],
+        ),
+        ([0, 1], ["F0.0 BW0.0", "F7.0 BW1.0"], ["F7.0 is on stage 1, but its part lies on none"]),
+        (
+            [0, 2],
+            ["F0.0 BW0.0", "F1.0 BW1.0"],
+            [
+                "part 1 lies on stage 2, but there are stages 0 to 1",
+                "stage 1 has no part",
+                "F1.0 is on stage 1, but its part lies on stage 2",
+                "BW1.0 is on stage 1, but its part lies on stage 2",
+            ],
+        ),
+        ([], [], ["there are no stages"]),
+        ([0], [""], ["there are no micro-batches"]),
+        (
+            [0, 1],
+            ["F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"],
+            [
+                "stage 0 waits for the gradient of micro-batch 0 for part 0, from stage 1",
+                "stage 1 waits for the activation of micro-batch 1 for part 1, from stage 0",
+            ],
+        ),
+        (
+            [0, 0],
+            ["F1.0 F0.0 BW1.0 BW0.0"],
+            ["stage 0 waits for the activation of micro-batch 0 for part 1, from stage 0"],
+        ),
+    ],
+)
+def test_an_order_that_cannot_train_a_model_is_refused_with_its_faults(
+    place, stages, faults, tmp_path
+):
     path = tmp_path / "own.json"
     path.write_text(json.dumps({"place": place, "stages": stages}))
     with pytest.raises(ConfigError) as caught:
@@ -145,29 +224,42 @@ def test_an_order_that_cannot_train_a_model_is_refused_with_its_faults(place, st
     assert caught.value.way_out == "`mpitrain plan schedule --json FILE` writes one that can."
 
 
-@pytest.mark.parametrize("text, said", [
-    ("", "is no JSON"), ("[" * 100_000, "is no JSON"), ("\0", "is no JSON"), ("{}", "must hold a list of stages"),
-    ('{"place": [0.5], "stages": [""]}', "must hold"), ('{"place": [true], "stages": ["F0.0"]}', "must hold"),
-    ('{"place": [0], "stages": ["F0.0 BW0"]}', "stage 0: 'BW0' is no instruction"),
-    ('{"place": [0], "stages": ["F0.-1"]}', "'F0.-1' is no instruction"),
-    ('{"place": [0], "stages": ["F0.99999999999"]}', "is no instruction"),
-])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("\0", "is no JSON"),
+        ("{}", "must hold a list of stages"),
+        ('{"place": [0.5], "stages": [""]}', "must hold"),
+        ('{"place": [true], "stages": ["F0.0"]}', "must hold"),
+        ('{"place": [0], "stages": ["F0.0 BW0"]}', "stage 0: 'BW0' is no instruction"),
+        ('{"place": [0], "stages": ["F0.-1"]}', "'F0.-1' is no instruction"),
+        ('{"place": [0], "stages": ["F0.99999999999"]}', "is no instruction"),
+    ],
+)
 def test_a_file_that_is_no_schedule_is_refused(text, said, tmp_path):
     (tmp_path / "own.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_plan(tmp_path / "own.json")
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--schedule", "."], "The schedule . cannot be read"),
-    (["--schedule", "x" * 5000], "The schedule must be one of naive"),
-    (["--forward-ms", "nan"], "Times and sizes are 0 or from 1e-12 to 1e+12, and a stage takes time, but these are forward_ms "
-                              "nan, backward_ms 1"),
-    (["--forward-ms", 0, "--backward-ms", 0, "--weight-ms", 0], "more than 0"),
-    (["--forward-ms", "1e-310"], "but these are forward_ms 1e-310"),
-    (["--forward-ms", "inf"], "but these are forward_ms inf"),
-    (["--json", "/no/such/folder/own.json"], "cannot be written"),
-])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--schedule", "."], "The schedule . cannot be read"),
+        (["--schedule", "x" * 5000], "The schedule must be one of naive"),
+        (
+            ["--forward-ms", "nan"],
+            "Times and sizes are 0 or from 1e-12 to 1e+12, and a stage takes time, but these are forward_ms "
+            "nan, backward_ms 1",
+        ),
+        (["--forward-ms", 0, "--backward-ms", 0, "--weight-ms", 0], "more than 0"),
+        (["--forward-ms", "1e-310"], "but these are forward_ms 1e-310"),
+        (["--forward-ms", "inf"], "but these are forward_ms inf"),
+        (["--json", "/no/such/folder/own.json"], "cannot be written"),
+    ],
+)
 def test_what_cannot_be_simulated_read_or_written_is_refused(words, said):
     done = CliRunner().invoke(commands, ["plan", "schedule", *map(str, words)])
     assert isinstance(done.exception, ConfigError) and said in str(done.exception)
@@ -189,7 +281,13 @@ def test_a_chart_needs_neither_numpy_nor_mpi_nor_the_validation_library():
 @pytest.mark.slow
 def test_a_chart_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    assert "drawn in" in shown("schedule", "--schedule", "v-half", "--weight-ms", 0, "--plot", tmp_path / "chart.png")
+    assert "drawn in" in shown(
+        "schedule", "--schedule", "v-half", "--weight-ms", 0, "--plot", tmp_path / "chart.png"
+    )
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-    done = CliRunner().invoke(commands, ["plan", "schedule", "--plot", str(tmp_path / "chart.bogus")])
-    assert isinstance(done.exception, ConfigError) and "--plot draws files that end in" in str(done.exception)
+    done = CliRunner().invoke(
+        commands, ["plan", "schedule", "--plot", str(tmp_path / "chart.bogus")]
+    )
+    assert isinstance(done.exception, ConfigError) and "--plot draws files that end in" in str(
+        done.exception
+    )

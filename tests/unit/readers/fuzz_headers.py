@@ -111,8 +111,7 @@ class Headers:
         return False
 
     def places(self, rng, path, file, header, body, tensors):
-        """Offsets that overlap, leave holes, are negative, change places, or reach beyond the file.
-        """
+        """Offsets that overlap, leave holes, are negative, change places, or reach beyond the file."""
         names = [name for name in header if name != "__metadata__"]
         one, other = (header[name]["data_offsets"] for name in rng.sample(names, 2))
         change = rng.choice(

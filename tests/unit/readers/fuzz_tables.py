@@ -107,8 +107,7 @@ class Tunings(Table):
         )
 
     def swap(self, rng):
-        """Constants of one memory under the other's name; or knots of messages that take no time.
-        """
+        """Constants of one memory under the other's name; or knots of messages that take no time."""
         value, n = deepcopy(self.value), rng.choice(["2", "4"])
         if rng.random() < 0.5:
             memories = value["plans"][n]

@@ -15,7 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SOURCES = {
-    "manifests": ("run/checkpoint/structure.py", "run/checkpoint/load.py", "run/checkpoint/manifest.py"),
+    "manifests": (
+        "run/checkpoint/structure.py",
+        "run/checkpoint/load.py",
+        "run/checkpoint/manifest.py",
+    ),
     "headers": ("run/checkpoint/header.py", "run/checkpoint/load.py"),
     "tuning": ("collectives/selection/tuning.py", "strict_json.py"),
     "tiles": ("ops/cuda/tiles.py",),
@@ -23,8 +27,21 @@ SOURCES = {
     "metrics": ("run/metrics.py", "bench/plot_loss.py"),
     "tokens": ("data.py",),
 }
-LIMITS = {"ge", "gt", "le", "lt", "pattern", "min_length", "max_length", "strict", "extra",
-          "allow_inf_nan", "object_pairs_hook", "parse_constant", "parse_float"}
+LIMITS = {
+    "ge",
+    "gt",
+    "le",
+    "lt",
+    "pattern",
+    "min_length",
+    "max_length",
+    "strict",
+    "extra",
+    "allow_inf_nan",
+    "object_pairs_hook",
+    "parse_constant",
+    "parse_float",
+}
 
 
 def mutants(text: str) -> Iterator[tuple[int, str, str]]:
@@ -65,11 +82,24 @@ def notices(source: str, text: str, reader: str) -> bool:
     """Whether a case of the reader turns red with this text as the source."""
     with tempfile.TemporaryDirectory() as folder:
         for part in ("mpitrain", "tests"):
-            shutil.copytree(ROOT / part, Path(folder) / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / part, Path(folder) / part, ignore=shutil.ignore_patterns("__pycache__")
+            )
         shutil.copy(ROOT / "pyproject.toml", folder)
         (Path(folder) / "mpitrain" / source).write_text(text)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/unit/readers/test_readers.py", "-k", f"says and {reader}"]
-        done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "tests/unit/readers/test_readers.py",
+            "-k",
+            f"says and {reader}",
+        ]
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True
+        )
     return done.returncode == 1
 
 

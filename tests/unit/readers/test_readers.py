@@ -1,5 +1,4 @@
-"""What damaged files become: one refusal that names the file, or what a file of that content says.
-"""
+"""What damaged files become: one refusal that names the file, or what a file of that content says."""
 
 import json
 import random

@@ -22,7 +22,14 @@ from mpitrain.run.metrics import MetricsFile, cut_after, read_metrics, strict
 from mpitrain.transport.threads import run_ranks
 from tests.saving import load, save
 
-TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=4"]
+TINY = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=16",
+    "batch.size=4",
+    "run.steps=4",
+]
 
 
 def after(step):
@@ -31,8 +38,11 @@ def after(step):
 
 def trained(*settings, steps=2, seed=0):
     """A trainer of one rank after a few steps."""
+
     def run(transport):
-        trainer, source, _ = build(transport, parse(with_settings({}, [*TINY, f"run.seed={seed}", *settings])))
+        trainer, source, _ = build(
+            transport, parse(with_settings({}, [*TINY, f"run.seed={seed}", *settings]))
+        )
         for index in range(steps):
             trainer.step(index, *source.batch(0, index, 4, range(4)))
         return trainer
@@ -65,7 +75,9 @@ def test_any_tool_can_read_the_parameters(tmp_path):
     folder = save(tmp_path, trainer, after(2), keep=1)
     index = json.loads((folder / INDEX).read_text())
     tensors = load_file(folder / MODEL)
-    assert index["weight_map"] == dict.fromkeys((entry.name for entry in trainer.storage.entries), MODEL)
+    assert index["weight_map"] == dict.fromkeys(
+        (entry.name for entry in trainer.storage.entries), MODEL
+    )
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     for entry in trainer.storage.entries:
         assert np.array_equal(tensors[entry.name], entry.view(trainer.parameters))
@@ -88,7 +100,9 @@ def test_one_that_was_given_another_steps_name_is_refused(tmp_path):
         read(newest(tmp_path))
 
 
-@pytest.mark.parametrize("module, moment", [(os, "fsync"), (Directory, "create"), (Directory, "sync")])
+@pytest.mark.parametrize(
+    "module, moment", [(os, "fsync"), (Directory, "create"), (Directory, "sync")]
+)
 def test_a_save_that_fails_half_way_leaves_the_one_before_it(tmp_path, monkeypatch, module, moment):
     trainer = trained()
     save(tmp_path, trainer, after(1), keep=1)
@@ -114,7 +128,9 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(os, "rename", lambda old, new, **more: (events.append(new), rename(old, new, **more))[1])
+    monkeypatch.setattr(
+        os, "rename", lambda old, new, **more: (events.append(new), rename(old, new, **more))[1]
+    )
     save(tmp_path / "c", trained(), after(5), keep=1)
     assert events == [MODEL, STATE, INDEX, MANIFEST, ".step-00000005.partial", "step-00000005", "c"]
 
@@ -123,7 +139,9 @@ def test_what_is_dropped_is_gone_at_once_and_left_overs_are_swept(tmp_path, monk
     trainer = trained()
     save(tmp_path, trainer, after(1), keep=1)
     listed = []
-    monkeypatch.setattr(shutil, "rmtree", lambda name, **_: listed.append([p.name for p in steps(tmp_path)]))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda name, **_: listed.append([p.name for p in steps(tmp_path)])
+    )
     save(tmp_path, trainer, after(2), keep=1)
     monkeypatch.undo()
     assert listed == [["step-00000002"]]
@@ -134,7 +152,9 @@ def test_what_is_dropped_is_gone_at_once_and_left_overs_are_swept(tmp_path, monk
 
 @pytest.mark.parametrize("moment", ("_verified", "fill"))
 @pytest.mark.parametrize("ranks", (1, 3))
-def test_one_that_a_live_run_drops_while_it_is_read_is_followed_by_the_next(tmp_path, monkeypatch, ranks, moment):
+def test_one_that_a_live_run_drops_while_it_is_read_is_followed_by_the_next(
+    tmp_path, monkeypatch, ranks, moment
+):
     trainer = trained()
     first = save(tmp_path, trainer, after(1), keep=1)
     real, calls = getattr(save_load, moment), []
@@ -167,7 +187,9 @@ def test_one_that_is_still_listed_and_cannot_be_read_is_called_damaged(tmp_path,
     (last / name).unlink()
 
     def run(transport):
-        with pytest.raises(CheckpointError, match=rf"{name} is missing.[^$]*to go on from step-00000001") as raised:
+        with pytest.raises(
+            CheckpointError, match=rf"{name} is missing.[^$]*to go on from step-00000001"
+        ) as raised:
             save_load.read_beside(transport, last)
         return raised.value.agreed
 
@@ -179,7 +201,10 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_in_words(tmp_path, earlier
     folder = tmp_path / "step-00000001"
     folder.mkdir()
     save_file({"a": np.zeros(3)}, folder / "model.safetensors", {"format": earlier, "step": "1"})
-    with pytest.raises(CheckpointError, match=rf"is in format {earlier}, but this version of mpitrain reads mpitrain-3"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"is in format {earlier}, but this version of mpitrain reads mpitrain-3",
+    ):
         read(folder)
 
 
@@ -187,7 +212,10 @@ def test_a_checkpoint_of_a_later_format_is_refused_in_words(tmp_path, monkeypatc
     monkeypatch.setattr(manifest, "FORMAT", "mpitrain-4")
     folder = save(tmp_path, trained(), after(1), keep=1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"is in format mpitrain-4, but this version of mpitrain reads mpitrain-3"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"is in format mpitrain-4, but this version of mpitrain reads mpitrain-3",
+    ):
         read(folder)
 
 
@@ -196,7 +224,13 @@ def test_one_that_was_being_replaced_still_counts_and_other_names_do_not(tmp_pat
     for step in (1, 2):
         save(tmp_path, trainer, after(step), keep=3)
     (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.replaced")
-    others = ("step-00000009.bak", ".step-junk.replaced", ".step-.replaced", "step-٠٠٠٠٠٠٠٩", "step-" + "9" * 200)
+    others = (
+        "step-00000009.bak",
+        ".step-junk.replaced",
+        ".step-.replaced",
+        "step-٠٠٠٠٠٠٠٩",
+        "step-" + "9" * 200,
+    )
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000008").touch()
@@ -218,17 +252,27 @@ def test_another_models_checkpoint_names_the_first_tensor_that_differs(tmp_path)
     folder = save(tmp_path, trained(), after(1), keep=1)
     with pytest.raises(CheckpointError, match=r"needs embedding.tokens of shape \(256, 32\)"):
         load(folder, trained("model.width=32"))
-    with pytest.raises(CheckpointError, match=r"blocks.1.attention.\S+ of shape .* but the checkpoint has none"):
+    with pytest.raises(
+        CheckpointError, match=r"blocks.1.attention.\S+ of shape .* but the checkpoint has none"
+    ):
         load(folder, trained("model.layers=2"))
-    with pytest.raises(CheckpointError, match=r"needs momentum/embedding.tokens of shape .* but the checkpoint has none"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"needs momentum/embedding.tokens of shape .* but the checkpoint has none",
+    ):
         load(folder, trained("optimizer.name=momentum"))
 
 
 def test_metrics_are_strict_json_and_a_cut_drops_what_came_after(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
-    for record in ({"event": "start", "step": 0}, {"step": 1, "loss": math.nan}, {"step": 2, "loss": 0.5},
-                   {"step": 1, "val_loss": 2.0}, {"event": "stopped", "step": 2}):
+    for record in (
+        {"event": "start", "step": 0},
+        {"step": 1, "loss": math.nan},
+        {"step": 2, "loss": 0.5},
+        {"step": 1, "val_loss": 2.0},
+        {"event": "stopped", "step": 2},
+    ):
         metrics.write(record)
     metrics.close()
     with path.open("a") as file:
@@ -238,26 +282,57 @@ def test_metrics_are_strict_json_and_a_cut_drops_what_came_after(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 1]
 
 
-GOOD = ['{"step": 1, "loss": 1.0}', '{"event": "start", "step": 0, "note": "a\u2028b\x85c"}', '{"step": 2.0}', '{"note": 3}',
-        '{"step": 1e-400, "a": 1e999, "b": "\\ud800"}']
-ODD = [b"3", b"null", b'"text"', b"[1, 2]", b"", b"\x00\x00", b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 100_000, b'{"step": "5"}',
-       b'{"step": null}', b'{"step": [1]}', b'{"step": {"a": 1}}', b'{"step": 1, "loss": NaN}', b'{"step": ' + b"9" * 5000 + b"}",
-       b'{"step": 3, "lo']
+GOOD = [
+    '{"step": 1, "loss": 1.0}',
+    '{"event": "start", "step": 0, "note": "a\u2028b\x85c"}',
+    '{"step": 2.0}',
+    '{"note": 3}',
+    '{"step": 1e-400, "a": 1e999, "b": "\\ud800"}',
+]
+ODD = [
+    b"3",
+    b"null",
+    b'"text"',
+    b"[1, 2]",
+    b"",
+    b"\x00\x00",
+    b"\xff\xfe{}",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"step": "5"}',
+    b'{"step": null}',
+    b'{"step": [1]}',
+    b'{"step": {"a": 1}}',
+    b'{"step": 1, "loss": NaN}',
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b'{"step": 3, "lo',
+]
 
 
 def test_lines_that_are_no_records_are_skipped_and_all_others_stay_as_they_are(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    mixed = [line for pair in zip(ODD, itertools.cycle(line.encode() for line in GOOD), strict=False) for line in pair]
+    mixed = [
+        line
+        for pair in zip(ODD, itertools.cycle(line.encode() for line in GOOD), strict=False)
+        for line in pair
+    ]
     path.write_bytes(b"\n".join(mixed[:-1]))
-    wanted = (GOOD * 4)[:len(ODD) - 1]
+    wanted = (GOOD * 4)[: len(ODD) - 1]
     assert len(read_metrics(path)) == len(wanted)
     cut_after(path, 2)
     assert path.read_bytes().decode() == "".join(line + "\n" for line in wanted)
-    path.write_text('{"val_loss": 3}\n{"step": 5, "event": ["end"]}\n{"step": 2, "event": ["end"]}\n')
+    path.write_text(
+        '{"val_loss": 3}\n{"step": 5, "event": ["end"]}\n{"step": 2, "event": ["end"]}\n'
+    )
     cut_after(path, 2)
     assert path.read_text() == '{"val_loss": 3}\n{"step": 2, "event": ["end"]}\n'
 
 
 def test_infinities_are_null_and_numbers_stay():
-    assert strict({"a": math.inf, "b": 1.0, "c": None}) == {"a": None, "b": 1.0, "c": None, "nonfinite": True}
+    assert strict({"a": math.inf, "b": 1.0, "c": None}) == {
+        "a": None,
+        "b": 1.0,
+        "c": None,
+        "nonfinite": True,
+    }
     assert strict({"b": 1.0, "c": None}) == {"b": 1.0, "c": None}

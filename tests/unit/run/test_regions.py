@@ -7,7 +7,16 @@ import pytest
 
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Piece
-from mpitrain.run.checkpoint.regions import HeldRegion, Region, common, cut, part_of_text, runs, within, without
+from mpitrain.run.checkpoint.regions import (
+    HeldRegion,
+    Region,
+    common,
+    cut,
+    part_of_text,
+    runs,
+    within,
+    without,
+)
 from mpitrain.run.checkpoint.writers import Joined, shared_out, sources
 
 SHAPE = (4, 5, 6)
@@ -17,8 +26,16 @@ CUTS = {
     "columns": (((0, 4), (0, 5), (2, 5)),),
     "a block": (((1, 3), (2, 3), (2, 5)),),
     "middle": (((0, 4), (1, 4), (0, 6)),),
-    "three of columns": (((0, 4), (0, 5), (0, 1)), ((0, 4), (0, 5), (2, 3)), ((0, 4), (0, 5), (4, 5))),
-    "three of rows, in part": (((0, 1), (0, 5), (1, 3)), ((1, 2), (0, 5), (1, 3)), ((3, 4), (0, 5), (1, 3))),
+    "three of columns": (
+        ((0, 4), (0, 5), (0, 1)),
+        ((0, 4), (0, 5), (2, 3)),
+        ((0, 4), (0, 5), (4, 5)),
+    ),
+    "three of rows, in part": (
+        ((0, 1), (0, 5), (1, 3)),
+        ((1, 2), (0, 5), (1, 3)),
+        ((3, 4), (0, 5), (1, 3)),
+    ),
     "out of order": (((3, 4), (0, 5), (0, 6)), ((0, 2), (0, 5), (0, 6))),
     "joined to the whole": (((0, 4), (0, 2), (0, 6)), ((0, 4), (2, 5), (0, 6))),
 }
@@ -26,7 +43,9 @@ CUTS = {
 
 def part_of(cut):
     """What `Parameter` says of it, flattened."""
-    slices = tuple(tuple(slice(start, stop) for start, stop in rectangle) for rectangle in CUTS[cut])
+    slices = tuple(
+        tuple(slice(start, stop) for start, stop in rectangle) for rectangle in CUTS[cut]
+    )
     return Parameter("a", SHAPE, None, False, slices).part_of(WHOLE).reshape(-1)
 
 
@@ -34,16 +53,26 @@ def part_of(cut):
 def test_the_runs_of_a_part_are_its_elements_in_the_order_of_the_tensor(cut):
     local = part_of(cut)
     a, b = len(local) // 3, 2 * len(local) // 3
-    for pieces in ([Piece(0, len(local), 0)], [Piece(0, a, 2), Piece(b, len(local), a + 5)], [Piece(a, b, 0)]):
+    for pieces in (
+        [Piece(0, len(local), 0)],
+        [Piece(0, a, 2), Piece(b, len(local), a + 5)],
+        [Piece(a, b, 0)],
+    ):
         array, taken = np.full(len(local) + 9, np.nan), np.full(120, np.nan)
         for piece in pieces:
-            array[piece.place:piece.place + piece.stop - piece.start] = local[piece.start:piece.stop]
+            array[piece.place : piece.place + piece.stop - piece.start] = local[
+                piece.start : piece.stop
+            ]
         found = runs(Region("a", SHAPE, CUTS[cut], tuple(pieces)))
-        assert all(one + length <= other for (one, length), other in
-                   zip(zip(found.start, found.length, strict=True), found.start[1:], strict=False))
+        assert all(
+            one + length <= other
+            for (one, length), other in zip(
+                zip(found.start, found.length, strict=True), found.start[1:], strict=False
+            )
+        )
         for start, place, length in zip(*found, strict=True):
-            taken[start:start + length] = array[place:place + length]
-        wanted = np.concatenate([local[piece.start:piece.stop] for piece in pieces]).astype(int)
+            taken[start : start + length] = array[place : place + length]
+        wanted = np.concatenate([local[piece.start : piece.stop] for piece in pieces]).astype(int)
         assert np.array_equal(np.flatnonzero(~np.isnan(taken)), np.sort(wanted))
         assert np.array_equal(taken[wanted], wanted)
 
@@ -52,12 +81,16 @@ def test_the_runs_of_a_part_are_its_elements_in_the_order_of_the_tensor(cut):
 @pytest.mark.parametrize("other", CUTS)
 def test_what_two_parts_share_lies_where_each_has_it(one, other):
     first, second = part_of(one), part_of(other)
-    shared = common(*(runs(Region("a", SHAPE, CUTS[cut], (Piece(0, len(part), 0),)))
-                      for cut, part in ((one, first), (other, second))))
+    shared = common(
+        *(
+            runs(Region("a", SHAPE, CUTS[cut], (Piece(0, len(part), 0),)))
+            for cut, part in ((one, first), (other, second))
+        )
+    )
     found = []
     for a, b, length in zip(*shared, strict=True):
-        assert length > 0 and np.array_equal(first[a:a + length], second[b:b + length])
-        found += first[a:a + length].tolist()
+        assert length > 0 and np.array_equal(first[a : a + length], second[b : b + length])
+        found += first[a : a + length].tolist()
     assert sorted(found) == sorted({*first} & {*second})
 
 
@@ -66,21 +99,38 @@ def test_pieces_are_cut_and_taken_from_each_other():
     assert list(within(pieces, 8, 22)) == [Piece(8, 10, 108), Piece(20, 22, 3)]
     left = [Piece(0, 2, 100), Piece(4, 9, 104), Piece(21, 25, 4)]
     assert without(pieces, [Piece(2, 4, 0), Piece(9, 21, 0), Piece(30, 40, 0)]) == left
-    assert list(cut(pieces, 4)) == [Piece(0, 4, 100), Piece(4, 8, 104), Piece(8, 10, 108), Piece(20, 24, 3), Piece(24, 25, 7)]
+    assert list(cut(pieces, 4)) == [
+        Piece(0, 4, 100),
+        Piece(4, 8, 104),
+        Piece(8, 10, 108),
+        Piece(20, 24, 3),
+        Piece(24, 25, 7),
+    ]
 
 
 def test_a_part_comes_back_from_text():
     for name, rectangles in CUTS.items():
         part = Region(name, SHAPE, rectangles, (Piece(1, 2, 3), Piece(4, 9, 5)))
         assert part_of_text(json.loads(json.dumps(part))) == part
-    assert part_of_text(json.loads('["", [3], null, [[0, 3, 0]]]')) == Region("", (3,), None, (Piece(0, 3, 0),))
+    assert part_of_text(json.loads('["", [3], null, [[0, 3, 0]]]')) == Region(
+        "", (3,), None, (Piece(0, 3, 0),)
+    )
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 5))
 def test_ranks_that_hold_the_same_write_about_the_same_bytes(ranks):
     sizes = {f"tensor{number}": 1000 + 37 * number for number in range(40)}
-    holdings = [HeldRegion(number, name, "agreed", np.dtype("f4"), Region(tensor, (size,), None, (Piece(0, size, 0),)))
-                for number, name in enumerate(("parameters", "momentum")) for tensor, size in sizes.items()]
+    holdings = [
+        HeldRegion(
+            number,
+            name,
+            "agreed",
+            np.dtype("f4"),
+            Region(tensor, (size,), None, (Piece(0, size, 0),)),
+        )
+        for number, name in enumerate(("parameters", "momentum"))
+        for tensor, size in sizes.items()
+    ]
     shares = shared_out([holdings] * ranks)
     nbytes = [sum(4 * held.part.length for held in pieces) for pieces in shares.pieces]
     for joined in shares.tensors.values():
@@ -91,8 +141,19 @@ def test_ranks_that_hold_the_same_write_about_the_same_bytes(ranks):
 
 def test_a_tensor_is_joined_from_its_writer_first_and_nothing_comes_twice():
     ranges = {0: (0, 5), 1: (0, 5), 2: (3, 10), 3: (0, 10)}
-    holders = [(rank, HeldRegion(rank, "parameters", "agreed", np.dtype("f4"), Region("a", (10,), None, (Piece(start, stop, 0),))))
-               for rank, (start, stop) in ranges.items()]
+    holders = [
+        (
+            rank,
+            HeldRegion(
+                rank,
+                "parameters",
+                "agreed",
+                np.dtype("f4"),
+                Region("a", (10,), None, (Piece(start, stop, 0),)),
+            ),
+        )
+        for rank, (start, stop) in ranges.items()
+    ]
     for writer, wanted in ((0, {0: 5, 2: 5}), (1, {1: 5, 2: 5}), (2, {2: 7, 3: 3}), (3, {3: 10})):
         found = sources("a", Joined(writer, np.dtype("f4"), (10,), holders))
         assert {source.rank: int(source.runs.length.sum()) for source in found} == wanted

@@ -23,14 +23,27 @@ from mpitrain.run.open_run import configured, open_run
 from mpitrain.run.run_dir import configuration, find
 from mpitrain.transport.threads import run_ranks
 
-TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4", "run.steps=3",
-        "run.log_every=1", "run.eval_every=-1", "device.kind=cpu"]
+TINY = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context=16",
+    "batch.size=4",
+    "run.steps=3",
+    "run.log_every=1",
+    "run.eval_every=-1",
+    "device.kind=cpu",
+]
 
 
 def trained(folder, *settings, resume="no", ranks=1, base=TINY):
     """Train in a directory; the losses of its metrics by step."""
     tables = configuration(folder).model_dump() if resume == "yes" else {}
-    config = parse(with_settings({**tables, "layout": {}}, [*([] if tables else base), *settings, f'run.out="{folder}"']))
+    config = parse(
+        with_settings(
+            {**tables, "layout": {}}, [*([] if tables else base), *settings, f'run.out="{folder}"']
+        )
+    )
     run_ranks(ranks, train, config, resume, lambda: False, Silent())
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
@@ -47,7 +60,9 @@ def test_data_below_a_folder_whose_name_is_not_utf_8_are_refused(tmp_path, monke
     (tmp_path / "\udcff").mkdir()
     (tmp_path / "\udcff/book").write_bytes(bytes(1000))
     monkeypatch.chdir(tmp_path / "\udcff")
-    with pytest.raises(ConfigError, match=r"data.source must be UTF-8, but is 'text:.*\\udcff/book'"):
+    with pytest.raises(
+        ConfigError, match=r"data.source must be UTF-8, but is 'text:.*\\udcff/book'"
+    ):
         trained(tmp_path / "run", "data.source=text:book")
 
 
@@ -61,11 +76,26 @@ def test_a_resumed_run_with_another_batch_size_goes_on_where_its_samples_end(tmp
         return batch(source, seed, step, size, rows, before)
 
     monkeypatch.setattr(SampleSource, "batch", noted)
-    mlp = ["data.source=digits", "model.kind=mlp", "model.layers=1", "run.eval_every=-1", "device.kind=cpu", "run.steps=3"]
+    mlp = [
+        "data.source=digits",
+        "model.kind=mlp",
+        "model.layers=1",
+        "run.eval_every=-1",
+        "device.kind=cpu",
+        "run.steps=3",
+    ]
     trained(tmp_path / "run", "batch.size=10", base=mlp)
     trained(tmp_path / "run", "batch.size=7", "run.steps=5", resume="yes")
     trained(tmp_path / "run", "batch.size=20", "run.steps=7", resume="yes")
-    assert drawn == [(0, 10, 0), (1, 10, 10), (2, 10, 20), (3, 7, 30), (4, 7, 37), (5, 20, 44), (6, 20, 64)]
+    assert drawn == [
+        (0, 10, 0),
+        (1, 10, 10),
+        (2, 10, 20),
+        (3, 7, 30),
+        (4, 7, 37),
+        (5, 20, 44),
+        (6, 20, 64),
+    ]
 
 
 def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
@@ -79,7 +109,11 @@ def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
 
     trained(tmp_path / "before", base=tokens)
     trained(tmp_path / "older", base=tokens)
-    was = [line for line in (tmp_path / "older/config.toml").read_text().splitlines(True) if "validation" not in line]
+    was = [
+        line
+        for line in (tmp_path / "older/config.toml").read_text().splitlines(True)
+        if "validation" not in line
+    ]
     was[0] = re.sub(r"\d+", lambda keys: str(int(keys[0]) - 1), was[0])
     (tmp_path / "older/config.toml").write_text("".join(was))
     np.arange(50, dtype="<u2").tofile(tmp_path / "val.bin")
@@ -87,16 +121,28 @@ def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
     assert configuration(tmp_path / "after").data.validation == f"tokens:{tmp_path}/val.bin"
     for name in ("before", "older", "after"):
         trained(tmp_path / name, "run.steps=5", resume="yes")
-        typed = parse(with_settings({}, [*tokens, "run.steps=6", f'run.out="{tmp_path / name}"']))    # as a file says it
+        typed = parse(
+            with_settings({}, [*tokens, "run.steps=6", f'run.out="{tmp_path / name}"'])
+        )  # as a file says it
         run_ranks(1, train, typed, "yes", lambda: False, Silent())
-        opened = run_ranks(1, lambda transport, name: open_run(transport, tmp_path / name, []).data.held_out_tokens, name)
+        opened = run_ranks(
+            1,
+            lambda transport, name: open_run(transport, tmp_path / name, []).data.held_out_tokens,
+            name,
+        )
         assert [*held_out(name), *opened] == [50 if name == "after" else 200] * 4, name
-    trained(tmp_path / "before", "run.steps=7", f"data.validation=tokens:{tmp_path}/val.bin", resume="yes")
+    trained(
+        tmp_path / "before",
+        "run.steps=7",
+        f"data.validation=tokens:{tmp_path}/val.bin",
+        resume="yes",
+    )
     assert held_out("before")[-1] == 50, "what is typed counts"
 
 
 def killed_at(step):
     """A watcher under which a run dies in `step`."""
+
     class Killed(Silent):
         def stepped(self, now, loss):
             if now == step:
@@ -106,7 +152,9 @@ def killed_at(step):
 
 
 @pytest.mark.parametrize("resume", ["no", "yes"])
-def test_a_run_that_was_killed_before_its_first_checkpoint_names_the_way_to_start_it_again(tmp_path, resume):
+def test_a_run_that_was_killed_before_its_first_checkpoint_names_the_way_to_start_it_again(
+    tmp_path, resume
+):
     tables = with_settings({}, [*TINY, f'run.out="{tmp_path}"'])
     with pytest.raises(KeyboardInterrupt):
         run_ranks(1, train, parse(tables), "no", lambda: False, killed_at(2))
@@ -120,13 +168,18 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_names_the_way_to_star
 def test_a_run_whose_configuration_is_gone_is_not_started_over(folder):
     (folder / "config.toml").unlink()
     tables = with_settings({}, [*TINY, f'run.out="{folder}"'])
-    for resume, complaint in (("auto", "config.toml cannot be read"), ("no", "already holds a run")):
+    for resume, complaint in (
+        ("auto", "config.toml cannot be read"),
+        ("no", "already holds a run"),
+    ):
         with pytest.raises(ConfigError, match=complaint):
             run_ranks(1, train, parse(tables), resume, lambda: False, Silent())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL])
-def test_where_nothing_can_be_locked_a_run_warns_once_and_goes_on(tmp_path, monkeypatch, capfd, number):
+def test_where_nothing_can_be_locked_a_run_warns_once_and_goes_on(
+    tmp_path, monkeypatch, capfd, number
+):
     def flock(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
@@ -147,14 +200,26 @@ def test_a_run_that_could_not_begin_leaves_its_directory_to_the_next_one(tmp_pat
 def test_no_line_of_a_log_prevents_a_resume(folder):
     path = folder / "metrics.jsonl"
     before = path.read_text().splitlines()
-    path.write_bytes(b"\n".join([b"3", b"\xff", b"[" * 100_000, b'{"step": "5"}', b'{"val_loss": 1}', *map(str.encode, before)]))
+    path.write_bytes(
+        b"\n".join(
+            [
+                b"3",
+                b"\xff",
+                b"[" * 100_000,
+                b'{"step": "5"}',
+                b'{"val_loss": 1}',
+                *map(str.encode, before),
+            ]
+        )
+    )
     assert set(trained(folder, "run.steps=5", resume="yes")) == {1, 2, 3, 4, 5}
     after = path.read_text().splitlines()
-    assert after[0] == '{"val_loss": 1}' and after[1:len(before)] == before[:-1]
+    assert after[0] == '{"val_loss": 1}' and after[1 : len(before)] == before[:-1]
 
 
 def evaluated(folder, *settings, ranks=1):
     """Held-out loss of a run, as `eval` opens it."""
+
     def run(transport):
         trainer, source, _ = open_run(transport, folder, list(settings))
         source.held_out = 8
@@ -170,10 +235,16 @@ def test_a_run_takes_its_tuning_and_its_tiles_along(tmp_path, monkeypatch, kind)
     (tmp_path / "mine").mkdir()
     write_tuning(tmp_path / "mine/t.json", DEFAULT)
     write_tiles(tmp_path / "mine/g.json", "none", [])
-    (tmp_path / "mine/c.toml").write_text('replication.tuning = "t.json"\ndevice.tiles = "g.json"\n')
+    (tmp_path / "mine/c.toml").write_text(
+        'replication.tuning = "t.json"\ndevice.tiles = "g.json"\n'
+    )
     named = read_toml(Path("mine/c.toml"))
-    trained(Path("run"), *(f'{s}.{k}="{value}"' for s, table in named.items() for k, value in table.items()),
-            f"device.kind={kind}", "run.steps=1")
+    trained(
+        Path("run"),
+        *(f'{s}.{k}="{value}"' for s, table in named.items() for k, value in table.items()),
+        f"device.kind={kind}",
+        "run.steps=1",
+    )
     before = evaluated(Path("run"))
     Path("mine").rename("gone")
     Path("run").rename(tmp_path / "moved")
@@ -181,17 +252,28 @@ def test_a_run_takes_its_tuning_and_its_tiles_along(tmp_path, monkeypatch, kind)
     assert evaluated(tmp_path / "moved") == before
     assert len(trained(tmp_path / "moved", "run.steps=2", resume="yes")) == 2
     (tmp_path / "moved").rename(tmp_path / "again")
-    assert configuration(tmp_path / "again").replication.tuning == str(tmp_path / "again/tuning.json")
+    assert configuration(tmp_path / "again").replication.tuning == str(
+        tmp_path / "again/tuning.json"
+    )
     assert configuration(tmp_path / "again").device.tiles == str(tmp_path / "again/tiles.json")
 
 
-@pytest.mark.parametrize("key, named, found", [
-    ("data.source", "text:book", "text:{}/book"), ("data.source", "idx:/data", "idx:/data"), ("data.source", "pydocs", "pydocs"),
-    ("replication.tuning", "t.json", "{}/t.json"), ("device.tiles", "../g.json", "{}/../g.json"),
-    ("run.out", "runs/a", "{}/runs/a"), ("run.out", "", ""),
-    ("pipeline.schedule", "gpipe", "gpipe"), ("pipeline.schedule", "own.json", "{}/own.json"),
-    ("pipeline.schedule", "beside", "{}/beside"), ("pipeline.schedule", "/s/own.json", "/s/own.json"),
-])
+@pytest.mark.parametrize(
+    "key, named, found",
+    [
+        ("data.source", "text:book", "text:{}/book"),
+        ("data.source", "idx:/data", "idx:/data"),
+        ("data.source", "pydocs", "pydocs"),
+        ("replication.tuning", "t.json", "{}/t.json"),
+        ("device.tiles", "../g.json", "{}/../g.json"),
+        ("run.out", "runs/a", "{}/runs/a"),
+        ("run.out", "", ""),
+        ("pipeline.schedule", "gpipe", "gpipe"),
+        ("pipeline.schedule", "own.json", "{}/own.json"),
+        ("pipeline.schedule", "beside", "{}/beside"),
+        ("pipeline.schedule", "/s/own.json", "/s/own.json"),
+    ],
+)
 def test_every_path_in_a_configuration_file_counts_from_its_folder(key, named, found, tmp_path):
     (tmp_path / "beside").touch()
     path = tmp_path / "mine.toml"
@@ -200,7 +282,9 @@ def test_every_path_in_a_configuration_file_counts_from_its_folder(key, named, f
     assert read_toml(path) == {section: {name: found.format(tmp_path)}}
 
 
-def test_a_run_by_a_schedule_s_file_is_opened_from_anywhere_and_its_own_file_starts_no_second_run(tmp_path, monkeypatch):
+def test_a_run_by_a_schedule_s_file_is_opened_from_anywhere_and_its_own_file_starts_no_second_run(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     write_plan(tmp_path / "own.json", find_plan("gpipe", 1, 1))
     trained(Path("run"), "pipeline.schedule=own.json", "run.steps=1")
@@ -218,7 +302,10 @@ def test_only_what_the_user_changed_is_told_when_a_run_goes_on(tmp_path, monkeyp
     own = [*TINY, "data.source=text:book", "run.out=run"]
     trained(Path("run"), base=own)
     config = parse(with_settings({}, [*own, "run.steps=5", "optimizer.lr=0.5"]))
-    assert run_ranks(1, find, config, "yes")[0].changed == {"run.steps": [3, 5], "optimizer.lr": [0.002, 0.5]}
+    assert run_ranks(1, find, config, "yes")[0].changed == {
+        "run.steps": [3, 5],
+        "optimizer.lr": [0.002, 0.5],
+    }
 
 
 def test_a_run_that_goes_on_is_told_from_one_that_ended(folder):
@@ -233,19 +320,27 @@ def test_a_run_that_goes_on_is_told_from_one_that_ended(folder):
 
 def test_what_only_training_needs_does_not_stop_an_evaluation(tmp_path):
     write_tuning(tmp_path / "t.json", DEFAULT)
-    trained(tmp_path / "run", "replication.wire=topk", "replication.algorithm=shared", f'replication.tuning="{tmp_path}/t.json"')
+    trained(
+        tmp_path / "run",
+        "replication.wire=topk",
+        "replication.algorithm=shared",
+        f'replication.tuning="{tmp_path}/t.json"',
+    )
     before = evaluated(tmp_path / "run")
     assert configured(tmp_path / "run", ["device.kind=cuda"]).replication.wire == "none"
     (tmp_path / "run/tuning.json").unlink()
     assert abs(evaluated(tmp_path / "run", ranks=2) - before) < 1e-6
 
 
-@pytest.mark.parametrize("damage, complaint", [
-    (lambda text: "", "lacks run.seed, run.steps, .* and [0-9]+ more"),
-    (lambda text: text[:text.index("[model]")], r"lacks model.kind, model.layers"),
-    (lambda text: text.replace("width = 16\n", ""), r"lacks model.width\."),
-    (lambda text: text[:text.index("context = ") + 8], "is not TOML"),
-])
+@pytest.mark.parametrize(
+    "damage, complaint",
+    [
+        (lambda text: "", "lacks run.seed, run.steps, .* and [0-9]+ more"),
+        (lambda text: text[: text.index("[model]")], r"lacks model.kind, model.layers"),
+        (lambda text: text.replace("width = 16\n", ""), r"lacks model.width\."),
+        (lambda text: text[: text.index("context = ") + 8], "is not TOML"),
+    ],
+)
 def test_a_configuration_that_does_not_say_everything_is_refused(folder, damage, complaint):
     path = folder / "config.toml"
     path.write_text(damage(path.read_text()))
@@ -258,22 +353,33 @@ def test_a_configuration_that_does_not_say_everything_is_refused(folder, damage,
 
 def test_keys_that_a_later_version_has_added_are_no_damage(folder):
     path = folder / "config.toml"
-    kept, dropped = path.read_text().split("\n", 1), "progress_thread = \"auto\"\n"
+    kept, dropped = path.read_text().split("\n", 1), 'progress_thread = "auto"\n'
     assert dropped in kept[1]
     count = int(kept[0].split()[2])
     whole = configuration(folder)
-    path.write_text(f"{kept[0].replace(str(count), str(count - 1))}\n{kept[1].replace(dropped, '')}")
+    path.write_text(
+        f"{kept[0].replace(str(count), str(count - 1))}\n{kept[1].replace(dropped, '')}"
+    )
     assert configuration(folder) == whole
 
 
-@pytest.mark.parametrize("settings, found", [
-    ([], 1), (["layout.pp=2"], 0), (["layout.pp=2", "batch.micro_batches=1"], 1), (["layout.tp=2"], 1)])
+@pytest.mark.parametrize(
+    "settings, found",
+    [
+        ([], 1),
+        (["layout.pp=2"], 0),
+        (["layout.pp=2", "batch.micro_batches=1"], 1),
+        (["layout.tp=2"], 1),
+    ],
+)
 def test_a_run_that_goes_on_in_more_stages_has_micro_batches_for_them(folder, settings, found):
     assert configuration(folder).batch.micro_batches == 1
     assert _configured(None, [f'run.out="{folder}"', *settings], "yes").batch.micro_batches == found
 
 
-def test_resume_without_a_directory_prints_the_line_that_goes_on_with_the_newest_run(tmp_path, monkeypatch):
+def test_resume_without_a_directory_prints_the_line_that_goes_on_with_the_newest_run(
+    tmp_path, monkeypatch
+):
     def refusal(ranks):
         with pytest.raises(ConfigError) as raised:
             run_ranks(ranks, find, parse({}), "yes")

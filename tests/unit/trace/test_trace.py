@@ -11,13 +11,28 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Forward, fused_at_the_input, with_messages
+from mpitrain.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    fused_at_the_input,
+    with_messages,
+)
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.report.plots import draw_timeline
 from mpitrain.report.schedule_comparison import compare
 from mpitrain.report.text import what_each_did_last, where_the_time_went
-from mpitrain.report.time_breakdown import BETWEEN, BUBBLE, COMMUNICATION, COMPUTING, PAUSES, WAITING, shares
+from mpitrain.report.time_breakdown import (
+    BETWEEN,
+    BUBBLE,
+    COMMUNICATION,
+    COMPUTING,
+    PAUSES,
+    WAITING,
+    shares,
+)
 from mpitrain.report.timeline import read_timeline
 from mpitrain.run.run_dir import trace_file
 from mpitrain.trace.read import read_trace
@@ -38,14 +53,19 @@ from mpitrain.trace.ring_buffer import (
 )
 
 RANKS = 3
-PHASES = {Forward: FORWARD, Backward: BACKWARD, BackwardInput: BACKWARD_INPUT, BackwardWeight: BACKWARD_WEIGHT}
+PHASES = {
+    Forward: FORWARD,
+    Backward: BACKWARD,
+    BackwardInput: BACKWARD_INPUT,
+    BackwardWeight: BACKWARD_WEIGHT,
+}
 
 
 def test_a_trace_whose_file_another_one_takes_goes_on(tmp_path):
     recorders = Recorder(), Recorder()
     for recorder in recorders:
         recorder.keep(tmp_path / "rank-0")
-    for recorder in recorders:    # a write to memory whose file was cut off would end the process
+    for recorder in recorders:  # a write to memory whose file was cut off would end the process
         recorder.end(recorder.compute(recorder.name("a layer")))
     assert len(read_trace(tmp_path / "rank-0").records) == 1
 
@@ -54,7 +74,7 @@ def test_a_micro_batch_and_a_unit_have_any_number(tmp_path):
     recorder = Recorder()
     recorder.keep(tmp_path / "rank-0")
     recorder.end(recorder.compute(recorder.name("a layer"), unit=10**5, micro=10**6))
-    record, = read_trace(tmp_path / "rank-0").records
+    (record,) = read_trace(tmp_path / "rank-0").records
     assert (record["unit"], record["micro"]) == (10**5, 10**6)
 
 
@@ -84,7 +104,7 @@ def scripted(folder, script):
     (folder / "trace").mkdir()
     for rank in range(RANKS):
         one = Scripted(rank, skew=1000.0 * rank)
-        for step in range(3):    # the first does not count
+        for step in range(3):  # the first does not count
             one.now = 100.0 + 10 * step
             with one.recorder.stepping(step):
                 script(rank, one, step)
@@ -102,11 +122,21 @@ def test_records_come_back_as_they_were_written_and_the_oldest_are_overwritten_f
             recorder.end(span)
         if number == 2:
             recorder.keep(tmp_path / "trace")
-    recorder.end(first)    # its place is that of the one that has not ended
+    recorder.end(first)  # its place is that of the one that has not ended
     found = read_trace(tmp_path / "trace")
     assert found.names == [("", ()), ("rows", (4, 2, 7))]
-    assert found.records["number"].tolist() == [4, 5, 6, 7] and found.records["step"].tolist() == [2, 3, 4, 5]
-    assert found.records["start"].tolist() == [5, 7, 8, 10] and found.records["end"].tolist() == [6, 0, 9, 11]
+    assert found.records["number"].tolist() == [4, 5, 6, 7] and found.records["step"].tolist() == [
+        2,
+        3,
+        4,
+        5,
+    ]
+    assert found.records["start"].tolist() == [5, 7, 8, 10] and found.records["end"].tolist() == [
+        6,
+        0,
+        9,
+        11,
+    ]
     assert found.records[-1].tolist()[2:-1] == (4 << 33, 5, 5, 6, 3, 2, 1, SEND, 1)
 
 
@@ -114,7 +144,11 @@ def test_names_that_find_no_room_cost_their_records_nothing_but_the_name(tmp_pat
     recorder = Recorder(Ring(capacity=4))
     names = [recorder.name("x" * 1000 + str(number), range(1000)) for number in range(100)]
     recorder.keep(tmp_path / "trace")
-    assert 50 < max(names) < 66 and names[-1] == 0 and len(read_trace(tmp_path / "trace").names) == max(names) + 1
+    assert (
+        50 < max(names) < 66
+        and names[-1] == 0
+        and len(read_trace(tmp_path / "trace").names) == max(names) + 1
+    )
 
 
 def test_what_is_no_trace_is_refused(tmp_path):
@@ -127,16 +161,17 @@ def test_what_is_no_trace_is_refused(tmp_path):
 
 def test_shares_are_the_seconds_that_were_spent_so_and_name_who_was_waited_for(tmp_path):
     """Ranks 0 and 1 compute 4 s, rank 2 30% longer; all then need 0.5 s for a sum, and rest 1 s in an evaluation."""
+
     def script(rank, one, step):
         one.computes(5.2 if rank == 2 else 4.0)
         one.waits(105.7 + 10 * step)
-        one.now += 0.3    # nobody says what for
+        one.now += 0.3  # nobody says what for
         with one.recorder.pausing("evaluation"):
             one.computes(1.0)
 
     timeline = scripted(tmp_path, script)
     found = shares(timeline)
-    span = 17.0    # from the start of the second step to the end of the third
+    span = 17.0  # from the start of the second step to the end of the third
     expected = np.zeros((RANKS, 6))
     expected[:, [COMMUNICATION, PAUSES]] = 1, 2
     expected[:, COMPUTING], expected[:, WAITING] = (8, 8, 10.4), (2.4, 2.4, 0)
@@ -151,6 +186,7 @@ def test_shares_are_the_seconds_that_were_spent_so_and_name_who_was_waited_for(t
 
 def test_a_server_has_its_role_in_the_table_and_is_no_idle_worker(tmp_path):
     """Worker 1 computes 30% longer than worker 0, and both wait; rank 2 serves, and mostly waits for them."""
+
     def script(rank, one, step):
         one.recorder.facts(place=None if rank == 2 else {"dp": rank, "tp": 0, "pp": 0})
         one.computes((4.0, 5.2, 0.1)[rank])
@@ -163,9 +199,15 @@ def test_a_server_has_its_role_in_the_table_and_is_no_idle_worker(tmp_path):
     assert ranks.split() == ["workers", "rank", "0", "rank", "1", "rank", "2"]
     assert roles.split() == ["worker", "worker", "server"]
     seconds = found.seconds[:2]
-    assert computing.split()[:2] == ["computing", f"{100 * seconds[:, COMPUTING].sum() / seconds.sum():.1f}"]
+    assert computing.split()[:2] == [
+        "computing",
+        f"{100 * seconds[:, COMPUTING].sum() / seconds.sum():.1f}",
+    ]
     assert more[-2].startswith("The workers waited longest for rank 1 on host1: ")
-    assert more[-1] == "Rank 1 computes longest: 5200.0 ms a step, 1.30 times the median of the other workers."
+    assert (
+        more[-1]
+        == "Rank 1 computes longest: 5200.0 ms a step, 1.30 times the median of the other workers."
+    )
 
 
 def test_workers_that_wait_for_a_server_are_said_to(tmp_path):
@@ -176,7 +218,8 @@ def test_workers_that_wait_for_a_server_are_said_to(tmp_path):
 
     timeline = scripted(tmp_path, script)
     assert "The workers waited longest for rank 2, a server, on host2: " in "\n".join(
-        where_the_time_went(shares(timeline), timeline))
+        where_the_time_went(shares(timeline), timeline)
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -193,6 +236,7 @@ def test_where_one_rank_alone_computes_no_ratio_is_printed(tmp_path):
 
 def test_who_waits_is_not_to_blame_but_whom_it_waits_for(tmp_path):
     """Rank 2 computes 3 s longer than the others. Rank 0 gets a message of rank 1, which first waits for one of rank 2."""
+
     def script(rank, one, step):
         recorder, base = one.recorder, 100.0 + 10 * step
         one.computes(1.0 if rank < 2 else 4.0)
@@ -214,19 +258,27 @@ def test_who_waits_is_not_to_blame_but_whom_it_waits_for(tmp_path):
 
 def test_printed_shares_sum_to_exactly_100_however_they_are_rounded(tmp_path):
     def script(rank, one, step):
-        for number in range(3):    # thirds of 10 s
+        for number in range(3):  # thirds of 10 s
             one.computes(10 / 9)
             one.waits(one.now + 10 / 9, f"sum {number}")
             one.now += 10 / 9
 
     timeline = scripted(tmp_path, script)
-    printed = [line.split()[-4:] for line in where_the_time_went(shares(timeline), timeline) if line.startswith("  ")][1:]
+    printed = [
+        line.split()[-4:]
+        for line in where_the_time_went(shares(timeline), timeline)
+        if line.startswith("  ")
+    ][1:]
     assert printed.pop() == ["100.0"] * 4
-    assert all(sum(round(10 * float(column)) for column in row) == 1000 for row in zip(*printed, strict=True)), printed
+    assert all(
+        sum(round(10 * float(column)) for column in row) == 1000
+        for row in zip(*printed, strict=True)
+    ), printed
 
 
 def test_while_a_gpu_computes_its_rank_does_and_only_what_is_left_of_a_wait_is_exposed(tmp_path):
     """The host launches for 1 s and waits 4 s for a sum; its GPU computes from 0.5 s to 4 s, twice over between 1 s and 2 s."""
+
     def script(rank, one, step):
         recorder, base, clock = one.recorder, one.now, one.recorder.clock()
         span = recorder.compute(recorder.name("a layer"), FORWARD, 0, 0)
@@ -234,24 +286,53 @@ def test_while_a_gpu_computes_its_rank_does_and_only_what_is_left_of_a_wait_is_e
         recorder.end(span)
         one.waits(base + 5.0)
         for start, end in ((0.5, 2.0), (1.0, 4.0)):
-            recorder._ring.write(clock + start, clock + end, 0, step, -1, -1, 0, 0, recorder.name("a layer"), DEVICE, FORWARD)
+            recorder._ring.write(
+                clock + start,
+                clock + end,
+                0,
+                step,
+                -1,
+                -1,
+                0,
+                0,
+                recorder.name("a layer"),
+                DEVICE,
+                FORWARD,
+            )
 
     found = shares(scripted(tmp_path, script))
     np.testing.assert_allclose(found.seconds[0, [COMPUTING, COMMUNICATION]], (8.0, 2.0), atol=1e-9)
     np.testing.assert_allclose(found.of_all.sum(), 1)
 
 
-@pytest.mark.parametrize("damage, said", [
-    (lambda data: b"", "is no trace."),
-    (lambda data: data[:-100], "bytes, not as many as it was made with."),
-    (lambda data: data[:1000], "bytes, not as many as it was made with."),
-    (lambda data: b"mpitrain trace 9\n" + data[17:], "is a trace of another version of mpitrain."),
-    (lambda data: data[:60] + b"\xff" * 200 + data[260:], "does not say of what rank it is."),
-    (lambda data: data.replace(b'"run": "this"', b'"run": "that"'), "is of another run."),
-    (lambda data: None, "There is no trace of rank 1 in"),
-], ids=["empty", "cut off", "cut in its head", "of a later version", "garbage in its head", "of another run", "gone"])
-def test_what_became_of_a_trace_is_said_and_the_others_tell_what_their_ranks_did_last(damage, said, monkeypatch, tmp_path):
-    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)    # pictures take seconds
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda data: b"", "is no trace."),
+        (lambda data: data[:-100], "bytes, not as many as it was made with."),
+        (lambda data: data[:1000], "bytes, not as many as it was made with."),
+        (
+            lambda data: b"mpitrain trace 9\n" + data[17:],
+            "is a trace of another version of mpitrain.",
+        ),
+        (lambda data: data[:60] + b"\xff" * 200 + data[260:], "does not say of what rank it is."),
+        (lambda data: data.replace(b'"run": "this"', b'"run": "that"'), "is of another run."),
+        (lambda data: None, "There is no trace of rank 1 in"),
+    ],
+    ids=[
+        "empty",
+        "cut off",
+        "cut in its head",
+        "of a later version",
+        "garbage in its head",
+        "of another run",
+        "gone",
+    ],
+)
+def test_what_became_of_a_trace_is_said_and_the_others_tell_what_their_ranks_did_last(
+    damage, said, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)  # pictures take seconds
 
     def script(rank, one, step):
         one.recorder.facts(run="this")
@@ -262,15 +343,23 @@ def test_what_became_of_a_trace_is_said_and_the_others_tell_what_their_ranks_did
     damaged = damage(file.read_bytes())
     file.unlink() if damaged is None else file.write_bytes(damaged)
     shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
-    assert shown.exit_code == 0 and said in shown.output and "cannot be said without the traces of all ranks" in shown.output
-    assert "rank 0 on host0, " in shown.output and "rank 2 on host2, " in shown.output and "rank 1 on" not in shown.output
+    assert (
+        shown.exit_code == 0
+        and said in shown.output
+        and "cannot be said without the traces of all ranks" in shown.output
+    )
+    assert (
+        "rank 0 on host0, " in shown.output
+        and "rank 2 on host2, " in shown.output
+        and "rank 1 on" not in shown.output
+    )
 
 
 def test_records_that_are_garbage_are_left_out(tmp_path):
     scripted(tmp_path, lambda rank, one, step: one.computes(1.0))
     file, random = trace_file(tmp_path, 1), np.random.default_rng(0)
     data = bytearray(file.read_bytes())
-    data[HEAD + RECORD.itemsize * 100:] = random.bytes(len(data) - HEAD - RECORD.itemsize * 100)
+    data[HEAD + RECORD.itemsize * 100 :] = random.bytes(len(data) - HEAD - RECORD.itemsize * 100)
     file.write_bytes(data)
     shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
     assert shown.exit_code == 0 and "What each rank did last" in shown.output, shown.output
@@ -279,6 +368,7 @@ def test_records_that_are_garbage_are_left_out(tmp_path):
 
 def test_a_stage_that_has_nothing_to_do_yet_is_in_a_bubble_and_not_in_communication(tmp_path):
     """Rank 0 computes 3 s before it sends an activation to rank 1, which gets it 0.25 s later."""
+
     def script(rank, one, step):
         recorder, name = one.recorder, one.recorder.name("activation", (0, 1))
         if rank == 0:
@@ -290,7 +380,9 @@ def test_a_stage_that_has_nothing_to_do_yet_is_in_a_bubble_and_not_in_communicat
         one.now = 107.0 + 10 * step
 
     found = shares(scripted(tmp_path, script))
-    np.testing.assert_allclose(found.seconds[1, [BUBBLE, COMMUNICATION, WAITING]], (6.0, 0.5, 0), atol=1e-9)
+    np.testing.assert_allclose(
+        found.seconds[1, [BUBBLE, COMMUNICATION, WAITING]], (6.0, 0.5, 0), atol=1e-9
+    )
     np.testing.assert_allclose(found.waited, [[0, 0, 0], [6, 0, 0], [0, 0, 0]], atol=1e-9)
 
 
@@ -301,16 +393,26 @@ def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_pa
         recorder = one.recorder
         recorder.step, one.now = 6, 100.0 + rank
         recorder.begin(0, 0)
-        recorder.begin(RECEIVE, recorder.name("all-reduce of bucket 2", range(RANKS)), peer=(rank + 1) % RANKS, nbytes=65536)
+        recorder.begin(
+            RECEIVE,
+            recorder.name("all-reduce of bucket 2", range(RANKS)),
+            peer=(rank + 1) % RANKS,
+            nbytes=65536,
+        )
         if rank == 0:
             recorder.begin(COMPUTE, recorder.name("blocks.1.mlp"), 2, 1, 3)
         else:
             recorder.wait(recorder.name("the sums of gradients", range(RANKS)))
         recorder.keep(trace_file(tmp_path, rank))
     said = list(what_each_did_last(read_timeline(tmp_path)))
-    assert said[1] == ("  rank 0 on host0, 2.000 s before: in step 7, backward of blocks.1.mlp, micro-batch 3; under way: "
-                       "receive from rank 1: all-reduce of bucket 2, 65,536 bytes")
-    assert "0.000 s before: in step 7, waiting for the sums of gradients; under way: receive from rank 0" in said[3]
+    assert said[1] == (
+        "  rank 0 on host0, 2.000 s before: in step 7, backward of blocks.1.mlp, micro-batch 3; under way: "
+        "receive from rank 1: all-reduce of bucket 2, 65,536 bytes"
+    )
+    assert (
+        "0.000 s before: in step 7, waiting for the sums of gradients; under way: receive from rank 0"
+        in said[3]
+    )
     assert said[-1] == "First to fall silent was rank 0."
 
 
@@ -322,14 +424,18 @@ def test_predicted_equals_measured_where_stages_take_what_the_simulator_was_told
     simulated = simulate(with_messages(fused_at_the_input(plan)), costs)
     for rank, mine in enumerate(simulated.timeline):
         one = Scripted(rank, skew=50.0 * rank)
-        one.recorder.facts(ranks=2, place={"tp": 0, "dp": 0, "pp": rank}, parts={rank: [f"part {rank}"]})
+        one.recorder.facts(
+            ranks=2, place={"tp": 0, "dp": 0, "pp": rank}, parts={rank: [f"part {rank}"]}
+        )
         for step in range(3):
             one.now = 100.0 * step
             with one.recorder.stepping(step):
                 for start, end, instruction in mine:
                     one.now = 100.0 * step + start
                     name = one.recorder.name(f"part {rank}")
-                    span = one.recorder.compute(name, PHASES[type(instruction)], 0, instruction.micro)
+                    span = one.recorder.compute(
+                        name, PHASES[type(instruction)], 0, instruction.micro
+                    )
                     one.now = 100.0 * step + end
                     one.recorder.end(span)
                 one.now = 100.0 * step + simulated.makespan
@@ -337,7 +443,9 @@ def test_predicted_equals_measured_where_stages_take_what_the_simulator_was_told
     config = parse(with_settings({}, ["layout.pp=2", "batch.micro_batches=4"]))
     found = compare(read_timeline(tmp_path), range(1, 3), config)
     np.testing.assert_allclose(found[3:], [simulated.makespan, simulated.bubble] * 2)
-    assert found.predicted_bubble > 0.1 and str(found).startswith("Schedule 1f1b on 2 stage(s) with 4 micro-batch(es): ")
+    assert found.predicted_bubble > 0.1 and str(found).startswith(
+        "Schedule 1f1b on 2 stage(s) with 4 micro-batch(es): "
+    )
 
 
 def test_of_a_stream_all_is_predicted_that_its_slowest_stage_computes(tmp_path):
@@ -345,26 +453,38 @@ def test_of_a_stream_all_is_predicted_that_its_slowest_stage_computes(tmp_path):
     (tmp_path / "trace").mkdir()
     for rank in range(2):
         one = Scripted(rank)
-        one.recorder.facts(ranks=2, place={"tp": 0, "dp": 0, "pp": rank}, parts={rank: [f"part {rank}"]})
-        name, update = one.recorder.name(f"part {rank}"), one.recorder.name("update of the parameters")
+        one.recorder.facts(
+            ranks=2, place={"tp": 0, "dp": 0, "pp": rank}, parts={rank: [f"part {rank}"]}
+        )
+        name, update = (
+            one.recorder.name(f"part {rank}"),
+            one.recorder.name("update of the parameters"),
+        )
         for step in range(3):
             one.now = 8.0 * step
             with one.recorder.stepping(step):
                 for micro in range(2):
-                    for what, phase, number, seconds in ((name, FORWARD, micro, 1 + 0.5 * rank), (name, BACKWARD, micro, 1.5),
-                                                         (update, UPDATE, -1, 0.5)):
+                    for what, phase, number, seconds in (
+                        (name, FORWARD, micro, 1 + 0.5 * rank),
+                        (name, BACKWARD, micro, 1.5),
+                        (update, UPDATE, -1, 0.5),
+                    ):
                         span = one.recorder.compute(what, phase, 0, number)
                         one.now += seconds
                         one.recorder.end(span)
                 one.now = 8.0 * (step + 1)
         one.recorder.keep(trace_file(tmp_path, rank))
-    config = parse(with_settings({}, ["layout.pp=2", "batch.micro_batches=2", "pipeline.schedule=async"]))
+    config = parse(
+        with_settings({}, ["layout.pp=2", "batch.micro_batches=2", "pipeline.schedule=async"])
+    )
     found = compare(read_timeline(tmp_path), range(1, 3), config)
     np.testing.assert_allclose(found[3:], [7, 1 - 6.5 / 7, 8, 1 - 6.5 / 8])
 
 
 @pytest.mark.slow
-def test_a_page_wraps_sentences_links_to_perfetto_and_its_timeline_explains_only_what_it_shows(tmp_path, monkeypatch):
+def test_a_page_wraps_sentences_links_to_perfetto_and_its_timeline_explains_only_what_it_shows(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     for name in ("one", "other <b>"):
@@ -372,12 +492,25 @@ def test_a_page_wraps_sentences_links_to_perfetto_and_its_timeline_explains_only
         timeline = scripted(tmp_path / name, lambda rank, one, step: one.computes(1.0))
     draw_timeline("other <b>", timeline, range(1, 3), tmp_path / "timeline.svg")
     drawn = (tmp_path / "timeline.svg").read_text()
-    assert "<!-- other <b>, steps " in drawn.replace("&lt;", "<").replace("&gt;", ">") and "<!-- other computing -->" in drawn
-    assert not any(f"<!-- {what} -->" in drawn for what in ("forward", "input half", "evaluation, checkpoint", "reductions"))
+    assert (
+        "<!-- other <b>, steps " in drawn.replace("&lt;", "<").replace("&gt;", ">")
+        and "<!-- other computing -->" in drawn
+    )
+    assert not any(
+        f"<!-- {what} -->" in drawn
+        for what in ("forward", "input half", "evaluation, checkpoint", "reductions")
+    )
     shown = CliRunner().invoke(commands, ["report", "one", "other <b>"])
     assert shown.exit_code == 0, shown.output
     page = (tmp_path / "one/report/report.html").read_text()
     for link in ("perfetto.json", "../../other%20%3Cb%3E/report/perfetto.json"):
         assert f'<a href="{link}">' in page and (tmp_path / "one/report" / unquote(link)).exists()
-    assert re.search(r"<p>Where the time went in .*</p>\n<pre> +all +rank 0", page) and "<p>The trace itself: " in page
-    assert all(line.startswith(" ") for table in re.findall(r"<pre>(.*?)</pre>", page, re.S) for line in table.splitlines())
+    assert (
+        re.search(r"<p>Where the time went in .*</p>\n<pre> +all +rank 0", page)
+        and "<p>The trace itself: " in page
+    )
+    assert all(
+        line.startswith(" ")
+        for table in re.findall(r"<pre>(.*?)</pre>", page, re.S)
+        for line in table.splitlines()
+    )
