@@ -4,14 +4,12 @@ Nothing but a benchmark calls these. A transport without an MPI library computes
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpitrain.errors import CommError, on_every_rank
-
-if TYPE_CHECKING:
-    from mpitrain.transport.mpi import MpiTransport
+from mpitrain.transport.mpi_requests import MpiCalls
 
 OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
 """Names, as `mpitrain bench` has them. Broadcast and reduce have root 0."""
@@ -20,8 +18,17 @@ MOST = (1 << 31) - 1
 """Elements that one call of an MPI-3 library takes."""
 
 
+class Communicator(MpiCalls, Protocol):
+    """The part of an MPI transport that its collectives use."""
+
+    comm: Any
+    size: int
+
+    def _message(self, array: np.ndarray) -> tuple[list, Any]: ...
+
+
 def library_call(
-    transport: "MpiTransport", operation: str, array: np.ndarray, other: np.ndarray
+    transport: Communicator, operation: str, array: np.ndarray, other: np.ndarray
 ) -> Callable[[], None]:
     """A function that runs one blocking collective of the library on these arrays. As `Transport.bind_native`."""
     if array.size > MOST:
