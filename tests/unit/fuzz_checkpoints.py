@@ -114,9 +114,15 @@ class Manifests:
         if not is_valid or not self._is_whole(body):
             return Damaged(kind, path, str(path), INVALID)
         done, _, arrays = self.truth
-        same = [one[3] for one in body["stored"]] == [
-            one[3] for one in self.body["stored"]
-        ] and body["layout"] == self.body["layout"]
+        facts = [
+            (
+                one["layout"],
+                [kind for _, _, _, kind, _ in one["stored"]],
+                [listed[0] for listed in one["files"].values()],
+            )
+            for one in (body, self.body)
+        ]
+        same = facts[0] == facts[1]
         done = done._replace(samples=body["samples"], run=body["run"])
         return Damaged(kind, path, "", (done, body["scalars"], arrays if same else loaded(path)[2]))
 
@@ -148,7 +154,7 @@ class Manifests:
         stored = rng.choice(body["stored"])
         _, shape, _, pieces = stored[4]
         size = int(np.prod(shape))
-        change = rng.choice(["piece", "rectangle", "file", "negative", "place", "empty"])
+        change = rng.choice(["piece", "rectangle", "file", "negative", "place", "empty", "shape"])
         if change == "piece":
             pieces[-1][1] += rng.choice([1, 2**40, 10**30])
         elif change == "rectangle":
@@ -156,6 +162,10 @@ class Manifests:
         elif change == "file":
             name = rng.choice(sorted(body["files"]))
             body["files"][name][1] += rng.choice([1, -1, 2**40])
+        elif change == "shape":  # of all that is stored of a tensor
+            for one in body["stored"]:
+                if (one[2], one[4][0]) == (stored[2], stored[4][0]):
+                    one[4][1] = [size, *[1] * len(shape)]
         elif change == "negative":
             pieces[0][0] = -rng.choice([1, size, 2**70])
         elif change == "place":

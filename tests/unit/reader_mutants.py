@@ -55,7 +55,7 @@ def _removed(node: ast.AST) -> Iterator[str]:
         node.value = ast.Constant(True)
         yield said
     if isinstance(node, ast.Call | ast.Dict):
-        for keyword in [one for one in getattr(node, "keywords", ()) if one.arg in LIMITS]:
+        for keyword in [one for one in getattr(node, "keywords", ()) if one.arg in LIMITS and ast.unparse(node.func) != "zip"]:
             node.keywords.remove(keyword)
             yield f"{ast.unparse(keyword)} of {ast.unparse(node.func)}"
             return
