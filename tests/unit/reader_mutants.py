@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
-    "manifests": ("run/structure.py", "run/fill.py", "run/manifest.py"),
+    "manifests": ("run/structure.py", "run/manifest.py"),
     "headers": ("run/header.py", "run/fill.py"),
     "tuning": ("collectives/tuning.py", "strict_json.py"),
     "tiles": ("ops/cuda/tiles.py",),
