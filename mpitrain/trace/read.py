@@ -90,7 +90,7 @@ def _head(text: bytes) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]],
             else:
                 what, ranks = found
                 among = range(*ranks) if isinstance(ranks, list) else tuple(map(int, ranks.split()))
-                if len(among) > MOST or (among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST):
+                if among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST:
                     break
                 names.append((str(what), among))
         except (ValueError, TypeError, AttributeError, OverflowError):
