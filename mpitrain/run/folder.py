@@ -183,7 +183,7 @@ def claim(place: Place, resolved: Resolved, source: Source | Unopened, step: int
                 os.close(lock)
                 raise
     except OSError as error:
-        raise cannot_write(folder or Path("runs"), error, "Choose another --out.") from None
+        raise cannot_write(f"The run directory {folder or 'runs'}", error, "Choose another --out.") from None
     return folder, lock
 
 
