@@ -28,7 +28,7 @@ class Bar(tqdm):
         return draw
 
 
-def bar(steps: int, first: int = 0, unit: str = "step", form: str | None = None) -> Bar:
+def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
     """A bar of so many steps, of which `first` are done; nothing is shown where standard error is no terminal.
 
     form  tqdm's `bar_format`
@@ -41,7 +41,7 @@ def bar(steps: int, first: int = 0, unit: str = "step", form: str | None = None)
     shown = Bar(
         total=steps,
         initial=first,
-        unit=unit,
+        unit="step",
         disable=width() is None,
         file=sys.stderr,
         ncols=size()[0],
