@@ -21,9 +21,9 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
 HERE = Path(__file__).parents[3]
-README, PARALLEL, PIPELINE, BENCH = (
+README, HOUSE, PARALLEL, PIPELINE, BENCH = (
     HERE / folder / "README.md"
-    for folder in ("", "mpitrain/parallel", "mpitrain/pipeline", "mpitrain/bench")
+    for folder in ("", "mpitrain", "mpitrain/parallel", "mpitrain/pipeline", "mpitrain/bench")
 )
 ROW = re.compile(r"^([\w-]+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", re.M)
 """A mode, its workers, the bytes that its busiest rank sent, and those by formula."""
@@ -98,3 +98,41 @@ def test_bubbles_and_live_micro_batches_of_4_stages_and_8_micro_batches_are_thos
         assert max(peak(mine, costs).nbytes for mine in plan.lists) == pytest.approx(float(live)), (
             name
         )
+
+
+def test_the_five_levels_of_a_tensor_have_the_sizes_of_the_page():
+    section = re.search(r"^## Five levels of a tensor$(.*?)^## ", HOUSE.read_text(), re.M | re.S)[1]
+    layout = {"dp": 2, "tp": 2}
+    config = parse({"layout": layout, "replication": {"zero": 1, "bucket_mb": 0.5}})
+
+    def levels(transport):
+        job = build(transport, config)
+        trainer = job.trainer
+        storage = trainer.storage
+        entry = next(e for e in storage.entries if e.name == "blocks.0.mlp.up.weight")
+        found = (
+            entry,
+            [e for e in storage.entries if e.unit == entry.unit and e.parameter.holders == ""],
+            next(span for span in storage.spans if span.start <= entry.start < span.stop),
+            next(b for b in trainer.replication._cut if b.start <= entry.start < b.stop),
+            trainer.replication.optimizer.pieces[0],
+        )
+        job.close()
+        return found
+
+    ranks = run_ranks(4, levels)
+    entry, entries, span, bucket, first = ranks[0]
+    second = ranks[2][-1]
+    rows, columns = entry.parameter.shape
+    words = [
+        f"{entry.name}, {rows} x {columns} = {rows * columns:,}",
+        f"rows 0..{entry.parameter.local_shape[0] - 1} on tp rank 0: {entry.stop - entry.start:,}",
+        f"at {entry.start:,} of its flat buffer",
+        ", ".join(f"{e.name.removeprefix('blocks.0.mlp.')} {e.stop - e.start:,}" for e in entries),
+        f"{span.stop - span.start:,} at {span.start:,}",
+        f"{bucket.stop - bucket.start:,} at {bucket.start}",
+        f"dp rank 0: {first.start}..{first.stop - 1:,}",
+        f"dp rank 1: {second.start:,}..{second.stop - 1:,}",
+    ]
+    assert [line for line in words if line not in section] == []
+    assert bucket.units == (2, 1, 0) and entry.start < first.stop < entry.stop

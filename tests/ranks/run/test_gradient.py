@@ -1,4 +1,4 @@
-"""One gradient from a layer's backward to the update: its values on the way, and the files that mpitrain/README.md lists."""
+"""One gradient from a layer's backward to the update: its values, and the eight objects that mpitrain/README.md names."""
 
 import re
 import sys
@@ -27,31 +27,19 @@ CONFIG = {
 }
 
 
-class Way:
-    """What happens to the gradients of one step on one rank.
+class StepProfile:
+    """Profile of one training step on one rank.
 
-    files       of the package in which a function was called, or called another, since the first backward
+    calls       "file: qualified name" of each function of the package that the step called, by first call
     own         gradients as this rank's layers left them
     summed      the same buffer when the update began
-    updated_by  how much the update added to the parameters
+    updated_by  the update's change of the parameters
     """
 
     def __init__(self, trainer):
-        self.files = set()
-        last, first, optimizer = (
-            trainer.units[-1].layer,
-            trainer.units[0].layer,
-            trainer.replication.optimizer,
-        )
-        backward_input, backward_weight, update = (
-            last.backward_input,
-            first.backward_weight,
-            optimizer.update,
-        )
-
-        def begins(*arguments):
-            sys.setprofile(self._note)
-            return backward_input(*arguments)
+        self.calls = {}
+        first, optimizer = trainer.units[0].layer, trainer.replication.optimizer
+        backward_weight, update = first.backward_weight, optimizer.update
 
         def is_whole(*arguments):
             backward_weight(*arguments)
@@ -60,16 +48,22 @@ class Way:
         def updates(*arguments, **more):
             self.summed, before = trainer.gradients.copy(), trainer.parameters.copy()
             update(*arguments, **more)
-            sys.setprofile(None)
             self.updated_by = trainer.parameters - before
 
-        last.backward_input, first.backward_weight, optimizer.update = begins, is_whole, updates
+        first.backward_weight, optimizer.update = is_whole, updates
+
+    def follow(self, step, *arguments):
+        """Run a step, and note its calls in the package."""
+        sys.setprofile(self._note)
+        try:
+            step(*arguments)
+        finally:
+            sys.setprofile(None)
 
     def _note(self, frame, event, argument):
-        if event == "call":
-            for path in (Path(near.f_code.co_filename) for near in (frame, frame.f_back)):
-                if path.is_relative_to(PACKAGE):
-                    self.files.add(path.relative_to(PACKAGE).as_posix())
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            self.calls[f"{path.relative_to(PACKAGE).as_posix()}: {frame.f_code.co_qualname}"] = None
 
 
 def follow(transport):
@@ -85,19 +79,21 @@ def follow(transport):
     inputs = np.random.default_rng(3).standard_normal((32, 2))[list(trainer.share())]
     batch = inputs, (inputs[:, 0] > 0).astype(int)
     trainer.step(0, *batch)
-    way = Way(trainer)
-    trainer.step(1, *batch)
-    return way
+    profile = StepProfile(trainer)
+    profile.follow(trainer.step, 1, *batch)
+    return profile
 
 
-def test_a_gradient_passes_through_the_files_that_the_page_lists_is_summed_once_and_moves_the_parameters():
-    ways = run_ranks(2, follow)
-    section = re.search(r"^## How a step flows$(.*?)^## ", PAGE.read_text(), re.M | re.S).group(1)
-    listed = re.findall(r"^\| `([\w/]+\.py)` \|", section, re.M)
-    for way in ways:
-        assert sorted(way.files) == sorted(listed)
-        assert np.array_equal(way.summed, ways[0].own + ways[1].own)
-        assert np.abs(way.updated_by + LR * way.summed).max() <= 1e-15
-    assert np.abs(ways[0].own - ways[1].own).max() > 0.01, (
+def test_a_step_calls_the_eight_objects_that_the_page_names_sums_gradients_once_and_moves_the_parameters():
+    profiles = run_ranks(2, follow)
+    section = re.search(r"^## One training step$(.*?)^## ", PAGE.read_text(), re.M | re.S).group(1)
+    rows = re.findall(r"^\| [\w ]+ \| `([\w.]+)` in `([\w/]+\.py)` \|", section, re.M)
+    named = [f"{path}: {name}" for name, path in rows]
+    assert len(named) == 8
+    for profile in profiles:
+        assert [call for call in profile.calls if call in named] == named
+        assert np.array_equal(profile.summed, profiles[0].own + profiles[1].own)
+        assert np.abs(profile.updated_by + LR * profile.summed).max() <= 1e-15
+    assert np.abs(profiles[0].own - profiles[1].own).max() > 0.01, (
         "ranks that bring the same would hide a sum that is none"
     )

@@ -1,5 +1,6 @@
 """What the pages say of folders, files, commands, keys and headings is so."""
 
+import ast
 import re
 import shlex
 from itertools import groupby
@@ -13,7 +14,7 @@ from mpitrain.cli import COMMANDS, commands
 from mpitrain.config import keys, parse, with_settings
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.run.resolve import check_names
-from tests.unit.house.test_imports import FLOORS
+from tests.unit.house.test_imports import FLOORS, PACKAGE, SOURCES, imported_names
 
 HERE = Path(__file__).parents[3]
 HOUSE, TESTS = HERE / "mpitrain" / "README.md", HERE / "tests" / "README.md"
@@ -28,6 +29,39 @@ def test_the_picture_of_the_house_shows_every_floor_from_the_roof_down():
     picture = HOUSE.read_text().split("```")[1]
     shown = re.findall(r"^ (\w+)  +\w", picture, re.M)
     assert [*reversed(shown)] == [floor for floor in FLOORS if floor != "__main__"]
+
+
+def test_sub_rooms_of_the_picture_import_only_from_those_below_them():
+    picture = HOUSE.read_text().split("```")[1]
+    floors = dict(re.findall(r"^ (\w+)  .*\n {15}(.*)$", picture, re.M))
+    for floor, line in floors.items():
+        levels = [re.findall(r"[\w]+", level.split("(")[0]) for level in line.split("/")]
+        height = {name: -number for number, names in enumerate(levels) for name in names}
+        assert {path.parent.name for path in (PACKAGE / floor).glob("*/__init__.py")} <= set(height)
+        for source in SOURCES:
+            own = source.removeprefix(f"{floor}/").split("/")[0].removesuffix(".py")
+            if not source.startswith(f"{floor}/") or own not in height:
+                continue
+            for name in imported_names(ast.parse((PACKAGE / source).read_text())):
+                if name.startswith(f"mpitrain.{floor}."):
+                    other = name.split(".")[2]
+                    is_lower = other in (own, *(n for n in height if height[n] < height[own]))
+                    assert is_lower or other not in height, f"{source} imports {name}"
+    assert len(floors) > 4
+
+
+def test_the_glossary_has_at_most_40_terms_that_the_code_or_the_pages_use():
+    text = (PACKAGE / "GLOSSARY.md").read_text()
+    terms = re.findall(r"^\| (.*?) \| .* \| .* \|$", text, re.M)[2:]
+    assert 20 < len(terms) <= 40
+    used = joined("".join(path.read_text() for path in [*PACKAGE.rglob("*.py"), *PAGES]))
+    words = ", ".join(re.sub(r"\(.*?\)", "", term) for term in terms).split(", ")
+    assert not [word for word in words if joined(word) not in used]
+
+
+def joined(text):
+    """The letters and digits alone: `dense_steps`, DenseSteps and dense steps are one term."""
+    return re.sub(r"[\W_]+", "", text).lower()
 
 
 def test_the_page_of_the_tests_lists_every_room_of_theirs():
