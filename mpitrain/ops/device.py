@@ -1,4 +1,4 @@
-"""A device: the backend that stores arrays, the operations that compute on them, and their kernels."""
+"""A device: the backend that stores arrays, the operations on them, and their kernels."""
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 

@@ -13,13 +13,13 @@ Result = TypeVar("Result")
 
 
 def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result:
-    """Call `function` on every rank; if any rank raises an MpitrainError, raise the first on all
-    ranks.
+    """Call `function` on every rank; if any rank raises an MpitrainError, raise it on all ranks.
 
-    Collective. The function must not communicate. The error has its attribute `agreed` set: every
-    rank has it, so one rank may print it and all ranks may exit together. If only some ranks
-    failed, the message names them. An OSError that the function does not catch becomes a
-    ConfigError: the system refused a path.
+    Of several errors, the one of the lowest rank is raised. Collective. The function must not
+    communicate. The error has its attribute `agreed` set, because every rank has it. So one rank
+    may print it, and all ranks may exit together. If only some ranks failed, the message names
+    them. An OSError that the function does not catch becomes a ConfigError: the system refused a
+    path.
     """
     result: Any = None
     failure = None

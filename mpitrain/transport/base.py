@@ -540,7 +540,7 @@ def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float, what: A
 
 
 class _AnyOf:
-    """The name of a wait for any of several requests; `str` builds it only when a report needs it."""
+    """The name of a wait for any of several requests, built only when a report needs it."""
 
     def __init__(self, requests: Sequence[Request]):
         self._requests = requests

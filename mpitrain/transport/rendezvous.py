@@ -31,7 +31,7 @@ class Wait(NamedTuple):
 
 
 class World:
-    """The state that the threads share: one lock, the unmatched messages, and the blocked threads."""
+    """The state shared by the threads: a lock, the unmatched messages, and the blocked threads."""
 
     def __init__(self, size: int):
         self.lock = threading.RLock()
@@ -48,7 +48,7 @@ class World:
         self.first_error: BaseException | None = None
 
     def post(self) -> None:
-        """Wake only the threads that a new post allows to continue. Call with the lock held."""
+        """Wake only the threads that a new post allows to continue. The caller holds the lock."""
         self.posts += 1
         for wait in self.waits.values():
             if wait.ready():
@@ -59,7 +59,7 @@ class World:
     ) -> None:
         """Block this thread until `ready`; raise CommError when that can no longer happen.
 
-        Call with the lock held.
+        The caller holds the lock.
         what     str() of it names the wait
         seconds  return after this time if no post has woken this thread
         """
@@ -97,7 +97,7 @@ class World:
             raise CommError(f"rank {rank}: {what} cannot complete: {self.end}")
 
     def find_deadlock(self) -> None:
-        """End the world if every live thread waits and no wait is ready. Call with the lock held."""
+        """End the world if every live thread waits and none is ready. The caller holds the lock."""
         if self.end is not None or not self.live or self.live != len(self.waits):
             return
         if not any(wait.ready() for wait in self.waits.values()):
@@ -196,7 +196,7 @@ class Message:
     def complete(self) -> None:
         """Copy the bytes, unless the other side has done so.
 
-        Call with the lock held, after the two sides have met.
+        The caller holds the lock, and the two sides have met.
         """
         if self.moved:
             return

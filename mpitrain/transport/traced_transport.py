@@ -13,9 +13,9 @@ from mpitrain.transport.base import Request, Transport
 class Recorded(Transport):
     """A Transport that wraps another one and records its messages and waits.
 
-    A message's name is the recorder's name at the moment when the message's tag was claimed. Its
-    record lasts from its start until this rank has seen it complete. Every call that blocks the
-    recorder's thread is recorded as a wait: for the peer of a message, or for all ranks.
+    A message has the name that the recorder had at the `claim_tag` of its tag. Its record lasts
+    from its start until this rank has seen it complete. Every call that blocks the recorder's
+    thread is recorded as a wait. The wait is for the peer of a message, or for all ranks.
     """
 
     def __init__(self, inner: Transport, recorder: Recorder):

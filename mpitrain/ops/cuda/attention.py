@@ -1,8 +1,8 @@
-"""Causal attention, with tiles as in FlashAttention. `saved` is (qkv, y, log_sums, heads).
+"""Causal attention in tiles (FlashAttention-2, Dao 2023). `saved` is (qkv, y, log_sums, heads).
 
 log_sums is one number per row instead of a row of weights. 16-bit elements use tensor cores if the
-device has them and the head width is a multiple of 16, up to 128. All other cases use the ordinary
-units.
+device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
+cases use the ordinary units.
 """
 
 from math import e, log2
@@ -101,8 +101,8 @@ def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
         and head % 16 == 0
         and head <= 128
     ):
-        # The shared memory holds one or two tiles of 128 rows, and two stages of two tiles with the
-        # statistics of their rows.
+        # The shared memory holds one tile of 128 rows (forward) or two (backward).
+        # It also holds two stages of two smaller tiles, with the statistics of their rows.
         forward, backward = (
             {step: (tiles * 128 + 4 * step) * 2 * (head + 8) + 16 * step for step in steps}
             for tiles, steps in ((1, (64, 32)), (2, (32, 16)))

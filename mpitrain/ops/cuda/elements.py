@@ -77,7 +77,7 @@ def c_type(array: Any) -> str:
 
 
 def sum_type(array: Any) -> str:
-    """Return the dtype of sums over this array's elements: float64 for float64, otherwise float32."""
+    """Return the dtype of sums over this array's elements: float64 for float64, else float32."""
     return "float64" if name_of(array.dtype) == "float64" else "float32"
 
 

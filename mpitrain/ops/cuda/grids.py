@@ -38,7 +38,7 @@ def _shared(capability: int) -> int:
 
 
 def blocks(count: int, each: int = 1) -> tuple[int]:
-    """Return a grid for `count` elements, with `each` elements per thread at a time; (0,) for none."""
+    """Return a grid for `count` elements, `each` elements per thread at a time; (0,) for none."""
     return (min(-(-count // (each * POINTWISE[0])), MOST_BLOCKS),)
 
 
@@ -48,9 +48,9 @@ def row_blocks(rows: int) -> tuple[int]:
 
 
 def parts(rows: int, across: int) -> int:
-    """Return the number of parts of rows in a sum down columns.
+    """Return the number of parts of rows in a sum down columns: enough to fill a GPU.
 
-    The parts fill a GPU, but each has at least 64 rows where there are several.
+    There are at most rows / 64 parts, rounded up.
     across  blocks across the columns
     """
     return max(1, min(-(-rows // 64), 1024 // max(1, across)))

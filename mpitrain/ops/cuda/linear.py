@@ -24,8 +24,9 @@ With an odd vocabulary, only every eighth row would be aligned for vector access
 
 
 class _Pending:
-    """The gradient dy and input x of a linear layer; `sums` is dy's sum over rows once the weight
-    half has made it.
+    """The gradient dy and input x of a linear layer.
+
+    sums  None, or dy's sum over rows once the weight half has made it
     """
 
     def __init__(self, dy: Any, x: Any, has_bias: bool):

@@ -46,7 +46,7 @@ def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
 
 
 def count_correct(kernels: Kernels, logits, targets, arena):
-    """Return the number of rows with their largest logit at the target, as an array without dims."""
+    """Return the number of rows with the largest logit at the target: an array without dims."""
     correct = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels, "largest_is_target", logits, (targets, logits, correct), targets.dtype, "correct"
@@ -108,7 +108,7 @@ def row_argmax(kernels: Kernels, logits, first, maxima, arena, out=None):
 
 
 def count_correct_split(kernels: Kernels, places, targets, arena):
-    """Return the number of rows whose place is minus the target, as an array without dims."""
+    """Return the number of rows where `places` is minus the target, as an array without dims."""
     correct = arena.take(places.shape, places.dtype)
     kernels.launch(
         "place_is_target",

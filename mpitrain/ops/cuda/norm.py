@@ -10,8 +10,8 @@ from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_b
 from mpitrain.ops.cuda.sums import add_parts
 from mpitrain.ops.reference import EPSILON
 
-PARTS = 4  # parts of the rows per multiprocessor, in a backward
-FEWEST_ROWS = 8  # a part has at least this many rows
+PARTS = 4  # the most parts of the rows per multiprocessor, in a backward
+FEWEST_ROWS = 8  # there are at most rows / FEWEST_ROWS parts, rounded up
 
 
 def layer_norm(kernels: Kernels, x, gain, bias, arena):

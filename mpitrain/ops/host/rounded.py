@@ -65,7 +65,10 @@ class Rounded(NamedTuple):
 
 
 def rounded(body: Any, dtype: str) -> Rounded:
-    """Return the operations of a backend of float32 NumPy arrays, rounded to bfloat16 or float16."""
+    """Return the operations of a backend of float32 NumPy arrays, rounded to a 16-bit type.
+
+    dtype  "bfloat16" or "float16"
+    """
     put = TYPES[dtype]
 
     def mirror(parameters: np.ndarray, target: np.ndarray, arena: Arena) -> None:

@@ -1,7 +1,7 @@
 """The definition of each operation, forward and backward, in plain NumPy.
 
-B batch, T tokens, C channels, H heads, D = C / H, V vocabulary; M rows, K inputs, N outputs of a
-matrix product.
+B batch, T tokens, C channels, H heads, D = C / H, V vocabulary;
+M rows, K inputs, N outputs of a matrix product.
 
 Types: all arrays of a call have one dtype, float32 or float64. Tokens and targets are signed
 integers. Scalars are Python numbers.
@@ -14,7 +14,7 @@ column in the whole vocabulary.
 Saved values: every forward that has a backward returns (output, saved). A backward uses its `saved`
 once. It may overwrite arrays that only `saved` refers to. `saved` may refer to the inputs and the
 output, so these must not change until the backward has run. It never refers to the output of
-`linear`. An operation changes an input only where its first sentence says so.
+`linear`. An operation changes an input only where its docstring says so.
 
 Arguments of several operations:
 

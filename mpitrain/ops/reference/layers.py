@@ -18,7 +18,7 @@ def add(a, b, out, arena):
 
 
 def weighted_sum(a, alpha, b, beta, out, arena):
-    """Write alpha a + beta b to out, which may be a or b; if b is None, write alpha a.
+    """Write alpha a + beta b to out; if b is None, write alpha a. out may be a or b.
 
     a, b, out: one shape; alpha, beta: numbers
     """
@@ -26,8 +26,9 @@ def weighted_sum(a, alpha, b, beta, out, arena):
 
 
 def add_bias(x, b, out, arena, residual=None):
-    """Write x + b + residual to out.    x, residual, out: (..., N); b: (N,), added to every row, or
-    None
+    """Write x + b + residual to out.
+
+    x, residual, out: (..., N); b: (N,), added to every row, or None
     """
     out[...] = plus(x if b is None else x + b, residual)
 
@@ -127,7 +128,10 @@ def gelu_backward(dy, saved, arena):
 
 
 def relu(z, arena):
-    """Return (y, saved) with y = max(0, z), for a z that is not a product of `linear`; see `gelu`."""
+    """Return (y, saved) with y = max(0, z), for a z that is not a product of `linear`.
+
+    May write y over z.    z, y: any shape
+    """
     return np.maximum(z, 0), z > 0
 
 

@@ -1,5 +1,4 @@
-"""The definition of the operations on logits: loss, its gradient and accuracy, also for a split
-vocabulary.
+"""The definition of the operations on logits: loss, gradient and accuracy, whole or split.
 
 A split vocabulary is Megatron's vocabulary-parallel cross-entropy: each rank has a slice of the
 columns. The caller reduces (M,) or (2, M) numbers over the slices between the operations:

@@ -26,7 +26,7 @@ from mpitrain.transport.base import Request, Transport
 
 
 class Carrier(Protocol):
-    """A strategy for messages whose arrays lie in device memory, at both ends."""
+    """A strategy for messages between arrays in device memory."""
 
     under_way: "UnderWay"
     """The work that the device has in progress for these messages; all results of `over` share it.
@@ -87,7 +87,7 @@ class UnderWay:
 
 
 class Aside:
-    """The message stream of a device, for a reduction whose array lies in device memory."""
+    """The message stream of a device, for a reduction of an array in device memory."""
 
     def __init__(self, backend: DeviceBackend, under_way: UnderWay):
         self._backend, self._under_way = backend, under_way
@@ -151,8 +151,7 @@ class Direct:
 
 
 class DeviceTransport(Transport):
-    """A Transport whose messages may lie in device memory too, and whose `allocate` returns such
-    memory.
+    """A Transport for messages in device and host memory; its `allocate` returns device memory.
 
     `hosts`, tags, traffic and windows are the host transport's. A staged message counts in
     `traffic` once per piece. `backend` manages the device memory. Only the main thread may call: it
