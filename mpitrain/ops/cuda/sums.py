@@ -15,8 +15,9 @@ COLUMNS = (
 
 
 def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
-    """Write or add the sum of the rows of `sums` to out.    sums: (P, N) in the dtype of sums; out:
-    (N,)
+    """Write or add the sum of the rows of `sums` to out.
+
+    sums: (P, N) in the dtype of sums; out: (N,)
     """
     macros = KINDS[out.dtype].macros
     kernels.launch(

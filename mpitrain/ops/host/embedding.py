@@ -9,8 +9,9 @@ from mpitrain.ops.host.blocks import sum_rows
 
 
 def embedding(tokens, table, positions, arena, first=0, out=None):
-    """Return (x, rows).    tokens: (B, T); table: (V, C); positions: (T or more, C) or None; x: (B,
-    T, C)
+    """Return (x, rows).
+
+    tokens: (B, T); table: (V, C); positions: (T or more, C) or None; x: (B, T, C)
     """
     rows = tokens - first
     x = arena.take((*tokens.shape, table.shape[1]), table.dtype) if out is None else out

@@ -21,8 +21,9 @@ def linear(x, w, b, arena, out=None, residual=None):
 
 
 def add_bias(x, b, out, arena, residual=None):
-    """Write x + b + residual to out, in blocks of rows.    x, residual, out: (..., N); b: (N,) or
-    None
+    """Write x + b + residual to out, in blocks of rows.
+
+    x, residual, out: (..., N); b: (N,) or None
     """
     for rows in row_blocks(out):
         sums, y = x[rows], out[rows]

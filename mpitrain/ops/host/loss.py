@@ -9,8 +9,9 @@ from mpitrain.ops.host.blocks import row_blocks
 
 
 def cross_entropy(logits, targets, scale, arena):
-    """Return (loss_sum, gradient), the gradient written over logits.    logits: (M, V); targets:
-    (M,)
+    """Return (loss_sum, gradient), the gradient written over logits.
+
+    logits: (M, V); targets: (M,)
     """
     loss_sum = 0.0
     for rows in row_blocks(logits):
@@ -63,8 +64,9 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None):
 
 
 def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
-    """Return (loss_sum, gradient), written over logits.    logits: (M, V), exponentials; facts: (2,
-    M)
+    """Return (loss_sum, gradient), the gradient written over logits.
+
+    logits: (M, V), exponentials; facts: (2, M)
     """
     rows, columns = _held(targets, first, logits)
     total, at_target = facts

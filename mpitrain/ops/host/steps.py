@@ -61,9 +61,10 @@ def _write(mirror, p, block):
 
 
 def gradient_facts(x, arena):
-    """Return (sum of squares in float64, number of infinite or NaN elements).    x: (count,)
+    """Return (sum of squares in float64, number of infinite or NaN elements).
 
     The count takes a second pass, only if the sum is not finite.
+    x: (count,)
     """
     squares = 0.0
     for block in row_blocks(x):

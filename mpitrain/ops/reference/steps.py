@@ -46,7 +46,8 @@ def _write(mirror, p):
 
 
 def gradient_facts(x, arena):
-    """Return (sum of squares, accumulated in float64; number of infinite or NaN elements).    x:
-    (count,)
+    """Return (sum of squares, accumulated in float64; number of infinite or NaN elements).
+
+    x: (count,)
     """
     return float(np.square(x, dtype=np.float64).sum()), float(x.size - np.isfinite(x).sum())
