@@ -1,4 +1,4 @@
-"""What may be passed to a kernel: arguments are checked against its signature before anything is launched."""
+"""Checks of kernel arguments against the kernel's signature, before the launch."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
@@ -22,26 +22,31 @@ C_TYPES = {
     "long long": "int64",
     "unsigned long long": "uint64",
 }
-"""The types that parameters may have, by their C++ names."""
+"""The possible types of parameters, by their C++ names."""
 
 LIKE_ELEMENT = ("Result", "Mirror")
-"""Macros for types that are Element where a launch does not define them, as element.cuh has it."""
+"""Type macros that default to Element if a launch does not define them, as in element.cuh."""
 
 ELEMENTS = {dtype: name for name, dtype in C_TYPES.items()}
-"""The C++ name of a dtype: what `Element` is defined as."""
+"""The C++ name of a dtype: the value of the macro `Element`."""
 
 
 @cache
 def name_of(dtype: np.dtype) -> str:
-    """The dtype's name, which NumPy puts together anew each time: for all arrays that was a third of a launch."""
+    """Return the dtype's name, from a cache.
+
+    NumPy builds the name anew at each access: for all arrays, that took a third of a launch.
+    """
     return dtype.name
 
 
 class Argument(NamedTuple):
-    """An array with what its dtype and shape do not say.
+    """An array with properties that its dtype and shape do not show.
 
-    fresh     the kernel writes every element before it reads any: the array's content is undefined before the launch
-    strided   the kernel is told the strides: the array need not be contiguous, only its last dim
+    fresh     the kernel writes every element before it reads any: the content is undefined before
+              the launch
+    strided   the kernel takes the strides as arguments: only the last dim of the array must be
+              contiguous
     """
 
     array: Any
@@ -50,16 +55,19 @@ class Argument(NamedTuple):
 
     @property
     def dtype(self) -> None:
-        """None: it is no array, and a launch that is found again must see that."""
+        """None: a cached launch recognises by it that this is no plain array."""
 
 
 def fresh(array: Any) -> Argument:
-    """An output that is wholly written, or None. By its name it costs nothing: see `loader.Kernels.launch`."""
+    """Mark an array (or None) as an output that the kernel writes completely.
+
+    The name in `loader.Kernels.launch(fresh=...)` has the same effect at no cost.
+    """
     return Argument(array, fresh=True)
 
 
 def strided(array: Any, fresh: bool = False) -> Argument:
-    """An array of which the kernel is told the strides."""
+    """Mark an array as strided: the kernel takes its strides as arguments."""
     return Argument(array, fresh=fresh, strided=True)
 
 
@@ -136,9 +144,11 @@ def argument_checks(
     fresh: Collection[str] = (),
     strided: Collection[str] = (),
 ) -> tuple[list[Callable[[Any], Any]], tuple[tuple[Any, bool], ...]]:
-    """One function per parameter: it returns the argument as launched, or raises KernelError; and as in `loader.Ready.wants`.
+    """Return one check per parameter, and `loader.Ready.wants`.
 
-    fresh, strided  names of parameters; KernelError if there is no such array
+    A check returns the argument as the engine takes it, or raises KernelError.
+    fresh, strided  names of parameters
+    raises          KernelError if the kernel has no such array
     """
     checks: list[Callable[[Any], Any]] = []
     wants: list[tuple[Any, bool]] = []

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: a folder of this user alone for each kind of engine."""
+"""The folder of compiled kernels: private to this user, one for each kind of engine."""
 
 import atexit
 import os
@@ -12,11 +12,14 @@ from mpitrain.files import opened
 
 
 def cache_of(what: str) -> Path:
-    """This user's folder for kernels compiled for `what`: a place where nobody else can put one, for they are loaded from it."""
+    """Return this user's folder for the compiled kernels of one kind of engine, `what`.
+
+    No other user may write to it, because code is loaded from it. It is ~/.cache/mpitrain/<what>,
+    else a folder in the temporary directory, else a new folder of this process.
+    """
     temporary = Path(tempfile.gettempdir()) / f"mpitrain-{what}-{os.getuid()}"
-    at_home = Path(
-        os.path.expanduser(f"~/.cache/mpitrain/{what}")
-    )  # as it is, for a user without any home
+    # Without a home directory, expanduser returns the path unchanged, which is then not absolute.
+    at_home = Path(os.path.expanduser(f"~/.cache/mpitrain/{what}"))
     if at_home.is_absolute() and _is_own(at_home):
         return at_home
     return (
@@ -25,7 +28,10 @@ def cache_of(what: str) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether the folder, made if there is none, is this user's, no symbolic link, and writable by this user alone."""
+    """Return whether this user owns the folder, and only this user may write to it.
+
+    A symbolic link does not qualify. Creates the folder if it does not exist.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with opened(folder.parent) as parent, parent.make(folder.name, 0o700) as found:
@@ -37,7 +43,10 @@ def _is_own(folder: Path) -> bool:
 
 
 def _keeps_names(folder: Path) -> bool:
-    """Whether no other user but root can exchange what this user has in the folder: as in /tmp, which has the sticky bit."""
+    """Return whether only root and this user can replace this user's entries in the folder.
+
+    /tmp qualifies, because it has the sticky bit.
+    """
     try:
         facts = os.stat(folder)
     except OSError:
@@ -48,7 +57,7 @@ def _keeps_names(folder: Path) -> bool:
 
 @cache
 def _fresh_folder(what: str) -> Path:
-    """A folder of this process alone, gone when it ends: every kernel is compiled anew."""
+    """Return a new folder of this process, removed at exit: every kernel is then compiled anew."""
     folder = tempfile.mkdtemp(prefix=f"mpitrain-{what}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

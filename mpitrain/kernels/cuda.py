@@ -1,4 +1,4 @@
-"""The GPU as an engine: kernels compiled by NVRTC, kept on disk, loaded by CuPy and launched on its stream."""
+"""The GPU engine: NVRTC compiles kernels, a folder caches them, CuPy loads and launches them."""
 
 import ctypes
 import struct
@@ -16,7 +16,8 @@ from mpitrain.kernels.multiprocessor import Multiprocessor
 from mpitrain.kernels.nvrtc import Compiler
 from mpitrain.kernels.source import Signature, SourceFile
 
-WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that any kernel may have
+# Any kernel may use these bytes of dynamic shared memory without a request.
+WITHOUT_ASKING = 48 << 10
 CODES = {
     "float": "f",
     "double": "d",
@@ -28,7 +29,7 @@ CODES = {
     "long long": "q",
     "unsigned long long": "Q",
 }
-"""How struct packs a number, by its C++ type."""
+"""The struct format of a number, by its C++ type."""
 
 LIMITS = (
     "MaxThreadsPerMultiProcessor",
@@ -37,16 +38,17 @@ LIMITS = (
     "ReservedSharedMemoryPerBlock",
     "MaxBlocksPerMultiprocessor",
 )
-"""The driver's names for what `Multiprocessor` lists."""
+"""The driver's names for the fields of `Multiprocessor`."""
 
 LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType by dtype."""
 
 
 class Launch:
-    """A kernel of a module, launched by the driver itself: CuPy's own way looks at each argument anew, and costs as much again.
+    """A kernel of a module, launched by a direct call of the driver.
 
-    All arguments are packed into one piece of memory, to whose parts the driver is given pointers, made once.
+    CuPy's own launch inspects each argument anew, and takes twice as long. Here all arguments are
+    packed into one block of memory. The driver gets pointers into this block, which are made once.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Launch:
             "Q" if each.is_pointer else CODES[defines.get(each.type, each.type)]
             for each in signature.parameters
         )
-        packed = struct.Struct(layout)  # aligned as C aligns the members of a structure
+        packed = struct.Struct(layout)  # native mode: values are aligned as in a C structure
         self._pack, self._scalars = (
             packed.pack_into,
             tuple(not each.is_pointer for each in signature.parameters),
@@ -96,17 +98,22 @@ class Launch:
         )
 
     def used(self) -> dict[str, int]:
-        """What a thread takes; bytes of local memory are spilled registers."""
+        """Return the registers and the bytes of local memory of a thread; local memory holds
+        spilled registers.
+        """
         return {"registers": self._kernel.num_regs, "local_bytes": self._kernel.local_size_bytes}
 
 
 class CudaEngine:
-    """Compiles and launches kernels on the current device of a CuPy module."""
+    """An engine that compiles and launches kernels on the current device of a CuPy module."""
 
     takes_plain = True
 
     def __init__(self, cupy: ModuleType, folder: Path | None = None):
-        """folder: of compiled kernels; None: this user's."""
+        """Read the device's properties, and load NVRTC.
+
+        folder  of compiled kernels; None: this user's
+        """
         self._cupy = cupy
         device = cupy.cuda.Device()
         self.capability = int(device.compute_capability)
@@ -122,7 +129,10 @@ class CudaEngine:
         return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
-        """One kernel of a source; KernelError with NVRTC's words if it does not compile."""
+        """Return one kernel of a source.
+
+        raises  KernelError with NVRTC's messages if it does not compile
+        """
         key = source.path, tuple(defines.items())
         if key not in self._modules:
             self._modules[key] = self._cupy.RawModule(
@@ -135,15 +145,15 @@ class CudaEngine:
     def multiply(
         self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool
     ) -> None:
-        """By cuBLAS. To it our rows are columns, so that it computes the transposed: c^T = op(b)^T op(a)^T.
+        """Compute the product by cuBLAS.
 
-        raises  ConfigError where CuPy finds no cuBLAS
+        cuBLAS stores matrices by columns, so it computes the transposed: c^T = op(b)^T op(a)^T.
+        raises  ConfigError if CuPy finds no cuBLAS
         """
         try:
             cublas, handle = self._cupy.cuda.cublas, self._cupy.cuda.get_cublas_handle()
-        except (
-            ImportError
-        ) as error:  # CuPy loads it when it is first asked for, and its wheels come without
+        except ImportError as error:
+            # CuPy loads the library at first use, and its wheels do not contain it.
             said = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"Products by the library need cuBLAS, but CuPy cannot load it: {said}",
@@ -154,9 +164,8 @@ class CudaEngine:
         alpha, beta = (
             np.array(factor, np.float64 if is_double else np.float32) for factor in (1, accumulate)
         )
-        cublas.setMathMode(
-            handle, cublas.CUBLAS_DEFAULT_MATH
-        )  # no TF32, whatever others have asked of this handle
+        # Other code may have allowed TF32 on this handle; products here must not use it.
+        cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
         cublas.gemmEx(
             handle,
             int(transposed_b),
@@ -175,7 +184,10 @@ class CudaEngine:
 
 
 def _matrix(array: Any) -> tuple[int, int, int]:
-    """Address, type and elements from row to row, which in a single row may be anything."""
+    """Return address, type and elements from row to row of a matrix.
+
+    A single row's stride may be any number, so the result is at least the number of columns.
+    """
     return (
         array.data.ptr,
         LIBRARY_TYPES[array.dtype.name],

@@ -1,4 +1,6 @@
-"""The kernels of each kind of device that computes by kernels: one set a process, made when first asked for."""
+"""The kernels of each kind of device that computes by kernels: one set per process, made at first
+use.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +20,9 @@ def _on_gpu(cupy: ModuleType) -> Kernels:
 
 @cache
 def simulated(checked: bool = False) -> Kernels:
-    """In the simulator; `checked` looks for races, wrong addresses and uninitialised reads."""
+    """Return the kernels in the simulator; `checked` looks for races, wrong addresses and
+    uninitialised reads.
+    """
     return Kernels(Simulator(checked=checked))
 
 
@@ -26,4 +30,6 @@ KERNELS: dict[Kind, Callable[[], Kernels]] = {
     "cuda": lambda: _on_gpu(cupy_with_gpu()),
     "cuda-sim": simulated,
 }
-"""What makes them; ConfigError where this machine lacks what the kind needs."""
+"""The functions that make the kernels; ConfigError if this machine lacks the hardware or software
+of the kind.
+"""

@@ -1,4 +1,7 @@
-"""Kernels by name: found in the sources, compiled on first use, checked and launched, on a GPU or in the simulator."""
+"""Kernels by name: found in the sources, compiled at first use, checked and launched.
+
+They run on a GPU or in the simulator.
+"""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -18,49 +21,89 @@ Dims = Sequence[int]
 
 
 class Function(Protocol):
-    """A compiled kernel. Arguments are checked.
+    """A compiled kernel; its arguments have been checked.
 
-    To an engine that takes them plain they come as the launch has them: arrays, None, numbers; a number beyond its type is a
-    struct.error. To any other, arrays come as `Argument`, and numbers as NumPy scalars.
+    An engine with `takes_plain` gets the arguments unchanged: arrays, None, numbers. It raises
+    struct.error for a number outside its type. Any other engine gets arrays as `Argument`, and
+    numbers as NumPy scalars.
     """
 
     def __call__(self, grid: Dims, block: Dims, arguments: Sequence[Any], shared: int) -> None:
-        """Launch it on the current stream."""
+        """Launch the kernel on the current stream."""
 
 
 class Engine(Protocol):
-    """What compiles and runs kernels: `cuda.CudaEngine` or `simulator.machine.Simulator`."""
+    """A compiler and runtime of kernels: `cuda.CudaEngine` or `simulator.machine.Simulator`."""
 
     capability: int
     """Compute capability times ten: 80 for sm_80."""
 
     multiprocessors: int
-    """How many blocks run at a time where each needs a multiprocessor of its own."""
+    """The number of multiprocessors."""
 
     multiprocessor: Multiprocessor
-    """What each has room for."""
+    """The limits of each multiprocessor."""
 
     takes_plain: bool
-    """Whether its functions take arguments as they are: one that looks at nothing but addresses."""
+    """True if the engine needs only the addresses of arrays, so that functions take arguments
+    unchanged.
+    """
 
     @property
     def name(self) -> str:
-        """The device, in words."""
+        """The device's name."""
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
-        """Compile the source under the defines (or take it from a cache) and return one of its kernels."""
+        """Return one kernel of a source, compiled with these macros or taken from a cache.
+
+        Parameters
+        ----------
+        source : SourceFile
+            The text and kernels of a .cu file.
+        signature : Signature
+            The kernel.
+        defines : dict of str to str
+            The macros.
+
+        Returns
+        -------
+        Function
+            The compiled kernel.
+
+        Raises
+        ------
+        KernelError
+            If the source does not compile.
+        """
 
     def multiply(
         self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool
     ) -> None:
-        """c = op(a) op(b), or added to it, by a library; sums in float32, of float64 in float64.
+        """Compute c = op(a) op(b), or add it to c, by a library.
 
-        a, b, c   (rows, columns), the last dim contiguous; stored transposed where so flagged; none may be empty
+        Parameters
+        ----------
+        a, b, c : ndarray
+            (rows, columns), not empty, the last dim contiguous. Sums are float64 for float64,
+            otherwise float32.
+        transposed_a, transposed_b : bool
+            Whether the operand is stored transposed.
+        accumulate : bool
+            Whether to add to c.
+
+        Raises
+        ------
+        ConfigError
+            If the library is not installed.
         """
 
 
 class Macros:
-    """The macros of a launch. A launch is found again by the object, not by what is in it: make one for each set, and keep it."""
+    """The macros of a launch.
+
+    The cache of launches compares Macros by identity, not by content. Make one object per set of
+    macros, and reuse it.
+    """
 
     __slots__ = ("defines",)
 
@@ -69,9 +112,9 @@ class Macros:
 
 
 class Ready(NamedTuple):
-    """A kernel that has been launched before.
+    """A cached launch: a kernel with the checks of its arguments.
 
-    wants  of each parameter: the dtype of an array, or None; and whether its rows may lie apart
+    wants  for each parameter: the dtype of an array, or None; and whether its rows may lie apart
     """
 
     wants: tuple[tuple[Any, bool], ...]
@@ -82,10 +125,10 @@ class Ready(NamedTuple):
 class Kernels:
     """All kernels of one device.
 
-    engine     what compiles and runs them
-    folder     where the .cu files are
-    launches   how many were started so far
-    plans      what those who launch have worked out from shapes, to be found again
+    engine     compiles and runs them
+    folder     the folder of the .cu files
+    launches   number of launches so far
+    plans      a cache for callers: the results that they computed from shapes
     """
 
     def __init__(self, engine: Engine, folder: Path = FOLDER):
@@ -110,15 +153,19 @@ class Kernels:
         strided: str = "",
         **defines: Any,
     ) -> None:
-        """Start one kernel; with an empty grid do nothing.
+        """Start one kernel; an empty grid starts nothing.
 
         grid, block   blocks and threads, up to three numbers each
         arguments     arrays, None for an absent array, and numbers
         shared        bytes of dynamic shared memory
-        macros        of the source: Element="float", TILE=64; each set is compiled once. Or as `defines`
-        fresh         names of outputs that the kernel writes whole before it reads any: undefined before the launch
-        strided       names of arrays of which the kernel is told the strides: only their last dim need be contiguous
-        raises        KernelError before the launch, if the arguments do not fit the kernel's signature
+        macros        macros of the source, such as Element="float", TILE=64; each set is compiled
+                      once. Or as `defines`
+        fresh         names of outputs that the kernel writes completely before it reads any:
+                      undefined before the launch
+        strided       names of arrays with strides among the arguments: only their last dim must be
+                      contiguous
+        raises        KernelError before the launch, if the arguments do not fit the kernel's
+                      signature
         """
         if 0 in grid:
             return
@@ -149,19 +196,21 @@ class Kernels:
                     self.launches += 1
                     return
             except (struct.error, AttributeError):
-                pass  # before the launch: the checks say more
+                pass  # the error came before the launch; the checks below report it in detail
         ready.function(grid, block, self._checked(name, grid, ready, arguments), shared)
         self.launches += 1
 
     def macros(self, **defines: Any) -> Macros:
-        """Macros with these defines, always the same object: many shapes are launched with one set."""
+        """Return Macros with these defines, always the same object, so that launches share one
+        cache entry.
+        """
         kept: Macros = self.plans.setdefault(("macros", *defines.items()), Macros(**defines))
         return kept
 
     def _checked(
         self, name: str, grid: tuple[int, ...], ready: Ready, arguments: Sequence[Any]
     ) -> list[Any]:
-        """The arguments as the engine takes them, each of which has been looked at."""
+        """Check each argument, and return the arguments as the engine takes them."""
         if len(arguments) != len(ready.checks):
             raise KernelError(
                 f"{name} takes {len(ready.checks)} arguments, but {len(arguments)} were passed.",
@@ -188,7 +237,7 @@ class Kernels:
         strided: str,
         defines: dict[str, Any],
     ) -> Ready:
-        """Load a kernel, and see what can be seen of a launch before its arguments."""
+        """Load a kernel, and check all of a launch except its arguments."""
         if name not in self._sources:
             raise KernelError(
                 f"There is no kernel `{name}`.", f"There are: {', '.join(sorted(self._sources))}."

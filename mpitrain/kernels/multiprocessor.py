@@ -1,15 +1,15 @@
-"""What a device's multiprocessor has room for."""
+"""The limits of a multiprocessor, which give the number of resident blocks (the occupancy)."""
 
 from typing import NamedTuple
 
-GRAIN = 8  # registers of a thread come in so many at a time
+GRAIN = 8  # registers of a thread are allocated in multiples of this
 
 
 class Multiprocessor(NamedTuple):
-    """Its limits: what the blocks that run on it at a time have together.
+    """The limits of a multiprocessor, for all resident blocks together.
 
     shared    bytes of shared memory
-    reserved  bytes of it that each block takes beside its own
+    reserved  bytes of shared memory that each block takes in addition to its own
     """
 
     threads: int
@@ -19,7 +19,12 @@ class Multiprocessor(NamedTuple):
     blocks: int
 
     def resident(self, threads: int, registers: int, shared: int) -> int:
-        """How many blocks run at a time, of so many threads, registers a thread and bytes of shared memory each; at least 1."""
+        """Return the number of blocks that run at the same time; at least 1.
+
+        threads    per block
+        registers  per thread
+        shared     bytes of shared memory per block
+        """
         taken = -(-registers // GRAIN) * GRAIN * threads
         return max(
             1,
@@ -33,4 +38,4 @@ class Multiprocessor(NamedTuple):
 
 
 H100 = Multiprocessor(threads=2048, registers=65536, shared=228 << 10, reserved=1 << 10, blocks=32)
-"""Of compute capability 9.0: what tilings are chosen for where no device says."""
+"""Compute capability 9.0: tilings are chosen for it where no device reports its limits."""

@@ -1,7 +1,8 @@
-"""NVRTC, asked through CuPy without a GPU: a source becomes machine code for one architecture, kept in this user's folder.
+"""NVRTC through CuPy: compiles a source to machine code for one architecture, cached on disk.
 
-CuPy's own way from source to kernel knows no architecture like sm_90a, whose instructions (wgmma, setmaxnreg) are those of one
-chip alone. Several processes may compile the same at once: a file appears under its name when it is whole.
+It needs no GPU. CuPy's own compilation does not support architectures such as sm_90a. Their
+instructions (wgmma, setmaxnreg) exist on one chip only. Several processes may compile the same
+source at once: a file gets its final name only when it is complete.
 """
 
 import ctypes
@@ -17,14 +18,19 @@ from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.source import SourceFile
 
 OPTIONS = ("--std=c++17", "-ftz=true", "-default-device")
-"""Numbers below the smallest normal one are taken for 0, as CuPy has it in every kernel of its own. To NVRTC up to 13.0, though
-to no newer one, a lambda with a parameter `auto` is a function of the host unless what says nothing is for the device.
+"""Numbers below the smallest normal one are flushed to 0, as CuPy does in its own kernels.
+
+Without -default-device, NVRTC up to 13.0 takes a lambda with a parameter `auto` for a host
+function.
 """
 
 
 @contextmanager
 def own_locale() -> Iterator[None]:
-    """This thread's locale is afterwards what it was: NVRTC 12.2 leaves "C" behind, in which Python opens files as ASCII."""
+    """Restore this thread's locale afterwards.
+
+    NVRTC 12.2 leaves the locale "C" behind, in which Python opens files as ASCII.
+    """
     use = ctypes.CDLL(None).uselocale
     use.restype, use.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     before = use(None)
@@ -35,10 +41,12 @@ def own_locale() -> Iterator[None]:
 
 
 def architecture(capability: int, known: Sequence[int]) -> str:
-    """What NVRTC compiles for: the chip itself, with what it alone can do from 9.0 on, or the newest one that NVRTC knows.
+    """Return the architecture that NVRTC compiles for.
 
+    From 9.0 on, this is the variant with the features of this chip alone (sm_90a).
     capability  of the device, times ten
-    known       those that this NVRTC knows; for one that is newer than all, the driver translates the newest one's PTX
+    known       capabilities that this NVRTC knows; for a newer device, the driver translates the
+                newest one's PTX
     """
     if capability > max(known):
         return f"compute_{max(known)}"
@@ -46,21 +54,23 @@ def architecture(capability: int, known: Sequence[int]) -> str:
 
 
 class Compiler:
-    """Compiles sources for one device.
+    """A compiler of sources for one device.
 
     cupy        the module
     capability  of the device, times ten
-    folder      of what was compiled
+    folder      of the compiled files
     """
 
     def __init__(self, cupy: ModuleType, capability: int, folder: Path):
-        """raises  ConfigError without NVRTC, or if the driver loads nothing of its making."""
+        """Load NVRTC.
+
+        raises  ConfigError without NVRTC, or if the driver is too old for its code
+        """
         self._cupy, self._folder = cupy, folder
         try:
             self._version = cupy.cuda.nvrtc.getVersion()
-        except (
-            RuntimeError
-        ) as error:  # CuPy loads it when it is first asked for, and its wheels come without
+        except RuntimeError as error:
+            # CuPy loads the library at first use, and its wheels do not contain it.
             said = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"Kernels are compiled by NVRTC, but CuPy cannot load it: {said}",
@@ -75,12 +85,12 @@ class Compiler:
                 "CuPy takes the newest NVRTC that is installed: uninstall nvidia-cuda-nvrtc, or update the driver.",
             )
         self.architecture = architecture(capability, cupy.cuda.nvrtc.getSupportedArchs())
-        """As NVRTC's option names it."""
+        """The architecture, as in NVRTC's option."""
 
     def compile(self, source: SourceFile, defines: Mapping[str, str]) -> Path:
-        """The file of the machine code, or of PTX for a device newer than NVRTC.
+        """Return the file of the machine code, or of PTX for a device newer than NVRTC.
 
-        raises  KernelError with NVRTC's words
+        raises  KernelError with NVRTC's messages
         """
         macros = tuple(f"-D{macro}={value}" for macro, value in defines.items())
         options = (f"-arch={self.architecture}", *OPTIONS, *macros)
@@ -88,7 +98,8 @@ class Compiler:
         is_code = self.architecture.startswith("sm_")
         path = self._folder / f"{source.path.stem}-{key}.{'cubin' if is_code else 'ptx'}"
         if not path.exists():
-            # Where the headers of CUDA and CuPy lie. Not in the key: it is another on every machine.
+            # These options name the folders of CUDA's and CuPy's headers. The key omits them,
+            # because they differ between machines.
             headers = tuple(self._cupy._core.core.assemble_cupy_compiler_options(()))
             self._write(
                 path,
@@ -106,7 +117,7 @@ class Compiler:
         try:
             with own_locale():
                 nvrtc.compileProgram(program, options)
-            # CuPy takes the last byte for the end of a text. Of machine code it is the last one of its headers, a 0.
+            # CuPy drops the last byte, as the end of a text. For machine code, the 0 restores it.
             return nvrtc.getCUBIN(program) + b"\0" if is_code else nvrtc.getPTX(program)
         except nvrtc.NVRTCError:
             raise KernelError(
@@ -117,7 +128,7 @@ class Compiler:
             nvrtc.destroyProgram(program)
 
     def _write(self, path: Path, code: bytes) -> None:
-        """Under its name once whole."""
+        """Write the file under a temporary name, and rename it when it is complete."""
         descriptor, partial = tempfile.mkstemp(dir=self._folder)
         with os.fdopen(descriptor, "wb") as file:
             file.write(code)

@@ -1,7 +1,8 @@
-"""Kernel sources as text: with their own headers put in, and with the signatures of the kernels they define.
+"""Kernel sources as text: with their own headers inserted, and with the signatures of their
+kernels.
 
-Headers are put in here rather than found by the compiler, because CuPy's cache of compiled kernels looks at the text of
-the source alone: a changed header would otherwise go unnoticed.
+CuPy's cache of compiled kernels looks only at the text of the source. So this module inserts the
+headers instead of the compiler: otherwise a changed header would go unnoticed.
 """
 
 import re
@@ -23,7 +24,9 @@ _PARAMETER = re.compile(
 
 
 class Parameter(NamedTuple):
-    """One parameter of a kernel: `const float* __restrict__ x` is Parameter("x", "float", True, True)."""
+    """One parameter of a kernel: `const float* __restrict__ x` is Parameter("x", "float", True,
+    True).
+    """
 
     name: str
     type: str
@@ -32,7 +35,10 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """A kernel's name and parameters; `bound` is its most threads a block as C++ text, or None."""
+    """A kernel's name and parameters.
+
+    bound  the most threads per block, as C++ text, or None
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -48,7 +54,10 @@ class SourceFile(NamedTuple):
 
 
 def _expand(path: Path, seen: set[Path]) -> str:
-    """The file's text, each of its own headers put in where it is first named, under #line marks for messages."""
+    """Return the file's text with its own headers inserted.
+
+    Each header replaces its first #include; #line marks give compiler messages their file and line.
+    """
     if path in seen:
         return ""
     seen.add(path)
@@ -77,7 +86,10 @@ def _signature(match: re.Match[str]) -> Signature:
 
 
 def read_source(path: Path) -> SourceFile:
-    """Read a .cu file; every kernel in it is written `extern "C" __global__ void [__launch_bounds__(n)] name(...)`."""
+    """Read a .cu file, and find its kernels.
+
+    Every kernel is written `extern "C" __global__ void [__launch_bounds__(n)] name(...)`.
+    """
     text = _expand(path, set())
     kernels = [_signature(match) for match in _KERNEL.finditer(_COMMENT.sub("", text))]
     return SourceFile(path, text, {kernel.name: kernel for kernel in kernels})
@@ -85,5 +97,5 @@ def read_source(path: Path) -> SourceFile:
 
 @cache
 def package_sources(folder: Path = FOLDER) -> dict[str, SourceFile]:
-    """Every .cu file of a folder by its stem."""
+    """Return every .cu file of a folder, by its stem."""
     return {path.stem: read_source(path) for path in sorted(folder.glob("*.cu"))}

@@ -1,8 +1,9 @@
-"""Numerical operations: one name, several bodies.
+"""Numerical operations: one set of names, several backends.
 
-`reference` is the meaning of each operation, in plain NumPy; the other bodies have the same names and signatures and
-are tested against it. A forward returns (output, saved) and the matching backward takes `saved`, whose contents are
-private to the body; it may refer to the output. Buffers that outlive a call, and large scratch, come from `arena`.
+`reference` defines each operation in plain NumPy. The other backends (`host`, `cuda`) have the same
+names and signatures, and are tested against it. A forward function returns (output, saved). The
+matching backward function takes `saved`. The content of `saved` is private to the backend; it may
+refer to the output. Buffers that outlive a call, and large scratch, come from `arena`.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,19 @@ Writes = Callable[..., None]
 
 
 class Ops(Protocol):
-    """A body. `Pair`: (output, saved), of a backward (dx, pending), or two numbers; `Writes`: into its arguments."""
+    """The operations of one backend, as PyTorch's ATen kernels of one device.
+
+    Notes
+    -----
+    `reference` documents each operation with shapes. The type of an attribute gives its results:
+
+    Pair      (output, saved) of a forward, (dx, pending) of a backward, or two numbers
+    Returns   one result
+    Writes    nothing: it writes into its arguments
+
+    A backward is split in two. The input half returns dx and `pending`. The weight halves take
+    `pending`, so that they can run later or be left out.
+    """
 
     linear: Pair
     logits: Pair

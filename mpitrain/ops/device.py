@@ -1,4 +1,4 @@
-"""What belongs to one device, and the function that makes it: where arrays live, what computes on them, and by which kernels."""
+"""A device: the backend that stores arrays, the operations on them, and their kernels."""
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
@@ -23,18 +23,24 @@ from mpitrain.ops.host.rounded import TYPES, rounded
 HALVES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 Mirror = Callable[[Any, Any, Arena], None]
-"""(parameters, mirror, arena): the mirror becomes the parameters, rounded; it may be the parameters themselves."""
+"""(parameters, mirror, arena): write the parameters, rounded, to the mirror.
+
+The mirror may be the parameters themselves.
+"""
 
 
 class Device(NamedTuple):
-    """One device.
+    """One device and its operations.
 
-    backend   where its arrays live, and how they get there and back
-    ops       what computes on them
-    kernels   None where operations are NumPy's
-    multiply  the products of its linear layers, one of ops.cuda.product; None where operations are NumPy's
-    mirror    what rounds parameters into the copy that layers compute with in half precision; None in any other
-    half      the dtype of that copy and of activations, in half precision; None where these are stored as parameters are
+    backend   stores arrays on the device and copies them to and from the host
+    ops       the operations on its arrays
+    kernels   None where NumPy computes the operations
+    multiply  the matrix product of its linear layers, one of ops.cuda.product; None where NumPy
+              computes
+    mirror    rounds parameters into the half-precision copy that layers compute with; None in other
+              precisions
+    half      the dtype of that copy and of activations; None where both have the dtype of the
+              parameters
     """
 
     backend: Backend
@@ -46,23 +52,25 @@ class Device(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """As in device.kind, but never auto."""
+        """The kind, as in device.kind, but never auto."""
         return self.backend.kind
 
     def arena(self) -> Arena:
-        """A fresh arena of its memory."""
+        """Return a new arena of the device's memory."""
         return self.backend.arena()
 
 
 def device_for(
     kind: str, gemm: str = "tiled", tiles: str = "", checked: bool = False, compute: str = "float32"
 ) -> Device:
-    """The device of a resolved device.kind. Kernels are one set a process, the rest is made anew.
+    """Return the device of a resolved device.kind.
 
-    gemm, tiles  as in the configuration of the device; where operations are NumPy's neither is read
-    checked      of the simulator: it looks for races, wrong addresses and uninitialised reads
+    The kernels are one set per process; everything else is made anew.
+    gemm, tiles  as in the configuration of the device; ignored where NumPy computes
+    checked      simulator only: look for races, wrong addresses and uninitialised reads
     compute      as in precision.compute
-    raises       ConfigError where this machine lacks what the kind needs, or the tiles' file is no table of tiles
+    raises       ConfigError if this machine lacks the hardware or software of the kind, or the
+                 tiles' file is no table of tiles
     """
     if checked and kind != "cuda-sim":
         raise ConfigError(
@@ -86,7 +94,7 @@ def device_for(
 
 
 def ops_for(kind: str, gemm: str = "tiled", tiles: str = "", compute: str = "float32") -> Ops:
-    """The operations that layers compute with on a kind of device.
+    """Return the operations that layers compute with on a kind of device.
 
     Parameters
     ----------
@@ -95,9 +103,14 @@ def ops_for(kind: str, gemm: str = "tiled", tiles: str = "", compute: str = "flo
     gemm, tiles, compute : str
         As device.gemm, device.tiles and precision.compute in the configuration of the run.
 
+    Returns
+    -------
+    Ops
+        The operations, for arrays in this device's memory.
+
     Raises
     ------
     ConfigError
-        If this machine lacks what the kind needs, or the file of tiles is none.
+        If this machine lacks the hardware or software of the kind, or `tiles` is no file of tiles.
     """
     return device_for(kind, gemm, tiles, compute=compute).ops

@@ -1,1 +1,1 @@
-"""Point-to-point messages between ranks: one protocol, several carriers."""
+"""Point-to-point messages between ranks: one protocol, several transports."""

@@ -1,4 +1,7 @@
-"""Errors that only some ranks can see become errors on all of them, so that nobody waits for a rank that gave up."""
+"""Agreement on errors: an error that only some ranks see is raised on all ranks.
+
+Without it, the other ranks would wait for ever for a rank that has stopped.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,11 +13,13 @@ Result = TypeVar("Result")
 
 
 def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result:
-    """Call `function` on every rank; if it raises an MpitrainError anywhere, raise the first one everywhere.
+    """Call `function` on every rank; if any rank raises an MpitrainError, raise it on all ranks.
 
-    Collective. The function must not communicate. The error raised has `on_all_ranks` set: every rank has it, so one may print
-    it and all may leave together. An error that not every rank has names the ranks that do. An OSError that the function
-    does not catch becomes a ConfigError: the system refused a path.
+    Of several errors, the one of the lowest rank is raised. Collective. The function must not
+    communicate. The error has its attribute `agreed` set, because every rank has it. So one rank
+    may print it, and all ranks may exit together. If only some ranks failed, the message names
+    them. An OSError that the function does not catch becomes a ConfigError: the system refused a
+    path.
     """
     result: Any = None
     failure = None
@@ -40,19 +45,22 @@ def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result
         )
         law = f"On rank {where}: {law}"
     agreed_on = errors.on_every_rank(getattr(errors, kind)(law, way_out))
+    # A frame in the error's own traceback must not refer to it. Such a cycle would keep all objects
+    # of those frames alive.
     try:
         raise agreed_on
     finally:
+        # objects of those frames alive.
         del (
             agreed_on,
             result,
-        )  # an error that is named in a frame of its own traceback keeps all that the frames hold
+        )
 
 
 def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
-    """Raise an agreed ConfigError unless every rank has the same facts; collective.
+    """Raise an agreed ConfigError unless every rank passes the same facts; collective.
 
-    what   what the facts are of, for the message
+    what   the subject of the facts, for the message
     facts  name -> a value that JSON can carry
     """
     everyone = transport.gather_text(facts)

@@ -1,8 +1,11 @@
-"""The Transport protocol: what every carrier of messages offers, and nothing a collective could be built from instead.
+"""The Transport protocol: point-to-point messages, barriers, splits and shared memory.
 
-Arrays are contiguous NumPy (or CuPy) arrays of any shape and dtype; a receive fills the whole array. Every
-point-to-point call carries a `tag`; messages of one (source, tag) arrive in the order they were sent. `rank` and `size`
-are relative to this transport: `split` makes smaller ones.
+Collectives that can be built from these calls live in `mpitrain.collectives`. The MPI library's own
+collectives are here too.
+
+Arrays are contiguous NumPy (or CuPy) arrays of any shape and dtype. A receive fills the whole
+array. Every point-to-point call takes a `tag`. Messages of one (source, tag) arrive in the order in
+which they were sent. `rank` and `size` are relative to this transport: `split` makes smaller ones.
 """
 
 import time
@@ -19,22 +22,27 @@ from mpitrain.trace.recorder import Recorder
 from mpitrain.transport.windows import Windows
 
 FIRST_CLAIMED_TAG = 1 << 14
-"""Tags below it are for whoever calls `send` and `recv` by hand; `claim_tag` gives out those from it upwards."""
+"""The first tag that `claim_tag` returns; smaller tags are free for direct calls of `send` and
+`recv`.
+"""
 
 
 SPIN, LONGEST_PAUSE = 5e-5, 1e-3
-"""Seconds: a wait gives way to others up to the first, then sleeps, at most for the second at a time."""
+"""Seconds. While its pauses are shorter than SPIN, a wait only yields the processor. Then it
+sleeps, at most LONGEST_PAUSE at a time.
+"""
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent through point-to-point calls: messages and payload bytes, empty messages included.
+    """A count of the point-to-point messages that this rank has sent, with their payload bytes.
 
-    Shared by a transport and what was split from it. Barriers, `gather_text` and the library's own reductions are not
-    point-to-point and are not counted.
+    Empty messages count too. A transport and the transports split from it share one object.
+    Barriers, `gather_text` and the library's own reductions are not point-to-point and do not
+    count.
 
-    waits_for  what this rank stands still for, if it does and that has a name: read by whoever reports a rank that hangs
-    content    what is in the message it stands still for, where somebody has said so
+    waits_for  the request that this rank is blocked on, or None; the watchdog prints it
+    content    a description of the payload that this rank waits for, such as an activation, or ""
     """
 
     messages: int = 0
@@ -44,20 +52,27 @@ class Traffic:
 
 
 class Tenants:
-    """What others have built on a transport, with communicators and windows of their own: closed before it, if it still lives.
+    """A registry of objects, built on a transport, that own communicators or windows.
 
-    What is built on all ranks dies on each at its own time, so the ranks tell each other what lives.
+    The transport closes them before itself. Each rank's garbage collector frees such an object at
+    its own time. The ranks therefore agree on the objects that still exist.
     """
 
     def __init__(self) -> None:
         self._closing: list[weakref.WeakMethod] = []
 
     def add(self, close: Callable[[], None]) -> None:
-        """Remember the method that closes something; it may have been called before. Collective."""
+        """Register the bound method that closes an object, by a weak reference. Collective.
+
+        The method must tolerate a second call.
+        """
         self._closing.append(weakref.WeakMethod(close))
 
     def close(self, transport: "Transport") -> None:
-        """Close what lives on every rank, the newest first; what lives on some alone nobody can close. Collective."""
+        """Close the objects that still exist on every rank, the newest first. Collective.
+
+        An object that exists on only some ranks stays open, because closing is collective.
+        """
         living = [method() for method in self._closing]
         self._closing.clear()
         if not living:
@@ -70,23 +85,32 @@ class Tenants:
 
 
 class Request(Protocol):
-    """A message under way, which `str` names. The array belongs to the transport until `test` has said True or `wait` has
-    returned.
+    """A message in progress, as an MPI_Request; `str` returns its name.
+
+    Notes
+    -----
+    The transport owns the array until `test` has returned True or `wait` has returned.
     """
 
     @property
     def source(self) -> int:
-        """The sender of a finished receive (that is how `start_recv_any` reports it); -1 for sends."""
+        """The rank that sent a received message, once the receive is complete; -1 for sends.
+
+        `start_recv_any` reports its sender here.
+        """
 
     def test(self) -> bool:
-        """True once the message is complete, and from then on; moves messages along; never blocks."""
+        """Return True once the message is complete, and at every later call. Never blocks.
+
+        The call also makes progress on messages, as MPI_Test.
+        """
 
     def wait(self) -> None:
         """Block until the message is complete."""
 
 
 class Several:
-    """Requests under way together, as one: the pieces of something long that was sent."""
+    """One request that stands for several, such as the pieces of a long message."""
 
     source = -1
 
@@ -105,66 +129,214 @@ class Several:
 
 
 class Transport(Protocol):
-    """Moves arrays between `size` ranks. Waits have no deadline of their own; the watchdog has.
+    """An endpoint for messages between `size` ranks, as an MPI communicator.
 
-    A carrier inherits what has a body here: the calls that wait, made of those that begin.
+    Parameters
+    ----------
+    rank : int
+        This rank, from 0 to size - 1, within this transport.
+    size : int
+        The number of ranks of this transport.
+
+    Notes
+    -----
+    Waits have no deadline of their own: the watchdog of a run detects a hang.
+
+    An implementation inherits the methods that have a body here. They are blocking calls, made of
+    the non-blocking ones.
+
+    All methods marked "Collective" must be called by every rank of the transport, in the same
+    order.
     """
 
     rank: int
     size: int
     hosts: tuple[str, ...]
-    """Host name of every rank, by rank."""
+    """The host name of every rank, by rank."""
     members: tuple[int, ...]
-    """Place of every rank in the whole job: its rank before any split."""
+    """Every rank's rank in the whole job (before any split), by rank of this transport."""
     traffic: Traffic
+    """The messages and bytes that this rank has sent; `split` shares it."""
     windows: Windows
-    """The shared memory allocated so far; `windows.locate` tells whether an array lies in it."""
+    """The shared memory allocated so far; `windows.locate` finds the window of an array."""
     tenants: Tenants
+    """The objects that were built on this transport and that `close` closes first."""
     native_dtypes: frozenset[str]
-    """Names of the dtypes that `native_all_reduce` takes."""
+    """The names of the dtypes that `native_all_reduce` accepts."""
     recorder: Recorder
-    """What notes this rank's messages and waits: SILENT but on a transport that is recorded."""
+    """The recorder of this rank's messages and waits: SILENT, except on a traced transport."""
     admits_threads: bool
-    """Whether a second thread may send and receive beside the main one."""
+    """True if a second thread may send and receive at the same time as the main thread."""
     allocates_on_device: bool
     """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 
     def aside(self, array: Any) -> Any:
-        """What orders a reduction of the array and the computation: `device.Aside`; None in host memory, all in order there."""
+        """Return the `device.Aside` that orders a reduction and the computation around it.
+
+        Parameters
+        ----------
+        array : ndarray
+            The array that the reduction will read and write.
+
+        Returns
+        -------
+        Aside or None
+            The stream of the messages, if the array lies in device memory. None in host memory,
+            where all work is already in order.
+        """
 
     def claim_tag(self) -> int:
-        """A tag that nobody else on this transport uses, the same on all ranks if they claim in the same order."""
+        """Return a tag that no other caller on this transport uses.
+
+        Returns
+        -------
+        int
+            FIRST_CLAIMED_TAG or larger. All ranks get the same tag if they claim tags in the same
+            order. No message is sent.
+        """
 
     def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
-        """Send the array; returns when it may be reused."""
+        """Send an array, and return when it may be reused.
+
+        Parameters
+        ----------
+        array : ndarray
+            Contiguous, any shape and dtype.
+        to : int
+            The receiving rank of this transport.
+        tag : int
+            At the receiver, only a receive with the same tag matches.
+
+        Raises
+        ------
+        CommError
+            If the array is not contiguous, or `to` is no rank of this transport.
+        """
         self.start_send(array, to, tag).wait()
 
     def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
-        """Fill the array with the next message from `source` under `tag`; CommError if its size differs."""
+        """Fill an array with the next message of one sender and tag.
+
+        Parameters
+        ----------
+        array : ndarray
+            Contiguous, any shape and dtype; its size is the size of the message.
+        source : int
+            The sending rank of this transport.
+        tag : int
+            The tag of the send.
+
+        Raises
+        ------
+        CommError
+            If the size of the message differs, the array is not contiguous, or `source` is no rank
+            of this transport.
+        """
         self.start_recv(array, source, tag).wait()
 
     def exchange(
         self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0
     ) -> None:
-        """Send and receive at once, so that a ring of exchanges cannot deadlock."""
+        """Send one array and receive another at the same time, as MPI_Sendrecv.
+
+        A ring in which every rank calls this cannot deadlock.
+
+        Parameters
+        ----------
+        outgoing, incoming : ndarray
+            The arrays to send and to fill; they must not overlap.
+        to, source : int
+            The receiver of `outgoing` and the sender of `incoming`.
+        tag : int
+            The tag of both messages.
+
+        Raises
+        ------
+        CommError
+            As `send` and `recv`.
+        """
         receive = self.start_recv(incoming, source, tag)
         self.start_send(outgoing, to, tag).wait()
         receive.wait()
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
-        """Begin a send; the array must stay untouched until the request is complete."""
+        """Begin to send an array, as MPI_Isend.
+
+        Parameters
+        ----------
+        array, to, tag
+            As `send`. The array must stay unchanged until the request is complete.
+
+        Returns
+        -------
+        Request
+            The message in progress.
+
+        Raises
+        ------
+        CommError
+            If the array is not contiguous, or `to` is no rank of this transport.
+        """
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
-        """Begin a receive; the array holds the message once the request is complete, and nothing defined before."""
+        """Begin to receive into an array, as MPI_Irecv.
+
+        Parameters
+        ----------
+        array, source, tag
+            As `recv`. The content of the array is undefined until the request is complete.
+
+        Returns
+        -------
+        Request
+            The message in progress. Its `test` or `wait` raises CommError if the size of the
+            message differs.
+
+        Raises
+        ------
+        CommError
+            If the array is not contiguous, or `source` is no rank of this transport.
+        """
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
-        """Begin a receive from whoever sends first under `tag`; `request.source` names the sender afterwards."""
+        """Begin to receive from the first rank that sends under `tag`, as MPI_ANY_SOURCE.
+
+        Parameters
+        ----------
+        array, tag
+            As `start_recv`.
+
+        Returns
+        -------
+        Request
+            The message in progress; its `source` is the sender once it is complete.
+
+        Raises
+        ------
+        CommError
+            If the array is not contiguous.
+        """
 
     def wait_any(self, requests: Sequence[Request]) -> int:
-        """Block until a request is complete, and return its place in the list: the first, if there are several.
+        """Block until at least one request is complete, as MPI_Waitany.
 
-        A request stays complete: leave it out next time. Polls and pauses as `wait_until` does.
-        raises  CommError if the list is empty
+        It polls and pauses as `wait_until` does. A complete request stays complete: leave it out of
+        the next call.
+
+        Parameters
+        ----------
+        requests : sequence of Request
+            At least one.
+
+        Returns
+        -------
+        int
+            The index of the first complete request.
+
+        Raises
+        ------
+        CommError
+            If the list is empty.
         """
         if not requests:
             raise CommError(
@@ -182,69 +354,180 @@ class Transport(Protocol):
         return found
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
-        """Call `done`, which polls messages under way, until it says True: beneath `wait_any`, for what is no request.
+        """Call `done` repeatedly until it returns True.
 
-        The pauses between calls rise from `pause` seconds to LONGEST_PAUSE, and start again when something was sent. Other
-        threads of this rank may send and receive between calls.
-        what   str() of it names the wait in a deadlock; if None, this rank's messages under way are named
+        `done` polls messages in progress. `wait_any` uses this, as do waits for several messages
+        that no single request covers.
+
+        Parameters
+        ----------
+        done : callable
+            Returns True when the wait is over.
+        pause : float
+            Seconds between the first two calls. Pauses grow to LONGEST_PAUSE, and start again at
+            `pause` when this rank has sent a message.
+        what : object, optional
+            `str(what)` is the name of the wait in the report of a deadlock. With None, the report
+            names this rank's messages in progress.
+
+        Notes
+        -----
+        Other threads of this rank may send and receive between the calls.
         """
 
     def admit_thread(self) -> None:
-        """Let one more thread of this rank call what is point-to-point, until it calls `dismiss_thread`.
+        """Allow one more thread of this rank to make point-to-point calls, until `dismiss_thread`.
 
-        Meanwhile no wait of the main thread keeps it out, but the collective calls of start-up and end do: `split`,
-        `allocate`, `close`, `native_all_reduce`.
+        Notes
+        -----
+        Waits of the main thread then no longer lock the thread out. The collective calls of
+        start-up and shutdown still do: `split`, `allocate`, `close`, `native_all_reduce`.
         """
 
     def dismiss_thread(self) -> None:
-        """The thread that was admitted calls no more."""
+        """End the permission of one admitted thread, which must make no further calls."""
 
     def barrier(self) -> None:
-        """Return once every rank has entered."""
+        """Return once every rank has entered. Collective."""
 
     def split(self, color: int | None, key: int = 0) -> "Transport | None":
-        """A transport of the ranks with the same colour, ordered by (key, rank); None for colour None. Collective."""
+        """Return a transport of the ranks with the same colour, as MPI_Comm_split. Collective.
+
+        Parameters
+        ----------
+        color : int or None
+            Ranks with the same colour form one transport. None joins no transport.
+        key : int
+            The new ranks are ordered by (key, rank).
+
+        Returns
+        -------
+        Transport or None
+            None for colour None. It shares `traffic` and `windows` with this transport, and must be
+            closed before the transport of the whole job.
+        """
 
     def gather_text(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on every rank; values travel as JSON. Collective."""
+        """Return every rank's value on every rank, as an all-gather of JSON. Collective.
+
+        Parameters
+        ----------
+        value : object
+            Any value that `json.dumps` accepts.
+
+        Returns
+        -------
+        list
+            The values, by rank. JSON turns tuples into lists.
+        """
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
-        """A zeroed, 64-byte aligned 1-D buffer, in a window that the ranks of this host share if there are several.
+        """Return a zeroed 1-D buffer, aligned to 64 bytes. Collective.
 
-        If the host has no room for the window it is plain memory, and one line says so. Collective; see `close`.
+        Parameters
+        ----------
+        count : int
+            The number of elements.
+        dtype : dtype
+            The type of the elements.
+
+        Returns
+        -------
+        ndarray
+            If this host has several ranks, the buffer lies in a window of memory that they share.
+            `close` frees the window.
+
+        Notes
+        -----
+        If the host has no room for the window, the buffer is plain memory, and one rank of the host
+        prints one line.
         """
 
     def close(self) -> None:
-        """Give back the communicators and windows this transport has taken: MPI has a limited number of them. Collective.
+        """Free the communicators and windows of this transport; MPI has a limited number of them.
+        Collective.
 
-        Its tenants are closed first.
-        A window stays open if arrays still lie in it, or another part of the job has borrowed it, on any rank. It then
-        belongs to the transport that all were split from. That transport is closed last and frees every window: whoever
-        touches an array in one afterwards crashes. CommError on every rank, and nothing is closed, if a part is open.
+        Objects in `tenants` are closed first.
+
+        Raises
+        ------
+        CommError
+            On every rank, if a transport split from this root is still open on any rank. Then no
+            window is freed.
+
+        Notes
+        -----
+        A window stays open if on any rank an array still lies in it, or another part of the job has
+        borrowed it. The root transport, from which all others were split, then owns it. The root is
+        closed last and frees every window. After that, any access to an array in a window crashes.
         """
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        """The library's own all-reduce in place ("add" or "maximum"), where there is one. Collective."""
+        """Run the MPI library's own all-reduce, in place. Collective.
+
+        Parameters
+        ----------
+        array : ndarray
+            Contiguous, with a dtype in `native_dtypes`.
+        op : {"add", "maximum"}
+            The reduction.
+
+        Raises
+        ------
+        CommError
+            If the library cannot reduce this dtype.
+        """
 
     def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Request:
-        """Begin `native_all_reduce`. Host memory only."""
+        """Begin `native_all_reduce`, as MPI_Iallreduce. Collective.
+
+        Parameters
+        ----------
+        array, op
+            As `native_all_reduce`; `array` must lie in host memory for the call to be non-blocking.
+
+        Returns
+        -------
+        Request
+            The reduction in progress.
+        """
 
     def bind_native(
         self, operation: str, array: np.ndarray, other: np.ndarray
     ) -> Callable[[], None]:
-        """A function that runs another collective of the library's own, by its name in native.OPERATIONS, on host memory.
+        """Return a function that runs one of the MPI library's other blocking collectives.
+        Collective: binding, and every run.
 
-        The length of the array is a multiple of the number of ranks. Collective: binding, and every run.
-        other  of an all-to-all: the array it sends, as long; of a reduce-scatter: receives this rank's chunk of the sum
-        raises CommError on every rank if one call of the library cannot take so many elements
+        Parameters
+        ----------
+        operation : str
+            A name in `native.OPERATIONS`.
+        array : ndarray
+            In host memory. Its length is a multiple of the number of ranks.
+        other : ndarray
+            For an all-to-all: the array to send, as long as `array`. For a reduce-scatter: receives
+            this rank's chunk of the sum. Other operations ignore it.
+
+        Raises
+        ------
+        CommError
+            On every rank, if one call of the library cannot take so many elements.
         """
 
     def abort(self, message: str) -> None:
-        """Print the message and end every rank of the job at once, non-zero. Does not return."""
+        """Print a message and end every rank of the job at once with a non-zero exit code.
+
+        Does not return.
+
+        Parameters
+        ----------
+        message : str
+            The reason, printed to standard error after the number of this rank.
+        """
 
 
 def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float, what: Any = None) -> None:
-    """`Transport.wait_until` where nobody tells that a message has come."""
+    """Implement `Transport.wait_until` by polling: no event signals that a message has arrived."""
     now, sent = pause, traffic.messages
     traffic.waits_for = what
     while not done():
@@ -259,7 +542,7 @@ def poll_until(done: Callable[[], bool], traffic: Traffic, pause: float, what: A
 
 
 class _AnyOf:
-    """The name of a wait for any of several requests, made when somebody asks."""
+    """The name of a wait for any of several requests, built only when a report needs it."""
 
     def __init__(self, requests: Sequence[Request]):
         self._requests = requests
@@ -269,12 +552,12 @@ class _AnyOf:
 
 
 def named(requests: Iterable[Any]) -> str:
-    """The names of all requests."""
+    """Return the names of all requests, separated by semicolons."""
     return "; ".join(map(str, requests))
 
 
 def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int) -> None:
-    """CommError unless the array is one block of plain memory and every peer is a rank."""
+    """Raise CommError unless the array is one block of plain memory and every peer is a rank."""
     if not array.flags.c_contiguous or array.dtype.hasobject:
         raise CommError(
             f"rank {rank}: a message is one contiguous block of plain numbers, but this array has shape {array.shape}, "
@@ -290,7 +573,10 @@ def check_message(array: np.ndarray, rank: int, peers: Iterable[int], size: int)
 
 
 def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
-    """A zeroed 1-D host array that starts on a 64-byte boundary: a cache line, and a full AVX-512 register."""
+    """Return a zeroed 1-D host array that starts on a 64-byte boundary.
+
+    64 bytes are one cache line, and one full AVX-512 register.
+    """
     dtype = np.dtype(dtype)
     raw = np.zeros(count * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64

@@ -1,4 +1,4 @@
-"""What the clocks of hosts differ by, measured with messages."""
+"""The offsets between the clocks of hosts, measured with messages."""
 
 from collections.abc import Callable
 
@@ -7,26 +7,35 @@ import numpy as np
 from mpitrain.transport.base import Transport
 
 ROUNDS = 16
-"""Questions about the time that each host asks; the answer that took the shortest way counts."""
+"""Round trips that each host makes to rank 0; the fastest one gives the offset."""
 
 
 class Clocks:
-    """The clocks of all ranks. One clock serves all ranks of a host, and is asked for by the first of them."""
+    """The clock offsets of all ranks. The ranks of one host share one clock, which its first rank
+    measures.
+    """
 
     def __init__(self, transport: Transport, clock: Callable[[], float]):
-        """clock: seconds, of this rank. Collective."""
+        """Claim the tag of the measurement. Collective.
+
+        clock  returns seconds, of this rank
+        """
         self._transport, self._clock = transport, clock
         with transport.recorder.called("the clocks"):
             self._tag = transport.claim_tag()
         hosts = transport.hosts
-        self._asks = hosts.index(hosts[transport.rank])  # for this rank
+        # this index is the rank that measures for this rank
+        self._asks = hosts.index(hosts[transport.rank])
         self._asking = [rank for rank, host in enumerate(hosts) if 0 < rank == hosts.index(host)]
 
     def measure(self) -> tuple[float, float]:
-        """A time of this rank's clock, and the seconds to add to it to get that of rank 0; collective.
+        """Return a time of this rank's clock, and the seconds that rank 0's clock is ahead of it.
+        Collective.
 
-        The first rank of each other host asks rank 0 what time it is, and takes the answer for that of half the way: wrong by
-        half the shortest way there and back at most. Clocks drift: who measures twice knows how fast. One host sends nothing.
+        The first rank of each other host sends rank 0 a message and gets rank 0's time back. It
+        takes this time for the middle of the round trip. The error is at most half of the shortest
+        round trip. Clocks drift: two measurements give the rate. On a single host no message is
+        sent.
         source  Cristian 1989, Probabilistic clock synchronization, Distributed Computing 3
         """
         transport, now, found = self._transport, np.zeros(1), (self._clock(), 0.0)

@@ -1,4 +1,4 @@
-"""What the MPI library says about itself: name, thread level, and whether it can read GPU memory."""
+"""Facts about the MPI library: name, version, thread level, and whether it can read GPU memory."""
 
 import ctypes
 import re
@@ -10,16 +10,18 @@ PROMISES = {
     "MV2_USE_CUDA": "MVAPICH",
     "I_MPI_OFFLOAD": "Intel MPI",
 }
-"""Environment variables that make an MPI CUDA-aware without a function to ask it."""
+"""Environment variables that declare an MPI library CUDA-aware, for libraries without a query
+function.
+"""
 
 
 class Library(NamedTuple):
-    """Facts about the MPI in use.
+    """The facts about the MPI library in use.
 
     version       its name and version
     standard      version of the MPI standard, such as (3, 1)
     thread_level  single, funneled, serialized or multiple
-    path          the shared object that is loaded; "" if it cannot be told
+    path          the loaded shared object; "" if unknown
     """
 
     version: str
@@ -29,14 +31,17 @@ class Library(NamedTuple):
 
 
 class Awareness(NamedTuple):
-    """Whether messages may lie in GPU memory, and how that was found out. A yes is the library's word, not a proof."""
+    """Whether messages may lie in GPU memory, and the source of this answer.
+
+    A yes is only the library's claim, without proof.
+    """
 
     cuda: bool
     how: str
 
 
 def library() -> Library:
-    """Ask the MPI that mpi4py loads; starts MPI."""
+    """Query the MPI library that mpi4py loads; starts MPI."""
     from mpi4py import MPI
 
     levels = {
@@ -54,22 +59,26 @@ def library() -> Library:
 
 
 def named(told: str) -> str:
-    """Name and version, from all that a library says of itself: Open MPI v5.0.11, MPICH 5.0.2."""
+    """Return name and version from the library's version text, such as Open MPI v5.0.11 or MPICH
+    5.0.2.
+    """
     first = told.split("\n")[0].rstrip("\0").split(", package")[0].strip()
     return re.sub(r"\s+Version\s*:\s*", " ", first)
 
 
 def loaded_path() -> str:
-    """The libmpi that this process has mapped; "" before MPI is loaded."""
+    """Return the path of the libmpi that this process has mapped; "" before MPI is loaded."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {line.split()[-1] for line in maps if "/libmpi" in line}
     return min(paths, key=len, default="")
 
 
 def cuda_awareness(path: str, environ: Mapping[str, str]) -> Awareness:
-    """Ask the library at `path` through ctypes; where it has no such function, believe the environment.
+    """Query the library at `path` through ctypes; without a query function, use the environment
+    variables.
 
-    Open MPI: MPIX_Query_cuda_support(). MPICH: MPIX_GPU_query_support(MPIX_GPU_SUPPORT_CUDA = 0, &flag).
+    Open MPI: MPIX_Query_cuda_support(). MPICH: MPIX_GPU_query_support(MPIX_GPU_SUPPORT_CUDA = 0,
+    &flag).
     """
     if not path:
         return Awareness(False, "no libmpi is loaded")

@@ -1,7 +1,7 @@
-"""Messages through MPI: the only place that knows mpi4py.
+"""The MPI transport, by mpi4py.
 
-Importing mpi4py.MPI starts MPI, so nothing here does it before `connect` is called: choosing a GPU and the number of
-BLAS threads comes first.
+Importing mpi4py.MPI starts MPI. The import therefore waits until `connect` is called: the GPU and
+the number of BLAS threads must be chosen first.
 """
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
@@ -31,23 +31,24 @@ from mpitrain.transport.native import library_call
 from mpitrain.transport.windows import Windows, no_room
 
 TYPE_BLOCK = 1 << 20
-"""Elements per block of the derived type that carries more than 2^31 - 1 elements in one message."""
+"""Elements per block of the derived type that carries more than 2^31 - 1 elements in one message.
+"""
 
 PART = 1 << 30
-"""Elements that the library reduces in one call."""
+"""The most elements that one call of the library reduces."""
 
 LEAST_TAG_BOUND = 32767
-"""Tags up to it are allowed by every MPI library."""
+"""The largest tag that every MPI library allows."""
 
 
 def connect() -> MpiTransport:
-    """Start MPI if need be, and return a transport over all its ranks; collective."""
+    """Start MPI if it is not running, and return a transport over all its ranks; collective."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.thread_level = (
-            "serialized"  # one thread at a time; "multiple" costs a lock on every call
-        )
+        # "serialized": any thread may call MPI, one at a time. "multiple" would cost a lock on
+        # every call.
+        mpi4py.rc.thread_level = "serialized"
     from mpi4py import MPI
 
     return from_communicator(MPI.COMM_WORLD)
@@ -62,9 +63,10 @@ def from_communicator(comm: Any) -> MpiTransport:
 
 
 class MpiTransport(Transport):
-    """One rank's transport over an mpi4py communicator that nobody else uses.
+    """The transport of one rank over an mpi4py communicator, which it owns.
 
-    Types that MPI lacks travel as others of the same width; messages may have more than 2^31 elements.
+    Elements of a type that MPI lacks travel as a type of the same width. Messages may have more
+    than 2^31 elements.
     """
 
     recorder: Recorder = SILENT
@@ -107,9 +109,8 @@ class MpiTransport(Transport):
         self._large: dict[tuple, Any] = {}
         self._ops = {"add": MPI.SUM, "maximum": MPI.MAX}
         self._next_tag = FIRST_CLAIMED_TAG
-        self._last_tag = (
-            MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
-        )  # split communicators do not tell
+        # Split communicators do not have this attribute.
+        self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
         self.hosts, self.members = zip(
             *self.gather_text((MPI.Get_processor_name(), place)), strict=True
         )
@@ -131,7 +132,7 @@ class MpiTransport(Transport):
         return tag
 
     def _message(self, array: np.ndarray) -> tuple[list, Any]:
-        """mpi4py's description of an array, and the MPI type of one element."""
+        """Return mpi4py's description of an array, and the MPI type of one element."""
         unit = self._types.get(array.dtype)
         if unit is None:
             code, unit = self._by_width[array.dtype.itemsize]
@@ -141,7 +142,7 @@ class MpiTransport(Transport):
         return [array, 1, self._large_type(unit, array.size)], unit
 
     def _large_type(self, unit: Any, count: int) -> Any:
-        """One derived type of `count` elements: blocks, and what remains."""
+        """Return one derived type of `count` elements: whole blocks and a remainder."""
         key = unit.handle, count
         if key not in self._large:
             blocks, rest = divmod(count, TYPE_BLOCK)
@@ -196,7 +197,7 @@ class MpiTransport(Transport):
             self.comm.Barrier()
 
     def _wait(self, name: str, *arguments: Any) -> None:
-        """One of the library's collectives, begun and waited for."""
+        """Start one of the library's non-blocking collectives and wait for it."""
         with self.turns.lock:
             request = getattr(self.comm, name)(*arguments)
         Send(self, request, name).wait()
@@ -224,9 +225,8 @@ class MpiTransport(Transport):
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         host = self._ranks_of_this_host()
-        nbytes = (
-            -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096
-        )  # whole pages keep every block aligned
+        # Blocks are whole pages, so that every block is aligned.
+        nbytes = -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096
         facts = nbytes, process.shared_memory(), self.windows.next_number
         blocks_of, rooms, numbers = zip(*host.gather_text(facts), strict=True)
         # Groups of one host, such as the replicas of each stage, allocate at the same time.
@@ -250,7 +250,9 @@ class MpiTransport(Transport):
         return mine[: count * np.dtype(dtype).itemsize].view(dtype)
 
     def _ranks_of_this_host(self) -> MpiTransport:
-        """The part of this transport whose ranks can share memory. Collective at the first call."""
+        """Return the transport of the ranks that share this host's memory. Collective at the first
+        call.
+        """
         if self._host is None:
             with self.turns.lock:
                 comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)
@@ -264,7 +266,9 @@ class MpiTransport(Transport):
             self.windows.close(self)
             host += self._inherited
         elif not self.windows.leave(self, self._made):
-            self._root._inherited += host  # windows need the communicator they were made with
+            # A window needs the communicator that it was made with, so the root frees that one
+            # later.
+            self._root._inherited += host
             host = []
         with self.turns.lock:
             for comm in (*host, self.comm):
@@ -296,7 +300,7 @@ class MpiTransport(Transport):
         return library_call(self, operation, array, other)
 
     def _parts(self, array: np.ndarray) -> list[list]:
-        """mpi4py's descriptions of the parts of an array that the library reduces one by one."""
+        """Return mpi4py's descriptions of an array's pieces, one for each call of the library."""
         flat = array.reshape(-1)
         parts = [flat[start : start + PART] for start in range(0, max(1, flat.size), PART)]
         return [[part, part.size, self._types[part.dtype]] for part in parts]
@@ -312,7 +316,9 @@ class MpiTransport(Transport):
     def abort(self, message: str) -> NoReturn:
         print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
         if self.MPI.COMM_WORLD.size == 1:
-            raise SystemExit(1)  # nobody else waits, and MPI_Abort would add words of its own
-        self.turns.lock.acquire(timeout=1)  # another thread's call may never end
+            # No other rank waits, and MPI_Abort would print a message of its own.
+            raise SystemExit(1)
+        # The lock has a timeout, because a call of another thread may never end.
+        self.turns.lock.acquire(timeout=1)
         self.comm.Abort(1)
         raise SystemExit(1)

@@ -1,6 +1,6 @@
-"""MPI's messages under way: requests that take turns at MPI with the other threads of their rank.
+"""MPI requests that share MPI with the other threads of their rank, one call at a time.
 
-Nothing here imports mpi4py: the transport brings what these requests need of it.
+This module does not import mpi4py: the transport passes in the module.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,11 @@ from mpitrain.transport.base import Traffic
 
 
 class Turns:
-    """Which thread may call MPI. Started as "serialized", it takes calls of several threads, but one at a time.
+    """The lock of MPI's thread level "serialized": any thread may call MPI, but only one at a time.
 
-    lock    held during every call
-    guests  threads beside the main one that call now; as long as there are any, nobody waits for a message with the lock held
+    lock    every call of MPI holds it
+    guests  number of admitted threads besides the main thread; while it is above 0, no blocking
+            wait holds the lock
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Turns:
 class MpiCalls(Protocol):
     """The part of an MPI transport that its requests use.
 
-    MPI      the module of mpi4py
+    MPI      the module mpi4py.MPI
     rank     in the communicator of the transport
     """
 
@@ -44,7 +45,7 @@ class MpiCalls(Protocol):
 
 
 class Receive:
-    """A receive under way; `what` names it."""
+    """A receive in progress; `what` is its name in messages."""
 
     def __init__(self, transport: MpiCalls, request: Any, array: np.ndarray, unit: Any, what: str):
         self._transport, self._request, self._unit, self._what = transport, request, unit, what
@@ -79,7 +80,7 @@ class Receive:
         self._finish()
 
     def _finish(self) -> None:
-        """The message is here; calls MPI."""
+        """Check the size of the message that has arrived, and set `source`. Calls MPI."""
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:
@@ -101,7 +102,9 @@ class Receive:
 
 
 class Send:
-    """A send, or a collective of the library, under way; `what` names it."""
+    """A send, or a non-blocking collective of the library, in progress; `what` is its name in
+    messages.
+    """
 
     source = -1
 

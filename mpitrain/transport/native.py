@@ -1,6 +1,7 @@
-"""MPI's own broadcast, reduce, reduce-scatter, all-gather and all-to-all: peers that a benchmark measures ours against.
+"""MPI's own broadcast, reduce, reduce-scatter, all-gather and all-to-all: peers for benchmarks.
 
-Nothing but a benchmark calls these. A transport without an MPI library computes the same results by `expected`.
+Only benchmarks call these. A transport without an MPI library computes the same results by
+`expected`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +13,14 @@ from mpitrain.errors import CommError, on_every_rank
 from mpitrain.transport.mpi_requests import MpiCalls
 
 OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
-"""Names, as `mpitrain bench` has them. Broadcast and reduce have root 0."""
+"""The names, as in `mpitrain bench`. Broadcast and reduce have root 0."""
 
 MOST = (1 << 31) - 1
-"""Elements that one call of an MPI-3 library takes."""
+"""The most elements that one call of an MPI-3 library takes."""
 
 
 class Communicator(MpiCalls, Protocol):
-    """The part of an MPI transport that its collectives use."""
+    """The part of an MPI transport that these collectives use."""
 
     comm: Any
     size: int
@@ -30,7 +31,9 @@ class Communicator(MpiCalls, Protocol):
 def library_call(
     transport: Communicator, operation: str, array: np.ndarray, other: np.ndarray
 ) -> Callable[[], None]:
-    """A function that runs one blocking collective of the library on these arrays. As `Transport.bind_native`."""
+    """Return a function that runs one blocking collective of the library; see
+    `Transport.bind_native`.
+    """
     if array.size > MOST:
         raise on_every_rank(
             CommError(
@@ -61,7 +64,10 @@ def library_call(
 
 
 def expected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
-    """The array that the collective leaves on this rank, from what every rank brought to it, by rank."""
+    """Return the array that the collective leaves on `rank`, computed without MPI.
+
+    brought  the input array of every rank, by rank
+    """
     n = len(brought)
     chunks = (
         [np.split(array, n) for array in brought]

@@ -1,4 +1,6 @@
-"""One rank of a user's program, started by `mpitrain launch`: python -m mpitrain.transport.program FILE ..."""
+"""One rank of a user's program, started by `mpitrain launch`: python -m mpitrain.transport.program
+FILE ...
+"""
 
 import socket
 import sys
@@ -9,9 +11,10 @@ from mpitrain.machine import process
 
 
 def main(words: list[str]) -> None:
-    """Run `FILE ...`, `-m MODULE ...` or `-c CODE ...` as Python does, on this rank's share of the cores.
+    """Run `FILE ...`, `-m MODULE ...` or `-c CODE ...` as Python does.
 
-    A rank that raises or exits with another code than 0 ends all: others may wait for its messages.
+    BLAS uses this rank's part of the cores. A rank that raises, or exits with a code other than 0,
+    ends all ranks. Other ranks may be waiting for its messages.
     """
     process.limit_blas_threads()
     from mpi4py.run import run_command_line, set_abort_status
@@ -32,7 +35,9 @@ def main(words: list[str]) -> None:
 
 
 def _below_here(frames: TracebackType | None) -> TracebackType | None:
-    """The frames of the program itself, without those that started it."""
+    """Return the traceback from the program's own first frame on, without the frames that started
+    it.
+    """
     while frames and (
         frames.tb_frame.f_globals is globals()
         or frames.tb_frame.f_globals.get("__name__") in ("mpi4py.run", "runpy")

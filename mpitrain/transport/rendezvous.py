@@ -1,4 +1,6 @@
-"""How messages between threads meet, and what happens when they never will: the strict half of the threads transport."""
+"""Rendezvous of messages between threads, and deadlock detection: the strict part of the threads
+transport.
+"""
 
 import threading
 import time
@@ -15,7 +17,12 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class Wait(NamedTuple):
-    """A thread that stands still: its rank, whether it may go on, what it waits for, and what wakes it alone."""
+    """A blocked thread of a rank.
+
+    ready  returns whether the thread may continue
+    what   names the wait
+    woken  wakes this thread alone
+    """
 
     rank: int
     ready: Callable[[], bool]
@@ -24,22 +31,24 @@ class Wait(NamedTuple):
 
 
 class World:
-    """What the threads share: one lock, the messages that have not met, and who waits for what."""
+    """The state shared by the threads: a lock, the unmatched messages, and the blocked threads."""
 
     def __init__(self, size: int):
         self.lock = threading.RLock()
         self.unmet: dict[tuple, list[Message]] = defaultdict(list)
         self.meetings: dict[tuple, Meeting] = {}
         self.live = size
-        """Threads that have not ended: one for each rank, and those that `admit_thread` let in."""
+        """The number of threads that have not ended: one per rank, plus the threads that
+        `admit_thread` let in.
+        """
         self.waits: dict[int, Wait] = {}
-        """By thread."""
+        """The blocked threads, by thread identifier."""
         self.posts = 0
         self.end: str | None = None
         self.first_error: BaseException | None = None
 
     def post(self) -> None:
-        """Wake whoever may go on now that something has been posted, and nobody else. Call with the lock held."""
+        """Wake only the threads that a new post allows to continue. The caller holds the lock."""
         self.posts += 1
         for wait in self.waits.values():
             if wait.ready():
@@ -48,10 +57,11 @@ class World:
     def wait(
         self, rank: int, ready: Callable[[], bool], what: Any, seconds: float | None = None
     ) -> None:
-        """Block this thread until `ready`; CommError when that can no longer happen. Call with the lock held.
+        """Block this thread until `ready`; raise CommError when that can no longer happen.
 
+        The caller holds the lock.
         what     str() of it names the wait
-        seconds  return then if nothing has changed
+        seconds  return after this time if no post has woken this thread
         """
         me = threading.get_ident()
         wait = self.waits[me] = Wait(rank, ready, what, threading.Condition(self.lock))
@@ -65,7 +75,10 @@ class World:
             del self.waits[me]
 
     def wait_until(self, rank: int, done: Callable[[], bool], what: Any = None) -> None:
-        """Call `done`, which polls messages, after every post and now and then; CommError when no post can come any more."""
+        """Call `done`, which polls messages, after every post and at intervals.
+
+        raises  CommError when no post can come any more
+        """
         what = what or Unmet(self, rank)
         while True:
             seen = self.posts
@@ -74,17 +87,17 @@ class World:
             self._wait_for_post(rank, seen, what)
 
     def _wait_for_post(self, rank: int, seen: int, what: Any) -> None:
-        """Block this thread until there are more than `seen` posts, or for a pause."""
+        """Block this thread until there are more than `seen` posts, or for LONGEST_PAUSE."""
         with self.lock:
             self.wait(rank, lambda: self.posts != seen, what, LONGEST_PAUSE)
 
     def check(self, rank: int, what: Any) -> None:
-        """CommError if the world has ended."""
+        """Raise CommError if the world has ended."""
         if self.end is not None:
             raise CommError(f"rank {rank}: {what} cannot complete: {self.end}")
 
     def find_deadlock(self) -> None:
-        """End the world if every live thread waits and nothing is ready. Call with the lock held."""
+        """End the world if every live thread waits and none is ready. The caller holds the lock."""
         if self.end is not None or not self.live or self.live != len(self.waits):
             return
         if not any(wait.ready() for wait in self.waits.values()):
@@ -92,20 +105,22 @@ class World:
             self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
 
     def finish(self, reason: str) -> None:
-        """Make every wait that is not ready fail with this reason."""
+        """End the world: every wait that is not ready fails with this reason."""
         self.end = self.end or reason
         for wait in self.waits.values():
             wait.woken.notify()
 
     def admit(self) -> None:
-        """One more thread of a rank may wait."""
+        """Count one more thread of a rank among those that may wait."""
         with self.lock:
             self.live += 1
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """A rank's function has returned or raised, or a thread has ended that was admitted.
+        """Record the end of a rank's function, with its error if it raised, or of an admitted
+        thread.
 
-        An error that all ranks agree on stops nobody: each comes to it by itself, or waits for those that have left.
+        An error that all ranks agree on does not end the world. Each rank raises it by itself, or
+        waits for the ranks that have left.
         """
         with self.lock:
             self.live -= 1
@@ -121,7 +136,7 @@ class World:
 
 
 class Unmet:
-    """The name of a wait for whatever of a rank's messages is under way."""
+    """The name of a wait for any of a rank's messages in progress."""
 
     def __init__(self, world: World, rank: int):
         self._world, self._rank = world, rank
@@ -137,7 +152,7 @@ class Unmet:
 
 
 class Message:
-    """One side of a message: it is complete when it has met the other side and the bytes were copied."""
+    """One side of a message: complete when it has met the other side and the bytes are copied."""
 
     def __init__(self, transport: Any, array: np.ndarray, peer: int | None, tag: int, sends: bool):
         self.transport, self.peer, self.tag, self.sends = transport, peer, tag, sends
@@ -152,7 +167,9 @@ class Message:
         return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
 
     def fits(self, other: "Message") -> bool:
-        """True if a send and a receive on the same transport belong together."""
+        """Return True if this message and `other` are a matching send and receive of the same
+        transport.
+        """
         send, receive = (self, other) if self.sends else (other, self)
         return (
             send.sends
@@ -163,7 +180,7 @@ class Message:
         )
 
     def post(self) -> "Message":
-        """Meet the earliest message that fits, or wait to be met."""
+        """Match the earliest message that fits, or queue this one for a later match."""
         world = self.transport.world
         with world.lock:
             unmet = world.unmet[self.transport.context]
@@ -177,7 +194,10 @@ class Message:
         return self
 
     def complete(self) -> None:
-        """Copy the bytes unless the other side has. Call with the lock held, after the two have met."""
+        """Copy the bytes, unless the other side has done so.
+
+        The caller holds the lock, and the two sides have met.
+        """
         if self.moved:
             return
         assert self.other is not None
@@ -191,13 +211,12 @@ class Message:
             )
         receive.bytes[:] = send.bytes
         send.moved = receive.moved = True
-        send.other = receive.other = (
-            None  # nothing may keep the other's transport alive, nor the arrays
-        )
+        # The references end here, so that the arrays and the other side's transport can be freed.
+        send.other = receive.other = None
         send.bytes = receive.bytes = NOTHING
 
     def has_met(self) -> bool:
-        """Whether it can be completed, or is complete."""
+        """Return whether the message has met its other side, so that `complete` can finish it."""
         return self.moved or self.other is not None
 
     def test(self) -> bool:
@@ -218,7 +237,9 @@ class Message:
 
 
 class Meeting:
-    """One collective call: complete once all have arrived; `combine` of what they brought is then its result."""
+    """One collective call: complete once all ranks have arrived; its result is `combine` of their
+    inputs.
+    """
 
     def __init__(self, size: int, what: str, combine: Callable[[list], Any]):
         self.brought: dict[int, Any] = {}
@@ -226,17 +247,20 @@ class Meeting:
         self.combined = False
 
     def complete(self) -> Any:
-        if (
-            not self.combined
-        ):  # as late as permitted: an array changed after its start spoils the sum
+        # The inputs are combined as late as permitted: a change to an array after its start then
+        # corrupts the result.
+        if not self.combined:
             self.result = self.combine([self.brought[rank] for rank in range(self.size)])
             self.combined = True
-            self.brought.clear()  # nobody's array is kept alive by what others have not let go of
+            # The meeting may outlive this call, but the ranks' arrays must not.
+            self.brought.clear()
         return self.result
 
 
 class Arrival:
-    """One rank's part in a meeting: a Request; `deliver(result)` runs at its completion."""
+    """One rank's participation in a meeting, as a Request; `deliver(result)` runs at its
+    completion.
+    """
 
     source = -1
 

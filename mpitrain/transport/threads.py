@@ -1,9 +1,10 @@
-"""Ranks as threads of one process: the strictest transport there is, for tests and for trying things out.
+"""Ranks as threads of one process: the strictest transport, for tests and experiments.
 
-A send completes only once its receive is posted. A posted receive is filled with 0xFF bytes (NaN in every float type)
-and the message is copied at the last permitted moment, the first completing test or wait of either side: a program that
-reuses or reads a buffer too early computes garbage here every time, not once a week on a cluster. When every live rank
-waits and nothing can complete, all of them raise at once and name each wait.
+A send completes only once its receive is posted. A posted receive is filled with 0xFF bytes (NaN in
+every float type). The message is copied at the last permitted moment: the first successful test or
+wait of either side. A program that reuses or reads a buffer too early thus computes garbage every
+time, not once a week. When every live rank waits and no message can complete, all of them raise at
+once and name each wait.
 """
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
@@ -33,7 +34,7 @@ OPS = {"add": np.add, "maximum": np.maximum}
 
 
 class ThreadTransport(Transport):
-    """One rank's transport; `run_ranks` makes them."""
+    """The transport of one rank that is a thread; `run_ranks` makes them."""
 
     recorder: Recorder = SILENT
     native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
@@ -67,7 +68,7 @@ class ThreadTransport(Transport):
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Message:
         check_message(array, self.me, [to], self.size)
-        with self.world.lock:  # a thread that was admitted counts as well
+        with self.world.lock:  # an admitted thread updates the same counters
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
         return Message(self, array, to, tag, sends=True).post()
@@ -94,7 +95,7 @@ class ThreadTransport(Transport):
         self.world.leave(self.me, None)
 
     def _meet(self, what: str, bring: Any) -> list[Any]:
-        """What every rank brought, by rank."""
+        """Return the inputs of all ranks, by rank. Collective."""
         everyone: list[Any] = []
         Arrival(self, what, bring, list, everyone.extend).wait()
         return everyone
@@ -185,30 +186,31 @@ def run_ranks(
     Parameters
     ----------
     n : int
-        Ranks.
+        The number of ranks.
     function : callable
-        What each rank runs.
+        The function that each rank runs.
     hosts : sequence of str, optional
-        Pretended host name of each rank; None: one host.
+        A pretended host name of each rank. None: one host.
 
     Returns
     -------
     list
-        What each rank has returned, by rank.
+        The return value of each rank, by rank.
 
     Raises
     ------
     Exception
-        The first that a rank raises; errors in other ranks that it caused are dropped.
+        The first error that a rank raises. Errors that it caused on other ranks are dropped.
     CommError
         If all ranks wait for each other, with the wait of each; if a send is never received.
 
     Notes
     -----
-    Stricter than any MPI: a send ends only once its receive is posted, and a receive buffer that is read too
-    early holds NaN.
+    This is stricter than any MPI: a send ends only once its receive is posted. A receive buffer
+    that is read too early holds NaN.
     """
-    # An error that all ranks are said to agree on is raised only if no rank has another; if some return, it is a CommError.
+    # An error marked as agreed is raised only if no rank has another error.
+    # If some ranks return although it was raised, that is a CommError.
     world = World(n)
     hosts = ("localhost",) * n if hosts is None else hosts
     results: list[Any] = [None] * n

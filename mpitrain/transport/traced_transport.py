@@ -1,4 +1,4 @@
-"""A transport whose messages and waits a recorder notes."""
+"""A transport decorator that records messages and waits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,11 @@ from mpitrain.transport.base import Request, Transport
 
 
 class Recorded(Transport):
-    """A Transport over another one. A message is called what the recorder said when its tag was claimed.
+    """A Transport that wraps another one and records its messages and waits.
 
-    A message lasts until this rank has seen it complete. Whatever makes the recorder's thread stand still is a wait: for the
-    peer of a message, or for all ranks.
+    A message has the name that the recorder had at the `claim_tag` of its tag. Its record lasts
+    from its start until this rank has seen it complete. Every call that blocks the recorder's
+    thread is recorded as a wait. The wait is for the peer of a message, or for all ranks.
     """
 
     def __init__(self, inner: Transport, recorder: Recorder):
@@ -63,9 +64,8 @@ class Recorded(Transport):
         return _Noted(self._inner.start_recv_any(array, tag), recorder, span, name, -1)
 
     def _member(self, rank: int) -> int:
-        return (
-            self.members[rank] if 0 <= rank < self.size else -1
-        )  # the transport beneath refuses what is no rank
+        # The inner transport refuses a number that is no rank.
+        return self.members[rank] if 0 <= rank < self.size else -1
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         wait = self.recorder.wait(self._messages)
@@ -120,7 +120,7 @@ class Recorded(Transport):
 
 
 class _Noted:
-    """A request whose record ends when it is seen complete."""
+    """A request that ends its record when it is seen complete."""
 
     __slots__ = ("_inner", "_name", "_peer", "_recorder", "_span")
 
@@ -159,7 +159,10 @@ class _Noted:
 
 
 def recorded(connect: Callable[[], Transport], recorder: Recorder | None) -> Transport:
-    """The transport that this makes, over which everything is noted if there is a recorder; and that it is being made."""
+    """Return the transport that `connect` makes, wrapped in a `Recorded` if there is a recorder.
+
+    The recorder also records the time that `connect` takes.
+    """
     if recorder is None:
         return connect()
     with recorder.pausing("finding the other ranks"):

@@ -1,4 +1,8 @@
-"""Memory that all ranks of one host can read and write: which array lies in it, and where its neighbours' parts are."""
+"""Windows of memory that the ranks of one host share (MPI_Win_allocate_shared).
+
+A window is one block of bytes per rank. All its ranks can read and write every block. This module
+finds the window of an array, and the other ranks' blocks in it.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,14 +16,16 @@ from mpitrain.machine.process import SHARED_MEMORY
 
 
 class Location(NamedTuple):
-    """Where an array lies: byte `offset` of this rank's block of window number `window`."""
+    """The position of an array: byte `offset` of this rank's block in window number `window`."""
 
     window: int
     offset: int
 
 
 class Gathers(Protocol):
-    """The part of a Transport that windows use when they are freed: its ranks in the whole job, and a gather of JSON."""
+    """The part of a Transport that freeing windows needs: its ranks in the whole job, and a gather
+    of JSON.
+    """
 
     @property
     def members(self) -> Sequence[int]: ...
@@ -28,15 +34,17 @@ class Gathers(Protocol):
 
 
 class Windows:
-    """The shared windows of one rank; a split transport has its parent's.
+    """The shared windows of one rank; a split transport uses its parent's object.
 
-    A window is in use while an array in it, or a reduction through it, lives. Use ends on each rank at its own time, so
-    windows are freed only where their ranks meet. Closing a part frees the windows it made that no rank uses any more;
-    closing the root frees all others. Whoever borrowed a window from a part may hence use it after the part is closed.
+    A window is in use while an array in it, or a reduction through it, exists. Use ends on each
+    rank at its own time. Windows are therefore freed only in collective calls. Closing a split
+    transport frees the windows that it made and that no rank uses any more. Closing the root frees
+    all others. A window borrowed from a split transport thus stays usable after that transport is
+    closed.
 
-    next_number   free on this rank. Ranks that allocate together number a window by the largest of theirs: they may have
-                  allocated differently before, each with others
-    parts         transports of this rank that were split off, are open, and are known to somebody
+    next_number   the next free number on this rank. Ranks that allocate together use the largest of
+                  their numbers, since they may have allocated with other ranks before
+    parts         split-off transports of this rank that are open and still referenced
     closed        the root is closed, and no window is left
     """
 
@@ -49,7 +57,11 @@ class Windows:
         self.closed = False
 
     def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
-        """Remember a window: the bytes of each rank, by its rank in the whole job, and what gives them back."""
+        """Register a window.
+
+        blocks  the bytes of each rank, by its rank in the whole job
+        free    frees the window
+        """
         self._blocks[number], self._free[number], self._users[number] = blocks, free, []
         self.next_number = number + 1
 
@@ -57,15 +69,18 @@ class Windows:
         return len(self._blocks)
 
     def lend(self, window: int, member: int) -> np.ndarray:
-        """The bytes of a member's block as an array: while that or a view of it lives, the window is in use."""
-        array = np.asarray(
-            memoryview(self._blocks[window][member])
-        )  # no view of the block: its own views end here
+        """Return a member's block as an array of bytes.
+
+        The window is in use while the array or a view of it exists.
+        """
+        # A new array over the same memory is no view of the block. Views of it therefore refer to
+        # it alone.
+        array = np.asarray(memoryview(self._blocks[window][member]))
         self.use(window, array)
         return array
 
     def use(self, window: int, user: Any) -> None:
-        """The window is in use while `user` lives."""
+        """Mark the window as in use while `user` exists."""
         self._users[window] = [one for one in self._users[window] if one() is not None] + [
             weakref.ref(user)
         ]
@@ -74,7 +89,9 @@ class Windows:
         return all(user() is None for user in self._users[window])
 
     def locate(self, array: np.ndarray, me: int) -> Location | None:
-        """The location of a contiguous array in this rank's own blocks; None if it lies elsewhere, or in a GPU's memory."""
+        """Return the location of a contiguous array in the blocks of rank `me`; None for other or
+        GPU memory.
+        """
         if on_device(array):
             return None
         address = array.ctypes.data
@@ -89,7 +106,10 @@ class Windows:
     def views(
         self, location: Location, members: Sequence[int], count: int, dtype: Any
     ) -> list[np.ndarray] | None:
-        """What lies at the same location in each member's block, by member; None if one of them is on another host."""
+        """Return the array at the same location of each member's block, by member.
+
+        None if a member is on another host.
+        """
         blocks = self._blocks[location.window]
         if not all(member in blocks for member in members):
             return None
@@ -97,9 +117,11 @@ class Windows:
         return [blocks[member][location.offset : stop].view(dtype) for member in members]
 
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
-        """Numbers of the windows of `nbytes` a rank that this rank does not use, and that these ranks have to themselves.
+        """Return the windows of `nbytes` per rank that this rank does not use and only these ranks
+        share.
 
-        A window that other ranks share is not among them: those ranks may still read what was reduced in it last.
+        A window shared with other ranks is left out: those ranks may still read the result of its
+        last reduction.
         """
         return [
             window
@@ -110,7 +132,10 @@ class Windows:
         ]
 
     def leave(self, part: Gathers, made: Sequence[int]) -> bool:
-        """Free what a part that is being closed has made and no rank uses; False if some of it is left. Collective."""
+        """Free the windows that a closing transport has made and that no rank uses. Collective.
+
+        Returns False if some of them remain.
+        """
         reported = part.gather_text([window for window in made if self._is_idle(window)])
         told = dict(zip(part.members, reported, strict=True))
         idle = [
@@ -123,7 +148,10 @@ class Windows:
         return len(idle) == len(made)
 
     def close(self, root: Gathers) -> None:
-        """Free everything that is left. Collective; CommError on every rank if one of them has an open part."""
+        """Free all remaining windows. Collective.
+
+        raises  CommError on every rank if any rank has an open split transport
+        """
         parts = root.gather_text(len(self.parts))
         if any(parts):
             rank = next(rank for rank, count in enumerate(parts) if count)
@@ -133,9 +161,9 @@ class Windows:
                     "Close the parts on all their ranks, then the transport they were split from.",
                 )
             )
-        self._release(
-            sorted(self._blocks)
-        )  # two ranks number the windows they share alike, and so free them in one order
+        # Two ranks give a shared window the same number, so they free shared windows in the same
+        # order.
+        self._release(sorted(self._blocks))
         self.closed = True
 
     def _release(self, windows: Sequence[int]) -> None:
@@ -145,7 +173,9 @@ class Windows:
 
 
 def no_room(host: str, needed: int, left: int) -> str:
-    """The one line said when a window does not fit and plain memory is used instead."""
+    """Return the one line that is printed when a window does not fit and plain memory is used
+    instead.
+    """
     return (
         f"mpitrain: {SHARED_MEMORY} on {host} has {left / 2**20:.0f} MiB left, a shared window needs "
         f"{needed / 2**20:.0f} MiB free: using plain memory, which is slower. "

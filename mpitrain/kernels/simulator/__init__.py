@@ -1,1 +1,4 @@
-"""Runs CUDA kernels on the CPU: compiled by g++, one fiber a thread, with checks that a GPU does not make."""
+"""A simulator that runs CUDA kernels on the CPU, with checks that a GPU lacks.
+
+g++ compiles the kernels. Each thread of a kernel is a fiber.
+"""

@@ -1,7 +1,8 @@
-"""Compiling kernels for the CPU: g++ flags of the two builds, and a cache of finished libraries.
+"""Compilation of kernels for the CPU: g++ flags of the two builds, and a cache of libraries.
 
 fast      -O2 for this machine; memory errors show as page faults, missing barriers as wrong numbers
-checked   -O1 with the compiler's thread and undefined-behaviour checks, whose calls shadow.cpp answers
+checked   -O1 with the compiler's thread and undefined-behaviour checks; shadow.cpp implements their
+          calls
 """
 
 import fcntl
@@ -31,7 +32,8 @@ COMMON = (
     f"-I{HERE}",
     "-ffp-contract=fast",
     "-fno-exceptions",
-    # Otherwise shared arrays of templates are one for the whole process, whatever library they come from.
+    # Without this flag, shared arrays of templates exist once per process, whichever library
+    # defines them.
     "-fno-gnu-unique",
     "-fvisibility=hidden",
 )
@@ -41,7 +43,8 @@ CHECKED = (
     "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
 )
 
-# The tail of every kernel library. Shared memory is the library's thread-local image; the dynamic part has its most.
+# The tail of every kernel library. Shared memory is thread-local storage of the library; the
+# dynamic array has the largest size of any device.
 _TAIL = """
 __align__(16) thread_local unsigned char dynamic_shared[232448];
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -55,7 +58,9 @@ EXPORTED SIMULATOR_OWN int simulator_bound_{name}() {{ return {bound}; }}
 
 @cache
 def _machine() -> str:
-    """What -march=native and the language level depend on: the processor's abilities and the compiler's version."""
+    """Return the processor's features and the compiler's version: -march=native and the language
+    level depend on them.
+    """
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     processor = next((line for line in lines if line.startswith("flags")), "")
     version = subprocess.run(
@@ -70,7 +75,10 @@ def _own_files() -> str:
 
 
 def _compile(arguments: list[str], target: Path, what: str) -> None:
-    """Run g++; the library appears under its final name only when whole, so that other ranks never load half of one."""
+    """Run g++.
+
+    The library gets its final name only when it is complete. So no other rank loads half of one.
+    """
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         part = Path(folder) / target.name
         done = subprocess.run(
@@ -86,7 +94,7 @@ def _compile(arguments: list[str], target: Path, what: str) -> None:
 
 @cache
 def _say_that_it_compiles(folder: Path) -> None:
-    """One line of rank 0, before the first library that is missing: nothing else shows why the start takes so long."""
+    """Print one line on rank 0 before the first compilation, which may take a minute."""
     if process.launched().rank == 0:
         print(
             f"Compiling kernels for cuda-sim with g++, which takes up to a minute; they are kept in {folder}",
@@ -97,7 +105,9 @@ def _say_that_it_compiles(folder: Path) -> None:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Hold up whoever else makes the same library, where files can be locked: of the ranks of a host one runs the compiler."""
+    """Lock the library's file, so that only one rank of a host compiles it, where files can be
+    locked.
+    """
     with target.with_suffix(".lock").open("w") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -105,7 +115,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def build_runtime(folder: Path) -> Path:
-    """The library of the simulator itself."""
+    """Return the library of the simulator itself; compile it if it is missing."""
     key = hashlib.sha256((_own_files() + _machine()).encode()).hexdigest()[:16]
     target = folder / f"librun-{key}.so"
     if target.exists():
@@ -125,13 +135,14 @@ def build_runtime(folder: Path) -> Path:
 def build_kernels(
     source: SourceFile, defines: dict[str, str], checked: bool, capability: int, folder: Path
 ) -> Path:
-    """The library of one source under one set of macros."""
+    """Return the library of one source under one set of macros; compile it if it is missing."""
     runtime = build_runtime(folder)
     entries = [
         _ENTRY.format(name=kernel.name, bound=kernel.bound or 1024)
         for kernel in source.kernels.values()
     ]
-    # g++ does not know CUDA's pragma; without it a tile's accumulators stay in memory, and products take 20 times as long.
+    # g++ does not know CUDA's pragma. Without unrolling, a tile's accumulators stay in memory, and
+    # products take 20 times as long.
     text = (
         source.text
         if checked
@@ -156,7 +167,8 @@ def build_kernels(
         code.write_text(text)
         include = ["-include", str(HERE / "language.h"), f"-I{HERE / 'include'}"]
         _compile([*flags, *include, "-x", "c++", "-c", str(code)], compiled, source.path.name)
-        # Linked without -fsanitize: that is what lets shadow.cpp answer instead of the compiler's own libraries.
+        # The link has no -fsanitize, so that shadow.cpp implements the checks instead of the
+        # compiler's libraries.
         _compile(
             [
                 "-shared",

@@ -1,4 +1,4 @@
-"""The simulator as an engine: loads kernels built for the CPU and launches them on NumPy arrays."""
+"""The simulator engine: loads kernels built for the CPU and launches them on NumPy arrays."""
 
 import ctypes as c
 import re
@@ -55,9 +55,9 @@ class _Report(c.Structure):
 
 
 class Traffic(NamedTuple):
-    """How many bytes the threads of one launch have read and written in global memory, array by array.
+    """The bytes that the threads of one launch read and wrote in global memory, by array.
 
-    accesses  how many loads and stores, of at most 16 bytes each, that took
+    accesses  number of loads and stores, of at most 16 bytes each, by array
     """
 
     kernel: str
@@ -67,19 +67,20 @@ class Traffic(NamedTuple):
 
 
 class Simulator:
-    """Runs kernels on the CPU, one block after another and one thread at a time.
+    """An engine that runs kernels on the CPU, one block after another and one thread at a time.
 
-    checked      whether races, wrong addresses and uninitialised reads are looked for (about 30 times slower)
-    order        in which threads run between two barriers: forward, reverse, or random after `seed`
+    checked      whether to look for races, wrong addresses and uninitialised reads (about 30 times
+                 slower)
+    order        order of the threads between two barriers: forward, reverse, or random from `seed`
     capability   the compute capability that sources see, times ten
     cache        folder of compiled kernels
-    traffic      what each launch of a checked build has moved is added to it
+    traffic      a list that receives the traffic of each launch of a checked build
     """
 
     name = "simulator"
-    takes_plain = False  # it looks at what arrays are, too
-    multiprocessors, multiprocessor = 132, H100  # of the GPU that tilings are chosen for
-    _one_at_a_time = threading.Lock()  # the runtime has one set of fibers, whoever launches
+    takes_plain = False  # it needs `Argument` objects for its checks
+    multiprocessors, multiprocessor = 132, H100  # tilings are chosen as for this GPU
+    _one_at_a_time = threading.Lock()  # the runtime has only one set of fibers
 
     def __init__(
         self,
@@ -101,11 +102,11 @@ class Simulator:
         self._runtime = c.CDLL(str(build_runtime(self.cache)))
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:
-        """One kernel of a source, compiled now or found in the cache."""
+        """Return one kernel of a source, compiled now or found in the cache."""
         path = build_kernels(source, defines, self.checked, self.capability, self.cache)
-        library = c.CDLL(
-            str(path)
-        )  # of this kernel alone: no other thread may use it before the next line
+        # Each load makes a CDLL object of its own. Threads that share one would race on `restype`
+        # below.
+        library = c.CDLL(str(path))
         library.simulator_dynamic_shared.restype = c.c_void_p
         bound = library[f"simulator_bound_{signature.name}"]()
         return partial(self._launch, path, library, signature, bound)
@@ -113,7 +114,7 @@ class Simulator:
     def multiply(
         self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool
     ) -> None:
-        """By NumPy's BLAS."""
+        """Compute the product by NumPy's BLAS."""
         wide = np.float64 if a.dtype == np.float64 else np.float32
         left, right = (
             array.astype(wide, copy=False)
@@ -186,17 +187,19 @@ class Simulator:
 
 
 def _ask(*command: str) -> str:
-    """What a tool of binutils, which comes with g++, says about a library."""
+    """Return the output of a tool of binutils, which comes with g++."""
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def _source_line(path: Path, offset: int) -> str:
-    """File and line of an address within a library."""
+    """Return file and line of an address within a library."""
     return _ask("addr2line", "-e", str(path), hex(offset)).split()[0].rpartition("/")[2]
 
 
 def _shared_array(path: Path, offset: int) -> str:
-    """Name the shared array at an offset of the thread-local image: "shared `tile` + 4 bytes"."""
+    """Return the name of the shared array at an offset of the thread-local image: "shared `tile` +
+    4 bytes".
+    """
     for line in _ask("readelf", "--symbols", "--wide", "--demangle", str(path)).splitlines():
         match = re.fullmatch(r" *\d+: (\w+) +(\d+) TLS .*? \d+ (?:.*::)?(\w+)", line)
         if match and int(match[1], 16) <= offset < int(match[1], 16) + int(match[2]):

@@ -1,4 +1,6 @@
-"""Array arguments in guarded memory: copied in before a launch, checked against each other, copied out afterwards."""
+"""Array arguments in guarded memory: copied in before a launch, checked for overlap, copied out
+after it.
+"""
 
 import ctypes as c
 from collections.abc import Iterator
@@ -11,11 +13,11 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.arguments import Argument
 from mpitrain.kernels.source import Signature
 
-POISON = 0xFF  # a NaN in every floating format
+POISON = 0xFF  # this byte repeated is a NaN in every float type
 
 
 class Buffer(c.Structure):
-    """One array as the runtime sees it; the same fields as struct Buffer of runtime.h."""
+    """One array for the runtime; the same fields as struct Buffer of runtime.h."""
 
     _fields_ = [
         ("base", c.c_void_p),
@@ -36,7 +38,7 @@ class _Guarded(c.Structure):
 
 
 class _Copy(NamedTuple):
-    """An array, its copy in guarded memory, and what must stay alive while the kernel runs."""
+    """An array, its copy in guarded memory, and the objects that the copy needs to stay alive."""
 
     array: np.ndarray
     twin: np.ndarray
@@ -46,7 +48,9 @@ class _Copy(NamedTuple):
 
 
 def _extent(array: np.ndarray) -> tuple[int, int]:
-    """First address and number of bytes up to the last element, the gaps of a strided view included."""
+    """Return the first address, and the number of bytes up to the last element, including the gaps
+    of a view.
+    """
     if array.size == 0:
         return array.ctypes.data, 0
     low, high = np.lib.array_utils.byte_bounds(array)
@@ -102,7 +106,7 @@ def _copy_in(
 def guarded(
     runtime: c.CDLL, signature: Signature, arguments: list[Any], checked: bool
 ) -> Iterator[tuple[list, list]]:
-    """Copy the arrays in, hand out (buffers, one C value per argument), and copy back what the kernel may write.
+    """Copy the arrays in, yield (buffers, one C value per argument), and copy written arrays back.
 
     An array passed twice stays one array. After an error nothing is copied back.
     """

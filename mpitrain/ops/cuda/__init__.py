@@ -1,6 +1,8 @@
-"""The CUDA body: our own kernels behind the names and signatures of `reference`, on a GPU or in the simulator.
+"""The CUDA backend: our own kernels, on a GPU or in the simulator, with the signatures of
+`reference`.
 
-Nothing here waits for the device. What the others return as numbers are arrays here, without dims or of two elements.
+No function here waits for the device. Numbers that `reference` returns are arrays here, without
+dims or of two elements.
 """
 
 from functools import partial
@@ -59,10 +61,10 @@ WITH_NUMBERS = (steps.sgd, steps.momentum, steps.adamw)
 def body(
     kernels: Kernels, multiply: linear.Multiply = product.gemm, backend: Backend | None = None
 ) -> SimpleNamespace:
-    """The operations, launched through these kernels.
+    """Return the operations, launched through these kernels.
 
-    multiply  makes the products of linear layers
-    backend   where arrays live; None: in host memory
+    multiply  the matrix product of linear layers
+    backend   the backend of the arrays; None: host memory
     """
     numbers = steps.Numbers(backend or HostBackend())
     bound = {function.__name__: partial(function, kernels) for function in FUNCTIONS}
@@ -72,12 +74,15 @@ def body(
 
 
 def mirror(kernels: Kernels, parameters: Any, mirror: Any, arena: Arena) -> None:
-    """The mirror becomes the parameters, rounded to its type."""
+    """Write the parameters, rounded to the mirror's type, to the mirror."""
     wire.convert(kernels, parameters, mirror)
 
 
 def multiply(gemm: str, tiles: str = "") -> linear.Multiply:
-    """Who multiplies matrices, as device.gemm and device.tiles say; ConfigError for a file that is no table of tiles."""
+    """Return the matrix product that device.gemm and device.tiles choose.
+
+    raises  ConfigError for a file that is no table of tiles
+    """
     if gemm == "library":
         return product.library
     return partial(product.gemm, table=read_tiles(Path(tiles)) if tiles else DEFAULT)

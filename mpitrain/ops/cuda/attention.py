@@ -1,7 +1,8 @@
-"""Causal attention. `saved` is (qkv, y, log_sums, heads): one number a row instead of a row of weights.
+"""Causal attention in tiles (FlashAttention-2, Dao 2023). `saved` is (qkv, y, log_sums, heads).
 
-16-bit elements go to tensor cores where the device has them and the heads' width is a multiple of 16; everything else to
-the ordinary units.
+log_sums is one number per row instead of a row of weights. 16-bit elements use tensor cores if the
+device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
+cases use the ordinary units.
 """
 
 from math import e, log2
@@ -15,12 +16,13 @@ from mpitrain.ops.cuda.grids import ROWS, most_shared, row_blocks
 
 
 class Way(NamedTuple):
-    """Which kernels, and how they are launched.
+    """The kernels for a shape, and their launch parameters.
 
     prefix   of the kernels' names
     tile     rows that a block owns
-    threads  of a block
-    scale    what the forward multiplies scores by: 1 / sqrt(D), times log2(e) where exponentials are powers of 2
+    threads  per block
+    scale    the forward multiplies scores by it: 1 / sqrt(D), times log2(e) where exponentials are
+             powers of 2
     shared   bytes of dynamic shared memory, forward and backward
     macros   forward and backward
     """
@@ -34,7 +36,10 @@ class Way(NamedTuple):
 
 
 def attention(kernels: Kernels, qkv, heads, arena):
-    """y = softmax(q k^T / sqrt(D), causal) v for each head."""
+    """Return (y, saved) with y = softmax(q k^T / sqrt(D), causal) v for each head.
+
+    qkv: (B, T, 3C); y: (B, T, C)
+    """
     batch, length, width = _shape(qkv)
     y, log_sums = (
         arena.take((batch, length, width), qkv.dtype),
@@ -46,7 +51,7 @@ def attention(kernels: Kernels, qkv, heads, arena):
 
 
 def attention_backward(kernels: Kernels, dy, saved, arena):
-    """dqkv, the weights computed again tile by tile."""
+    """Return dqkv; the weights are recomputed tile by tile.    dy: (B, T, C); dqkv: (B, T, 3C)"""
     qkv, y, log_sums, heads = saved
     batch, length, width = _shape(qkv)
     dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
@@ -73,9 +78,11 @@ def attention_backward(kernels: Kernels, dy, saved, arena):
 
 
 def choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
-    """The way for these arrays on this device, chosen once; KernelError if the heads are too wide for it.
+    """Return the kernels for these arrays on this device, chosen once per shape.
 
-    is_chunked  whether elements are of 16 bits, and what is read begins at multiples of 16 bytes: so do then all of its rows
+    is_chunked  whether elements have 16 bits and all rows that are read begin at multiples of 16
+                bytes
+    raises      KernelError if the heads are too wide for the device
     """
     key = ("attention", qkv.dtype, qkv.shape, heads, is_chunked)
     way = kernels.plans.get(key)
@@ -94,7 +101,8 @@ def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
         and head % 16 == 0
         and head <= 128
     ):
-        # One tile of 128 rows, or two, and two stages of two tiles and of the statistics of their rows.
+        # The shared memory holds one tile of 128 rows (forward) or two (backward).
+        # It also holds two stages of two smaller tiles, with the statistics of their rows.
         forward, backward = (
             {step: (tiles * 128 + 4 * step) * 2 * (head + 8) + 16 * step for step in steps}
             for tiles, steps in ((1, (64, 32)), (2, (32, 16)))
@@ -130,7 +138,10 @@ def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
 
 
 def _step(shared: dict[int, int], limit: int) -> int:
-    """The first step, of those with these bytes a block, of which two blocks fit a multiprocessor; else of which one does."""
+    """Return the first step that lets two blocks fit a multiprocessor, or else one.
+
+    shared  bytes of shared memory per block, by step
+    """
     return next(
         (step for blocks in (2, 1) for step, nbytes in shared.items() if blocks * nbytes <= limit)
     )

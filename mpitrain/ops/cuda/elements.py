@@ -1,4 +1,4 @@
-"""The macros by which kernels learn their element types, from the dtypes of arrays."""
+"""Macros that give kernels their element types, from the dtypes of arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from mpitrain.machine.backend import address
 class Typed(Macros):
     """Macros that follow from the dtypes of arrays.
 
-    run  RUN of element.cuh: how many elements of each of these arrays a thread takes at a time
+    run  RUN of element.cuh: the number of elements of each array that a thread takes at a time
     """
 
     __slots__ = ("run",)
@@ -25,9 +25,9 @@ class Typed(Macros):
 
 
 class Kind(NamedTuple):
-    """What follows from the dtype of float arrays, found again without a call: see `KINDS`.
+    """The macros and the dtype of sums of one float dtype, cached in `KINDS`.
 
-    sums    dtype of sums over their elements
+    sums    dtype of sums over elements of this dtype
     macros  Element and Sum of element.cuh
     """
 
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 class Kinds(dict):
-    """By dtype."""
+    """A cache of `Kind` by dtype."""
 
     def __missing__(self, dtype: np.dtype) -> Kind:
         like = np.empty(0, dtype)
@@ -48,7 +48,9 @@ KINDS = Kinds()
 
 
 class ByDtypes(dict):
-    """Macros by the dtypes of some arrays, made by `make` of such arrays when first asked for."""
+    """A cache of macros by the dtypes of some arrays; `make` builds missing entries from empty
+    arrays.
+    """
 
     def __init__(self, make: Callable[..., dict[str, Any]]):
         super().__init__()
@@ -65,7 +67,7 @@ INDICES = ("int32", "int64")
 
 
 def c_type(array: Any) -> str:
-    """The C++ name of a float array's elements."""
+    """Return the C++ name of a float array's elements."""
     name = name_of(array.dtype)
     if name not in FLOATS:
         raise KernelError(
@@ -75,22 +77,28 @@ def c_type(array: Any) -> str:
 
 
 def sum_type(array: Any) -> str:
-    """The dtype that sums over this array's elements are held in: float64 for float64, else float32."""
+    """Return the dtype of sums over this array's elements: float64 for float64, else float32."""
     return "float64" if name_of(array.dtype) == "float64" else "float32"
 
 
 def element(array: Any) -> dict[str, Any]:
-    """Element and Sum of element.cuh."""
+    """Return the macros Element and Sum of element.cuh."""
     return {"Element": c_type(array), "Sum": ELEMENTS[sum_type(array)]}
 
 
 def result(array: Any, like: Any) -> dict[str, Any]:
-    """Result of element.cuh: how the array is stored, where that is not as what is computed with."""
+    """Return the macro Result of element.cuh, if `array` is stored in another dtype than `like`.
+
+    Kernels compute with the dtype of `like`.
+    """
     return {} if array.dtype == like.dtype else {"Result": c_type(array)}
 
 
 def in_chunks(*arrays: Any) -> int:
-    """CHUNKED: whether all rows of all arrays begin at multiples of 16 bytes, so that 16 of them can be copied at a time."""
+    """Return CHUNKED: 1 if all rows of all arrays begin at multiples of 16 bytes, otherwise 0.
+
+    With 1, a kernel copies 16 bytes at a time.
+    """
     return int(
         all(
             address(array) % 16 == 0 and not any(step % 16 for step in array.strides[:-1])
@@ -100,7 +108,7 @@ def in_chunks(*arrays: Any) -> int:
 
 
 def index(array: Any) -> dict[str, Any]:
-    """Index: the type of tokens and targets."""
+    """Return the macro Index: the type of tokens and targets."""
     if name_of(array.dtype) not in INDICES:
         raise KernelError(
             f"Tokens and targets are {' or '.join(INDICES)}, not {array.dtype.name}.",
@@ -110,4 +118,4 @@ def index(array: Any) -> dict[str, Any]:
 
 
 INDEXED = ByDtypes(lambda x, indices: element(x) | index(indices))
-"""Macros by the dtypes of (what is computed with, tokens or targets)."""
+"""Macros by the dtypes of (the array that a kernel computes with, tokens or targets)."""

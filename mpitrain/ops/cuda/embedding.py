@@ -9,7 +9,10 @@ POSITIONS = ByDtypes(lambda dx, dpositions: element(dx) | result(dpositions, dx)
 
 
 def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=None):
-    """x[b, t] = table[tokens[b, t] - first] + positions[t]; a row that is not held counts as zero."""
+    """Return (x, saved) with x[b, t] = table[tokens[b, t] - first] + positions[t].
+
+    A token outside the table counts as a row of zeros.
+    """
     vocab, width = table.shape
     x = arena.take((*tokens.shape, width), table.dtype) if out is None else out
     kernels.launch(
@@ -24,7 +27,7 @@ def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=No
 
 
 def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, arena):
-    """Add each row of dx to the row of its token, if the table holds it."""
+    """Add each row of dx to its token's row of dtable, if the table has that row."""
     tokens, first = saved
     vocab, width = dtable.shape
     macros = TABLES[dx.dtype, dtable.dtype, tokens.dtype]
@@ -39,7 +42,7 @@ def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, ar
 
 
 def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):
-    """Write or add the sum of dx over the batch; positions beyond T have gradient 0."""
+    """Write or add the sum of dx over the batch; positions from T on have gradient 0."""
     batch, length, width = dx.shape
     macros = POSITIONS[dx.dtype, dpositions.dtype]
     kernels.launch(

@@ -1,17 +1,18 @@
-"""How many blocks a launch gets, and what a block may have."""
+"""Launch geometry: blocks of a launch, threads of a block, and limits of its shared memory."""
 
 from functools import cache
 
 from mpitrain.kernels.loader import Kernels
 
-POINTWISE = (256,)  # threads a block of the kernels that go element by element
-ROWS = (128,)  # of those with one warp a row: four rows a block
-WIDE_ROWS = (
-    1024,
-)  # of those with one block a row, where it is long: enough loads under way to use the memory's whole rate
-MOST_BLOCKS = 2048  # of kernels that go round until nothing is left: enough to fill any GPU
+POINTWISE = (256,)  # threads per block of element-wise kernels
+ROWS = (128,)  # threads per block of kernels with one warp per row: four rows a block
+# Threads per block of kernels with one block per row, for long rows. They have enough loads in
+# flight for the full memory bandwidth.
+WIDE_ROWS = (1024,)
+MOST_BLOCKS = 2048  # blocks of a kernel that loops over its data: enough to fill any GPU
 
-# Bytes of shared memory that a block may have, by compute capability; the largest entry not above a device's counts.
+# Bytes of shared memory per block, by compute capability.
+# A device uses the largest entry that is not above its own capability.
 SHARED = {
     75: 64 << 10,
     80: 163 << 10,
@@ -22,11 +23,12 @@ SHARED = {
     120: 99 << 10,
 }
 
-SCRATCH = 2 << 10  # bytes of it that a kernel needs, at most, beside rows that it keeps
+# shared memory, in bytes, that a kernel may need besides the rows it stores there
+SCRATCH = 2 << 10
 
 
 def most_shared(kernels: Kernels) -> int:
-    """Bytes of shared memory that a block may have on this device."""
+    """Return the bytes of shared memory that a block may have on this device."""
     return _shared(kernels.engine.capability)
 
 
@@ -36,15 +38,19 @@ def _shared(capability: int) -> int:
 
 
 def blocks(count: int, each: int = 1) -> tuple[int]:
-    """A grid for `count` elements, `each` of them to a thread at a time; empty for none."""
+    """Return a grid for `count` elements, `each` elements per thread at a time; (0,) for none."""
     return (min(-(-count // (each * POINTWISE[0])), MOST_BLOCKS),)
 
 
 def row_blocks(rows: int) -> tuple[int]:
-    """A grid for one warp a row."""
+    """Return a grid with one warp per row."""
     return (-(-rows // 4),)
 
 
 def parts(rows: int, across: int) -> int:
-    """Into how many parts of rows a sum down the columns of `across` blocks is cut: enough to fill a GPU, none of a few rows."""
+    """Return the number of parts of rows in a sum down columns: enough to fill a GPU.
+
+    There are at most rows / 64 parts, rounded up.
+    across  blocks across the columns
+    """
     return max(1, min(-(-rows // 64), 1024 // max(1, across)))

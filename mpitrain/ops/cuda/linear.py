@@ -1,8 +1,8 @@
-"""Linear layers with an optional activation, as single products with everything else in their epilogues.
+"""Linear layers with an optional activation: one product each, with all other work in its epilogue.
 
-`multiply` is one of product.py. M rows, K inputs, N outputs. `saved` is (x, has a bias), or the pair of that and what the
-activation needs; the weight half's product also sums dy over its rows, which is the bias gradient: `_Pending` keeps it for the
-bias half.
+`multiply` is a function of product.py. M rows, K inputs, N outputs. `saved` is (x, has a bias), or
+a pair of that and the data for the activation's derivative. The product of the weight half also
+sums dy over its rows: this is the bias gradient. `_Pending` passes it to the bias half.
 """
 
 from collections.abc import Callable
@@ -17,31 +17,40 @@ from mpitrain.ops.cuda.sums import add_parts, sum_rows
 Multiply = Callable[..., None]
 
 PITCH = 64
-"""Elements that rows of logits begin at multiples of: of an odd vocabulary only every eighth could be moved in runs."""
+"""Rows of logits begin at multiples of this number of elements.
+
+With an odd vocabulary, only every eighth row would be aligned for vector accesses.
+"""
 
 
 class _Pending:
-    """dy and x of a linear layer, and dy's sum over rows once the weight half has made it."""
+    """The gradient dy and input x of a linear layer.
+
+    sums  None, or dy's sum over rows once the weight half has made it
+    """
 
     def __init__(self, dy: Any, x: Any, has_bias: bool):
         self.dy, self.x, self.has_bias, self.sums = dy, x, has_bias, None
 
 
 def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None, residual=None):
-    """y = x w^T + b + residual."""
+    """Return (y, saved) with y = x w^T + b + residual."""
     y = arena.take((len(x), len(w)), x.dtype) if out is None else out
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, residual=residual)
     return y, (x, b is not None)
 
 
 def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
-    """As `linear`. Between the rows of y there is room up to a multiple of PITCH, which nobody reads or writes."""
+    """Return (y, saved) as `linear`.
+
+    Rows of y are padded to a multiple of PITCH elements; no operation reads or writes the padding.
+    """
     y = arena.take((len(x), -(-len(w) // PITCH) * PITCH), x.dtype)[:, : len(w)]
     return linear(kernels, multiply, x, w, b, arena, y)
 
 
 def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
-    """dx = dy w."""
+    """Return (dx, pending) with dx = dy w."""
     x, has_bias = saved
     dx = arena.take(x.shape, dy.dtype) if out is None else out
     multiply(kernels, arena, dy, w, dx)
@@ -49,13 +58,13 @@ def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, ar
 
 
 def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, before, arena):
-    """dz = dy w gelu'(z), written over z, which was kept before."""
+    """Return (dz, pending) with dz = dy w gelu'(z), written over the saved z."""
     multiply(kernels, arena, dy, w, before, activation="gelu backward")
     return before, _Pending(dy, *saved)
 
 
 def linear_backward_weight(kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena):
-    """dw = dy^T x, or added to it; dy's sum over rows on the way."""
+    """Write or add dw = dy^T x; also compute dy's sum over rows for the bias half."""
     sums = arena.take(dw.shape[:1], KINDS[pending.dy.dtype].sums) if pending.has_bias else None
     multiply(
         kernels,
@@ -71,7 +80,7 @@ def linear_backward_weight(kernels: Kernels, multiply: Multiply, pending, dw, ac
 
 
 def linear_backward_bias(kernels: Kernels, pending, db, accumulate, arena):
-    """db = the sum of dy over rows, or added to it."""
+    """Write or add db, the sum of dy over rows."""
     if pending.sums is None:
         sum_rows(kernels, pending.dy, db, accumulate, arena)
     else:
@@ -79,28 +88,30 @@ def linear_backward_bias(kernels: Kernels, pending, db, accumulate, arena):
 
 
 def linear_gelu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
-    """y = gelu(x w^T + b); the product itself is kept for the way back."""
+    """Return (y, saved) with y = gelu(x w^T + b); the product z is saved for the backward."""
     y, z = arena.take((len(x), len(w)), x.dtype), arena.take((len(x), len(w)), x.dtype)
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
     return y, ((x, b is not None), z)
 
 
 def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
-    """As `linear_backward_input`, through the activation; dz is written over what was kept."""
+    """Return (dx, pending) as `linear_backward_input`, through the activation; dz overwrites the
+    saved z.
+    """
     saved, z = saved
     _through_activation(kernels, "gelu", z, dy, z)
     return linear_backward_input(kernels, multiply, z, w, saved, arena, out)
 
 
 def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
-    """y = max(0, x w^T + b); y says by its signs all that the way back needs."""
+    """Return (y, saved) with y = max(0, x w^T + b); the signs of y suffice for the backward."""
     y = arena.take((len(x), len(w)), x.dtype)
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="relu")
     return y, ((x, b is not None), y)
 
 
 def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
-    """As `linear_backward_input`, through the activation."""
+    """Return (dx, pending) as `linear_backward_input`, through the activation."""
     saved, y = saved
     dz = arena.take(dy.shape, dy.dtype)
     _through_activation(kernels, "relu", y, dy, dz)
@@ -108,37 +119,37 @@ def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, save
 
 
 def gelu(kernels: Kernels, z, arena):
-    """y = gelu(z)."""
+    """Return (y, saved) with y = gelu(z)."""
     return _activated(kernels, "gelu", z, arena), z
 
 
 def gelu_backward(kernels: Kernels, dy, saved, arena):
-    """dz, written over what was kept."""
+    """Return dz, written over the saved z."""
     _through_activation(kernels, "gelu", saved, dy, saved)
     return saved
 
 
 def relu(kernels: Kernels, z, arena):
-    """y = max(0, z); y says by its signs all that the way back needs."""
+    """Return (y, saved) with y = max(0, z); the signs of y suffice for the backward."""
     y = _activated(kernels, "relu", z, arena)
     return y, y
 
 
 def relu_backward(kernels: Kernels, dy, saved, arena):
-    """dz."""
+    """Return dz."""
     dz = arena.take(dy.shape, dy.dtype)
     _through_activation(kernels, "relu", saved, dy, dz)
     return dz
 
 
 def add(kernels: Kernels, a, b, out, arena):
-    """out = a + b; out may be a or b."""
+    """Write a + b to out, which may be a or b."""
     macros = KINDS[a.dtype].macros
     kernels.launch("add", blocks(a.size, macros.run), POINTWISE, (a.size, a, b, out), macros=macros)
 
 
 def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
-    """out = alpha a + beta b; out may be a or b."""
+    """Write alpha a + beta b to out, which may be a or b."""
     macros = KINDS[a.dtype].macros
     kernels.launch(
         "weighted_sum",
@@ -150,7 +161,7 @@ def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
 
 
 def add_bias(kernels: Kernels, x, b, out, arena, residual=None):
-    """out = x + b + residual, b to every row; out may be x."""
+    """Write x + b + residual to out, which may be x; b is added to every row."""
     columns = x.shape[-1]
     rows = x.size // columns
     kernels.launch(

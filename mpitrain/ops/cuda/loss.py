@@ -1,6 +1,6 @@
-"""Softmax cross-entropy. Losses are summed on the device: who needs the number waits for it, nobody else.
+"""Softmax cross-entropy. Losses are summed on the device; only a read of the number waits for it.
 
-Rows of logits may lie further apart than they are long, as `linear.logits` leaves them.
+Rows of logits may lie further apart than they are long, as `linear.logits` returns them.
 """
 
 from typing import Any
@@ -12,11 +12,13 @@ from mpitrain.ops.cuda.elements import INDEXED, KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, SCRATCH, WIDE_ROWS, blocks, most_shared
 from mpitrain.ops.cuda.sums import sum_all
 
-ANY = np.dtype(np.int64)  # of targets, where a kernel takes none
+ANY = np.dtype(np.int64)  # the dtype of targets for kernels that take none
 
 
 def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
-    """(loss_sum, dlogits), dlogits written over the logits; loss_sum is an array without dims."""
+    """Return (loss_sum, dlogits); dlogits is written over the logits; loss_sum is an array without
+    dims.
+    """
     losses, row = (
         arena.take((len(logits),), KINDS[logits.dtype].sums),
         logits.shape[1] * logits.itemsize,
@@ -35,7 +37,7 @@ def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
 
 
 def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
-    """loss_sum alone."""
+    """Return loss_sum alone, an array without dims."""
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels, "cross_entropy_loss", logits, (targets, logits, losses), targets.dtype, "losses"
@@ -44,7 +46,7 @@ def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
 
 
 def count_correct(kernels: Kernels, logits, targets, arena):
-    """How many rows have their largest logit at the target; an array without dims."""
+    """Return the number of rows with the largest logit at the target: an array without dims."""
     correct = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels, "largest_is_target", logits, (targets, logits, correct), targets.dtype, "correct"
@@ -53,14 +55,19 @@ def count_correct(kernels: Kernels, logits, targets, arena):
 
 
 def row_maximum(kernels: Kernels, logits, arena, out=None):
-    """The largest logit of each row, of the columns held here: (M,), for a maximum over the parts."""
+    """Return the largest logit of each row in this slice's columns: (M,), to be maximised over
+    slices.
+    """
     maxima = arena.take((len(logits),), KINDS[logits.dtype].sums) if out is None else out
     _launch(kernels, "row_maximum", logits, (logits, maxima), ANY, "maxima")
     return maxima
 
 
 def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena, out=None):
-    """(2, M): each row's sum of exp(x - maximum), and its target's x - maximum or 0, for a sum over the parts."""
+    """Return facts (2, M), to be summed over the slices of the vocabulary.
+
+    They are each row's sum of exp(x - maximum), and its target's x - maximum (0 in another slice).
+    """
     facts = arena.take((2, len(logits)), KINDS[logits.dtype].sums) if out is None else out
     _launch(
         kernels,
@@ -74,7 +81,10 @@ def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena, ou
 
 
 def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts, scale, arena):
-    """As `cross_entropy`, over the columns held here, from the sums over the parts; the loss is that of whole rows."""
+    """Return (loss_sum, dlogits) as `cross_entropy`, over this slice's columns.
+
+    facts is summed over the slices; loss_sum is the loss of whole rows.
+    """
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels,
@@ -88,14 +98,17 @@ def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts,
 
 
 def row_argmax(kernels: Kernels, logits, first, maxima, arena, out=None):
-    """Minus the lowest entry held here whose logit is its row's largest, or -inf: (M,), for a maximum over the parts."""
+    """Return places (M,), to be maximised over the slices of the vocabulary.
+
+    A place is minus the lowest index in this slice with the row's largest logit, or -inf.
+    """
     places = arena.take((len(logits),), KINDS[logits.dtype].sums) if out is None else out
     _launch(kernels, "row_argmax", logits, (first, logits, maxima, places), ANY, "places")
     return places
 
 
 def count_correct_split(kernels: Kernels, places, targets, arena):
-    """How many rows have minus their target in `places`; an array without dims."""
+    """Return the number of rows where `places` is minus the target, as an array without dims."""
     correct = arena.take(places.shape, places.dtype)
     kernels.launch(
         "place_is_target",
@@ -117,7 +130,10 @@ def _launch(
     fresh: str,
     shared: int = 0,
 ) -> None:
-    """A block a row, of more threads where rows are long; `rest` follows M, V and the pitch."""
+    """Launch one block per row, with more threads for long rows.
+
+    rest  the arguments after M, V and the pitch
+    """
     rows, columns = logits.shape
     threads = POINTWISE if columns <= 16 * POINTWISE[0] else WIDE_ROWS
     kernels.launch(

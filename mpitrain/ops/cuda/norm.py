@@ -1,4 +1,8 @@
-"""LayerNorm. `saved` is (x, mean, inverse); the input half makes what the weight halves add up, since it has read all of it."""
+"""LayerNorm. `saved` is (x, mean, inverse).
+
+The input half of the backward reads all of x and dy. So it also makes the partial sums that the
+weight halves add up.
+"""
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
@@ -6,12 +10,15 @@ from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_b
 from mpitrain.ops.cuda.sums import add_parts
 from mpitrain.ops.reference import EPSILON
 
-PARTS = 4  # of the rows of a backward, to a multiprocessor
-FEWEST_ROWS = 8  # of a part
+PARTS = 4  # the most parts of the rows per multiprocessor, in a backward
+FEWEST_ROWS = 8  # there are at most rows / FEWEST_ROWS parts, rounded up
 
 
 def layer_norm(kernels: Kernels, x, gain, bias, arena):
-    """y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim."""
+    """Return (y, saved) with y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim.
+
+    x, y: (M, C); gain, bias: (C,)
+    """
     rows, width = x.shape
     sums, macros = KINDS[x.dtype]
     y, mean, inverse = (
@@ -31,9 +38,10 @@ def layer_norm(kernels: Kernels, x, gain, bias, arena):
 
 
 def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
-    """(dx, pending), the residual added to dx.
+    """Return (dx, pending), with the residual added to dx.
 
-    pending: what the weight halves add up, (2, parts, C) sums of dy times the normalised x, and of dy
+    dy, dx   (M, C)
+    pending  (2, parts, C): partial sums of dy times the normalised x, and of dy
     """
     rows, width = dy.shape
     dx = arena.take(dy.shape, dy.dtype)

@@ -1,4 +1,6 @@
-"""Matrix products on the device, with what follows them: by our kernels alone (`gemm`), or by its library (`library`)."""
+"""Matrix products on the device, with an epilogue: by our kernels (`gemm`), or by cuBLAS
+(`library`).
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,11 +19,12 @@ COMBINE = (256,)  # threads of gemm_combine
 
 
 class Plan(NamedTuple):
-    """What of a product follows from shapes and types: worked out once, since it would cost as much as the launch.
+    """The launch of a product: everything that follows from shapes and types.
 
+    It is computed once per shape, because the computation costs as much as the launch.
     steps     elements from row to row and from batch to batch, of a, b and c
     types     macros of the kernel that combines splits
-    parts     elements of the workspace of splits, of dtype `sums`
+    parts     elements of the workspace of splits, in dtype `sums`
     combined  grid of that kernel
     """
 
@@ -59,14 +62,16 @@ def gemm(
     table: Table = DEFAULT,
     tiling: Tiling | None = None,
 ) -> None:
-    """c = activation(alpha op(a) op(b) + beta c + bias) + residual.
+    """Compute c = activation(alpha op(a) op(b) + beta c + bias) + residual.
 
-    a, b, c    (rows, columns) or (batch, rows, columns), the last dim contiguous; stored transposed where so flagged
-    saved      receives what the activation is applied to; like c, as is `residual`
-    activation "gelu backward" is multiplication by GELU's derivative at what c holds
-    row_sums   (M,): receives the sums over k of op(a), in the dtype of sums
-    table      says which tiling the shape gets, where none is given
-    raises     KernelError if the shapes do not fit
+    a, b, c     (rows, columns) or (batch, rows, columns), the last dim contiguous; stored
+                transposed where so flagged
+    saved       receives the input of the activation; same shape and strides as c, as is `residual`
+    activation  "gelu", "relu" or None; "gelu backward" multiplies by GELU's derivative at the old
+                content of c
+    row_sums    (M,): receives the sums over k of op(a), in the dtype of sums
+    table       chooses the tiling of the shape, unless `tiling` is given
+    raises      KernelError if the shapes do not fit
     """
     reads_c = beta != 0 or activation == "gelu backward"
     key = (
@@ -200,7 +205,7 @@ def _plan(
     table: Table,
     tiling: Tiling | None,
 ) -> Plan:
-    """What follows from shapes and types alone; KernelError if the shapes do not fit."""
+    """Return the launch for these shapes and types; KernelError if the shapes do not fit."""
     m, n, k = _check(a, b, c, transposed_a, transposed_b)
     batches = c.shape[0] if c.ndim == 3 else 1
     if row_sums is not None and batches > 1:
@@ -236,7 +241,7 @@ def _plan(
 
 
 def _fresh(reads_c: bool) -> str:
-    """What an epilogue writes whole."""
+    """Return the names of the arrays that an epilogue writes completely."""
     return "saved row_sums" if reads_c else "C saved row_sums"
 
 
@@ -257,9 +262,10 @@ def library(
     activation: str | None = None,
     row_sums: Any = None,
 ) -> None:
-    """As `gemm` of two dims, but the product is cuBLAS's (in the simulator NumPy's), and kernels after it do the rest.
+    """Compute `gemm` of two dims by cuBLAS (in the simulator by NumPy); our kernels run the
+    epilogue.
 
-    row_sums   only where `a` is stored transposed, and then contiguous: the sums down its columns
+    row_sums   only if `a` is stored transposed and contiguous: the sums down its columns
     raises     KernelError if the shapes do not fit
     """
     m, n, _ = _check(a, b, c, transposed_a, transposed_b)
@@ -289,7 +295,7 @@ def library(
     if a.size and c.size:
         kernels.engine.multiply(a, b, product, transposed_a, transposed_b, is_bare and beta == 1)
     elif not (is_bare and beta == 1):
-        product.fill(0)  # sums over nothing
+        product.fill(0)  # sums of no products
     if not is_bare:
         types = element(a) | {"Result": c_type(c), "ROW_SUMS": 0}
         kernels.launch(
@@ -319,7 +325,7 @@ def library(
 
 
 def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tuple[int, int, int]:
-    """(M, N, K); KernelError if the shapes do not fit."""
+    """Return (M, N, K); KernelError if the shapes do not fit."""
     (m, k), (n, inner) = a.shape[-2:], b.shape[-2:]
     m, k = (k, m) if transposed_a else (m, k)
     n, inner = (n, inner) if transposed_b else (inner, n)
@@ -338,7 +344,7 @@ def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tu
 
 
 def _check_like(c: Any, saved: Any, residual: Any) -> None:
-    """KernelError unless what is written, or added, beside c lies as c does."""
+    """Raise KernelError unless `saved` and `residual` have the shape and strides of c."""
     for name, array in (("saved", saved), ("residual", residual)):
         if array is not None and (array.shape != c.shape or array.strides != c.strides):
             raise KernelError(
@@ -348,13 +354,13 @@ def _check_like(c: Any, saved: Any, residual: Any) -> None:
 
 
 def _combined(c: Any, row_sums: Any) -> tuple[int, int, int]:
-    """The grid of the epilogue of sums that lie in a workspace of shape (batches, splits, M, N)."""
+    """Return the grid of the epilogue of sums in a workspace (batches, splits, M, N)."""
     m, n = c.shape[-2:]
     runs = m * (count(n, KINDS[c.dtype].macros.run) + (row_sums is not None))
     return min(count(runs, 256), 1024), 1, c.shape[0] if c.ndim == 3 else 1
 
 
 def _steps(array: Any) -> tuple[int, int]:
-    """Elements from row to row and from batch to batch."""
+    """Return the elements from row to row and from batch to batch."""
     size = array.itemsize
     return array.strides[-2] // size, array.strides[0] // size if array.ndim == 3 else 0

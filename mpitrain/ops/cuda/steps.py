@@ -1,4 +1,8 @@
-"""Optimizer steps on flat buffers, in place. What changes with the step lies in device memory: no launch's arguments change."""
+"""Optimizer steps on flat buffers, in place.
+
+Numbers that change from step to step lie in device memory. So the arguments of a launch never
+change.
+"""
 
 from typing import Any
 
@@ -13,9 +17,10 @@ MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
 
 
 class Numbers:
-    """Up to four numbers that steps multiply by, in the memory of a backend, written when they change.
+    """Up to four factors of a step, in the memory of a backend, written when they change.
 
-    One array for each dtype of sums, always the same: copies and launches are in the order of the stream.
+    There is one array per dtype of sums, always the same one. This is safe, because copies and
+    launches follow the order of the stream.
     """
 
     def __init__(self, backend: Backend):
@@ -26,7 +31,7 @@ class Numbers:
         )
 
     def of(self, like: Any, *values: float) -> Any:
-        """The array that holds these, for sums over `like`."""
+        """Return the array that holds these values, for sums over elements like `like`."""
         dtype = KINDS[like.dtype].sums
         if dtype not in self._arrays:
             self._arrays[dtype] = self._backend.zeros(4, dtype)
@@ -37,7 +42,7 @@ class Numbers:
 
 
 def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
-    """p -= lr (scale g + weight_decay p)."""
+    """Step p in place: p -= lr (scale g + weight_decay p)."""
     macros = _types(p, mirror)
     kernels.launch(
         "sgd",
@@ -51,7 +56,7 @@ def sgd(kernels: Kernels, numbers: Numbers, p, g, scale, lr, weight_decay, arena
 def momentum(
     kernels: Kernels, numbers: Numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
 ):
-    """m = beta m + scale g + weight_decay p, p -= lr m."""
+    """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m."""
     macros = _types(p, mirror)
     kernels.launch(
         "momentum",
@@ -79,7 +84,10 @@ def adamw(
     arena,
     mirror=None,
 ):
-    """Decoupled decay, step counted from 1; what depends on the step alone is computed here in double."""
+    """Step p, m and v in place, with decoupled decay; step counts from 1.
+
+    The host computes the bias corrections, which depend on the step alone, in double.
+    """
     macros = _types(p, mirror)
     kernels.launch(
         "adamw",
@@ -103,5 +111,5 @@ def adamw(
 
 
 def _types(p: Any, mirror: Any) -> Typed:
-    """Element, Sum and Mirror of element.cuh."""
+    """Return the macros Element, Sum and Mirror of element.cuh."""
     return KINDS[p.dtype].macros if mirror is None else MIRRORED[p.dtype, mirror.dtype]

@@ -6,14 +6,19 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import POINTWISE, blocks, parts
 
+# Threads of the kernels that sum down columns: 8 across, each with several columns, and 32 rows at
+# a time.
 COLUMNS = (
     8,
     32,
-)  # threads of the kernels that sum down columns: 8 times what a thread takes, 32 rows at a time
+)
 
 
 def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
-    """out = the sum of the rows of `sums`, (P, N) in the dtype of sums, or added to it."""
+    """Write or add the sum of the rows of `sums` to out.
+
+    sums: (P, N) in the dtype of sums; out: (N,)
+    """
     macros = KINDS[out.dtype].macros
     kernels.launch(
         "add_parts",
@@ -26,7 +31,7 @@ def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool) -> None:
 
 
 def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -> None:
-    """out = the sum of x: (M, N) over its rows, or added to it."""
+    """Write or add the sum of x over its rows to out.    x: (M, N); out: (N,)"""
     rows, columns = x.shape
     kind = KINDS[x.dtype]
     across = -(-columns // (8 * kind.macros.run))
@@ -43,7 +48,7 @@ def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -
 
 
 def total(kernels: Kernels, partial: Any, arena: Any) -> Any:
-    """The sum of each row of a float64 array (rows, count): (rows,) float64."""
+    """Return the sum of each row, (rows,) float64, of a float64 array (rows, count)."""
     rows, count = partial.shape
     result = arena.take((rows,), "float64")
     kernels.launch(
@@ -58,7 +63,7 @@ def total(kernels: Kernels, partial: Any, arena: Any) -> Any:
 
 
 def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
-    """The sum of a flat array, in float64, as an array without dims."""
+    """Return the sum of a flat array, as a float64 array without dims."""
     partial = arena.take((1, max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)), "float64")
     kernels.launch(
         "sum_parts",
@@ -72,7 +77,10 @@ def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
 
 
 def gradient_facts(kernels: Kernels, x, arena):
-    """(2,): the sum of squares, in float64, and how many elements are infinite or NaN; nobody waits for either here."""
+    """Return (2,) float64: the sum of squares, and the number of infinite or NaN elements.
+
+    The host does not wait for the result.
+    """
     count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
     facts = arena.take((2, count), "float64")
     kernels.launch(

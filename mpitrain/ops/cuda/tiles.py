@@ -1,4 +1,14 @@
-"""Tiles of matrix products: which there are, and which a product gets."""
+"""Tiles of matrix products: the available tiles, and the choice of one for each product.
+
+A block of threads computes one tile of C in steps along K:
+
+             N                      a block: TILE_M x TILE_N elements of C
+          +------+------+           a step: TILE_K columns of op(A), rows of op(B)
+        M | tile |      |           splits: so many blocks share one tile,
+          +------+------+           each for its own range of K; a second
+          |      |      |           kernel adds their sums
+          +------+------+
+"""
 
 import json
 from collections.abc import Iterable
@@ -15,7 +25,7 @@ from mpitrain.strict_json import validated
 
 
 class Tile(NamedTuple):
-    """How a block cuts its part of C: macros of gemm.cu."""
+    """The tile of a block of `gemm`, as macros of gemm.cu."""
 
     TILE_M: int
     TILE_N: int
@@ -25,7 +35,7 @@ class Tile(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """Its name."""
+        """The kernel's name."""
         return "gemm"
 
     @property
@@ -35,22 +45,22 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per block."""
         return self.TILE_M * self.TILE_N // (self.THREAD_M * self.THREAD_N)
 
     @property
     def registers(self) -> int:
-        """Of a thread, at most: what gemm.cu's launch bounds leave it."""
+        """The most registers of a thread, a result of gemm.cu's launch bounds."""
         return 128
 
     @property
     def rate(self) -> int:
-        """Products of two numbers that a multiprocessor adds in a cycle, at most."""
+        """The most multiply-adds of a multiprocessor per cycle."""
         return 128
 
 
 class TensorTile(NamedTuple):
-    """How a block cuts its part of C on tensor cores: macros of gemm_tensor.cu."""
+    """The tile of a block on tensor cores, as macros of gemm_tensor.cu."""
 
     TILE_M: int
     TILE_N: int
@@ -61,30 +71,33 @@ class TensorTile(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """Its name."""
+        """The kernel's name."""
         return "gemm_tensor"
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per block."""
         return self.TILE_M * self.TILE_N // (self.WARP_M * self.WARP_N) * 32
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory, enough for operands stored either way."""
+        """Bytes of dynamic shared memory, enough for operands stored in either order."""
         a = max(self.TILE_M * (self.TILE_K + 8), self.TILE_K * (self.TILE_M + 8))
         b = max(self.TILE_N * (self.TILE_K + 8), self.TILE_K * (self.TILE_N + 8))
         return 2 * (a + b) * self.STAGES
 
     @property
     def registers(self) -> int:
-        """Of a thread, at most: what gemm_tensor.cu's launch bounds leave it, beside those of its sums 64."""
+        """The most registers of a thread, a result of gemm_tensor.cu's launch bounds.
+
+        The bounds count a thread's sums and 64 registers more.
+        """
         room = 65536 // (self.threads * (self.WARP_M * self.WARP_N // 32 + 64))
         return min(255, 65536 // (self.threads * min(4, max(1, room))))
 
     @property
     def rate(self) -> int:
-        """Products of two numbers that a multiprocessor adds in a cycle, at most: what mma.sync reaches."""
+        """The most multiply-adds of a multiprocessor per cycle, as mma.sync reaches it."""
         return 1024
 
 
@@ -103,25 +116,28 @@ TENSOR_TILES = (
     TensorTile(128, 256, 32, 64, 64, 3),
     TensorTile(256, 128, 32, 64, 64, 3),
 )
-USUAL = 3  # so many of them are taken without a measurement, large ones first
-NEAR = (
-    2.0  # what was measured speaks for shapes of which no dim is further away than by this factor
-)
+USUAL = 3  # the first USUAL tiles need no measurement; they are sorted by size, the largest first
+# A measurement holds for shapes with every dim within this factor.
+NEAR = 2.0
 SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
-SHORTEST = 256  # of a sum over K no part is shorter
-FILLING = 3  # tiles of TILE_K that pass before a block multiplies, and what its start and end take: unless others multiply
-EDGE = 16  # a block does as much work on what passes through shared memory as so many more rows and columns of it were
-BYTES = 20  # that a multiprocessor's share of the memory moves in a cycle
+SHORTEST = 256  # no split of a sum over K is shorter
+# The cost of a block's start and end, in steps of TILE_K. Other blocks of the multiprocessor can
+# hide it.
+FILLING = 3
+# The traffic through shared memory costs as much as this number of extra rows and columns of the
+# tile.
+EDGE = 16
+BYTES = 20  # bytes of memory traffic per cycle and multiprocessor
 LAUNCH = 5000  # cycles that one more kernel takes
-GAIN = 1.05  # by which splitting must win: the arithmetic is no more exact
+GAIN = 1.05  # splitting must win by this factor, because the estimate is rough
 
 
 Extent = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 class Tiling(NamedTuple):
-    """A tile, and into how many parts the sum over K is split."""
+    """A tile, and the number of splits of the sum over K."""
 
     tile: Tile | TensorTile
     splits: int
@@ -131,7 +147,7 @@ class Measured(NamedTuple):
     """The tiling that was fastest for a shape.
 
     elements  dtype of the operands
-    stored    how: "NT" is a product with a second operand stored transposed
+    stored    storage of the operands: "NT" is a product with the second operand stored transposed
     """
 
     elements: str
@@ -142,7 +158,7 @@ class Measured(NamedTuple):
     tiling: Tiling
 
     def distance(self, m: int, n: int, k: int) -> float:
-        """The largest factor between the dims of both shapes."""
+        """Return the largest factor between corresponding dims of the two shapes."""
         return max(
             max(mine, other) / min(mine, other)
             for mine, other in zip(self[2:5], (m, n, k), strict=True)
@@ -150,18 +166,22 @@ class Measured(NamedTuple):
 
 
 class Table:
-    """Which tiling a product gets: that of the nearest measured shape, where one is near, or the cheapest by arithmetic."""
+    """A choice of tilings: the nearest measured shape's if one is near, otherwise the cheapest by
+    estimate.
+    """
 
     def __init__(self, measured: Iterable[Measured] = ()):
         self.measured = tuple(measured)
-        self._chosen: dict[
-            tuple, Tiling
-        ] = {}  # a search for each of a step's products would cost as much as its launch
+        # The choice is cached: a search in every product would cost as much as the launch.
+        self._chosen: dict[tuple, Tiling] = {}
 
     def tiling(
         self, a: Any, stored: str, shape: tuple[int, int, int, int], engine: Engine
     ) -> Tiling:
-        """The tiling for operands like `a` on the engine's device; shape: (M, N, K, batches)."""
+        """Return the tiling for operands like `a` on the engine's device.
+
+        shape  (M, N, K, batches)
+        """
         key = (
             a.dtype,
             stored,
@@ -203,12 +223,12 @@ DEFAULT = Table()
 
 
 def count(extent: int, size: int) -> int:
-    """How many tiles of a size cover an extent."""
+    """Return the number of tiles of a size that cover an extent."""
     return -(-extent // size)
 
 
 def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
-    """The tiles that can multiply operands like `a`: on tensor cores wherever there are any."""
+    """Return the tiles that can multiply operands like `a`: on tensor cores wherever possible."""
     kind = c_type(a)
     if kind == "__half" and 75 <= capability < 80:
         return two_stages()
@@ -218,7 +238,9 @@ def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
 def usual(
     tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, engine: Engine
 ) -> Tiling:
-    """The tiling of the lowest cost, of equals the one of the largest tile and the fewest parts."""
+    """Return the tiling of the lowest cost; of equals, the one with the largest tile and the fewest
+    splits.
+    """
     splits = range(1, max(1, min(k // SHORTEST, MOST_SPLITS)) + 1)
     return min(
         (Tiling(tile, parts) for tile in tiles for parts in splits),
@@ -227,10 +249,12 @@ def usual(
 
 
 def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -> float:
-    """About how many cycles a product takes: blocks of the busiest multiprocessor times the cost of one, and joining the parts.
+    """Return an estimate of the cycles of a product.
 
-    A multiprocessor that several blocks share is no faster: they count as if it had them one after another. But while one fills
-    its first tiles, or writes, the others multiply: that counts once for all that are there at a time.
+    It is the cost of one block times the number of blocks on the busiest multiprocessor, plus the
+    addition of the splits. Blocks that share a multiprocessor are no faster: they count as if they
+    ran one after another. While one block loads its first tiles, or writes, the others multiply.
+    That cost therefore counts once for all blocks that are resident together.
     """
     (tile, splits), elements, multiprocessors = tiling, batches * m * n, engine.multiprocessors
     blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches * splits
@@ -246,7 +270,10 @@ def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -
 
 
 def worth_measuring(a: Any, m: int, n: int, k: int, engine: Engine) -> list[Tiling]:
-    """Every tile; sums over K are split where parts of some length remain and one part's blocks do not fill the device."""
+    """Return the candidates for a measurement: every tile, with splits of K where they can pay.
+
+    A split pays if its length is at least 128 and the blocks do not exceed two per multiprocessor.
+    """
     tilings, multiprocessors = [], engine.multiprocessors
     for tile in possible(a, engine.capability):
         blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N)
@@ -259,7 +286,7 @@ def worth_measuring(a: Any, m: int, n: int, k: int, engine: Engine) -> list[Tili
 
 
 class _Line(BaseModel):
-    """What a file says of one shape; it calls a tiling a plan."""
+    """The entry of one shape in a file; it calls a tiling a plan."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -282,7 +309,7 @@ class _File(BaseModel):
 
 
 def read_tiles(path: Path) -> Table:
-    """The table in a file of `write_tiles`; ConfigError if it is none."""
+    """Return the table in a file of `write_tiles`; ConfigError if it is none."""
     try:
         return Table(map(_entry, validated(_File, contents(path)).measured))
     except OSError as error:
@@ -297,7 +324,10 @@ def read_tiles(path: Path) -> Table:
 
 
 def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
-    """Write the file whole. device: the name of what it was measured on, for the reader."""
+    """Write the file as a whole.
+
+    device  the name of the measured device, for human readers
+    """
     listed = [
         {
             **dict(zip(Measured._fields, entry[:5], strict=False)),
@@ -310,7 +340,7 @@ def write_tiles(path: Path, device: str, measured: Iterable[Measured]) -> None:
 
 
 def _entry(line: _Line) -> Measured:
-    """A line of the file; ValueError for a tile that no kernel has."""
+    """Return a line of the file as `Measured`; ValueError for a tile that no kernel has."""
     wanted, splits = line.plan
     tiles: list[Tile | TensorTile] = [*TILES, *TENSOR_TILES, *two_stages()]
     for tile in tiles:
@@ -322,5 +352,5 @@ def _entry(line: _Line) -> Measured:
 
 
 def two_stages() -> tuple[TensorTile, ...]:
-    """The tiles as devices with little shared memory have them."""
+    """Return the tensor tiles with two stages, for devices with little shared memory."""
     return tuple(tile._replace(STAGES=2) for tile in TENSOR_TILES)

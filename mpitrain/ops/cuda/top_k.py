@@ -1,4 +1,4 @@
-"""The k elements of largest magnitude, chosen exactly and equally on every run."""
+"""The k elements of largest magnitude: an exact, deterministic radix selection."""
 
 from typing import Any
 
@@ -7,14 +7,15 @@ from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.ops.cuda.grids import POINTWISE
 
 TYPES = Macros(Element="float", Sum="float")
-DIGITS = (24, 16, 8, 0)  # the lowest bit of each, highest digit first
+DIGITS = (24, 16, 8, 0)  # the lowest bit of each digit of 8 bits, highest digit first
 
 
 def top_k(kernels: Kernels, x: Any, k: int, arena: Any) -> tuple[Any, Any]:
-    """(indices, values) of the k elements of x: (n,) float32 that are largest in magnitude, indices ascending.
+    """Return (indices, values) of the k elements of largest magnitude, indices ascending.
 
-    Of equal magnitudes the first ones are chosen; NaN is larger than anything.
-    raises  KernelError from 2^31 elements on: indices and counts are 32 bits wide
+    Of equal magnitudes the first ones are chosen. NaN is larger than any number.
+    x       (n,) float32
+    raises  KernelError from 2^31 elements on: indices and counts have 32 bits
     """
     if x.size >= 1 << 31:
         raise KernelError(

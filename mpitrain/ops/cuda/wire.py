@@ -1,4 +1,4 @@
-"""What an all-reduce does to chunks in its wire format; not operations of layers, but launched the same way."""
+"""Operations of an all-reduce on chunks in their wire format: sums, maxima, and (de)compression."""
 
 from typing import Any
 
@@ -7,29 +7,32 @@ from mpitrain.ops.cuda.elements import ByDtypes, c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
 
 BLOCK = 256
-"""Elements that share one scale of fp16 and int8, here and on the host; chunks of coded arrays are whole blocks."""
+"""Elements that share one scale of fp16 and int8, here and on the host.
+
+Chunks of quantized arrays are whole blocks.
+"""
 
 
 def _wire(y: Any, x: Any) -> dict[str, Any]:
-    """The macros of wire.cu: Element travels, Result is reduced."""
+    """Return the macros of wire.cu: Element is the wire format, Result the reduced type."""
     return element(y) | {"Element": c_type(x), "Result": c_type(y), "BLOCK": BLOCK}
 
 
 WIRE = ByDtypes(_wire)
-"""Macros by the dtypes of (what is reduced, what travels)."""
+"""Macros by the dtypes of (the reduced array, the array in wire format)."""
 
 CONVERTED = ByDtypes(lambda x, y: element(x) | {"Result": c_type(y)})
-"""Macros of convert.cu by the dtypes of (what is read, what is written)."""
+"""Macros of convert.cu by the dtypes of (the input, the output)."""
 
 
 def add_into(kernels: Kernels, y: Any, x: Any) -> None:
-    """y += x, where x may be in a shorter format."""
+    """Compute y += x, where x may have a shorter format."""
     macros = WIRE[y.dtype, x.dtype]
     kernels.launch("add_into", blocks(y.size, macros.run), POINTWISE, (y.size, y, x), macros=macros)
 
 
 def maximum_into(kernels: Kernels, y: Any, x: Any) -> None:
-    """y = the larger of y and x, element by element; a NaN stays."""
+    """Write the larger of y and x to y, element by element; a NaN stays."""
     macros = WIRE[y.dtype, x.dtype]
     kernels.launch(
         "maximum_into", blocks(y.size, macros.run), POINTWISE, (y.size, y, x), macros=macros
@@ -37,7 +40,7 @@ def maximum_into(kernels: Kernels, y: Any, x: Any) -> None:
 
 
 def convert(kernels: Kernels, x: Any, y: Any) -> None:
-    """y = x in y's element type."""
+    """Write x to y, in y's element type."""
     macros = CONVERTED[x.dtype, y.dtype]
     kernels.launch(
         "convert", blocks(x.size, macros.run), POINTWISE, (x.size, x, y), macros=macros, fresh="y"
@@ -45,22 +48,22 @@ def convert(kernels: Kernels, x: Any, y: Any) -> None:
 
 
 def encode_int8(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
-    """q = x as int8 numbers, scales = one float32 for every BLOCK of them."""
+    """Quantize x to int8 numbers q, with one float32 scale per BLOCK of them."""
     _encode(kernels, "encode_int8", x, q, scales)
 
 
 def decode_int8(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
-    """y = the numbers, or y += the numbers."""
+    """Write or add the decoded numbers to y."""
     _decode(kernels, "decode_int8", q, scales, y, accumulate)
 
 
 def encode_fp16(kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
-    """q = x as float16 numbers, scales = one power of two, a float32, for every BLOCK of them."""
+    """Encode x as float16 numbers q, with one scale, a float32 power of two, per BLOCK of them."""
     _encode(kernels, "encode_fp16", x, q, scales)
 
 
 def decode_fp16(kernels: Kernels, q: Any, scales: Any, y: Any, accumulate: bool) -> None:
-    """y = the numbers, or y += the numbers."""
+    """Write or add the decoded numbers to y."""
     _decode(kernels, "decode_fp16", q, scales, y, accumulate)
 
 

@@ -1,7 +1,8 @@
-"""The CPU body: NumPy and its BLAS, working in blocks of rows that stay in cache.
+"""The CPU backend: NumPy and its BLAS, in blocks of rows that stay in cache.
 
-What a step costs beyond its matrix products is passes over memory, so products write into arena buffers, what follows a
-product is done while its block of rows is hot, and nothing is transposed by copying: BLAS reads strided views.
+Apart from its matrix products, a step costs passes over memory. So products write into arena
+buffers. The operations after a product run while its block of rows is in cache. No transpose is a
+copy: BLAS reads strided views.
 """
 
 from mpitrain.ops.host.attention import attention, attention_backward

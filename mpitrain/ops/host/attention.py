@@ -1,23 +1,31 @@
-"""Causal attention, one sequence at a time, the queries in blocks that skip the keys after them.
+"""Causal attention, one sequence at a time; a block of queries skips the keys after it.
 
-B batch, T tokens, C channels, H heads, D = C / H; Q queries of a block, K keys that its last query sees. Queries, keys and
-values are strided views of (B, T, 3C) that BLAS reads in place. `saved` holds qkv and, for each block of queries, the
-exponentials of its scores (B, H, Q, K) and 1 / their row sums (B, H, Q, 1): about B H T^2 / 2 elements.
+B batch, T tokens, C channels, H heads, D = C / H; Q queries of a block, K keys that its last query
+sees. Queries, keys and values are strided views of (B, T, 3C) that BLAS reads in place. `saved`
+takes about B H T^2 / 2 elements. It holds qkv and, for each block of queries:
+
+exp      the exponentials of its scores, (B, H, Q, K)
+inverse  1 / their row sums, (B, H, Q, 1)
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-QUERIES = 64  # per block: smaller blocks skip more of the masked half, but make slower products
+# Queries per block: smaller blocks skip more of the masked half, but make slower products.
+QUERIES = 64
+# Row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64.
 SAFE = (
     1e-25,
     1e25,
-)  # row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64
+)
 
 
 class Block(NamedTuple):
-    """The queries `rows`, the exponentials of their scores (B, H, Q, K), and 1 / the row sums of those (B, H, Q, 1)."""
+    """A block of queries: its `rows`, the exponentials of its scores, and 1 / their row sums.
+
+    exp: (B, H, Q, K); inverse: (B, H, Q, 1)
+    """
 
     rows: slice
     exp: np.ndarray
@@ -25,7 +33,7 @@ class Block(NamedTuple):
 
 
 def attention(qkv, heads, arena):
-    """qkv: (B, T, 3C); y: (B, T, C)"""
+    """Return (y, saved).    qkv: (B, T, 3C); y: (B, T, C)"""
     batch, length, packed = qkv.shape
     width = packed // 3 // heads
     y = arena.take((batch, length, packed // 3), qkv.dtype)
@@ -47,13 +55,14 @@ def attention(qkv, heads, arena):
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
             scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, : exp.shape[1]])
             _exponentials(scaled, k[:, : rows.stop], mask, ones[: rows.stop], exp, inverse)
-            # A product into contiguous scratch, so that only one of the two writes is strided.
+            # The product goes into contiguous scratch, so that only one of the two writes is
+            # strided.
             np.multiply(np.matmul(exp, v[:, : rows.stop], out=scaled), inverse, out=out[:, rows])
     return y, (qkv, heads, blocks)
 
 
 def attention_backward(dy, saved, arena):
-    """dy: (B, T, C); dqkv: (B, T, 3C)"""
+    """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
     qkv, heads, blocks = saved
     batch, length, channels = dy.shape
     width = channels // heads
@@ -71,7 +80,7 @@ def attention_backward(dy, saved, arena):
             rows, exp, inverse = block.rows, block.exp[sequence], block.inverse[sequence]
             keys, count = exp.shape[2], exp.shape[1]
             ds, scaled, dot = every_ds[:, :count], every_scaled[:, :count], every_dot[:, :count]
-            # Row sums and scale go into dy, (Q, D), instead of into exp and dscore, (Q, K).
+            # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
             np.multiply(d[:, rows], inverse, out=ds)
             np.multiply(ds, width**-0.5, out=scaled)
             _write_or_add(exp.swapaxes(1, 2), ds, dv[:, :keys], keys == length, part)
@@ -88,8 +97,9 @@ def attention_backward(dy, saved, arena):
 def _exponentials(q, k, mask, ones, exp, inverse):
     """Fill exp with exp(q k^T + mask) and inverse with 1 / its row sums.
 
-    The scores are shifted by their row maximum only where they must be: a softmax does not depend on the shift, and
-    finding the maximum takes NumPy twice as long as the exponentials.
+    A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
+    maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
+    or underflow requires it.
     q: (H, Q, D), scaled; k: (H, K, D); mask: (Q, K); ones: (K,); exp: (H, Q, K); inverse: (H, Q, 1)
     """
     np.matmul(q, k.swapaxes(1, 2), out=exp)
@@ -107,8 +117,10 @@ def _exponentials(q, k, mask, ones, exp, inverse):
 
 
 def _write_or_add(a, b, out, first, part):
-    """Write or add a b to out: the last block of queries sees every key and writes, the blocks before it add to what they see.
+    """Write a b to out if `first`, or add it.
 
+    The last block of queries sees every key and writes. The blocks before it add to the keys that
+    they see.
     a: (H, K, Q); b: (H, Q, D); out: (H, K, D); part: scratch (H, T, D)
     """
     if first:
@@ -118,5 +130,5 @@ def _write_or_add(a, b, out, first, part):
 
 
 def _heads(packed, parts, heads):
-    """`parts` views (H, T, D) into (T, parts C)."""
+    """Return `parts` views (H, T, D) into (T, parts C)."""
     return packed.reshape(len(packed), parts, heads, -1).transpose(1, 2, 0, 3)

@@ -1,4 +1,7 @@
-"""Softmax cross-entropy, and counting correct predictions. M rows, V vocabulary or classes, or a part of them."""
+"""Softmax cross-entropy, and counting correct predictions.
+
+M rows, V entries of the vocabulary (or of a slice of it), or classes.
+"""
 
 import numpy as np
 
@@ -6,7 +9,10 @@ from mpitrain.ops.host.blocks import row_blocks
 
 
 def cross_entropy(logits, targets, scale, arena):
-    """logits: (M, V), which become the gradient; targets: (M,)"""
+    """Return (loss_sum, gradient), the gradient written over logits.
+
+    logits: (M, V); targets: (M,)
+    """
     loss_sum = 0.0
     for rows in row_blocks(logits):
         block, target = logits[rows], targets[rows]
@@ -18,7 +24,7 @@ def cross_entropy(logits, targets, scale, arena):
 
 
 def cross_entropy_loss(logits, targets, arena):
-    """logits: (M, V); targets: (M,)"""
+    """Return loss_sum.    logits: (M, V); targets: (M,)"""
     loss_sum = 0.0
     for rows in row_blocks(logits):
         block = arena.take(logits[rows].shape, logits.dtype)
@@ -28,19 +34,23 @@ def cross_entropy_loss(logits, targets, arena):
 
 
 def count_correct(logits, targets, arena):
-    """logits: (M, V); targets: (M,)"""
+    """Return the number of correct rows.    logits: (M, V); targets: (M,)"""
     return int(np.count_nonzero(logits.argmax(1) == targets))
 
 
 def row_maximum(logits, arena, out=None):
-    """logits: (M, V); maxima: (M,)"""
+    """Return maxima.    logits: (M, V); maxima: (M,)"""
     return logits.max(
         1, initial=-np.inf, out=arena.take((len(logits),), logits.dtype) if out is None else out
     )
 
 
 def row_exponentials(logits, targets, first, maxima, arena, out=None):
-    """logits: (M, V), which become exp(logit - maximum): to take it twice would cost more; facts: (2, M)"""
+    """Return facts; logits become exp(logit - maximum), because a second pass of exp would cost
+    more.
+
+    logits: (M, V); facts: (2, M)
+    """
     rows, columns = _held(targets, first, logits)
     facts = arena.take((2, len(logits)), logits.dtype) if out is None else out
     facts.fill(0)
@@ -54,7 +64,10 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None):
 
 
 def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
-    """logits: (M, V), exponentials that become the gradient; facts: (2, M)"""
+    """Return (loss_sum, gradient), the gradient written over logits.
+
+    logits: (M, V), exponentials; facts: (2, M)
+    """
     rows, columns = _held(targets, first, logits)
     total, at_target = facts
     logits *= np.divide(scale, total)[:, None]
@@ -63,7 +76,7 @@ def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
 
 
 def row_argmax(logits, first, maxima, arena, out=None):
-    """logits: (M, V); maxima, places: (M,)"""
+    """Return places.    logits: (M, V); maxima, places: (M,)"""
     places = arena.take((len(logits),), logits.dtype) if out is None else out
     if not logits.size:
         places.fill(-np.inf)
@@ -75,19 +88,20 @@ def row_argmax(logits, first, maxima, arena, out=None):
 
 
 def count_correct_split(places, targets, arena):
-    """places, targets: (M,)"""
+    """Return the number of correct rows.    places, targets: (M,)"""
     return int(np.count_nonzero(-places == targets))
 
 
 def _held(targets, first, logits):
-    """(rows, columns) of the targets that these columns hold."""
+    """Return (rows, columns) of the targets that lie in these columns."""
     columns = targets - first
     rows = np.flatnonzero((columns >= 0) & (columns < logits.shape[1]))
     return rows, columns[rows]
 
 
 def _exponentiate(block, target):
-    """Replace a block of logits by exp(logit - row maximum); returns its sum of -log(probability of the target).
+    """Replace logits by exp(logit - row maximum), and return the sum of -log(probability of the
+    target).
 
     block: (rows, V); target: (rows,)
     """

@@ -1,6 +1,8 @@
-"""LayerNorm. C channels, M rows; `saved` holds the normalised rows (M, C) and 1 / standard deviation (M, 1).
+"""LayerNorm. C channels, M rows; `saved` holds the normalised rows (M, C) and 1 / standard
+deviation (M, 1).
 
-The sums for gain and bias are taken in `backward_input`, while its blocks are in cache: `pending` is just the two of them.
+`layer_norm_backward_input` also computes the gradients of gain and bias, while its blocks are in
+cache. `pending` is the pair of them.
 """
 
 import numpy as np
@@ -10,7 +12,7 @@ from mpitrain.ops.reference import EPSILON
 
 
 def layer_norm(x, gain, bias, arena):
-    """x, y: (M, C); gain, bias: (C,)"""
+    """Return (y, saved).    x, y: (M, C); gain, bias: (C,)"""
     every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
     every_inverse = arena.take((len(x), 1), x.dtype)
     mean = np.full(x.shape[1], 1 / x.shape[1], x.dtype)
@@ -30,7 +32,7 @@ def layer_norm(x, gain, bias, arena):
 
 
 def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
-    """dy, dx, residual: (M, C); gain: (C,)"""
+    """Return (dx, (dgain, dbias)).    dy, dx, residual: (M, C); gain, dgain, dbias: (C,)"""
     normal, every_inverse = saved
     dx = arena.take(dy.shape, dy.dtype)
     dgain, dbias, part = arena.take((3, dy.shape[1]), dy.dtype)
@@ -46,8 +48,8 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
         np.multiply(block, n, out=product)
         dgain += np.matmul(one, product, out=part)
         dbias += np.matmul(one, block, out=part)
-        np.matmul(block, weights, out=mean[:, 0])  # of dy gain
-        np.matmul(product, weights, out=mean[:, 1])  # of dy gain normal
+        np.matmul(block, weights, out=mean[:, 0])  # the mean of dy gain
+        np.matmul(product, weights, out=mean[:, 1])  # the mean of dy gain normal
         np.multiply(block, gain, out=d)
         d -= mean[:, :1]
         d -= np.multiply(n, mean[:, 1:], out=product)
@@ -58,12 +60,12 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
 
 
 def layer_norm_backward_gain(pending, dgain, accumulate, arena):
-    """dgain: (C,)"""
+    """Write or add dgain.    dgain: (C,)"""
     _put(pending[0], dgain, accumulate)
 
 
 def layer_norm_backward_bias(pending, dbias, accumulate, arena):
-    """dbias: (C,)"""
+    """Write or add dbias.    dbias: (C,)"""
     _put(pending[1], dbias, accumulate)
 
 

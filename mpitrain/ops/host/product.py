@@ -1,7 +1,7 @@
-"""Matrix products: by NumPy's BLAS, or by Intel's MKL where that is installed (`pip install 'mpitrain[mkl]'`).
+"""Matrix products: by NumPy's BLAS, or by Intel's MKL if installed (`pip install 'mpitrain[mkl]'`).
 
-On Intel processors with AVX-512, MKL multiplies the matrices of a small GPT 10 to 15% faster than the OpenBLAS in NumPy's
-wheels, and it adds to a result in place, which NumPy offers no way to ask for.
+On Intel processors with AVX-512, MKL is 10 to 15% faster than the OpenBLAS of NumPy's wheels on the
+matrices of a small GPT. MKL also adds to a result in place; NumPy has no function for that.
 """
 
 import ctypes
@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # of the CBLAS interface
+ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
 
 
 def put_product(a, b, out, accumulate, arena):
-    """Write or add a b to out.    a: (M, K); b: (K, N); out: (M, N), all of one dtype; views that BLAS can read stay views"""
+    """Write or add a b to out; BLAS reads strided views in place where it can.
+
+    a: (M, K); b: (K, N); out: (M, N), all of one dtype
+    """
     multiply = mkl().get(out.dtype)
     if (
         multiply
@@ -49,7 +52,7 @@ def put_product(a, b, out, accumulate, arena):
 
 @cache
 def mkl() -> dict[np.dtype, Callable]:
-    """MKL's product for each dtype; empty where MKL is not installed or does not load."""
+    """Return MKL's product for each dtype; empty if MKL is not installed or does not load."""
     try:
         paths = [
             file.locate() for file in files("mkl") or () if file.name.startswith("libmkl_rt.so")
@@ -70,14 +73,16 @@ def mkl() -> dict[np.dtype, Callable]:
 
 
 class Order(NamedTuple):
-    """How BLAS is to read a matrix, and the elements between its rows (or columns)."""
+    """The layout of a matrix for BLAS: its transpose flag, and the elements between its rows (or
+    columns).
+    """
 
     how: int
     stride: int
 
 
 def _order(matrix: np.ndarray) -> Order | None:
-    """None for a matrix that BLAS cannot read where it is."""
+    """Return the layout of a matrix; None if BLAS cannot read it in place."""
     if not matrix.size:
         return None
     (rows, columns), (down, across), item = matrix.shape, matrix.strides, matrix.itemsize

@@ -1,8 +1,14 @@
-"""The host's operations in half precision: float32 arrays that hold numbers of a shorter type and no others.
+"""Half precision on the host: float32 arrays that hold only numbers of a 16-bit type.
 
-Every output is rounded to the type, the gradient of an input included. What an operation keeps for its own backward, losses,
-facts of a split vocabulary and the gradients of parameters stay float32, as in kernels that sum in float32; and so does what
-sharded layers sum over ranks, until the next operation. This shows what half precision does to training, and saves no memory.
+Every output is rounded to the type, including the gradient of an input. Some values stay float32,
+as in kernels that sum in float32:
+
+saved      values of an operation for its own backward
+losses     and the facts of a split vocabulary
+gradients  of parameters
+sums       of sharded layers over ranks, until the next operation
+
+This shows the effect of half precision on training. It saves no memory.
 """
 
 from collections.abc import Callable
@@ -38,10 +44,10 @@ FIRST = (
     "attention",
 )
 SECOND = ("cross_entropy", "cross_entropy_split")
-"""Operations that return a pair, of which the first or the second is rounded."""
+"""Operations that return a pair: FIRST rounds its first item, SECOND its second."""
 
 WHOLE = ("attention_backward", "gelu_backward", "relu_backward")
-"""Operations of whose results there is one, which is rounded."""
+"""Operations that return one result, which is rounded."""
 
 STEPS = ("sgd", "momentum", "adamw")
 
@@ -49,7 +55,8 @@ STEPS = ("sgd", "momentum", "adamw")
 class Rounded(NamedTuple):
     """Operations in half precision.
 
-    ops     as those of the host, but that `sgd`, `momentum` and `adamw` may be given a `mirror` to write the parameters into, too
+    ops     as the host's; `sgd`, `momentum` and `adamw` can also write the rounded parameters to a
+            `mirror`
     mirror  (parameters, mirror, arena): the same without a step; the mirror may be the parameters
     """
 
@@ -58,7 +65,10 @@ class Rounded(NamedTuple):
 
 
 def rounded(body: Any, dtype: str) -> Rounded:
-    """The operations of a body of float32 NumPy arrays, rounded to bfloat16 or float16."""
+    """Return the operations of a backend of float32 NumPy arrays, rounded to a 16-bit type.
+
+    dtype  "bfloat16" or "float16"
+    """
     put = TYPES[dtype]
 
     def mirror(parameters: np.ndarray, target: np.ndarray, arena: Arena) -> None:
@@ -67,7 +77,7 @@ def rounded(body: Any, dtype: str) -> Rounded:
             put(target[block], arena)
 
     def picking(pick: Callable[[Any], np.ndarray]) -> Callable[[Callable], Callable]:
-        """Makes of an operation one that rounds what is picked from its result."""
+        """Return a decorator that rounds one item, chosen by `pick`, of an operation's result."""
 
         def rounding(operation: Callable) -> Callable:
             place = list(signature(operation).parameters).index("arena")
@@ -134,9 +144,8 @@ def rounded(body: Any, dtype: str) -> Rounded:
         "add": add,
         "add_bias": add_bias,
     }
-    quietly = np.errstate(
-        over="ignore", invalid="ignore"
-    )  # an overflow is what the loss scale looks for
+    # Overflow raises no warning: the loss scale detects it.
+    quietly = np.errstate(over="ignore", invalid="ignore")
     ops = SimpleNamespace(
         **{name: quietly(changed.get(name) or getattr(body, name)) for name in Ops.__annotations__}
     )
@@ -144,26 +153,27 @@ def rounded(body: Any, dtype: str) -> Rounded:
 
 
 def to_bfloat16(x: np.ndarray, arena: Arena) -> None:
-    """To nearest, ties to even.    x: float32, contiguous"""
+    """Round to nearest, ties to even, in place.    x: float32, contiguous"""
     short = arena.take(x.shape, ml_dtypes.bfloat16)
-    with np.errstate(invalid="ignore"):  # a NaN is no error
+    with np.errstate(invalid="ignore"):  # NaN is permitted
         short[...] = x
     x[...] = short
 
 
 def to_float16(x: np.ndarray, arena: Arena) -> None:
-    """As a cast and back, which NumPy does element by element and seven times as slowly; but that -0 may become 0.
+    """Round as a cast to float16 and back, in place; but -0 may become 0.
 
-    A number of exponent e, at least -14, has an ulp of 2^(e - 10): so has 1.5 x 2^(e + 13) in float32, to which it is added and
-    then taken away again. From 65520 on there is only infinity.
+    NumPy's cast works element by element, and takes seven times as long. A float16 of exponent e,
+    at least -14, has an ulp of 2^(e - 10). The float32 number 1.5 x 2^(e + 13) has the same ulp.
+    Adding it and subtracting it again rounds x. From 65520 on, the result is infinity.
     x: float32, contiguous
     """
     grid = arena.take(x.shape, np.float32)
     bits = grid.view(np.int32)
     np.bitwise_and(x.view(np.int32), 0x7F800000, out=bits)
-    np.clip(
-        bits, 113 << 23, 200 << 23, out=bits
-    )  # of what has a larger exponent nothing will be left
+    # The lower bound is float16's least exponent, -14. The upper bound keeps the grid finite:
+    # larger numbers become infinite below.
+    np.clip(bits, 113 << 23, 200 << 23, out=bits)
     bits += (13 << 23) | 0x400000
     with np.errstate(invalid="ignore"):
         x += grid

@@ -1,4 +1,6 @@
-"""Optimizer steps and sums over flat buffers, in one pass: every block is finished while it is in cache."""
+"""Optimizer steps and sums over flat buffers, in one pass: each block is finished while it is in
+cache.
+"""
 
 import math
 
@@ -8,7 +10,7 @@ from mpitrain.ops.host.blocks import row_blocks
 
 
 def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
-    """p, g: (count,)"""
+    """Step p in place.    p, g: (count,)"""
     for block in row_blocks(p):
         step = np.multiply(g[block], lr * scale, out=arena.take(g[block].shape, p.dtype))
         p[block] *= 1 - lr * weight_decay
@@ -17,7 +19,7 @@ def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
 
 
 def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
-    """p, g, m: (count,)"""
+    """Step p and m in place.    p, g, m: (count,)"""
     for block in row_blocks(p):
         part = arena.take(p[block].shape, p.dtype)
         m[block] *= beta
@@ -29,8 +31,8 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
 
 
 def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
-    """p, g, m, v: (count,)"""
-    # lr m' / (sqrt(v') + eps), with the bias corrections of m' and v' moved into two scalars.
+    """Step p, m and v in place.    p, g, m, v: (count,)"""
+    # The step is lr m' / (sqrt(v') + eps). Two scalars take the bias corrections of m' and v'.
     root = (1 - beta2**step) ** 0.5
     rate, eps = lr / (1 - beta1**step) * root, eps * root
     for block in row_blocks(p):
@@ -53,13 +55,17 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, m
 
 
 def _write(mirror, p, block):
-    """A block of the parameters, rounded to the mirror's type, if there is one."""
+    """Write a block of the parameters to the mirror, rounded to its type, if there is one."""
     if mirror is not None:
         mirror[block] = p[block]
 
 
 def gradient_facts(x, arena):
-    """x: (count,); squares are summed in float64, and a second pass only counts where one of them is not finite"""
+    """Return (sum of squares in float64, number of infinite or NaN elements).
+
+    The count takes a second pass, only if the sum is not finite.
+    x: (count,)
+    """
     squares = 0.0
     for block in row_blocks(x):
         wide = arena.take(x[block].shape, np.float64)

@@ -1,47 +1,72 @@
-"""The meaning of the operations of layers, forward and backward: linear, layer norm, embedding, attention."""
+"""The definition of the operations of layers, forward and backward: linear, norm, embedding,
+attention.
+"""
 
 import numpy as np
 
-EPSILON = 1e-5  # LayerNorm's, added to the variance
+EPSILON = 1e-5  # LayerNorm adds this to the variance
 GELU_SCALE = float(np.sqrt(2 / np.pi))
 GELU_CUBIC = 0.044715
 
 
 def add(a, b, out, arena):
-    """Write a + b to out, which may be a or b, all of one shape; what answers to NumPy's functions can be added."""
+    """Write a + b to out, which may be a or b.
+
+    All have one shape, and may be of any array type that NumPy's functions accept.
+    """
     np.add(a, b, out=out)
 
 
 def weighted_sum(a, alpha, b, beta, out, arena):
-    """Write alpha a + beta b, or alpha a where b is None, to out, which may be a or b; all of one shape but the numbers."""
+    """Write alpha a + beta b to out; if b is None, write alpha a. out may be a or b.
+
+    a, b, out: one shape; alpha, beta: numbers
+    """
     out[...] = alpha * a if b is None else alpha * a + beta * b
 
 
 def add_bias(x, b, out, arena, residual=None):
-    """Write x + b + residual to out, which may be x.    x, residual and out: (..., N); b: (N,), to every row, or None"""
+    """Write x + b + residual to out.
+
+    x, residual, out: (..., N); b: (N,), added to every row, or None
+    """
     out[...] = plus(x if b is None else x + b, residual)
 
 
 def linear(x, w, b, arena, out=None, residual=None):
-    """y = x w^T + b + residual.    x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)"""
+    """Return (y, saved) with y = x w^T + b + residual.
+
+    x: (M, K); w: (N, K); b: (N,) or None; y: (M, N)
+    """
     y = x @ w.T
     return into(out, plus(y if b is None else y + b, residual)), x
 
 
 def logits(x, w, b, arena):
-    """As `linear`, for the operations on logits and the halves of `linear` alone: its rows may lie further apart than V."""
+    """Return the result of `linear` for the output layer of a language model.
+
+    Rows of y may lie further apart than N elements. Only the operations on logits and the backward
+    halves of `linear` accept such an array.
+    """
     return linear(x, w, b, arena)
 
 
 def linear_backward_input(dy, w, saved, arena, out=None):
-    """(dx, pending): dx = dy w, and what the two weight halves below need.    dy: (M, N); dx: (M, K)"""
+    """Return (dx, pending) with dx = dy w.
+
+    `pending` is the input of `linear_backward_weight` and `linear_backward_bias`.
+    dy: (M, N); w: (N, K); dx: (M, K)
+    """
     return into(out, dy @ w), (dy, saved)
 
 
 def gelu_linear_backward_input(dy, w, saved, before, arena):
-    """(dz, pending) of a layer whose x is y of `linear_gelu`: dz = dy w gelu'(z), which that one's product goes back by.
+    """Return (dz, pending) with dz = (dy w) gelu'(z), for a layer that follows `linear_gelu`.
 
-    before: the second of what `linear_gelu` saved, used up; dz: (M, K)
+    The input x of this layer is the output y of `linear_gelu`. dz is the gradient of z there.
+    Continue with `linear_backward_input` on dz.
+    before  the second item that `linear_gelu` saved; may be overwritten
+    dz      (M, K)
     """
     return dy @ w * _gelu_slope(before), (dy, saved)
 
@@ -58,53 +83,67 @@ def linear_backward_bias(pending, db, accumulate, arena):
 
 
 def linear_gelu(x, w, b, arena):
-    """y = gelu(x w^T + b), tanh form of Hendrycks & Gimpel 2016, section 2. Shapes as in `linear`."""
+    """Return (y, saved) with y = gelu(x w^T + b), shapes as in `linear`.
+
+    GELU is the tanh form of Hendrycks & Gimpel 2016, section 2.
+    """
     z, _ = linear(x, w, b, arena)
     return gelu(z, arena)[0], (x, z)
 
 
 def linear_gelu_backward_input(dy, w, saved, arena, out=None):
-    """As `linear_backward_input`, through the activation; the same weight halves serve its `pending`."""
+    """Return (dx, pending) as `linear_backward_input`, through the activation.
+
+    `linear_backward_weight` and `linear_backward_bias` take this `pending` too.
+    """
     x, z = saved
     return linear_backward_input(dy * _gelu_slope(z), w, x, arena, out)
 
 
 def linear_relu(x, w, b, arena):
-    """y = max(0, x w^T + b). Shapes as in `linear`."""
+    """Return (y, saved) with y = max(0, x w^T + b), shapes as in `linear`."""
     z, _ = linear(x, w, b, arena)
     return np.maximum(z, 0), (x, z > 0)
 
 
 def linear_relu_backward_input(dy, w, saved, arena, out=None):
-    """As `linear_backward_input`, through the activation; the gradient at 0 is 0."""
+    """Return (dx, pending) as `linear_backward_input`, through the activation; the gradient at 0 is
+    0.
+    """
     x, positive = saved
     return linear_backward_input(dy * positive, w, x, arena, out)
 
 
 def gelu(z, arena):
-    """y = gelu(z) where no product comes right before, which may be written over z.    z, y: any shape"""
+    """Return (y, saved) with y = gelu(z), for a z that is not a product of `linear`.
+
+    May write y over z.    z, y: any shape
+    """
     return 0.5 * z * (1 + np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))), z
 
 
 def gelu_backward(dy, saved, arena):
-    """dz.    dy, dz: as z"""
+    """Return dz = dy gelu'(z).    dy, dz: the shape of z"""
     return dy * _gelu_slope(saved)
 
 
 def relu(z, arena):
-    """y = max(0, z), as `gelu`."""
+    """Return (y, saved) with y = max(0, z), for a z that is not a product of `linear`.
+
+    May write y over z.    z, y: any shape
+    """
     return np.maximum(z, 0), z > 0
 
 
 def relu_backward(dy, saved, arena):
-    """dz; the gradient at 0 is 0."""
+    """Return dz; the gradient at 0 is 0.    dy, dz: the shape of z"""
     return dy * saved
 
 
 def layer_norm(x, gain, bias, arena):
-    """y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim (Ba, Kiros & Hinton 2016).
+    """Return (y, saved) with y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim.
 
-    x, y: (M, C); gain, bias: (C,)
+    x, y: (M, C); gain, bias: (C,). Source: Ba, Kiros & Hinton 2016.
     """
     centred = x - x.mean(-1, keepdims=True)
     inverse = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
@@ -113,7 +152,7 @@ def layer_norm(x, gain, bias, arena):
 
 
 def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
-    """(dx, pending), the residual in dx.    dy, dx: (M, C)"""
+    """Return (dx, pending); the residual is added to dx.    dy, dx, residual: (M, C); gain: (C,)"""
     normal, inverse = saved
     d = dy * gain
     dx = inverse * (d - d.mean(-1, keepdims=True) - normal * (d * normal).mean(-1, keepdims=True))
@@ -132,11 +171,14 @@ def layer_norm_backward_bias(pending, dbias, accumulate, arena):
 
 
 def embedding(tokens, table, positions, arena, first=0, out=None):
-    """x[b, t] = table[tokens[b, t] - first] + positions[t], where a row that the table does not hold counts as zero.
+    """Return (x, saved) with x[b, t] = table[tokens[b, t] - first] + positions[t].
 
-    tokens: (B, T); table: (V, C); positions: (>= T, C) or None for none; x: (B, T, C)
-    The sum of x over the parts of a table is x of the whole, without rounding, if one part adds the positions and the
-    others None. Each part has the whole gradient of the positions, whether it added them or not.
+    A token outside the table counts as a row of zeros.
+    tokens: (B, T); table: (V, C); positions: (>= T, C), or None for no addition; x: (B, T, C)
+
+    The sum of x over the slices of a split table is exactly the x of the whole table. For this, one
+    slice adds the positions and the others pass None. Every slice gets the whole gradient of the
+    positions, whether it added them or not.
     """
     held = (tokens >= first) & (tokens < first + len(table))
     x = np.zeros((*tokens.shape, table.shape[1]), table.dtype)
@@ -148,7 +190,10 @@ def embedding(tokens, table, positions, arena, first=0, out=None):
 
 
 def embedding_backward_table(dx, saved, dtable, accumulate, arena):
-    """Add each row of dx to the row of its token, if the table holds it.    dx: (B, T, C); dtable: (V, C)"""
+    """Add each row of dx to its token's row of dtable, if the table has that row.
+
+    With accumulate False, dtable is set to zero before.    dx: (B, T, C); dtable: (V, C)
+    """
     rows, held = saved
     if not accumulate:
         dtable.fill(0)
@@ -156,16 +201,21 @@ def embedding_backward_table(dx, saved, dtable, accumulate, arena):
 
 
 def embedding_backward_positions(dx, dpositions, accumulate, arena):
-    """Write or add the sum of dx over the batch; positions beyond T have gradient 0.    dpositions: (>= T, C)"""
+    """Write or add the sum of dx over the batch.
+
+    Positions from T on have gradient 0.    dx: (B, T, C); dpositions: (>= T, C)
+    """
     if not accumulate:
         dpositions.fill(0)
     dpositions[: dx.shape[1]] += dx.sum(0)
 
 
 def attention(qkv, heads, arena):
-    """y = softmax(q k^T / sqrt(D), causal) v for each head (Vaswani et al. 2017).
+    """Return (y, saved) with y = softmax(q k^T / sqrt(D), causal) v for each head (Vaswani et al.
+    2017).
 
-    qkv: (B, T, 3C), queries, keys and values side by side, each with its heads side by side; y: (B, T, C)
+    qkv  (B, T, 3C): queries, keys and values side by side, each with its heads side by side
+    y    (B, T, C)
     """
     q, k, v = _heads(qkv, heads)
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=qkv.dtype)
@@ -177,7 +227,7 @@ def attention(qkv, heads, arena):
 
 
 def attention_backward(dy, saved, arena):
-    """dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
+    """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
     qkv, weights = saved
     heads = weights.shape[1]
     q, k, v = _heads(qkv, heads)
@@ -194,7 +244,7 @@ def attention_backward(dy, saved, arena):
 
 
 def into(out, value):
-    """The value, in `out` if that is not None."""
+    """Return the value, written to `out` if that is not None."""
     if out is None:
         return value
     assert out.shape == value.shape and out.dtype == value.dtype
@@ -203,12 +253,12 @@ def into(out, value):
 
 
 def plus(value, residual):
-    """The value, and the residual if that is not None."""
+    """Return the value, plus the residual if that is not None."""
     return value if residual is None else value + residual
 
 
 def _gelu_slope(z):
-    """Its derivative."""
+    """Return gelu'(z), the derivative."""
     t = np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))
     return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * z**2)
 
@@ -221,6 +271,6 @@ def _put(value, out, accumulate):
 
 
 def _heads(packed, heads):
-    """Views of q, k, v, each (B, H, T, D), into (B, T, 3C)."""
+    """Return views of q, k, v, each (B, H, T, D), into (B, T, 3C)."""
     batch, length, _ = packed.shape
     return packed.reshape(batch, length, 3, heads, -1).transpose(2, 0, 3, 1, 4)

@@ -1,4 +1,11 @@
-"""The meaning of the operations on logits: the loss and its gradient, what is right, and both for a vocabulary in parts."""
+"""The definition of the operations on logits: loss, gradient and accuracy, whole or split.
+
+A split vocabulary is Megatron's vocabulary-parallel cross-entropy: each rank has a slice of the
+columns. The caller reduces (M,) or (2, M) numbers over the slices between the operations:
+
+    cross_entropy:  row_maximum -> max -> row_exponentials -> sum -> cross_entropy_split
+    count_correct:  row_maximum -> max -> row_argmax -> max -> count_correct_split
+"""
 
 import numpy as np
 
@@ -6,10 +13,13 @@ from mpitrain.ops.reference.layers import into
 
 
 def cross_entropy(logits, targets, scale, arena):
-    """(loss_sum, dlogits): minus the log-probability of the targets, and its gradient written over `logits`.
+    """Return (loss_sum, dlogits); dlogits is written over `logits`.
 
-    logits: (M, V); targets: (M,); dlogits is `logits` itself
-    scale: 1 / rows of the whole update, the one place where the mean is taken; it multiplies dlogits, not loss_sum
+    loss_sum is the sum over rows of -log(probability of the target).
+    logits   (M, V)
+    targets  (M,)
+    scale    1 / rows of the whole update, the only place where the mean is taken; multiplies
+             dlogits, not loss_sum
     """
     loss_sum = cross_entropy_loss(logits, targets, arena)
     logits -= logits.max(-1, keepdims=True)
@@ -21,33 +31,34 @@ def cross_entropy(logits, targets, scale, arena):
 
 
 def cross_entropy_loss(logits, targets, arena):
-    """loss_sum alone, for evaluation; logits stay as they are."""
+    """Return loss_sum alone, for evaluation; logits do not change."""
     shifted = (logits - logits.max(-1, keepdims=True)).astype(np.float64)
     log_sum = np.log(np.exp(shifted).sum(-1))
     return float((log_sum - shifted[np.arange(len(targets)), targets]).sum())
 
 
 def count_correct(logits, targets, arena):
-    """How many rows have their largest logit at the target."""
+    """Return the number of rows that have their largest logit at the target."""
     return int((logits.argmax(-1) == targets).sum())
 
 
 def row_maximum(logits, arena, out=None):
-    """maxima: the largest logit of each row, for a maximum over the parts of a split vocabulary.
+    """Return maxima: the largest logit of each row, to be maximised over the slices by the caller.
 
-    logits: (M, V), the columns of this part; maxima: (M,), -inf without columns
-    In place of `cross_entropy`: `row_maximum`, a maximum over the parts, `row_exponentials`, a sum over the parts,
-    `cross_entropy_split`. In place of `count_correct`: `row_maximum`, a maximum, `row_argmax`, a maximum,
-    `count_correct_split`. The reductions are the caller's.
+    logits: (M, V), the columns of this slice; maxima: (M,), -inf if there are no columns
     """
     return into(out, logits.max(-1, initial=-np.inf))
 
 
 def row_exponentials(logits, targets, first, maxima, arena, out=None):
-    """facts, for a sum over the parts; may overwrite the logits with what `cross_entropy_split` wants to find there.
+    """Return facts, to be summed over the slices; may overwrite the logits with data for
+    `cross_entropy_split`.
 
-    logits: (M, V); targets: (M,), of the whole vocabulary; maxima: (M,), of whole rows
-    facts: (2, M), each row's sum of exp(logit - maximum), and its target's logit - maximum or 0 in another part
+    logits   (M, V), the columns of this slice
+    targets  (M,), indices in the whole vocabulary
+    maxima   (M,), of whole rows
+    facts    (2, M): each row's sum of exp(logit - maximum); its target's logit - maximum, or 0 if
+             the target is in another slice
     """
     rows, columns = _held(targets, first, logits)
     logits -= maxima[:, None]
@@ -59,10 +70,12 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None):
 
 
 def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
-    """As `cross_entropy`, on the columns of this part: (loss_sum, dlogits), dlogits written over `logits`.
+    """Return (loss_sum, dlogits) as `cross_entropy`, on the columns of this slice.
 
-    logits: (M, V), as `row_exponentials` left them; maxima: (M,); facts: (2, M), the sum over the parts
-    loss_sum is that of whole rows, on every part the same bits, and no part of a sum
+    dlogits is written over `logits`. loss_sum is the loss of whole rows, with the same bits on
+    every slice: do not sum it.
+    logits: (M, V), as `row_exponentials` left them; maxima: (M,); facts: (2, M), summed over the
+    slices
     """
     rows, columns = _held(targets, first, logits)
     total, at_target = facts
@@ -73,10 +86,12 @@ def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
 
 
 def row_argmax(logits, first, maxima, arena, out=None):
-    """places: minus the lowest entry whose logit is its row's largest, for a maximum over the parts.
+    """Return places: minus the lowest index with the row's largest logit.
 
-    logits: (M, V); maxima: (M,), of whole rows; places: (M,), -inf for a row whose largest logit is in other parts
-    A NaN is the largest of all. float32 tells apart the first 2^24 entries of a vocabulary.
+    The caller takes the maximum of places over the slices. Indices are in the whole vocabulary. A
+    NaN is larger than any number. float32 distinguishes the first 2^24 entries of a vocabulary.
+    logits: (M, V); maxima: (M,), of whole rows
+    places: (M,), -inf for a row with its largest logit in another slice
     """
     entries = first + np.arange(logits.shape[-1], dtype=logits.dtype)
     is_largest = (logits == maxima[:, None]) | np.isnan(logits)
@@ -86,11 +101,14 @@ def row_argmax(logits, first, maxima, arena, out=None):
 
 
 def count_correct_split(places, targets, arena):
-    """As `count_correct`, from the maximum of `row_argmax` over the parts.    places, targets: (M,)"""
+    """Return the result of `count_correct`, from the maximum of `row_argmax` over the slices.
+
+    places, targets: (M,)
+    """
     return int((-places == targets).sum())
 
 
 def _held(targets, first, logits):
-    """(rows, columns) of the targets that these columns hold."""
+    """Return (rows, columns) of the targets that lie in these columns."""
     rows = np.flatnonzero((targets >= first) & (targets < first + logits.shape[-1]))
     return rows, targets[rows] - first

@@ -1,19 +1,25 @@
-"""The meaning of the operations of an update: the steps of the optimizers, and what they ask of the gradients.
+"""The definition of the operations of an update: optimizer steps and gradient statistics.
 
-mirror: None, or (count,), which becomes the parameters, rounded to its type.
+mirror: None, or (count,), which receives the parameters, rounded to its dtype.
 """
 
 import numpy as np
 
 
 def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
-    """Step p in place: p -= lr (scale g + weight_decay p).    p, g: (count,); scale: clipping and loss scale"""
+    """Step p in place: p -= lr (scale g + weight_decay p).
+
+    p, g: (count,); scale: the factor on gradients that comes from clipping and loss scaling
+    """
     p -= lr * (scale * g + weight_decay * p)
     _write(mirror, p)
 
 
 def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
-    """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m.    p, g, m: (count,); m starts at 0"""
+    """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m.
+
+    p, g, m: (count,); m starts at 0
+    """
     m *= beta
     m += scale * g + weight_decay * p
     p -= lr * m
@@ -21,9 +27,10 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
 
 
 def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
-    """Step p, m and v in place; decay is decoupled (Loshchilov & Hutter 2019, algorithm 2 with lr in the decay).
+    """Step p, m and v in place, with decoupled weight decay.
 
     p, g, m, v: (count,); m and v start at 0; step counts from 1
+    source  Loshchilov & Hutter 2019, algorithm 2 with lr in the decay
     """
     g = scale * g
     m += (1 - beta1) * (g - m)
@@ -39,5 +46,8 @@ def _write(mirror, p):
 
 
 def gradient_facts(x, arena):
-    """(sum of squares, accumulated in float64, elements that are infinite or NaN).    x: (count,)"""
+    """Return (sum of squares, accumulated in float64; number of infinite or NaN elements).
+
+    x: (count,)
+    """
     return float(np.square(x, dtype=np.float64).sum()), float(x.size - np.isfinite(x).sum())

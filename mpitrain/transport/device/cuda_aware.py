@@ -1,7 +1,9 @@
-"""Whether messages may lie in GPU memory: MPI is asked, and a yes is tried out in a child process, which may crash.
+"""The test whether MPI can send GPU memory: ask the library, then try it in a child process.
 
-A wrong yes is not an error code but a segmentation fault, or numbers that are wrong. The child starts MPI alone and sends
-GPU memory to itself; it proves that the library can read and write such memory, not that the links between hosts can.
+A wrong yes of the library causes a segmentation fault or wrong numbers, not an error code.
+Therefore a child process makes the trial. The child starts MPI alone and sends GPU memory to
+itself. It proves that the library can read and write such memory. It does not test the links
+between hosts.
 """
 
 import signal
@@ -21,15 +23,20 @@ from mpitrain.transport.device.staging import Staged
 from mpitrain.transport.library import Awareness, cuda_awareness, loaded_path
 
 COUNTS = (1, 1001, 1 << 20)
-"""Floats per message of the self-test: an eager one, a ragged one, and one that MPI sends by rendezvous."""
+"""Floats per message of the self-test.
 
-WRONG = 3  # exit code of a self-test that received something else than it sent
+They are a small (eager) message, an odd length, and a large message that MPI sends by rendezvous.
+"""
+
+WRONG = 3  # exit code of a self-test that received wrong data
 CHILD = (sys.executable, "-m", "mpitrain.transport.device.cuda_aware")
 SECONDS = 120.0
 
 
 def over_device(transport: Transport, backend: Backend, cuda_aware: str) -> Transport:
-    """The transport, made to carry the backend's arrays as device.cuda_aware says; collective."""
+    """Return a transport that carries the backend's arrays as device.cuda_aware demands;
+    collective.
+    """
     if not isinstance(backend, DeviceBackend):
         return transport
     aware = cuda_messages(transport, cuda_aware)
@@ -38,9 +45,10 @@ def over_device(transport: Transport, backend: Backend, cuda_aware: str) -> Tran
 
 
 def cuda_messages(transport: Transport, setting: str) -> Awareness:
-    """Whether GPU pointers go to MPI, the same answer on every rank, and why; collective.
+    """Decide whether GPU pointers go to MPI, and why: the same answer on every rank. Collective.
 
-    setting  device.cuda_aware: "yes" and "no" are taken at their word, "auto" asks and tries on one rank of each host
+    setting  device.cuda_aware: "yes" and "no" are final; "auto" queries and tests MPI on one rank
+             of each host
     """
     if setting != "auto":
         return Awareness(setting == "yes", f"device.cuda_aware = {setting}")
@@ -58,7 +66,7 @@ def cuda_messages(transport: Transport, setting: str) -> Awareness:
 
 
 def self_test(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> Awareness:
-    """Run the child: a crash, wrong data, silence and any other failure mean no."""
+    """Run the child; a crash, wrong data, a timeout and any other failure mean no."""
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=seconds
@@ -81,7 +89,7 @@ def self_test(command: Sequence[str], environment: Mapping[str, str], seconds: f
 
 
 def exchange_is_right(transport: Transport, backend: DeviceBackend) -> bool:
-    """Send device memory to oneself and compare."""
+    """Send device memory from this rank to itself, and compare the data."""
     for count in COUNTS:
         sent = np.arange(count, dtype=np.float32) + 1
         outgoing, incoming = backend.from_host(sent), backend.zeros(count, np.float32)
@@ -92,7 +100,7 @@ def exchange_is_right(transport: Transport, backend: DeviceBackend) -> bool:
 
 
 def main() -> None:
-    """The child."""
+    """Run the self-test: the entry point of the child process."""
     from mpitrain.transport.mpi import connect
 
     process.choose_gpu("cuda")

@@ -1,12 +1,20 @@
-"""Messages of GPU memory over a transport of host memory: arrays of a device take a carrier, all else goes straight on.
+"""Messages of GPU memory over a transport of host memory: the DeviceTransport.
 
-A carrier is how a device's array gets into a message: `Direct` hands its pointer to an MPI that can read GPU memory,
-`staging.Staged` copies through host memory. Whatever wrote an array, or still reads the one that a receive will overwrite, must
-have ended before a message touches it. A copy waits for that on the device. MPI knows nothing of streams: before it is handed a
-pointer, the host waits for what was started so far on the current stream, and nobody else has to.
+Arrays in device memory go through one of two strategies. `Direct` passes the device pointer to a
+CUDA-aware MPI. `staging.Staged` copies through pinned host memory. Arrays in host memory go
+straight to the host transport.
 
-A reduction of many messages has a stream of its own, beside the computation: its copies and sums wait once for what was computed
-before it, and what is computed after it waits for them (`aside`). So no step of a ring waits for what is computed meanwhile.
+Work on the device that wrote an array, or that still reads the target of a receive, must end before
+a message touches it. A copy waits for that work on the device. MPI does not know streams. Before
+MPI gets a pointer, the host therefore waits for all work started so far on the current stream.
+
+A reduction of many messages runs on a stream of its own (`aside`). Its copies and sums wait once
+for the computation before it. The computation after it waits for them. So no step of a ring waits
+for computation that runs meanwhile:
+
+    computation  ... writes the array |  other work      | reads the sum ...
+                                begin v                  ^ end
+    messages                          | copies and sums  |
 """
 
 from collections.abc import Callable, Sequence
@@ -18,38 +26,41 @@ from mpitrain.transport.base import Request, Transport
 
 
 class Carrier(Protocol):
-    """Moves arrays in device memory. Both ends of a message lie in device memory."""
+    """A strategy for messages between arrays in device memory."""
 
     under_way: "UnderWay"
-    """What the device has under way for it; shared by all that come from one `over`."""
+    """The work that the device has in progress for these messages; all results of `over` share it.
+    """
 
     def over(self, host: Transport) -> "Carrier":
-        """The same way, over another transport."""
+        """Return the same strategy over another transport."""
 
     def start_send(self, array: Any, to: int, tag: int) -> Request:
-        """As Transport.start_send."""
+        """Begin a send; see `Transport.start_send`."""
 
     def start_recv(self, array: Any, source: int, tag: int) -> Request:
-        """As Transport.start_recv."""
+        """Begin a receive; see `Transport.start_recv`."""
 
     def start_recv_any(self, array: Any, tag: int) -> Request:
-        """As Transport.start_recv_any."""
+        """Begin a receive from any rank; see `Transport.start_recv_any`."""
 
     def wait_until(self, done: Callable[[], bool], pause: float, what: Any) -> None:
-        """As Transport.wait_until; `done` may poll messages of the host's memory, too."""
+        """Poll until `done`; see `Transport.wait_until`. `done` may poll messages of host memory,
+        too.
+        """
 
     def native_all_reduce(self, array: Any, op: str) -> None:
-        """As Transport.native_all_reduce."""
+        """Run the library's all-reduce; see `Transport.native_all_reduce`."""
 
 
 class UnderWay:
-    """Asks what a device has under way whether it has ended, and notes that it has not: a wait for that is no deadlock."""
+    """A record of device work in progress: a wait for the device is no deadlock."""
 
     def __init__(self) -> None:
         self._is_any = False
 
     def ended(self, copies: Sequence[Copy]) -> bool:
-        """Whether all have."""
+        """Return whether all copies have ended; otherwise note that the device is still busy."""
         if all(copy.test() for copy in copies):
             return True
         self._is_any = True
@@ -58,7 +69,11 @@ class UnderWay:
     def wait_until(
         self, host: Transport, done: Callable[[], bool], pause: float, what: Any
     ) -> None:
-        """As Transport.wait_until of the host's, which takes a wait that no message can end for a deadlock."""
+        """Implement `Transport.wait_until` over the host transport.
+
+        The host transport reports a deadlock if no message can end a wait. So its wait returns
+        whenever the device is busy, and this loop starts it again.
+        """
         ended = False
 
         def goes_on() -> bool:
@@ -72,38 +87,40 @@ class UnderWay:
 
 
 class Aside:
-    """The stream of a device's messages, for a reduction that lies in its memory."""
+    """The message stream of a device, for a reduction of an array in device memory."""
 
     def __init__(self, backend: DeviceBackend, under_way: UnderWay):
         self._backend, self._under_way = backend, under_way
         self._before: list[Copy] = []
 
     def begin(self) -> None:
-        """Note what was computed so far: nothing may be started on the stream before that has ended."""
+        """Mark the computation started so far: work on the stream must not start before that has
+        ended.
+        """
         self._before = [self._backend.so_far()]
 
     def is_ready(self) -> bool:
-        """Whether what was computed before `begin` has ended, so that no start has to wait; never blocks."""
+        """Return whether the computation before `begin` has ended. Never blocks."""
         return self._under_way.ended(self._before)
 
     def wait(self) -> None:
-        """Block until it is ready."""
+        """Block until the computation before `begin` has ended."""
         for before in self._before:
             before.wait()
 
     def here(self) -> AbstractContextManager[Any]:
-        """Within it, work is started on that stream."""
+        """Return a context in which work starts on the message stream."""
         return self._backend.aside()
 
     def end(self) -> None:
-        """Have what is computed from now on wait for the stream."""
+        """Make the computation started from now on wait for the message stream."""
         with self.here():
             after = self._backend.so_far()
         self._backend.follow(after)
 
 
 class Direct:
-    """Hands device pointers to the transport below."""
+    """The strategy that passes device pointers to a CUDA-aware transport."""
 
     def __init__(self, host: Transport, backend: DeviceBackend):
         self._host, self._backend, self.under_way = host, backend, UnderWay()
@@ -134,11 +151,11 @@ class Direct:
 
 
 class DeviceTransport(Transport):
-    """A Transport whose messages may lie in device memory too, and whose `allocate` gives such memory.
+    """A Transport for messages in device and host memory; its `allocate` returns device memory.
 
-    `hosts`, tags, traffic and windows are those of the transport below. A message that is staged counts in `traffic` as
-    the pieces it travels in. `backend` is of the device's memory. No other thread should call: streams and staging memory
-    are the main thread's.
+    `hosts`, tags, traffic and windows are the host transport's. A staged message counts in
+    `traffic` once per piece. `backend` manages the device memory. Only the main thread may call: it
+    owns the streams and the staging memory.
     """
 
     admits_threads = False
@@ -160,7 +177,9 @@ class DeviceTransport(Transport):
         self.tenants, self.recorder = host.tenants, host.recorder
 
     def aside(self, array: Any) -> Aside | None:
-        """What orders a reduction of the array and the computation; None in host memory, where all is in order."""
+        """Return the message stream for a reduction of `array`; None in host memory, where all work
+        is in order.
+        """
         return Aside(self.backend, self._carrier.under_way) if on_device(array) else None
 
     def claim_tag(self) -> int:
@@ -208,9 +227,8 @@ class DeviceTransport(Transport):
     def start_native_all_reduce(self, array: Any, op: str = "add") -> Request:
         if not on_device(array):
             return self._host.start_native_all_reduce(array, op)
-        self._carrier.native_all_reduce(
-            array, op
-        )  # Open MPI cannot begin one on GPU memory (open-mpi/ompi#12045)
+        # The call blocks: Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045).
+        self._carrier.native_all_reduce(array, op)
         return _Ended()
 
     def bind_native(self, operation: str, array: Any, other: Any) -> Callable[[], None]:
@@ -224,7 +242,7 @@ class DeviceTransport(Transport):
 
 
 class _Ended:
-    """A request that was complete when it was made."""
+    """A request that is complete from the start."""
 
     source = -1
 

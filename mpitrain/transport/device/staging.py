@@ -1,9 +1,10 @@
-"""Messages of GPU memory by way of page-locked host memory, where MPI cannot be handed device pointers.
+"""Messages of GPU memory through page-locked host memory, for an MPI that is not CUDA-aware.
 
-A message travels in pieces: while one is sent, the next is copied to the host; while one arrives, the one before it is
-copied to the device. All receives of a message are posted when it starts, and all its sends before `start_send` returns.
-A message then needs nobody to move it on: a rank may wait for anything else, as with MPI's own messages. Staging memory
-is as large as the bytes under way ever were; it is used again, never given back.
+A message travels in pieces. While one piece is sent, the next is copied to the host. While one
+piece arrives, the one before it is copied to the device. A message posts all its receives when it
+starts, and all its sends before `start_send` returns. It then needs no further calls to progress:
+as with MPI's own messages, the rank may wait for anything else. Staging memory grows to the largest
+number of bytes ever in progress. It is reused, and never freed.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from mpitrain.transport.base import Request, Several, Transport, check_message, 
 from mpitrain.transport.device.messages import UnderWay
 
 PIECE = 1 << 20
-"""Bytes of a piece: long enough for links and copy engines to reach their rates, short enough to overlap early."""
+"""Bytes of a piece: long enough for the full rate of links and copy engines, short enough to
+overlap early.
+"""
 
 
 class _StagingMemory(HostMemory):
-    """Host memory of an arena that a device can copy to and from by itself."""
+    """Page-locked host memory of an arena, which a device can copy to and from by itself."""
 
     def __init__(self, backend: DeviceBackend):
         self._backend = backend
@@ -32,11 +35,11 @@ class _StagingMemory(HostMemory):
 
 
 class Staged:
-    """Copies device arrays through host memory.
+    """The strategy that copies device arrays through host memory.
 
     piece   bytes; the same on all ranks
 
-    What was split from one transport shares its staging memory.
+    All transports split from one share its staging memory.
     """
 
     def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE):
@@ -57,7 +60,7 @@ class Staged:
         for piece, copy in zip(pieces, copies, strict=True):
             while not copy.test():
                 for send in sends:
-                    send.test()  # lets MPI move the earlier pieces meanwhile
+                    send.test()  # lets MPI make progress on earlier pieces
             sends.append(self._host.start_send(buffer[piece], to, tag))
         return Several(sends)
 
@@ -76,7 +79,7 @@ class Staged:
     def start_recv_any(self, array: Any, tag: int) -> Request:
         check_message(array, self._host.rank, (), self._host.size)
         flat, buffer = self._staged(array)
-        if len(self._pieces(flat)) > 1:  # its pieces could come from several ranks
+        if len(self._pieces(flat)) > 1:  # several pieces could come from different ranks
             raise CommError(
                 f"rank {self._host.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
                 f"but this array has {array.nbytes}.",
@@ -100,11 +103,14 @@ class Staged:
         self._backend.start_copy(flat, buffer, so_far).wait()
 
     def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
-        """The array as one dim, and staging for it: free again when no view of it is left."""
+        """Return the array as one dim, and a staging buffer of its size and dtype.
+
+        The buffer is free again when no view of it is left.
+        """
         return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
 
     def _pieces(self, flat: Any) -> list[slice]:
-        """Where a message is cut; an empty message is one empty piece."""
+        """Return the slices of a message's pieces; an empty message is one empty piece."""
         step = max(1, self._piece // flat.dtype.itemsize)
         return [
             slice(start, min(start + step, flat.size))
@@ -132,9 +138,8 @@ class _Receive:
             ends,
         )
         self._copies: list[Copy] = []
-        self._before = (
-            backend.so_far()
-        )  # what reads the array still may go on while the message is on its way
+        # Work that still reads the array may continue while the message is on its way.
+        self._before = backend.so_far()
 
     @property
     def source(self) -> int:
@@ -158,5 +163,5 @@ class _Receive:
         return named(self._receives)
 
     def _start_copy(self) -> None:
-        """The next piece has arrived."""
+        """Start the copy of the next piece, which has arrived."""
         self._copies.append(self._backend.start_copy(*self._ends[len(self._copies)], self._before))
