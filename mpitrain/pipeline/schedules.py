@@ -14,6 +14,8 @@ The drawings show time from left to right, as `mpitrain plan schedule` prints it
     BW0  both halves as one instruction, which takes as long as B and W together
     F0b  the same in a stage's second chunk; a is the first
     ...  idle time: the bubble
+
+A second block of rows continues the first.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -302,8 +304,8 @@ STREAMS: dict[str, Callable[[int], int]] = {"async": lambda p: 0, "async-2bw": l
 They run 1F1B without a flush between steps: the pipeline does not drain, and each stage updates by
 itself. `async_pipeline.py` runs the steps; `parallel/data/weight_stashing.py` updates.
 
-PipeDream (async) with steps of 4 micro-batches. Below each instruction stands its weight version; *
-marks an update, which makes the next version. Micro-batches 4 and 5 belong to the next step:
+PipeDream (async) with steps of 4 micro-batches. Below each instruction stands its weight version;
+* marks an update, which makes the next version. Micro-batches 4 to 7 belong to the next step:
 
     stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 F4 B2 W2 F5 B3 W3 F6 B4 W4 F7 B5 W5
     version  0  0  0        0  0* 1  0  0* 2  0  0* 3  1  1* 4  2  2* 5  3  3*
@@ -312,8 +314,8 @@ marks an update, which makes the next version. Micro-batches 4 and 5 belong to t
     stage 2  ..... F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4 F5 B5 W5 F6 B6
     version        0  0  0* 1  1  1* 2  2  2* 3  3  3* 4  4  4* 5  5  5* 6  6
 
-PipeDream-2BW (async-2bw) has the same order, but updates once a step: * stands at W3, W7, ... Step
-t computes with version max(0, t - 1), counted from 0.
+PipeDream-2BW (async-2bw) has the same order, but updates once a step: * stands at W3, W7, ...
+Step t computes with version max(0, t - 1), counted from 0.
 """
 
 NAMED = {**SCHEDULES, **dict.fromkeys(STREAMS, SCHEDULES["1f1b"])}
