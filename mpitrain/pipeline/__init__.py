@@ -1,1 +1,1 @@
-"""Pipelines as data: what each stage computes and in which order, proven by simulation before anything runs."""
+"""Pipeline parallelism: schedules as data, a simulator that checks them, and the runtime."""

@@ -1,7 +1,9 @@
-"""Streams: pipelines that do not run empty at the end of a step, and whose stages update by themselves meanwhile.
+"""Asynchronous pipelines: no flush between steps (PipeDream, Narayanan et al. 2019, 2021).
 
-A call of `train` is a step: it takes the step's micro-batches forward, and back as many as then follow in the order of 1F1B, the
-last ones of the step before among them. What is left is done with the next step, or when the pipe is drained.
+The pipeline does not drain at the end of a step, and each stage updates its parameters by itself. A
+call of `train` is a step. It runs all forwards of its micro-batches, and the backwards that 1F1B
+puts between them. The first of these backwards belong to the step before. The next step, or
+`drain`, runs the remaining backwards. A drawing stands at `schedules.STREAMS`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,11 +28,13 @@ from mpitrain.pipeline.stage import Stage
 
 
 class Pieces(NamedTuple):
-    """What a stage does with the micro-batches of one step, which are 0, 1 ...; those of the step before are negative.
+    """Programs of one stage for one step of an asynchronous pipeline.
 
-    first  if the pipe was empty
-    next   if another step went before
-    last   after either of them, if none follows
+    The micro-batches of the step are 0, 1, ...; negative numbers belong to the step before.
+
+    first  the step, from an empty pipeline
+    next   the step, after another step
+    last   the drain after `first` or `next`
     """
 
     first: tuple[Instruction, ...]
@@ -39,9 +43,10 @@ class Pieces(NamedTuple):
 
 
 def pieces(stage: int, stages: int, micro_batches: int) -> Pieces:
-    """The pieces of a stream, for at least as many micro-batches as stages.
+    """Return the programs of one stage; needs at least as many micro-batches as stages.
 
-    A stage begins to receive the first activation of a step when the step begins: whether there is one it does not know before.
+    A stage posts the receive of a step's first activation when the step begins. Before, it does not
+    know whether there will be another step.
     """
     plan = fused_at_the_input(plan_of(ASYNCHRONOUS[0], stages, 3 * micro_batches))
     first, second, third = _cut(with_messages(plan)[stage], micro_batches)
@@ -51,7 +56,7 @@ def pieces(stage: int, stages: int, micro_batches: int) -> Pieces:
 
 
 def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instruction, ...]]:
-    """Before each forward of the first micro-batch of a step."""
+    """Cut a program into steps, each before the forward of its first micro-batch."""
     steps: list[list[Instruction]] = []
     put_off: list[Instruction] = []
     for instruction in program:
@@ -68,14 +73,14 @@ def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instr
 
 
 def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[Instruction, ...]:
-    """The same with other micro-batches, counted in a circle of so many numbers if there is one."""
+    """Add `by` to all micro-batch numbers, modulo `numbers` unless that is 0."""
     return tuple(
         i._replace(micro=(i.micro + by) % numbers if numbers else i.micro + by) for i in program
     )
 
 
 class Updating(Stage):
-    """A stage that updates its parameters when it has done the weight half of a micro-batch."""
+    """Stage that lets WeightStashing update after the weight half of a micro-batch."""
 
     def __init__(self, units: Any, replication: WeightStashing, *rest: Any):
         super().__init__(units, replication, *rest)
@@ -92,9 +97,9 @@ class Updating(Stage):
 
 
 class AsyncPipeline(Pipeline):
-    """A pipe of stages that update by themselves, which ends a step with some of its micro-batches under way.
+    """Asynchronous pipeline: its stages update by themselves, and a step ends with work in flight.
 
-    Micro-batches are numbered in a circle of two steps: no more are under way.
+    Micro-batch numbers wrap around after two steps, because no more than two steps are in flight.
     """
 
     def __init__(self, plan: Any, parts: Any, transport: Any, replication: Any, *rest: Any):
@@ -102,7 +107,7 @@ class AsyncPipeline(Pipeline):
         assert isinstance(replication, WeightStashing)
         self._stashed, self._micro_batches = replication, plan.micro_batches
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches)
-        self._steps = 0  # since the pipe was empty
+        self._steps = 0  # counts the steps since the pipeline was empty
 
     def _stage(self, units: Any, replication: Any, *rest: Any) -> Stage:
         return Updating(units, replication, *rest)
@@ -110,7 +115,7 @@ class AsyncPipeline(Pipeline):
     def train(
         self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]
     ) -> None:
-        """Take the micro-batches of a step forward; back what follows, and all of it where the pipe is to be empty then."""
+        """Run a step's forwards and the backwards between them; drain if the replication `ends`."""
         m = self._micro_batches
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
         self._run(
@@ -123,7 +128,7 @@ class AsyncPipeline(Pipeline):
             self.drain()
 
     def drain(self) -> None:
-        """Take back what is under way; collective."""
+        """Run the remaining backwards, so that the pipeline is empty. Collective."""
         if self._steps:
             self._steps -= 1
             self._run(self._pieces.last, _nothing, _nothing)
@@ -136,6 +141,7 @@ class AsyncPipeline(Pipeline):
         first: Callable[[int], Any],
         loss: Callable[[int, Any], Any],
     ) -> None:
+        """Execute a program, with micro-batches numbered for the current step."""
         m = self._micro_batches
         execute(
             self._turning(moved(program, self._steps * m, 2 * m)),
@@ -147,9 +153,10 @@ class AsyncPipeline(Pipeline):
         )
 
     def _turning(self, program: Iterable[Instruction]) -> Iterator[Instruction]:
-        """The program, in which a stage learns that a backward is next before it waits for the gradient that this needs.
+        """Yield the program; before each backward, call `WeightStashing.turn`.
 
-        Later would deadlock: who waits for the gradient may wait for a rank that waits until this one has moved a message on.
+        The call must come before the stage waits for the gradient. Otherwise the stages could
+        deadlock: the sender may wait for a control message that this rank still has to progress.
         """
         for instruction in program:
             if isinstance(instruction, BackwardInput | Backward) and self._stashed.turn():
@@ -158,10 +165,10 @@ class AsyncPipeline(Pipeline):
 
 
 def _nothing(*arguments: Any) -> None:
-    """Nothing goes forward in an end."""
+    """Raise an error: a drain runs no forwards."""
     raise AssertionError(arguments)
 
 
 def pipeline_for(config: Config) -> type[Pipeline]:
-    """The kind of pipe that the configured schedule needs."""
+    """Return the class of pipeline for the configured schedule."""
     return AsyncPipeline if config.pipeline.schedule in ASYNCHRONOUS else Pipeline

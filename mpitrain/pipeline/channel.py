@@ -1,4 +1,4 @@
-"""What crosses the boundaries between parts that lie on different stages: an activation or a gradient of a micro-batch."""
+"""Point-to-point messages between stages: activations and gradients of micro-batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,22 @@ from mpitrain.transport.base import Request, Transport
 
 
 class Channel:
-    """The messages of one stage, as its instructions name them.
+    """Channel of one stage to the others, for the messages that its instructions name.
 
-    One tag for each boundary and direction serves all micro-batches, for each part meets them in ascending order on both sides.
-    Both sides know a message's shape beforehand, so that nothing else travels.
+    Each boundary and direction has one tag for all micro-batches. That suffices: sender and
+    receiver process the micro-batches of a chunk in ascending order. Both sides know a message's
+    shape in advance, so no header is sent.
 
-    sent  {what: (messages, bytes)} of the step
+    sent  {"activation" or "gradient": (messages, bytes)} in the current step
     """
 
     def __init__(self, transport: Transport, arena: Arena, dtype: Any):
-        """transport: of the stages, by rank; dtype: of all messages."""
+        """Connect a stage to the others.
+
+        transport  of the pipeline's stages; its ranks are the stages
+        arena      allocates the buffers of received arrays
+        dtype      of all messages
+        """
         self._transport, self._arena, self._dtype = transport, arena, dtype
         self._recorder = recorder = transport.recorder
         self._names = {
@@ -28,12 +34,18 @@ class Channel:
         self._receives: dict[Message, tuple[Request, Any]] = {}
 
     def begin(self, shape: Callable[[int, int], tuple[int, ...]]) -> None:
-        """What follows is one step's. shape: (part, micro-batch) -> of the part's input."""
+        """Begin a step, and reset the counts of sent messages.
+
+        shape  (chunk, micro-batch) -> shape of the chunk's input
+        """
         self._shape = shape
         self.sent = dict.fromkeys((ACTIVATION, GRADIENT), (0, 0))
 
     def send(self, message: Message, array: Any, peer: int) -> None:
-        """Begin to send an array, which is kept until `complete`; nobody may write into it."""
+        """Start to send an array, which must not change until `complete`.
+
+        The channel refers to the array until then.
+        """
         what, _, micro = message
         messages, nbytes = self.sent[what]
         self.sent[what] = messages + 1, nbytes + array.nbytes
@@ -42,11 +54,11 @@ class Channel:
         self._recorder.about(0, -1)
 
     def complete(self, message: Message) -> None:
-        """Wait until what was sent is there."""
+        """Wait until a send is complete, and release its array."""
         self._wait(self._sends.pop(message)[0], message)
 
     def receive(self, message: Message, peer: int) -> None:
-        """Begin to receive an array."""
+        """Start to receive an array into a buffer of the arena."""
         what, part, micro = message
         array = self._arena.take(self._shape(part + (what == "gradient"), micro), self._dtype)
         self._recorder.about(self._names[what], micro)
@@ -54,7 +66,7 @@ class Channel:
         self._recorder.about(0, -1)
 
     def received(self, message: Message) -> Any:
-        """Wait for an array; it is the caller's."""
+        """Wait for a received array and return it; the caller owns it."""
         request, array = self._receives.pop(message)
         self._wait(request, message)
         return array
@@ -66,11 +78,15 @@ class Channel:
         self._transport.traffic.content = ""
 
     def poll(self) -> None:
-        """Move what is under way along; called between layers, for messages move only while somebody calls the transport."""
+        """Progress all pending messages.
+
+        Called between layers, because messages progress only inside calls of the transport.
+        """
         for request, _ in (*self._sends.values(), *self._receives.values()):
             request.test()
 
 
 def _tag(message: Message) -> int:
+    """Return the tag of a message's boundary and direction."""
     what, part, _ = message
     return 2 * part + (what == "gradient")

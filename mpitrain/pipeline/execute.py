@@ -1,4 +1,4 @@
-"""The executor: a rank's instructions, carried out over its parts of the model. It knows no schedule."""
+"""The executor of a pipeline program: dispatches a rank's instructions, and knows no schedule."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -27,20 +27,20 @@ def execute(
     loss: Callable[[int, Any], Any],
     channel: Channel,
 ) -> None:
-    """Carry out the instructions of one rank.
+    """Execute the instructions of one rank.
 
-    stages   the parts of the model that lie here, by number
-    parts    that the whole model has
+    stages   {chunk: Stage} of this rank
+    parts    number of chunks in the whole model
     first    (micro-batch) -> the input of the model
     loss     (micro-batch, output of the model) -> the gradient of that output
-    channel  to the other ranks
+    channel  to the other stages
     """
-    held: dict[
-        Message, Any
-    ] = {}  # what was made, by who will use it; no variable names it, or its buffer would return later
+    # Maps a message to its array until the consumer takes it. No variable may refer to an array as
+    # well: its buffer would return to the arena later.
+    held: dict[Message, Any] = {}
 
     def taken(message: Message) -> Any:
-        """What an instruction needs, made here or received."""
+        """Return the input of an instruction: a local result or a received message."""
         return held.pop(message) if message in held else channel.received(message)
 
     for instruction in instructions:
@@ -72,7 +72,6 @@ def execute(
             case Complete(what, part, micro):
                 channel.complete((what, part, micro))
             case Handoff():
-                pass  # it lies where the other part will look for it
-        held.pop(
-            ("gradient", -1, instruction.micro), None
-        )  # nobody wants the gradient of the model's input
+                pass  # The result is in `held` already, where the next chunk finds it.
+        # No chunk uses the gradient of the model's input.
+        held.pop(("gradient", -1, instruction.micro), None)

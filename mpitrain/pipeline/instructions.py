@@ -1,7 +1,8 @@
-"""Instructions of a pipeline, and plans made of them: data alone, no arrays and no transport.
+"""Instructions of a pipeline schedule, and plans made of them: data only, no arrays, no transport.
 
-A model is cut in parts, runs of units, numbered from its input. A stage is a rank of the pipeline: it holds one part, or
-several (its chunks). Instructions name parts; `place` alone says on which stage a part lies.
+A model is cut into chunks: runs of consecutive units, numbered from the model's input. A stage is a
+rank of the pipeline. It holds one chunk or several (Megatron's virtual pipeline stages). In every
+instruction `part` is the number of a chunk. Only `Plan.place` maps chunks to stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,28 +10,35 @@ from typing import Literal, NamedTuple
 
 
 class Forward(NamedTuple):
-    """Part `part` takes micro-batch `micro` forward, and keeps what its backward halves need."""
+    """Forward of one micro-batch through one chunk; saves the activations for the backward.
+
+    part   number of the chunk
+    micro  number of the micro-batch in its step
+    """
 
     part: int
     micro: int
 
 
 class BackwardInput(NamedTuple):
-    """The gradient of the part's input; it leaves at the end of this half."""
+    """Input half of a backward (B): the gradient of the chunk's input, sent when this half ends."""
 
     part: int
     micro: int
 
 
 class BackwardWeight(NamedTuple):
-    """The gradients of the part's weights, after the input half; then the micro-batch holds nothing here any more."""
+    """Weight half of a backward (W): the gradients of the chunk's weights, after the input half.
+
+    Afterwards the chunk saves nothing of the micro-batch any more.
+    """
 
     part: int
     micro: int
 
 
 class Backward(NamedTuple):
-    """Both halves in one; the gradient of the input leaves at the end of the whole."""
+    """Both halves of a backward (BW); the gradient of the input is sent when both are complete."""
 
     part: int
     micro: int
@@ -42,7 +50,11 @@ GRADIENT: What = "gradient"
 
 
 class Send(NamedTuple):
-    """Begin to send what the last instruction made to stage `peer`, for part `part` there. No stage waits for a send."""
+    """Start of a non-blocking send of the last instruction's result (MPI_Isend).
+
+    what   "activation" or "gradient"
+    part   the chunk on stage `peer` that uses the message
+    """
 
     what: What
     part: int
@@ -51,7 +63,13 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Begin to receive what part `part` here will need from stage `peer`; the instruction that needs it waits for it."""
+    """Start of a non-blocking receive (MPI_Irecv).
+
+    The instruction that uses the message waits for its arrival.
+
+    part   the chunk on this stage that uses the message
+    peer   the stage that sends it
+    """
 
     what: What
     part: int
@@ -60,7 +78,10 @@ class Receive(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """Wait until what was sent to stage `peer` has arrived there; only where that is known, or at the end of a step."""
+    """Completion of a send to stage `peer` (MPI_Wait).
+
+    It stands where the peer has surely received the message, or at the end of a step.
+    """
 
     what: What
     part: int
@@ -69,7 +90,7 @@ class Complete(NamedTuple):
 
 
 class Handoff(NamedTuple):
-    """Give what the last instruction made to part `part` of the same stage."""
+    """Local transfer of the last instruction's result to chunk `part` on the same stage."""
 
     what: What
     part: int
@@ -79,16 +100,19 @@ class Handoff(NamedTuple):
 Compute = Forward | BackwardInput | BackwardWeight | Backward
 Instruction = Compute | Send | Receive | Complete | Handoff
 Message = tuple[What, int, int]
-"""What travels, for which part, of which micro-batch: the first three fields of an instruction that moves it."""
+"""The identity of a message: (kind, receiving chunk, micro-batch).
+
+These are the first three fields of Send, Receive, Complete and Handoff.
+"""
 
 Program = tuple[tuple[Instruction, ...], ...]
-"""What every stage does, messages included."""
+"""The instructions of every stage in order, messages included."""
 
 
 class Plan(NamedTuple):
-    """What every stage computes, in order.
+    """Schedule of a pipeline: the compute instructions of every stage, in order.
 
-    place  the stage of each part
+    place  the stage of each chunk
     lists  the instructions of each stage
     """
 
@@ -97,11 +121,15 @@ class Plan(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
+        """Return the number of micro-batches in a step."""
         return 1 + max((i.micro for mine in self.lists for i in mine), default=-1)
 
 
 def needed(instruction: Instruction, parts: int) -> Message | None:
-    """The message without which an instruction cannot begin; None for the ends of the model, and for weight halves."""
+    """Return the message that an instruction waits for, or None.
+
+    None at the ends of the model and for weight halves.
+    """
     match instruction:
         case Forward(part, micro) if part > 0:
             return "activation", part, micro
@@ -111,7 +139,7 @@ def needed(instruction: Instruction, parts: int) -> Message | None:
 
 
 def made(instruction: Instruction, parts: int) -> Message | None:
-    """The message that an instruction leaves for another part."""
+    """Return the message that an instruction produces for another chunk, or None."""
     match instruction:
         case Forward(part, micro) if part < parts - 1:
             return "activation", part + 1, micro
@@ -121,14 +149,16 @@ def made(instruction: Instruction, parts: int) -> Message | None:
 
 
 def fused_at_the_input(plan: Plan) -> Plan:
-    """The plan with both halves in one where one follows the other in part 0: nobody waits for the gradient of its input.
+    """Merge B and W of chunk 0 into BW where W follows B.
 
-    So less is held, and the schedule of a single stage is one forward and one backward after the other.
+    No stage waits for the gradient of the model's input, so merging delays no other stage. It saves
+    memory: on a single stage the schedule becomes one F and one BW per micro-batch.
     """
     return plan._replace(lists=tuple(tuple(_fused(mine)) for mine in plan.lists))
 
 
 def _fused(mine: Sequence[Compute]) -> Iterator[Compute]:
+    """Yield the instructions of one stage, with adjacent B and W of chunk 0 merged."""
     is_done = False
     for instruction, following in zip(mine, [*mine[1:], None], strict=True):
         match instruction, following:
@@ -142,7 +172,7 @@ def _fused(mine: Sequence[Compute]) -> Iterator[Compute]:
 
 
 def forward_alone(place: Sequence[int]) -> Plan:
-    """What every stage computes to ask the model: one micro-batch's forwards alone."""
+    """Return the schedule of an evaluation: the forwards of one micro-batch through all chunks."""
     return Plan(
         tuple(place),
         tuple(
@@ -153,11 +183,13 @@ def forward_alone(place: Sequence[int]) -> Plan:
 
 
 def with_messages(plan: Plan, ahead: int = 1) -> Program:
-    """The plan with a Send or Handoff after each instruction that makes something, and a Receive before what needs it.
+    """Add messages to a plan: Send or Handoff after each producer, Receive before each consumer.
 
-    A stage completes a send where it is about to wait for what its peer makes later than it uses that message; what is left,
-    at the end. To wait for an old send before a new one begins can deadlock.
-    ahead  how many instructions a receive begins before the one that needs it, so that the message travels meanwhile
+    Before a stage waits for a message, it completes earlier sends to the same peer. These are the
+    sends that the peer used before it produced the awaited message. The other sends complete at the
+    end. To wait for an old send before a new one begins can deadlock.
+
+    ahead  number of instructions by which a Receive precedes its consumer, to overlap the transfer
     """
     parts = len(plan.place)
     made_at = {made(i, parts): index for mine in plan.lists for index, i in enumerate(mine)}
@@ -174,7 +206,10 @@ def _with_messages(
     made_at: Mapping[Message | None, int],
     used_at: Mapping[Message | None, int],
 ) -> tuple[Instruction, ...]:
-    """made_at, used_at: the place of the instruction that makes or uses a message in its stage's list."""
+    """Add messages to the list of one stage.
+
+    made_at, used_at  index of the producer or consumer of a message in its stage's list
+    """
     place, mine = plan.place, plan.lists[stage]
     before: list[list[Instruction]] = [[] for _ in mine]
     for index, instruction in enumerate(mine):
@@ -206,6 +241,6 @@ def _with_messages(
 
 
 def _source(message: Message) -> int:
-    """The part that a message comes from."""
+    """Return the chunk that produces a message."""
     what, part, _ = message
     return part - 1 if what == "activation" else part + 1

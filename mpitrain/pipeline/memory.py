@@ -1,4 +1,7 @@
-"""What a stage holds at most, and what it gathers: told by its list of instructions alone, however long they take."""
+"""Memory, weight versions and ZeRO gathers of a stage, from its list of instructions alone.
+
+The durations of instructions have no influence.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,12 +12,12 @@ from mpitrain.pipeline.simulate import Cost
 
 
 class Peak(NamedTuple):
-    """The most that a stage holds at a time, each for itself.
+    """Peaks of one stage's activation memory; each field is a maximum of its own.
 
-    live     micro-batches between the forward and the end of the weight half; in chunks where a stage has several parts
-    whole    of these, those before the end of the input half, which hold all that the forward saved
-    pending  of these, those between the halves
-    nbytes   bytes of both kinds together, and what an instruction holds besides while it computes
+    live     micro-batches between the forward and the end of the weight half, counted in each chunk
+    whole    of `live`, micro-batches before the end of the input half, which save all activations
+    pending  of `live`, micro-batches between the two halves
+    nbytes   saved bytes of both kinds, plus the working memory of the current instruction
     """
 
     live: int
@@ -24,7 +27,10 @@ class Peak(NamedTuple):
 
 
 def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
-    """The peaks of one stage; `costs` of each part of the model."""
+    """Return the peaks of one stage.
+
+    costs  of each chunk of the model
+    """
     whole = pending = 0
     nbytes = 0.0
     most = Peak(0, 0, 0, 0)
@@ -53,11 +59,11 @@ def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
 
 
 class Weights(NamedTuple):
-    """The versions of its weights that a stage which updates by itself has during one instruction.
+    """Weight versions of an asynchronous stage during one instruction.
 
     used        the version that the instruction computes with
     newest      the version that the stage made last
-    held        versions that the stage holds after the instruction, the newest included
+    held        number of versions in memory after the instruction, the newest included
     is_updated  whether an update follows, which makes version newest + 1
     """
 
@@ -68,10 +74,10 @@ class Weights(NamedTuple):
 
 
 def weights(mine: Sequence[Compute], every: int = 0) -> list[Weights]:
-    """The versions of a stage of one part, by instruction, if it updates by itself.
+    """Return the weight versions of an asynchronous stage with one chunk, for each instruction.
 
-    every   micro-batches that one update uses, which all use the newest version but one
-            (PipeDream-2BW); 0: one, which uses the newest that there is when it goes forward (PipeDream)
+    every   micro-batches per update, which all use the newest version but one (PipeDream-2BW);
+            0: an update per micro-batch, which uses the newest version at its forward (PipeDream)
     """
     used: dict[int, int] = {}
     newest, found = 0, []
@@ -88,12 +94,21 @@ def weights(mine: Sequence[Compute], every: int = 0) -> list[Weights]:
 
 
 def versions(mine: Sequence[Compute], every: int = 0) -> int:
-    """The most versions of its weights that a stage of one part holds. every: as of `weights`."""
+    """Return the peak number of weight versions on a stage of one chunk.
+
+    every   as in `weights`
+    """
     return max((each.held for each in weights(mine, every)), default=0)
 
 
 def staleness(mine: Sequence[Compute], every: int = 0) -> int:
-    """The most updates between the version of a gradient and the version it is applied to. every: as of `weights`."""
+    """Return the largest staleness of a gradient on a stage of one chunk, in updates.
+
+    The staleness is the number of updates between a gradient's own version and the version it
+    updates.
+
+    every   as in `weights`
+    """
     lasts = (
         each
         for each, instruction in zip(weights(mine, every), mine, strict=True)
@@ -103,16 +118,19 @@ def staleness(mine: Sequence[Compute], every: int = 0) -> int:
 
 
 def goes_in_passes(mine: Sequence[Compute]) -> bool:
-    """Whether all micro-batches go forward through a part of the stage one after another, and later back through it likewise.
+    """Return whether each chunk runs all its forwards, and all its backwards, in a row.
 
-    ZeRO gathers a part once for each such pass then, and reduces its gradients once.
+    ZeRO then gathers a chunk once per pass, and reduces its gradients once.
     """
     passes = [way for way, _ in groupby((i.part, isinstance(i, Forward)) for i in mine)]
     return len(passes) == len(set(passes))
 
 
 def turns(mine: Sequence[Compute]) -> int:
-    """How often a stage comes to a part, its first included: what ZeRO gathers per step if it holds one part at a time."""
+    """Return how often a stage begins with or switches to a chunk.
+
+    ZeRO gathers this many chunks per step, if a stage holds one unsharded chunk at a time.
+    """
     return sum(
         index == 0 or mine[index - 1].part != instruction.part
         for index, instruction in enumerate(mine)

@@ -1,4 +1,4 @@
-"""Which units each part of the model has: as even as can be, or by hand."""
+"""The partition of a model's units into chunks: balanced, or explicit."""
 
 import math
 import re
@@ -10,18 +10,20 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 
 TIME = "time"
-"""The partition by measured time, which whoever builds a run replaces by numbers."""
+"""The value of `pipeline.partition` for measured times; the code that builds a run replaces it."""
 
 
 def balanced(
     costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
 ) -> list[int]:
-    """How many units each part has, so that the slowest part is as fast as can be, and then all are as even as can be.
+    """Return the number of units in each chunk, so that the slowest chunk is as fast as possible.
+
+    Among these partitions the most even one is returned.
 
     costs    of each unit: parameters, or measured seconds
-    speeds   of the stage of each part, as costs per time; None: all alike
-    returns  counts, at least 1 each; parts are runs of units in their order
-    raises   ConfigError if there are fewer units than parts
+    speeds   of the stage of each chunk, cost per time; None: all equal
+    returns  counts, at least 1 each; a chunk is a run of consecutive units
+    raises   ConfigError if there are fewer units than chunks
     """
     check_enough(len(costs), parts)
     speeds = speeds or [1.0] * parts
@@ -46,19 +48,21 @@ def balanced(
 def assign_units(
     units: Sequence[Unit], counts: Sequence[int], place: Sequence[int]
 ) -> tuple[list[list[Unit]], dict[str, list[int]]]:
-    """The units of each part, and {full name: the stages that hold it} of the tied tensors that several stages hold.
+    """Return the units of each chunk, and the tied tensors that several stages hold.
 
-    Each of these stages stores such a tensor in the first of its units that uses it, as the layer describes it that the tensor
-    is named after; the gradient is the sum of what they have. The first stage owns it, the others have copies.
-    counts  units of each part
-    place   the stage of each part
+    The second result maps a tied tensor's full name to its stages. Each of these stages stores the
+    tensor in its first unit that uses it. The layer that gives the tensor its name describes it.
+    The gradient is the sum over the stages. The first stage owns the tensor; the others have
+    copies.
+
+    counts  number of units in each chunk
+    place   the stage of each chunk
     """
     bounds = [0, *accumulate(counts)]
     stage_of = [stage for stage, count in zip(place, counts, strict=True) for _ in range(count)]
     described = {f"{unit.name}.{p.name}": p for unit in units for p in unit.layer.parameters()}
-    users: dict[
-        str, list[tuple[int, str]]
-    ] = {}  # of each tied tensor: units in order, and its name there
+    # Maps each tied tensor to its uses, in order: (index of the unit, the tensor's name in it).
+    users: dict[str, list[tuple[int, str]]] = {}
     for full in sorted({full for unit in units for full in unit.tied.values()}):
         users[full] = [
             (index, p.name)
@@ -80,6 +84,7 @@ def assign_units(
 
 
 def _times(bounds: Sequence[int], seconds: Callable[[int, int, int], float]) -> list[float]:
+    """Return the time of each chunk."""
     return [seconds(part, start, stop) for part, (start, stop) in enumerate(pairwise(bounds))]
 
 
@@ -89,14 +94,13 @@ def _cut(
     cost: Callable[[int, int, int], float],
     joined: Callable[[float, float], float],
 ) -> list[int]:
-    """Where to cut, from 0 to `units`, for the least joined cost of all parts: by dynamic programming, hence exactly.
+    """Return the cuts, from 0 to `units`, with the least joint cost: exact, by dynamic programming.
 
-    cost    (part, start, stop) -> of these units as that part
-    joined  (cost of the parts before, cost of a part) -> cost of both; rises with the first
+    cost    (chunk, start, stop) -> the cost of these units as that chunk
+    joined  (cost of the chunks before, cost of a chunk) -> cost of both; rises with the first
     """
-    best: list[dict[int, tuple[float, int]]] = [
-        {0: (0.0, 0)}
-    ]  # of each number of parts: {units in them: (cost, last cut)}
+    # best[n] maps the number of units in the first n chunks to (cost, last cut).
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for part in range(parts):
         best.append(
             {
@@ -115,9 +119,9 @@ def _cut(
 
 
 def explicit(text: str, units: int, parts: int) -> list[int]:
-    """How many units each part has, as in "4,4,3,5".
+    """Return the number of units in each chunk from a text such as "4,4,3,5".
 
-    raises   ConfigError unless these are `parts` numbers of at least 1 that make `units` together
+    raises   ConfigError unless there are `parts` numbers of at least 1 that sum to `units`
     """
     check_enough(units, parts)
     words = text.split(",")
@@ -133,9 +137,9 @@ def explicit(text: str, units: int, parts: int) -> list[int]:
 
 
 def cut(units: Sequence[Unit], parts: int, partition: str) -> list[int]:
-    """How many units each part has: as written in `partition`, or if that is empty, balanced by their parameters.
+    """Return the number of units in each chunk, from `partition` or balanced by parameters.
 
-    raises   ConfigError for what `explicit` refuses, and for TIME: the data that units are timed with is not known here
+    raises   ConfigError as `explicit`, and for TIME: units cannot be timed here without data
     """
     if partition == TIME:
         raise ConfigError(
@@ -150,7 +154,7 @@ def cut(units: Sequence[Unit], parts: int, partition: str) -> list[int]:
 
 
 def check_enough(units: int, parts: int) -> None:
-    """ConfigError unless every part can have a unit."""
+    """Raise ConfigError if there are fewer units than chunks."""
     if units < parts:
         raise ConfigError(
             f"Every part of a pipeline needs a unit of the model, but there are {units} units for {parts} parts "

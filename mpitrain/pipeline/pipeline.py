@@ -1,4 +1,4 @@
-"""A pipe: the parts of a model that lie on this rank, and the programs that take micro-batches through all parts of it."""
+"""The pipeline runtime of one rank: its chunks of the model, and programs to train and evaluate."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -25,13 +25,13 @@ Shape = tuple[int, ...]
 
 
 class Pipeline:
-    """The stages of one replica, seen from one of them; the others carry out their parts of each call at the same time.
+    """Pipeline of one replica, seen from one stage; all stages make each call at the same time.
 
-    stages       the parts that lie here, by number, in ascending order
-    input_shape  (part, shape of a model's input) -> shape of that part's input
+    stages       {chunk: Stage} of this rank, in ascending order
+    input_shape  (chunk, shape of the model's input) -> shape of the chunk's input
     channel      to the other stages
-    peak_bytes   of activations, the most there were here at a time in the last step, its update left out
-    bytes sent  for each micro-batch an activation and a gradient over each boundary between parts of different stages
+    peak_bytes   peak of activation memory on this rank in the last step, without the update
+    bytes sent   per micro-batch an activation and a gradient over each boundary between stages
     """
 
     def __init__(
@@ -43,7 +43,12 @@ class Pipeline:
         arena: Arena,
         dtype: Any,
     ):
-        """parts: the units of each part of the model; transport: of the stages, by rank; dtype: of what crosses boundaries."""
+        """Build this rank's stages and programs.
+
+        parts      the units of each chunk of the model
+        transport  of the pipeline's stages; its ranks are the stages
+        dtype      of the messages between stages
+        """
         here, self._last = transport.rank, plan.place[-1]
         self._transport, self._parts = transport, parts
         self._arena, self.channel = arena, Channel(transport, arena, dtype)
@@ -70,17 +75,18 @@ class Pipeline:
         self.input_shape = cache(partial(input_shape, parts))
 
     def _stage(self, units: Sequence[Unit], replication: Any, *rest: Any) -> Stage:
-        """A part of the model, to be trained."""
+        """Return the stage that trains one chunk."""
         return Stage(units, replication, *rest)
 
     def train(
         self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]
     ) -> None:
-        """Take the micro-batches of a step forward and back.
+        """Run the forwards and backwards of one step.
 
-        shapes  of the model's input in each micro-batch
-        first   (micro-batch) -> that input; called on the first part's stage alone
-        loss    (micro-batch, output of the model) -> the gradient of that output; called on the last part's stage alone
+        shapes  shape of the model's input in each micro-batch
+        first   (micro-batch) -> that input; called only on the stage of the first chunk
+        loss    (micro-batch, output of the model) -> the gradient of that output; called only on
+                the stage of the last chunk
         """
         for stage in self.stages.values():
             stage.begin(len(shapes))
@@ -91,10 +97,16 @@ class Pipeline:
         self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
 
     def drain(self) -> None:
-        """Finish what `train` has left under way, which here is nothing; collective."""
+        """Finish the micro-batches that `train` left in flight: none in this class. Collective."""
 
     def ask(self, shape: Shape, first: Callable[[], Any]) -> Any:
-        """The model's output for an input of this shape on the last part's stage, None on the others."""
+        """Run one forward without a backward, and return the model's output.
+
+        Only the last chunk's stage has the output; the others return None.
+
+        shape  of the model's input
+        first  () -> that input; called only on the stage of the first chunk
+        """
         found: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
         execute(
@@ -108,11 +120,11 @@ class Pipeline:
         return found.pop() if found else None
 
     def output_shape(self, shape: Shape) -> Shape:
-        """Of the model, for an input of this shape."""
+        """Return the shape of the model's output for an input of this shape."""
         return self.input_shape(len(self._parts), shape)
 
     def tell_first(self, array: np.ndarray) -> None:
-        """Bring what the last part's stage has in an array of host memory to that of the first, where it lies afterwards."""
+        """Copy a host array, in place, from the last chunk's stage to stage 0."""
         tag = 2 * len(self._parts)
         if self._last and self._transport.rank == self._last:
             self._transport.send(array, 0, tag)
@@ -120,9 +132,10 @@ class Pipeline:
             self._transport.recv(array, self._last, tag)
 
 
-# Bound to no pipe, which would refer to itself then, and keep what lies in windows beyond its last use.
+# This is a function, because a cached method would make the pipeline refer to itself. That
+# reference cycle would delay the release of buffers in MPI windows.
 def input_shape(parts: Sequence[Sequence[Unit]], part: int, shape: Shape) -> Shape:
-    """The shape of a part's input, for a model's input of this shape."""
+    """Return the shape of a chunk's input for a model input of this shape."""
     for units in parts[:part]:
         for unit in units:
             shape = unit.layer.output_shape(shape)
@@ -132,10 +145,13 @@ def input_shape(parts: Sequence[Sequence[Unit]], part: int, shape: Shape) -> Sha
 def shape_in(
     input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], part: int, micro: int
 ) -> Shape:
-    """The shape of a part's input in a micro-batch. shapes: of the model's input, by micro-batch of a step"""
+    """Return the shape of a chunk's input in one micro-batch.
+
+    shapes  of the model's input, by micro-batch of a step
+    """
     return input_shape(part, shapes[micro % len(shapes)])
 
 
 def own(place: Sequence[int], stage: int) -> list[int]:
-    """The parts that lie on a stage."""
+    """Return the chunks of a stage, in ascending order."""
     return [part for part, home in enumerate(place) if home == stage]

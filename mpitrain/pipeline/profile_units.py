@@ -1,4 +1,4 @@
-"""A partition by measured time: what every unit takes on every rank, and what stages of unequal speed are given."""
+"""Partition by measured time: profiles each unit on each rank; fast stages get more units."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from mpitrain.machine.backend import Backend
 from mpitrain.pipeline.partition import balanced
 
 REPEATS = 3
-"""Times that each unit computes; the fastest counts."""
+"""Measured passes of each unit; the fastest counts."""
 
 
 def unit_seconds(
@@ -28,12 +28,14 @@ def unit_seconds(
     computed: Any,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds that each unit takes there and back on this rank, the loss counted with the last. Holds one unit at a time.
+    """Measure the seconds of each unit's forward and backward on this rank.
 
-    units  of layers that this rank shares with no other
-    x      input of the first, in the backend's memory
-    loss   (output of the last) -> the gradient of that output
-    stored, computed  dtypes of gradients of parameters, and of what layers compute with
+    The last unit's time includes the loss. Only one unit's parameters are in memory at a time.
+
+    units  with complete layers, not sharded over ranks
+    x      input of the first unit, in the backend's memory
+    loss   (output of the last unit) -> the gradient of that output
+    stored, computed  dtypes of the parameters' gradients, and of the layers' arithmetic
     """
     draw, found = np.random.default_rng(0), []
 
@@ -67,13 +69,15 @@ def unit_seconds(
 def by_time(
     seconds: Sequence[Sequence[float]], stages: Sequence[int], place: Sequence[int]
 ) -> list[int]:
-    """How many units each part has, so that the slowest stage is as fast as can be.
+    """Return the number of units in each chunk, so that the slowest stage is as fast as possible.
 
-    A unit costs the mean of its shares of what a rank takes for all units; a stage is as fast as its slowest rank.
+    The cost of a unit is its share of a rank's total time, averaged over the ranks. A stage is as
+    fast as its slowest rank.
+
     seconds  of each unit, by rank
-    stages   the stage that each rank holds
-    place    the stage of each part
-    raises   ConfigError if there are fewer units than parts
+    stages   the stage of each rank
+    place    the stage of each chunk
+    raises   ConfigError if there are fewer units than chunks
     """
     totals = [sum(mine) for mine in seconds]
     costs = [

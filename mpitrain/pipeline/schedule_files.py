@@ -1,13 +1,13 @@
-"""Schedules in files: read, written, and refused in words if they could not train a model.
+"""Schedules in JSON files: reading, writing, and validation before a run.
 
-A file is JSON. `place` says on which stage each part of the model lies, `stages` what each of them computes, in order:
+`place` is the stage of each chunk; `stages` lists the instructions of each stage, in order:
 
     {"place": [0, 1],
      "stages": ["F0.0 F0.1 B0.0 W0.0 B0.1 W0.1",
                 "F1.0 BW1.0 F1.1 BW1.1"]}
 
-F1.0 is the forward of part 1 for micro-batch 0, B its input half, W its weight half, BW both halves in one. Messages are
-not written: they follow from the order.
+F1.0 is the forward of chunk 1 for micro-batch 0. B1.0 is the input half of its backward, W1.0 the
+weight half, BW1.0 both halves. The file lists no messages: they follow from the order.
 """
 
 import json
@@ -36,22 +36,25 @@ LETTERS = {kind: letters for letters, kind in KINDS.items()}
 EXAMPLE = '{"place": [0, 1], "stages": ["F0.0 BW0.0", "F1.0 BW1.0"]}'
 STAGES, MICRO_BATCHES = 4, 8
 FIRST = 4
-"""Faults that a message lists."""
+"""Number of faults that an error message lists."""
 
 
 def word(instruction: Compute) -> str:
-    """An instruction as a file writes it."""
+    """Return an instruction as a file writes it, such as F1.0."""
     return f"{LETTERS[type(instruction)]}{instruction.part}.{instruction.micro}"
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as a file of this format."""
+    """Write a plan to a schedule file."""
     lists = ",\n".join(f'  "{" ".join(map(word, mine))}"' for mine in plan.lists)
     write_whole(path, f'{{"place": {json.dumps(plan.place)},\n "stages": [\n{lists}\n]}}\n')
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a file; ConfigError, before anything runs, unless every stage could run it to its end."""
+    """Read a plan from a schedule file.
+
+    raises   ConfigError, before any stage runs, if the plan is incomplete or could deadlock
+    """
     try:
         found = json.loads(contents(path))
     except OSError as error:
@@ -92,11 +95,13 @@ def find_plan(
     micro_batches: int | None = None,
     chunks: int | None = None,
 ) -> Plan:
-    """The plan of a schedule by name, on 4 stages with 8 micro-batches unless said otherwise, or that of a file.
+    """Return the plan of a named schedule, or of a file.
 
-    raises   ConfigError if there is neither, if the schedule cannot serve these numbers, or if the file holds others
+    stages, micro_batches  None: 4 and 8 for a named schedule; the file's own numbers for a file
+    raises   ConfigError if there is no such schedule or file, or if its numbers differ from these
     """
-    if name in NAMED or not os.path.exists(name):  # of a name that no file can have, too
+    # An unknown name goes to plan_of as well, which raises the error.
+    if name in NAMED or not os.path.exists(name):
         return plan_of(
             name,
             STAGES if stages is None else stages,
@@ -121,6 +126,7 @@ def find_plan(
 
 
 def _instruction(text: str, where: str) -> Compute:
+    """Parse one instruction such as F1.0; `where` names its file and stage in errors."""
     parsed = re.fullmatch(r"(F|B|W|BW)(\d{1,4})\.(\d{1,4})", text)
     if not parsed:
         raise ConfigError(
@@ -131,7 +137,10 @@ def _instruction(text: str, where: str) -> Compute:
 
 
 def check(plan: Plan, name: str) -> None:
-    """ConfigError, with the first faults, unless the plan computes everything once, in an order that cannot deadlock."""
+    """Raise ConfigError with the first faults, unless a plan is complete and cannot deadlock.
+
+    name  of the schedule, for the error
+    """
     faults = (
         _misplaced(plan)
         or _incomplete(plan)
@@ -146,7 +155,7 @@ def check(plan: Plan, name: str) -> None:
 
 
 def _misplaced(plan: Plan) -> Sequence[str]:
-    """Parts that are on no stage, or computed on another one than their own."""
+    """Return faults of placement: chunks without a stage, and instructions on a wrong stage."""
     stages = len(plan.lists)
     faults = [
         f"part {part} lies on stage {stage}, but there are stages 0 to {stages - 1}"
@@ -175,7 +184,10 @@ def _home(plan: Plan, part: int) -> str:
 
 
 def _incomplete(plan: Plan) -> Sequence[str]:
-    """What is missing, twice there or out of order: of each part, every micro-batch goes forward, then through each half."""
+    """Return missing, repeated and unordered instructions.
+
+    In each chunk every micro-batch goes forward once, then once through each half of the backward.
+    """
     faults = []
     for part, stage in enumerate(plan.place):
         mine = [i for i in plan.lists[stage] if i.part == part]
@@ -191,9 +203,8 @@ def _incomplete(plan: Plan) -> Sequence[str]:
                 for k in range(plan.micro_batches)
                 if counts[k] != 1
             ]
-            if (
-                which != "weight half"
-            ):  # on either side of a message one tag serves all micro-batches
+            # A message's tag is the same for all micro-batches, so their order must not change.
+            if which != "weight half":
                 faults += [
                     f"part {part} has the {which} of micro-batch {after} after that of {before}, but messages keep order"
                     for before, after in pairwise(micros)
@@ -205,7 +216,10 @@ def _incomplete(plan: Plan) -> Sequence[str]:
 
 
 def _early(part: int, mine: Sequence[Compute]) -> list[str]:
-    """Halves of a part before what they build on; everything is there once."""
+    """Return the faults of halves that precede the instructions they depend on.
+
+    mine  the instructions of one chunk, each exactly once
+    """
     at = {
         (kind, i.micro): index
         for index, i in enumerate(mine)

@@ -1,8 +1,21 @@
-"""Every schedule there is: which instructions a stage computes, and in which order.
+"""Pipeline schedules: the instructions of each stage, in order.
 
-A stage's list is its instructions sorted by a key. Keys rise strictly along everything that one instruction must wait for
-another for, so no number of stages and micro-batches can deadlock.
-Legend: s stage, p stages, m micro-batches, k micro-batch, v chunks of a stage, c chunk.
+Most schedules give each instruction a key and sort a stage's instructions by key. The key rises
+strictly along every dependency. So no number of stages and micro-batches can deadlock. `zb_v` lists
+its order directly; the tests simulate it.
+
+Legend: s stage, p stages, m micro-batches, k micro-batch, v chunks per stage, c chunk.
+
+The drawings show time from left to right, as `mpitrain plan schedule` prints it.
+
+    F0   forward of micro-batch 0
+    B0   input half of its backward: the gradient of the chunk's input
+    W0   weight half of its backward: the gradients of the chunk's weights
+    BW0  both halves as one instruction, which takes as long as B and W together
+    F0b  the same in a stage's second chunk; a is the first
+    ...  idle time: the bubble
+
+A second block of rows continues the first.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,16 +41,25 @@ KINDS: dict[str, Callable[[int, int], Compute]] = {
     "W": BackwardWeight,
     "BW": Backward,
 }
-"""Instructions by the letters they are printed and written with: forward, input half, weight half, both halves."""
+"""Instructions by their letters in charts and files.
+
+F forward, B input half of the backward, W weight half, BW both halves.
+"""
 
 
 def by_key(keyed: Iterable[Keyed]) -> list[Compute]:
-    """Instructions in the order of their keys."""
+    """Return the instructions, sorted by their keys."""
     return [instruction for _, instruction in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def naive(s: int, p: int, m: int) -> list[Compute]:
-    """One micro-batch after the other, through all stages and back: what the others are compared with."""
+    """Run one micro-batch at a time through all stages and back: the baseline of comparisons.
+
+    No two stages compute at the same time.
+
+        stage 0  F0 ........ BW0-- F1 ........ BW1-- F2 ........ BW2--
+        stage 1  .. F0 BW0-- ........ F1 BW1-- ........ F2 BW2-- .....
+    """
     return by_key(
         pair
         for k in range(m)
@@ -46,7 +68,14 @@ def naive(s: int, p: int, m: int) -> list[Compute]:
 
 
 def gpipe(s: int, p: int, m: int) -> list[Compute]:
-    """All forwards, then all backwards: m micro-batches live. Huang et al. 2019, NeurIPS."""
+    """Run all forwards, then all backwards. Huang et al. 2019, NeurIPS.
+
+    Every stage saves the activations of m micro-batches.
+
+        stage 0  F0 F1 F2 F3 ................. BW0-- BW1-- BW2-- BW3--
+        stage 1  .. F0 F1 F2 F3 ........ BW0-- BW1-- BW2-- BW3-- .....
+        stage 2  ..... F0 F1 F2 F3 BW0-- BW1-- BW2-- BW3-- ...........
+    """
     return by_key(
         pair
         for k in range(m)
@@ -55,9 +84,14 @@ def gpipe(s: int, p: int, m: int) -> list[Compute]:
 
 
 def one_f_one_b(s: int, p: int, m: int) -> list[Compute]:
-    """Forwards and backwards in turns: p - s micro-batches live. Narayanan et al. 2019, SOSP.
+    """Alternate forwards and backwards (1F1B). Narayanan et al. 2019, SOSP.
 
-    The gradient leaves before the weight half: a third less bubble, and no message holds up the steady state.
+    Stage s saves the activations of at most p - s micro-batches. The input gradient leaves after B,
+    before W computes. This makes the bubble a third smaller, and the message travels during W.
+
+        stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 .. B2 W2 .. B3 W3
+        stage 1  .. F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 .. B3 W3 ..
+        stage 2  ..... F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .....
     """
     return by_key(
         pair
@@ -71,7 +105,14 @@ def one_f_one_b(s: int, p: int, m: int) -> list[Compute]:
 
 
 def zero_bubble(s: int, p: int, m: int) -> list[Compute]:
-    """ZB-H1: as 1F1B, but weight halves come later and fill the bubble. Qi et al. 2024, ICLR."""
+    """Delay the weight halves of 1F1B so that they fill the bubble (ZB-H1). Qi et al. 2024, ICLR.
+
+    Every stage saves the activations of at most p micro-batches.
+
+        stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 B2 W2 B3 W3
+        stage 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        stage 2  ..... F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+    """
     return by_key(
         pair
         for k in range(m)
@@ -84,12 +125,21 @@ def zero_bubble(s: int, p: int, m: int) -> list[Compute]:
 
 
 def _turn(s: int, p: int, k: int) -> int:
-    """The key of a backward in 1F1B."""
+    """Return the key of a backward in 1F1B."""
     return 2 * p - 1 - s + 2 * k
 
 
 def interleaved(s: int, p: int, m: int, v: int) -> list[Compute]:
-    """1F1B over v chunks a stage, p micro-batches a chunk in turns; p divides m. Narayanan et al. 2021, SC."""
+    """Run 1F1B over v chunks per stage (interleaved 1F1B). Narayanan et al. 2021, SC.
+
+    A chunk runs p micro-batches, then the next chunk runs them; m must be a multiple of p.
+
+        stage 0  F0a F1a F0b F1b F2a ... BW0b--- F3a BW1b--- F2b BW0a--- F3b BW1a---
+        stage 1  ... F0a F1a F0b BW0b--- F1b BW1b--- F2a BW0a--- F3a BW1a--- F2b BW2b
+
+        stage 0  ... BW2b--- ... BW3b--- BW2a--- BW3a---
+        stage 1  --- F3b BW3b--- BW2a--- BW3a--- .......
+    """
     keyed: list[Keyed] = []
     for c in range(v):
         for k in range(m):
@@ -103,7 +153,16 @@ def interleaved(s: int, p: int, m: int, v: int) -> list[Compute]:
 
 
 def breadth_first(s: int, p: int, m: int, v: int) -> list[Compute]:
-    """All micro-batches through a chunk before the next one: each is gathered and reduced once. Lamy-Poirier 2022."""
+    """Run all micro-batches through a chunk before the next chunk. Lamy-Poirier 2022.
+
+    ZeRO then gathers a chunk once per pass and reduces its gradients once per step.
+
+        stage 0  F0a F1a F2a F3a F0b F1b F2b F3b ........... BW0b--- BW1b--- BW2b---
+        stage 1  ... F0a F1a F2a F3a F0b F1b F2b F3b BW0b--- BW1b--- BW2b--- BW3b---
+
+        stage 0  BW3b--- BW0a--- BW1a--- BW2a--- BW3a---
+        stage 1  BW0a--- BW1a--- BW2a--- BW3a--- .......
+    """
     n = max(m, p)
     return by_key(
         pair
@@ -117,9 +176,18 @@ def breadth_first(s: int, p: int, m: int, v: int) -> list[Compute]:
 
 
 def zb_v(s: int, p: int, m: int) -> list[Compute]:
-    """Two chunks a stage, placed as a V; least bubble at the memory of 1F1B. Qi et al. 2024, NeurIPS.
+    """Run two chunks per stage, placed as a V (ZB-V). Qi et al. 2024, NeurIPS.
 
-    The order is written as runs, which count the micro-batches of each kind up; those beyond m are left out.
+    It has the least bubble at the memory of 1F1B. The order is a sequence of runs. Each kind of
+    instruction counts its own micro-batches; instructions of micro-batches beyond m are left out.
+
+        stage 0  F0a F1a F2a F3a ... F0b B0b W0b F1b B1b W1b F2b B2b W2b B0a W0a F3b
+        stage 1  ... F0a F1a F2a F0b F3a F1b B0b W0b F2b B1b W1b B0a W0a F3b B2b W2b
+        stage 2  ....... F0a F0b F1a F1b F2a F2b B0b W0b F3a B0a W0a F3b B1b W1b B1a
+
+        stage 0  B3b W3b B1a W1a ... B2a W2a B3a W3a
+        stage 1  B1a W1a B3b W3b B2a ... B3a W2a W3a
+        stage 2  W1a B2b W2b B2a B3b B3a W2a W3b W3a
     """
     n = max(m, 2 * p - 1)
     runs = (
@@ -145,9 +213,18 @@ def zb_v(s: int, p: int, m: int) -> list[Compute]:
 
 
 def v_half(s: int, p: int, m: int) -> list[Compute]:
-    """Two chunks a stage, placed as a V; half the memory of 1F1B. Qi et al. 2024, NeurIPS.
+    """Run two chunks per stage as a V with about half of 1F1B's memory. Qi et al. 2024, NeurIPS.
 
-    Forwards and input halves repeat every six slots and leave two of them free; each weight half takes the first free one.
+    Forwards and input halves repeat every six slots and leave two slots free. Each weight half
+    takes the first free slot.
+
+        stage 0  F0a F1a ........... F0b B0b W0b F2a ... F1b B1b W1b B0a W0a F3a F2b
+        stage 1  ... F0a ....... F0b F1a ... B0b W0b F1b F2a B0a B1b W0a F2b W1b F3a
+        stage 2  ....... F0a F0b ....... F1a F1b B0b W0b B0a W0a F2a F2b B1b W1b B1a
+
+        stage 0  B2b W2b B1a W1a F3b B3b W3b B2a W2a ........... B3a W3a
+        stage 1  B1a B2b W1a F3b W2b ... B2a B3b W2a W3b ... B3a W3a ...
+        stage 2  W1a F3a F3b B2b W2b B2a W2a ... B3b W3b B3a W3a .......
     """
     down, up, shift = s, 2 * p - 1 - s, 0 if p % 2 else 3
     firsts = (2 * s, 3 * p - 2 - s, 3 * p + shift - 1 + 2 * s, 6 * p + shift - 2 - s)
@@ -170,21 +247,24 @@ def v_half(s: int, p: int, m: int) -> list[Compute]:
 
 
 def looped(p: int, v: int) -> tuple[int, ...]:
-    """Parts dealt out to the stages in turns."""
+    """Place the chunks round-robin: stages 0, 1, ..., p - 1, 0, 1, ..., p - 1."""
     return tuple(part % p for part in range(p * v))
 
 
 def vee(p: int, v: int) -> tuple[int, ...]:
-    """Parts down the stages and up again, so that the last stage hands over to itself."""
+    """Place the chunks as a V: stages 0, 1, ..., p - 1, p - 1, ..., 1, 0.
+
+    Between the last stage's two chunks no message travels.
+    """
     return tuple(min(part, 2 * p - 1 - part) for part in range(2 * p))
 
 
 class Schedule(NamedTuple):
-    """A line of the table.
+    """Entry in the table of schedules.
 
-    compute  (stage, stages, micro-batches, chunks) -> the instructions of a stage
-    chunks   parts of a stage where that is fixed; None: any number
-    place    (stages, chunks) -> the stage of each part
+    compute  (stage, stages, micro-batches, chunks per stage) -> the instructions of the stage
+    chunks   number of chunks per stage, if the schedule fixes it; None: any number
+    place    (stages, chunks per stage) -> the stage of each chunk
     grouped  whether the number of micro-batches must be a multiple of the number of stages
     """
 
@@ -199,7 +279,7 @@ def of_chunks(
     chunks: int,
     place: Callable[[int, int], tuple[int, ...]],
 ) -> Schedule:
-    """A schedule whose number of chunks is fixed."""
+    """Return a Schedule with a fixed number of chunks per stage."""
     return Schedule(lambda s, p, m, v: compute(s, p, m), chunks, place)
 
 
@@ -213,21 +293,40 @@ SCHEDULES = {
     "v-half": of_chunks(v_half, 2, vee),
     "breadth-first": Schedule(breadth_first),
 }
-"""Every schedule of a step by name. A line here is all it takes: the command line and the laws read this table."""
+"""Synchronous schedules by name.
+
+The command line and the tests read this table: a new schedule needs one entry and nothing else.
+"""
 
 STREAMS: dict[str, Callable[[int], int]] = {"async": lambda p: 0, "async-2bw": lambda p: p}
-"""Those that go on over the ends of steps, in the order of 1f1b, while each stage updates by itself: (stages) -> `every` of
-`memory.versions`, the least that there can be. What they do in a step says
-`async_pipeline.py`, how they update `parallel/data/weight_stashing.py`."""
+"""Asynchronous schedules by name: (stages) -> the least possible `every` of `memory.versions`.
+
+They run 1F1B without a flush between steps: the pipeline does not drain, and each stage updates by
+itself. `async_pipeline.py` runs the steps; `parallel/data/weight_stashing.py` updates.
+
+PipeDream (async) with steps of 4 micro-batches. Below each instruction stands its weight version;
+* marks an update, which makes the next version. Micro-batches 4 to 7 belong to the next step:
+
+    stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 F4 B2 W2 F5 B3 W3 F6 B4 W4 F7 B5 W5
+    version  0  0  0        0  0* 1  0  0* 2  0  0* 3  1  1* 4  2  2* 5  3  3*
+    stage 1  .. F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 F4 B3 W3 F5 B4 W4 F6 B5 W5 F7
+    version     0  0     0  0* 1  0  0* 2  1  1* 3  2  2* 4  3  3* 5  4  4* 6
+    stage 2  ..... F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4 F5 B5 W5 F6 B6
+    version        0  0  0* 1  1  1* 2  2  2* 3  3  3* 4  4  4* 5  5  5* 6  6
+
+PipeDream-2BW (async-2bw) has the same order, but updates once a step: * stands at W3, W7, ...
+Step t computes with version max(0, t - 1), counted from 0.
+"""
 
 NAMED = {**SCHEDULES, **dict.fromkeys(STREAMS, SCHEDULES["1f1b"])}
 
 
 def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Plan:
-    """What every stage computes, by a schedule of the table.
+    """Return the plan of a schedule in the table.
 
-    chunks   parts of a stage; None: as many as the schedule has, 2 if it may have any number
-    raises   ConfigError for a name that the table lacks, and for numbers that the schedule cannot serve
+    name           a key of NAMED
+    chunks         chunks per stage; None: the schedule's own number, or 2 if it allows any
+    raises         ConfigError for an unknown name, and for numbers that the schedule does not allow
     """
     if name not in NAMED:
         raise ConfigError(

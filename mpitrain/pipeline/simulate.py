@@ -1,4 +1,4 @@
-"""The simulator: runs all stages of a program against each other, with what everything costs, and without a clock."""
+"""The simulator of pipeline programs: all stages run against each other in simulated time."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,12 +21,12 @@ from mpitrain.pipeline.instructions import (
 
 
 class Cost(NamedTuple):
-    """What one part takes for a micro-batch: times in any one unit, and bytes.
+    """Cost of one chunk for one micro-batch: times in any unit, memory in bytes.
 
-    saved    bytes that the forward leaves for the input half
-    pending  bytes that the input half leaves for the weight half
-    forward_bytes, input_bytes, weight_bytes  the most that the forward and each half hold while they compute, with what they
-                                              were left and what they leave; 0: no more than these
+    saved    bytes that the forward saves for the input half
+    pending  bytes that the input half saves for the weight half
+    forward_bytes, input_bytes, weight_bytes  peak bytes during the forward and each half, with
+                                              saved inputs and results; 0: no more than these
     """
 
     forward: float = 1
@@ -39,7 +39,7 @@ class Cost(NamedTuple):
     weight_bytes: float = 0
 
     def of(self, instruction: Compute) -> float:
-        """The time of an instruction."""
+        """Return the time of an instruction."""
         match instruction:
             case Forward():
                 return self.forward
@@ -52,7 +52,7 @@ class Cost(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An instruction that a stage computed from `start` to `end`."""
+    """Execution of one instruction on a stage, from `start` to `end`."""
 
     start: float
     end: float
@@ -60,10 +60,11 @@ class Event(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """What became of a program.
+    """Result of a simulation.
 
     timeline  the events of each stage, in order
-    waits     of a deadlock: where each stage waits for ever, or that it has finished, in words; empty if all finished
+    waits     after a deadlock a sentence per stage: its pending message, or that it has finished;
+              else empty
     """
 
     timeline: tuple[tuple[Event, ...], ...]
@@ -71,7 +72,7 @@ class Simulation(NamedTuple):
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end, over all stages."""
+        """Return the time from the first start to the last end, over all stages."""
         events = [event for mine in self.timeline for event in mine]
         return max((event.end for event in events), default=0) - min(
             (event.start for event in events), default=0
@@ -79,12 +80,12 @@ class Simulation(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Time that stages compute, summed over them."""
+        """Return the compute time, summed over all stages."""
         return sum(event.end - event.start for mine in self.timeline for event in mine)
 
     @property
     def bubble(self) -> float:
-        """The share of their time in which stages do not compute: 1 - busy / (stages x makespan)."""
+        """Return the fraction of idle time: 1 - busy / (stages x makespan)."""
         return 1 - self.busy / (len(self.timeline) * self.makespan) if self.makespan else 0.0
 
 
@@ -96,17 +97,18 @@ def simulate(
     is_eager: bool = False,
     overhead: float = 0,
 ) -> Simulation:
-    """Run a program, by default under rendezvous semantics: whether it ends is proven for these alone.
+    """Simulate a program, with rendezvous messages unless `is_eager`.
 
-    A message sent by rendezvous travels when its send and its receive have both begun. An eager
-    message travels when its send has begun, and its sender waits for nobody: MPI does so with
-    messages up to a few KiB.
+    A rendezvous message starts to travel when its send and its receive have both begun. An eager
+    message starts when its send has begun, and its sender does not wait. MPI sends messages up to a
+    few KiB eagerly. Only a simulation with rendezvous messages proves that a program cannot
+    deadlock.
 
-    costs     of each part
-    transfer  time that a message travels, beside whatever both stages compute meanwhile
-    receive   time that it takes of the receiver, once the receiver waits for it
-    is_eager  messages are eager
-    overhead  time that the host of a stage takes before each instruction that computes
+    costs     of each chunk
+    transfer  time that a message travels; it overlaps with compute on both stages
+    receive   time that the receiver spends on a message, once it waits for the message
+    is_eager  whether messages are eager
+    overhead  host time before each compute instruction
     """
     running = _Running(program, costs, transfer, receive, is_eager, overhead)
     while sum(running.advance(stage) for stage in range(len(program))):
@@ -115,7 +117,7 @@ def simulate(
 
 
 class _Running:
-    """All stages at one moment: how far each has come, and which ends of messages have begun, and when."""
+    """State of a simulation: progress and clock of each stage, and start times of messages."""
 
     def __init__(
         self,
@@ -141,14 +143,14 @@ class _Running:
         self._handed: set[Message] = set()
 
     def advance(self, stage: int) -> bool:
-        """Run a stage until it has to wait; whether it came any further."""
+        """Run a stage until it has to wait; return whether it made progress."""
         mine, start = self._program[stage], self._next[stage]
         while self._next[stage] < len(mine) and self._run(stage, mine[self._next[stage]]):
             self._next[stage] += 1
         return self._next[stage] > start
 
     def _run(self, stage: int, instruction: Instruction) -> bool:
-        """Do one instruction, unless what it waits for has not begun."""
+        """Run one instruction; return False if it has to wait."""
         clock = self._clocks[stage]
         match instruction:
             case Send(what, part, micro):
@@ -175,7 +177,7 @@ class _Running:
         return True
 
     def _start(self, clock: float, instruction: Compute) -> float | None:
-        """When an instruction starts that its stage has come to; None as long as nobody can tell."""
+        """Return the start time of an instruction; None until its message is on the way."""
         message = needed(instruction, len(self._costs))
         if message is None or message in self._handed:
             return clock + self._overhead
@@ -183,7 +185,7 @@ class _Running:
         return None if arrival is None else max(clock, arrival) + self._receive + self._overhead
 
     def _arrival(self, message: Message) -> float | None:
-        """When a message arrives; None as long as one of its ends has not begun."""
+        """Return the arrival time of a message; None until its send and receive have begun."""
         sent, posted = self._sent.get(message), self._posted.get(message)
         if sent is None or posted is None:
             return None
@@ -194,7 +196,7 @@ class _Running:
         )
 
     def waits(self) -> tuple[str, ...]:
-        """Where each stage stands, unless all have finished."""
+        """Return a sentence per stage about its pending message; empty if all have finished."""
         standing = [
             mine[at] if at < len(mine) else None
             for at, mine in zip(self._next, self._program, strict=True)
@@ -208,7 +210,7 @@ class _Running:
             case Complete(what, part, micro, peer):
                 return f"stage {stage} waits until stage {peer} receives the {what} of micro-batch {micro} for part {part}"
         message = needed(instruction, len(self._costs))
-        assert message is not None  # nothing else waits
+        assert message is not None  # No other instruction waits.
         what, part, micro = message
         source = next(
             (i.peer for i in self._program[stage] if isinstance(i, Receive) and i[:3] == message),

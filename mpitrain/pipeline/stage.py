@@ -1,4 +1,4 @@
-"""A stage: a part of the model on the rank that holds it, and what it keeps of each micro-batch between its instructions."""
+"""A stage: one chunk of the model on its rank, with the activations saved for each micro-batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +11,12 @@ from mpitrain.trace.ring_buffer import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 
 
 class Stage:
-    """A slice of units. Each use of a unit's parameters and gradients is announced to the replication.
+    """Stage that trains one chunk of the model.
 
-    A micro-batch goes forward, then backward: through the two halves, all of it, or through both at once. What one keeps for
-    the next returns to the arena as soon as that has used it.
+    It announces each use of a unit's parameters and gradients to the replication.
+
+    A micro-batch goes forward, then backward: through the two halves, or through both at once. Each
+    call returns the buffers that the call before saved to the arena, as soon as it has used them.
     """
 
     def __init__(
@@ -26,9 +28,10 @@ class Stage:
         poll: Callable[[], None] | None = None,
         recorder: Recorder = SILENT,
     ):
-        """first: the number of the first unit, as replication counts them on this rank.
+        """Bind the stage to its units.
 
-        poll  called between layers, to move messages along; None: those of replication
+        first  number of the first unit, as the replication counts the units of this rank
+        poll   called between layers to progress messages; None: `replication.poll`
         """
         self._layers = [(first + index, unit.layer) for index, unit in enumerate(units)]
         self._replication, self._arena, self._poll = replication, arena, poll or replication.poll
@@ -36,16 +39,17 @@ class Stage:
             recorder,
             {first + index: recorder.name(unit.name) for index, unit in enumerate(units)},
         )
-        self._saved: dict[int, list[Any]] = {}  # by micro-batch, of each unit
+        # Both map a micro-batch to a list with the saved activations of each unit.
+        self._saved: dict[int, list[Any]] = {}
         self._pending: dict[int, list[Any]] = {}
         self._left = 0
 
     def begin(self, micro_batches: int) -> None:
-        """A step begins, in which so many go through; the last one to come back completes the gradients."""
+        """Begin a step of so many micro-batches; the last backward completes the gradients."""
         self._left = micro_batches
 
     def forward(self, micro: int, x: Any) -> Any:
-        """The output of the last unit."""
+        """Run the forward of a micro-batch; return the output of the last unit."""
         replication, saved = self._replication, []
         for number, layer in self._layers:
             span = self._recorder.compute(self._names[number], FORWARD, number, micro)
@@ -58,7 +62,7 @@ class Stage:
         return x
 
     def backward_input(self, micro: int, dy: Any) -> Any:
-        """The gradient of the first unit's input; None where that has none."""
+        """Run the input half; return the gradient of the first unit's input, or None."""
         replication, saved, pending = self._replication, self._saved.pop(micro), []
         for number, layer in reversed(self._layers):
             span = self._recorder.compute(self._names[number], BACKWARD_INPUT, number, micro)
@@ -73,7 +77,7 @@ class Stage:
         return dy
 
     def backward_weight(self, micro: int) -> None:
-        """Sum the gradients of the parameters, which is what `backward_input` has left to do."""
+        """Run the weight half: accumulate the gradients of the parameters."""
         replication, pending = self._replication, self._pending.pop(micro)
         self._left -= 1
         for number, layer in reversed(self._layers):
@@ -84,7 +88,7 @@ class Stage:
             self._recorder.end(span)
 
     def backward(self, micro: int, dy: Any) -> Any:
-        """Both halves, unit by unit; the gradient of the first unit's input, None where that has none."""
+        """Run both halves, unit by unit; return the input gradient as `backward_input`."""
         replication, saved = self._replication, self._saved.pop(micro)
         self._left -= 1
         for number, layer in reversed(self._layers):
@@ -105,10 +109,10 @@ class Stage:
 
 
 class ForwardOnly(Stage):
-    """A stage through which micro-batches go forward alone: nothing is kept for a backward."""
+    """Stage for evaluation: runs forwards only, and saves no activations."""
 
     def forward(self, micro: int, x: Any) -> Any:
-        """The output of the last unit."""
+        """Run the forward of a micro-batch; return the output of the last unit."""
         for number, layer in self._layers:
             span = self._recorder.compute(self._names[number], FORWARD, number, micro)
             x, _ = layer.forward(self._replication.open(number, micro), x, self._arena)

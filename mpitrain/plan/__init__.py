@@ -1,1 +1,1 @@
-"""What would happen, told without doing it: charts of schedules, steps of collectives."""
+"""Previews: charts of pipelines, steps of collectives, the best number of micro-batches."""

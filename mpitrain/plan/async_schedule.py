@@ -1,7 +1,7 @@
-"""A pipeline whose stages update by themselves: two steps of its stream, and the stream's figures.
+"""Preview of an asynchronous pipeline (PipeDream): a chart of two steps, and steady-state figures.
 
-A stream has no end of a step at which the pipe runs empty. It is simulated for more steps than are
-drawn, so that the last of them shows the steady state.
+The pipeline does not drain between steps. More steps are simulated than drawn, so that the last
+simulated step shows the steady state.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from mpitrain.plan.chart import holds, letters, listed
 from mpitrain.plan.words import several
 
 DRAWN = 2
-"""Steps that are drawn, from an empty pipe."""
+"""Number of steps that are drawn, from an empty pipeline."""
 
 MEANING = (
     "version: of its weights, which a stage computes with; * an update follows, which makes the "
@@ -25,14 +25,14 @@ MEANING = (
 
 
 class Stream(NamedTuple):
-    """A stream that was simulated.
+    """Simulation of an asynchronous pipeline.
 
-    plan           of all steps that were simulated
+    plan           of all simulated steps
     micro_batches  of a step
-    every          micro-batches of an update, as of `memory.weights`
-    drawn          the first steps alone; stages go on with the next one
-    step_ms        from step to step, once the pipe is full
-    fill_ms        from the first forward of the stream to the first one of the last stage
+    every          micro-batches of an update, as in `memory.weights`
+    drawn          the first steps alone; the stages continue with the next one
+    step_ms        from step to step in the steady state
+    fill_ms        from the first forward of the pipeline to the first forward of its last stage
     """
 
     name: str
@@ -48,7 +48,7 @@ class Stream(NamedTuple):
         return len(self.plan.lists)
 
     def notes(self) -> list[list[str]]:
-        """The version that each drawn instruction uses, with * where an update follows."""
+        """Return the weight version of each drawn instruction, with * if an update follows."""
         return [
             [
                 f"{each.used}{'*' * each.is_updated}"
@@ -58,7 +58,7 @@ class Stream(NamedTuple):
         ]
 
     def idle(self, cost: Cost) -> float:
-        """The share of a step in which stages do not compute, once the pipe is full."""
+        """Return the fraction of a steady-state step in which stages do not compute."""
         return max(0.0, 1 - self.micro_batches * sum(cost[:3]) / self.step_ms)
 
 
@@ -73,9 +73,9 @@ def stream(
     is_eager: bool = False,
     overhead: float = 0,
 ) -> Stream:
-    """Simulate a schedule of STREAMS; times in ms, and the last four arguments as of `simulate`.
+    """Simulate a schedule of STREAMS; times are in ms, the last four arguments as in `simulate`.
 
-    raises  ConfigError for fewer micro-batches in a step than stages
+    raises  ConfigError if a step has fewer micro-batches than stages
     """
     step = find_plan(name, stages, micro_batches, chunks)
     p, m = len(step.lists), step.micro_batches
@@ -119,7 +119,7 @@ def stream(
 
 
 def title(found: Stream) -> str:
-    """What is drawn."""
+    """Return the title of the chart."""
     return (
         f"{found.name}: {several(found.stages, 'stage')}, "
         f"{several(found.micro_batches, 'micro-batch', 'micro-batches')} "
@@ -128,7 +128,7 @@ def title(found: Stream) -> str:
 
 
 def summary(found: Stream, cost: Cost) -> list[str]:
-    """What the signs mean, and the figures of the stream, in words."""
+    """Return lines with the legend of the chart and the figures of the pipeline."""
     lists, every = found.plan.lists, found.every
     updates = found.micro_batches // (every or 1)
     return [

@@ -1,4 +1,4 @@
-"""A simulated pipeline as text: a row of instructions per stage, and what it comes to in words."""
+"""Text charts of a simulated pipeline: a row of instructions for each stage, and a summary."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -10,14 +10,17 @@ from mpitrain.pipeline.simulate import Cost, Event, Simulation
 
 NAMES = {"F": "forward", "B": "input half of backward", "W": "weight half", "BW": "both halves"}
 BANDS = 6
-"""Rows in which a chart is continued below itself, at most: a longer one is drawn smaller, without some numbers."""
+"""Largest number of bands into which a chart wraps; a longer chart is drawn smaller."""
 
 TICK = 10
-"""Columns between two times of the ruler, at least."""
+"""Least number of columns between two times on the ruler."""
 
 
 def labels(plan: Plan) -> Callable[[Compute], str]:
-    """What stands for an instruction: kind, micro-batch, and where a stage has several parts which of them, a, b or c."""
+    """Return a function that labels instructions: kind, micro-batch, and letter of the chunk.
+
+    The chunks of a stage are a, b, c; a stage with one chunk has no letter.
+    """
     place = plan.place
     chunks = [
         chr(97 + place[:part].count(stage)) if place.count(stage) > 1 else ""
@@ -35,9 +38,9 @@ def chart(
     notes: Sequence[Sequence[str]] = (),
     name: str = "",
 ) -> list[str]:
-    """A row per stage, in bands of at most `width` columns, each under a ruler of times in ms.
+    """Draw a row for each stage, in bands of at most `width` columns under a ruler in ms.
 
-    notes  for each stage a text for each of its events, which a row called `name` shows below the stage
+    notes  for each stage a text for each event; a row called `name` below the stage shows them
     """
     events = [event for mine in simulation.timeline for event in mine]
     margin = len(f"stage {len(plan.lists) - 1}") + 2
@@ -60,7 +63,8 @@ def chart(
         for cell in range(math.ceil(widest), 0, -1)
         if units * cell <= BANDS * (room // cell * cell)
     )
-    cell = next(fitting, 1)  # columns of the shortest instruction
+    # The shortest instruction takes this many columns.
+    cell = next(fitting, 1)
     scale, band = min(cell / shortest, BANDS * room / simulation.makespan), room // cell * cell
     columns = math.ceil(simulation.makespan * scale)
     rows = [("ms", _ruler(simulation.makespan, scale, band))]
@@ -79,7 +83,10 @@ def chart(
 def _row(
     mine: Sequence[Event], texts: Sequence[str], scale: float, columns: int, fills: str
 ) -> str:
-    """A text for each event, at its columns. fills: what fills the row between events, and events up."""
+    """Return a row with a text for each event, at the event's columns.
+
+    fills  the characters that fill the idle time, and the rest of an event
+    """
     row, at = "", 0
     for event, text in zip(mine, texts, strict=True):
         start, stop = round(event.start * scale), round(event.end * scale)
@@ -89,7 +96,10 @@ def _row(
 
 
 def _cell(text: str, columns: int, fill: str) -> str:
-    """A text in so many columns, filled up but for a gap at the end; of one that does not fit, its letter or its star."""
+    """Return a text padded to `columns` columns, with a gap at the end.
+
+    A text that does not fit is cut to its letter, or to its star.
+    """
     shown = (
         text
         if len(text) < columns
@@ -101,7 +111,7 @@ def _cell(text: str, columns: int, fill: str) -> str:
 
 
 def _ruler(makespan: float, scale: float, band: int) -> str:
-    """Times at their columns; none that a band would cut in two."""
+    """Return the times at their columns, without times that the end of a band would cut in two."""
     least = TICK / scale
     power = 10 ** math.floor(math.log10(least))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
@@ -114,7 +124,7 @@ def _ruler(makespan: float, scale: float, band: int) -> str:
 
 
 def summary(plan: Plan, simulation: Simulation, costs: Sequence[Cost]) -> list[str]:
-    """What the letters mean, makespan, bubble, and what each stage holds at most, in words."""
+    """Return lines with the legend, makespan, bubble, and peaks of each stage."""
     makespan = (
         f"makespan {simulation.makespan:.6g} ms, of which a stage computes {simulation.busy / len(plan.lists):.6g}: "
         f"bubble {100 * simulation.bubble:.1f}%"
@@ -123,7 +133,7 @@ def summary(plan: Plan, simulation: Simulation, costs: Sequence[Cost]) -> list[s
 
 
 def letters(plan: Plan) -> str:
-    """What the letters of a chart mean."""
+    """Return the legend of a chart's letters."""
     kinds = {LETTERS[type(instruction)] for mine in plan.lists for instruction in mine}
     return (
         ", ".join(f"{kind} {meaning}" for kind, meaning in NAMES.items() if kind in kinds)
@@ -133,7 +143,7 @@ def letters(plan: Plan) -> str:
 
 
 def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
-    """What each stage holds at most."""
+    """Return lines with the peaks of each stage."""
     peaks = [peak(mine, costs) for mine in plan.lists]
     held = (
         "micro-batches" if len(plan.place) == len(plan.lists) else "micro-batches of one part each"
@@ -151,4 +161,5 @@ def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
 
 
 def listed(numbers: Iterable[float]) -> str:
+    """Return numbers as text, separated by commas."""
     return ", ".join(f"{number:.4g}" for number in numbers)

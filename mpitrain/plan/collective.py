@@ -1,4 +1,4 @@
-"""A collective step by step: who sends which chunk to whom, and whose data each rank then holds."""
+"""A collective step by step: the messages between ranks, and the contents of each rank's chunks."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from mpitrain.collectives.selection.table import TABLES
 from mpitrain.errors import ConfigError
 
 Held = list[list[int]]
-"""held[rank][chunk]: bit q is set if the data of rank q are in that chunk of that rank."""
+"""Contents of chunks: bit q of `held[rank][chunk]` is set if it includes the data of rank q."""
 
 
 class Move(NamedTuple):
-    """Elements start to stop that travel between two ranks.
+    """Message of the elements start to stop - 1 between two ranks.
 
-    combine  the target reduces them into its own
+    combine  whether the target reduces them into its own elements
     """
 
     source: int
@@ -30,9 +30,9 @@ class Move(NamedTuple):
 def plans_of(
     operation: str, algorithm: str, hosts: Sequence[str], count: int
 ) -> list[tuple[Plan, ...]]:
-    """What each rank runs, one plan after the other.
+    """Return the message plans of each rank, which run one after the other.
 
-    raises  ConfigError for an algorithm that is not there, or that is no plan
+    raises  ConfigError for an unknown algorithm, and for one that is not a plan of messages
     """
     table = TABLES[operation]
     known = [name for name, line in table.items() if line.plans]
@@ -47,9 +47,9 @@ def plans_of(
 
 
 def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
-    """The messages of all ranks by steps: each goes as soon as both its ends have come to it.
+    """Return the messages of all ranks by steps: a message travels once both of its ends reach it.
 
-    plans  of each rank, which run one after the other, a step at a time
+    plans  of each rank; a rank runs its plans one after the other, a step at a time
     """
     waiting = [
         deque(step for plan in mine for step in plan.steps if step.sends or step.receives)
@@ -64,7 +64,7 @@ def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
             for t in mine[0].sends
             if (theirs := waiting[t.peer]) and any(r.peer == rank for r in theirs[0].receives)
         ]
-        assert moves  # plans do not deadlock
+        assert moves  # Plans do not deadlock.
         listed.append(moves)
         targets: dict[int, set[int]] = {}
         sources: dict[int, set[int]] = {}
@@ -85,9 +85,9 @@ def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
 
 
 class Message(NamedTuple):
-    """Chunks first to last - 1 that travel between two ranks.
+    """Message of the chunks first to last - 1 between two ranks.
 
-    combine  the target adds them to its own; otherwise they replace its own
+    combine  whether the target adds them to its own; otherwise they replace its own
     """
 
     source: int
@@ -98,10 +98,11 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """All messages of a collective, and the chunks that the algorithm cuts the array into.
+    """All messages of a collective, and the chunks of the array.
 
-    bounds  (start, stop) of each chunk, of an array of so many `elements`
-    steps   the messages of each step, which travel together
+    elements  of the whole array
+    bounds    (start, stop) of each chunk, in elements
+    steps     the messages of each step, which travel at the same time
     """
 
     operation: str
@@ -113,12 +114,13 @@ class Collective(NamedTuple):
 
     @property
     def ranks(self) -> int:
+        """Return the number of ranks."""
         return len(self.hosts)
 
 
 def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collective:
-    """The messages of an operation of TABLES on an array too short for segments."""
-    # Enough elements for chunks of one size, too few for segments.
+    """Return the messages of an operation of TABLES, for an array too short for segments."""
+    # This length gives chunks of one size and is too short for segments.
     count = len(hosts) << len(hosts).bit_length()
     steps = rounds(plans_of(operation, algorithm, hosts, count))
     cuts = sorted(
@@ -141,9 +143,9 @@ def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collecti
 
 
 def contents(found: Collective) -> Iterator[Held]:
-    """Whose data each rank holds at the start and after each step.
+    """Yield the contents of all ranks' chunks, at the start and after each step.
 
-    It is one list, which changes from step to step.
+    All yields are the same list, which changes from step to step.
     """
     held = [
         [
@@ -154,7 +156,8 @@ def contents(found: Collective) -> Iterator[Held]:
     ]
     yield held
     for messages in found.steps:
-        sent = [held[m.source][m.first : m.last] for m in messages]  # all leave before any arrives
+        # All messages of a step leave before any of them arrives.
+        sent = [held[m.source][m.first : m.last] for m in messages]
         for m, arriving in zip(messages, sent, strict=True):
             for chunk, data in enumerate(arriving, m.first):
                 held[m.target][chunk] = data | (held[m.target][chunk] if m.combine else 0)
@@ -162,7 +165,7 @@ def contents(found: Collective) -> Iterator[Held]:
 
 
 def complete(found: Collective) -> list[int]:
-    """What each chunk holds in the end: all ranks' data; of an all-gather, its own rank's."""
+    """Return the final contents of each chunk: all ranks' data, or one rank's in an all-gather."""
     return [
         1 << chunk if found.operation == "all-gather" else (1 << found.ranks) - 1
         for chunk in range(len(found.bounds))
@@ -170,7 +173,7 @@ def complete(found: Collective) -> list[int]:
 
 
 class Meeting(NamedTuple):
-    """The step after which an all-reduce adds nothing any more, and the names of its halves."""
+    """Boundary of an all-reduce's halves: the last step that adds, and the halves' names."""
 
     step: int
     first: str
@@ -178,7 +181,7 @@ class Meeting(NamedTuple):
 
 
 def meeting(found: Collective) -> Meeting | None:
-    """Where an all-reduce stops adding and begins to copy; None if there is no such step."""
+    """Return the step after which an all-reduce only copies, or None."""
     adding = [
         number for number, messages in enumerate(found.steps, 1) if any(m.combine for m in messages)
     ]

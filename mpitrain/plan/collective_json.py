@@ -1,4 +1,4 @@
-"""A collective as JSON: every message of every step, and what it makes of its target's chunks."""
+"""A collective as JSON: each message of each step, and the chunks that it changes."""
 
 import json
 from itertools import pairwise
@@ -10,11 +10,11 @@ from mpitrain.plan.words import data_of
 
 
 def written(found: Collective) -> str:
-    """The text of the file: a header, then a line for each step.
+    """Return the text of the file: a header, then a line for each step.
 
-    chunks    in the header: [start, stop] of each, in shares of the array; in a message: the first
-              chunk and the one after the last
-    contents  {rank: {chunk: whose data it holds}} of the chunks that the step changed; "0-2+5" are
+    chunks    in the header: [start, stop] of each chunk, as fractions of the array; in a message:
+              the first chunk and the one after the last
+    contents  {rank: {chunk: contributing ranks}} of the chunks that the step changed; "0-2+5" means
               ranks 0, 1, 2 and 5
     """
     met, counted, formula = (

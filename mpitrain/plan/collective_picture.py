@@ -1,4 +1,4 @@
-"""A collective as a picture; needs matplotlib (the `report` extra)."""
+"""Picture of a collective; needs matplotlib (the `report` extra)."""
 
 from pathlib import Path
 from typing import Any
@@ -10,23 +10,23 @@ from mpitrain.plan.words import several, spoken
 from mpitrain.plots import painter, save
 
 ADDED, COPIED = "#d55e00", "#0072b2"
-"""Arrows of messages that are added, and of those that take the place of what was there."""
+"""Colours of arrows, for messages that are added and for messages that replace."""
 
 MOST_ARROWS = 600
-"""Messages of more than these would hide each other."""
+"""Largest number of messages drawn as arrows; more would hide each other."""
 
 MOST_CELLS = 4000
-"""Cells of a row, at most; where there are more, a box has one colour, the mean of its chunks."""
+"""Largest number of cells in a row; beyond it, a box shows the mean of its chunks."""
 
 STRIP, WITHOUT_ARROWS = 0.62, 0.96
-"""The share of a column that the chunks take; arrows cross the rest."""
+"""Fraction of a column that the chunks take, with arrows in the rest and without arrows."""
 
 NUMBERED = 9
-"""Chunks of a rank up to which each has its number of ranks written in it."""
+"""Largest number of chunks per rank with the number of contributing ranks written in them."""
 
 
 def draw(found: Collective, path: Path) -> None:
-    """Ranks as rows, steps as columns: how complete chunks are, and an arrow for each message."""
+    """Draw ranks as rows, steps as columns, chunks by their completeness, messages as arrows."""
     pyplot = painter()
     from matplotlib.lines import Line2D
 
@@ -138,7 +138,7 @@ def draw(found: Collective, path: Path) -> None:
 
 
 def _filled(found: Collective) -> np.ndarray:
-    """(steps + 1, ranks, chunks): what a chunk holds after each step, as a share of the end."""
+    """Return the completeness of chunks after each step, in [0, 1]: (steps + 1, ranks, chunks)."""
     whole = [data.bit_count() for data in complete(found)]
     return np.array(
         [
@@ -152,7 +152,7 @@ def _filled(found: Collective) -> np.ndarray:
 
 
 def _numbers(axes: Any, edges: np.ndarray, held: np.ndarray, found: Collective) -> None:
-    """How many ranks' data each chunk holds, written in it."""
+    """Write into each chunk the number of ranks that contribute to it."""
     scale = 1 if found.operation == "all-gather" else found.ranks
     for rank, mine in enumerate(held):
         for chunk, share in enumerate(mine):

@@ -8,25 +8,25 @@ from mpitrain.plan.traffic import table_of_totals
 from mpitrain.plan.words import data_of, listed, several, spoken
 
 LINES = 200
-"""Lines of messages and contents, at most; of a longer collective each step is one line."""
+"""Largest number of lines for messages and contents; a longer collective has one line per step."""
 
 ENDS, NEAR = 4, 2
-"""Of a longer collective: steps printed at either end, and on either side of where halves meet."""
+"""Printed steps of a longer collective: at either end, and around the halves' boundary."""
 
 MARGIN = 9
-"""Columns before the messages of a step."""
+"""Number of columns before the messages of a step."""
 
 SIGNS = 10
-"""Columns of the signs of a legend."""
+"""Number of columns for the signs of a legend."""
 
 Cell = Callable[[int, int], str]
-"""(data, chunk) -> what is printed for a chunk that holds these ranks' data."""
+"""Function: (contents of a chunk, its number) -> the text that is printed for the chunk."""
 
 
 def printed(found: Collective, width: int) -> list[str]:
-    """All of it, in lines of at most `width` columns.
+    """Return the whole text, in lines of at most `width` columns.
 
-    Contents are named where that fits, else counted, else each step is one line.
+    Contents are named if that fits, else counted; else each step is one line.
     """
     hosts = len({*found.hosts})
     where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
@@ -46,7 +46,7 @@ def printed(found: Collective, width: int) -> list[str]:
 
 
 def _body(found: Collective, width: int) -> tuple[list[str], tuple[str, str]]:
-    """The steps, and a line of the legend on what stands below their messages."""
+    """Return the lines of the steps, and the legend of the rows below the messages."""
     for cell, meaning in (
         (_named(found), _meaning_of_names(found)),
         (_counted, _meaning_of_counts(found)),
@@ -62,6 +62,7 @@ def _body(found: Collective, width: int) -> tuple[list[str], tuple[str, str]]:
 
 
 def _named(found: Collective) -> Cell:
+    """Return a Cell that names the ranks that contribute to a chunk."""
     whole = complete(found)
     if found.operation == "all-gather":
         return lambda data, chunk: data_of(data)
@@ -69,6 +70,7 @@ def _named(found: Collective) -> Cell:
 
 
 def _meaning_of_names(found: Collective) -> str:
+    """Return the legend of `_named`."""
     if found.operation == "all-gather":
         return "the rank whose data it holds; - none yet"
     partial = ["0+1 the sum of what ranks 0 and 1 had"] * (found.ranks > 2) + [
@@ -78,15 +80,17 @@ def _meaning_of_names(found: Collective) -> str:
 
 
 def _meaning_of_counts(found: Collective) -> str:
+    """Return the legend of `_counted`."""
     return f"of how many of the {several(found.ranks, 'rank')} it holds the data"
 
 
 def _counted(data: int, chunk: int) -> str:
+    """Return the number of ranks that contribute to a chunk."""
     return f"{data.bit_count()}"
 
 
 def _signs(found: Collective) -> list[tuple[str, str]]:
-    """The first message of each kind in words, and the name of chunks that travel together."""
+    """Return legends for the first message of each kind, and for chunks that travel together."""
     messages = [message for step in found.steps for message in step]
     firsts = [
         next((m for m in messages if m.combine == combine), None) for combine in (True, False)
@@ -116,7 +120,7 @@ def _signs(found: Collective) -> list[tuple[str, str]]:
 
 
 def _chunks(found: Collective, message: Message) -> str:
-    """Chunks of a message: 2, 0-3, or all."""
+    """Return the chunks of a message as text: 2, 0-3, or all."""
     if message.last - message.first == len(found.bounds):
         return "all"
     return (
@@ -127,13 +131,13 @@ def _chunks(found: Collective, message: Message) -> str:
 
 
 def _message(found: Collective, message: Message) -> str:
-    """A message as 0>1 +2-3, without a space where a line could break."""
+    """Return a message as text, such as 0>1 +2-3, without a space where a line could break."""
     sign = "+" if message.combine else "="
     return f"{message.source}>{message.target}\N{NO-BREAK SPACE}{sign}{_chunks(found, message)}"
 
 
 def _halves(met: Meeting | None, step: int) -> list[str]:
-    """A line after the step at which the halves meet."""
+    """Return a marker line if the halves meet after this step."""
     return (
         [f"-- the halves meet: {met.first} done, {met.second} begins --"]
         if met and met.step == step
@@ -142,7 +146,7 @@ def _halves(met: Meeting | None, step: int) -> list[str]:
 
 
 def _table(found: Collective, cell: Cell, width: int) -> list[str]:
-    """The messages of each step and the contents after it; cut off where it exceeds LINES."""
+    """Return the messages of each step and the contents after it, up to about LINES lines."""
     lines: list[str] = []
     met = meeting(found)
     for step, held in enumerate(contents(found)):
@@ -161,7 +165,10 @@ def _table(found: Collective, cell: Cell, width: int) -> list[str]:
 
 
 def _rows(held: Held, cell: Cell, is_first: bool) -> list[str]:
-    """A row per rank; ranks that hold the same share one. The first time under chunk numbers."""
+    """Return a row for each rank; ranks with the same contents share a row.
+
+    is_first  whether a row of chunk numbers comes first
+    """
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, mine in enumerate(held):
         rows.setdefault(tuple(cell(data, chunk) for chunk, data in enumerate(mine)), []).append(
@@ -183,7 +190,7 @@ def _rows(held: Held, cell: Cell, is_first: bool) -> list[str]:
 
 
 def _overview(found: Collective, width: int) -> list[str]:
-    """A line per step, of the steps at the ends and of those where the halves meet."""
+    """Return one line per step, for the steps at the ends and around the halves' boundary."""
     met, last = meeting(found), len(found.steps)
     shown = {*range(1, ENDS + 1), *range(last - ENDS + 1, last + 1)}
     shown |= {*range(met.step - NEAR + 1, met.step + NEAR + 1)} if met else set()

@@ -1,4 +1,4 @@
-"""Into how many micro-batches to split: the time of a step for every count, simulated with what was measured once."""
+"""The best number of micro-batches: simulates a step for each number, with costs measured once."""
 
 import math
 from bisect import bisect_left
@@ -16,23 +16,26 @@ from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.plan.stages import FAR, Measured, Way
 
 MOST = 64
-"""Counts that are simulated; of more, some that grow by about the same factor."""
+"""Largest number of candidates; more are thinned out to a roughly constant ratio between them."""
 
 SHOWN = 12
-"""Counts that a table has, at most."""
+"""Largest number of lines in the table."""
 
 WORTH = {"gpipe": 1.0, "1f1b": 2 / 3, "zero-bubble": 1 / 3, "zb-v": 1 / 6, "v-half": 7 / 12}
-"""What the bubble comes to, in micro-batches of a stage for each stage but one; of interleaved and breadth-first 1/chunks."""
+"""Bubble per stage beyond the first, in times that a micro-batch takes on a stage.
+
+It is 1 / chunks for interleaved and breadth-first.
+"""
 
 
 class Predicted(NamedTuple):
-    """A step in so many micro-batches.
+    """Prediction of a step with `micro_batches` micro-batches.
 
-    rows        in a micro-batch, in the mean
-    step_s      seconds, from the first forward to the last update
-    bubble      share of the time between the first and the last instruction in which stages do not compute
-    peak_bytes  of activations, on the stage that holds most
-    is_spoilt   whether it rests on a measurement during which other work ran: nothing follows from it
+    rows        mean rows of a micro-batch
+    step_s      seconds from the first forward to the last update
+    bubble      fraction of the time from the first to the last instruction in which stages are idle
+    peak_bytes  of activations, on the stage with the most
+    is_spoilt   whether it rests on a measurement that other work disturbed
     """
 
     micro_batches: int
@@ -44,7 +47,7 @@ class Predicted(NamedTuple):
 
 
 def counts(config: Config, stages: int, rows: int) -> list[int]:
-    """The numbers of micro-batches that a share of `rows` rows can be split into, by the configured schedule; ascending.
+    """Return the possible numbers of micro-batches of a replica with `rows` rows, ascending.
 
     raises  ConfigError if there is no choice
     """
@@ -83,9 +86,10 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
 
 
 def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
-    """Rows of the micro-batches to measure: those of the most and of the fewest micro-batches, and powers of two between.
+    """Return the sizes of micro-batches to measure, in rows.
 
-    fitting  what all sizes are multiples of
+    They are the sizes for the largest and smallest counts, and powers of two times `fitting`
+    between.
     """
     least, most = rows // counts[-1], -(-rows // counts[0])
     return sorted(
@@ -98,13 +102,13 @@ def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
 
 
 def around(measured: Sequence[Measured], rows: float) -> tuple[Measured, Measured]:
-    """The sizes on whose straight line micro-batches of so many rows lie."""
+    """Return the two measured sizes from which micro-batches of `rows` rows are interpolated."""
     right = min(max(1, bisect_left([each.rows for each in measured], rows)), len(measured) - 1)
     return measured[max(0, right - 1)], measured[right]
 
 
 def between(measured: Sequence[Measured], rows: float) -> tuple[list[Cost], Way]:
-    """Costs and way of micro-batches of so many rows, on straight lines between the sizes that were measured."""
+    """Interpolate the costs and message times of micro-batches of `rows` rows linearly."""
     low, high = around(measured, rows)
     part = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
 
@@ -124,7 +128,12 @@ def predict(
     measured: Sequence[Measured],
     end_s: float,
 ) -> list[Predicted]:
-    """What each count comes to. end_s: what a step takes after its last gradient, however many micro-batches it had."""
+    """Predict a step for each number of micro-batches.
+
+    rows      of a replica
+    measured  in ascending order of rows
+    end_s     seconds from the last gradient to the end of a step, for any number of micro-batches
+    """
     found = []
     for count in counts:
         plan = fused_at_the_input(
@@ -146,12 +155,15 @@ def predict(
 
 
 def best(predicted: Sequence[Predicted]) -> Predicted:
-    """The fastest; of several as fast the one of fewest micro-batches. Those that are marked count only if all are."""
+    """Return the fastest prediction; the one with the fewest micro-batches among equals.
+
+    Spoilt predictions count only if all are spoilt.
+    """
     return min(predicted, key=lambda each: (each.is_spoilt, each.step_s))
 
 
 def advice(predicted: Sequence[Predicted]) -> list[str]:
-    """What to set, and how many counts have no say in it."""
+    """Return lines with the recommended setting, and the number of spoilt predictions."""
     spoilt = sum(each.is_spoilt for each in predicted)
     lines = [
         f"~ {spoilt} of {len(predicted)} counts: measured while other work ran, the median above {FAR:g} times the fastest"
@@ -163,13 +175,13 @@ def advice(predicted: Sequence[Predicted]) -> list[str]:
 
 
 def neighbours(predicted: Sequence[Predicted]) -> list[Predicted]:
-    """The best one between those before and after."""
+    """Return the best prediction with the one before and the one after it."""
     at = predicted.index(best(predicted))
     return [*predicted[max(0, at - 1) : at + 2]]
 
 
 def table(predicted: Sequence[Predicted]) -> list[str]:
-    """A line for each count, or for some of them: the best one, its neighbours and others far and wide."""
+    """Return a table of predictions: the best, its neighbours, and evenly spaced others."""
     near = neighbours(predicted)
     others = [each for each in predicted if each not in near]
     room = max(1, SHOWN - len(near))
@@ -191,7 +203,11 @@ def table(predicted: Sequence[Predicted]) -> list[str]:
 
 
 def explanation(config: Config, stages: int, rows: int, measured: Sequence[Measured]) -> list[str]:
-    """Why: what a micro-batch costs the slowest stage besides its rows, and the count at which that meets the bubble."""
+    """Return lines that explain the optimum.
+
+    They name the fixed cost of a micro-batch on the slowest stage. They also name the number of
+    micro-batches at which this cost balances the bubble.
+    """
     chunks = len(measured[0].costs) // stages
     name = config.pipeline.schedule
     worth = WORTH.get(name, 1 / chunks if SCHEDULES[name].chunks is None else 0.0)

@@ -1,4 +1,4 @@
-"""A simulated pipeline as a picture; needs matplotlib (the `report` extra)."""
+"""Picture of a simulated pipeline; needs matplotlib (the `report` extra)."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ from mpitrain.plots import painter, save
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#cc79a7"}
 FEWEST_INCHES, MOST_INCHES = 8, 40
 CHARACTERS, ENTRY = 11, 2.6
-"""Characters of a title in an inch, and inches of an entry of the legend."""
+"""Characters of a title in an inch, and inches of an entry in the legend."""
 CELL = 0.28
-"""Inches of the shortest instruction, where that fits."""
+"""Inches of the shortest instruction, if the picture has room."""
 
 
 def draw(
     plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequence[Sequence[str]] = ()
 ) -> None:
-    """A row of boxes per stage over time in ms, with the micro-batch in each; paler for a stage's later parts.
+    """Draw a row of boxes for each stage over time in ms, each box with its micro-batch.
 
-    notes  of a stage that updates by itself, for each event: the version of its weights, and * where
-           an update follows
+    The later chunks of a stage are paler.
+
+    notes  of an asynchronous stage, for each event: the weight version, with * if an update follows
     """
     pyplot = painter()
     from matplotlib.lines import Line2D

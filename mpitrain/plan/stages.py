@@ -1,4 +1,4 @@
-"""What the stages of a model take: seconds and bytes of their parts and of messages between them, measured by all ranks."""
+"""Measured costs of a pipeline: seconds and bytes of its chunks, and times of its messages."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -14,22 +14,22 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Request, Transport
 
 REPEATS, TRIPS = 5, 21
-"""Times that each part computes, and that each message travels, after one that warms up."""
+"""Measured passes of each chunk, and measured trips of each message, after one for warm-up."""
 
 LEAST_S = 2e-3
-"""Seconds that a receiver computes, at least, while it is found out what of a message's way its computing hides."""
+"""Least seconds that a receiver sleeps to measure how much of a transfer compute would hide."""
 
 
 FAR = 2.0
-"""Times the fastest pass through a part beyond which the median tells of other work on the machine."""
+"""Ratio of a chunk's median pass to its fastest; above it, other work disturbed the machine."""
 
 
 class Way(NamedTuple):
-    """How a message goes between two stages: the arguments of `simulate`.
+    """Time of a message between two stages: arguments of `simulate`.
 
-    transfer  seconds beside whatever both compute
+    transfer  seconds that overlap with compute on both stages
     receive   seconds of the receiver's own time
-    is_eager  MPI sends it before its receive is posted
+    is_eager  whether MPI sends the message before its receive is posted
     """
 
     transfer: float
@@ -38,20 +38,21 @@ class Way(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Return the whole time of the message."""
         return self.transfer + self.receive
 
 
 def slowest(ways: Iterable[tuple[float, float, bool]]) -> Way:
-    """The slowest of these ways; `gather_text` makes lists of them."""
+    """Return the slowest message, from Way objects or from the lists of `gather_text`."""
     return max((Way(*each) for each in ways), key=lambda each: each.seconds)
 
 
 class Measured(NamedTuple):
-    """Micro-batches of so many rows.
+    """Measurement of micro-batches of `rows` rows.
 
-    costs  of each part of the model: seconds on the slowest of the ranks that hold it, bytes on the one that holds most
-    way    of the slowest message over a boundary
-    spread of the part whose passes differed most: the median over the fastest
+    costs   of each chunk: seconds on the slowest of its ranks, bytes on the rank with the most
+    way     of the slowest message over a boundary
+    spread  largest ratio of a chunk's median pass to its fastest
     """
 
     rows: int
@@ -61,17 +62,20 @@ class Measured(NamedTuple):
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether other work ran most of the time, so that nothing follows from these costs."""
+        """Return whether other work ran most of the time, so that these costs prove nothing."""
         return self.spread > FAR
 
 
 def measure(
     trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, sizes: Sequence[int]
 ) -> list[Measured]:
-    """Measure micro-batches of each of these sizes; all ranks compute at the same time. Collective.
+    """Measure micro-batches of each of these sizes, on all ranks at the same time. Collective.
 
-    Each size is a step whose learning rate is 0: parameters stay as they are, but what the optimizer remembers does not.
-    inputs, targets  as a step takes them: rows for the largest of the sizes
+    Each size is a step with learning rate 0. It leaves the parameters as they are, but changes the
+    state of the optimizer.
+
+    inputs, targets  as a step takes them, with rows for the largest size
+    sizes            rows of a micro-batch
     """
     found = []
     for step, rows in enumerate(sizes):
@@ -102,10 +106,12 @@ def measure(
 
 
 def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
-    """Seconds from the last gradient to the end of a step, on the slowest rank. Collective; the learning rate is 0.
+    """Measure seconds from the last gradient to the end of a step, on the slowest rank. Collective.
 
-    What of the gradients' sums a step hides behind its last weight halves is in it.
-    inputs, targets  as a step takes them: few rows will do
+    The learning rate is 0. The result includes reductions that a step overlaps with its last weight
+    halves.
+
+    inputs, targets  as a step takes them; a few rows suffice
     """
     replication, times = trainer.replication, []
     for step in range(1 + REPEATS):
@@ -123,7 +129,7 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
 
 
 def _part(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
-    """The fields of one part's Cost on this rank, and then the spread of its passes."""
+    """Return the fields of one chunk's Cost on this rank, then the spread of its passes."""
     trainer.pipe.stages[part].begin(2 + REPEATS)
     kept = _kept(trainer, part, inputs, targets)
     times = [_there_and_back(trainer, part, inputs, targets) for _ in range(1 + REPEATS)][1:]
@@ -132,12 +138,12 @@ def _part(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) 
 
 
 def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) -> list[int]:
-    """The bytes of one part's Cost, in the order of its fields."""
+    """Return the bytes of one chunk's Cost, in the order of its fields."""
     stage, arena = trainer.pipe.stages[part], trainer.arena
     before, most, peaks = arena.live, arena.peak, []
 
     def noted() -> int:
-        """What is held beyond the start; notes what was held at most since the last time."""
+        """Return the bytes in use beyond the start, and record the peak since the last call."""
         peaks.append(arena.peak - before)
         arena.peak = arena.live
         return arena.live - before
@@ -148,7 +154,8 @@ def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) 
     del x
     dy, shape = _loss(trainer, y, targets) if _is_last(trainer, part) else None, y.shape
     del y
-    saved = noted()  # and the gradient of the model's output, which no message brings
+    # The last chunk also saves the gradient of the model's output, which no message brings.
+    saved = noted()
     if dy is None:
         dy = _drawn(trainer, shape)
     dx = stage.backward_input(0, dy)
@@ -161,11 +168,12 @@ def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) 
 
 
 def _is_last(trainer: Trainer, part: int) -> bool:
+    """Return whether this is the last chunk of the model."""
     return part == len(trainer.resolved.plan.place) - 1
 
 
 def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
-    """The gradient of the model's output."""
+    """Return the gradient of the model's output."""
     right = trainer.backend.from_host(targets).reshape(-1)
     _, gradient = trainer.replication.loss(
         y.reshape(len(right), -1), right, trainer.replication.scale(1, 0)
@@ -176,7 +184,10 @@ def _loss(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
 def _there_and_back(
     trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray
 ) -> tuple[float, float, float]:
-    """Seconds of the forward, with the loss where the model ends, and of both halves of the backward."""
+    """Measure the seconds of a forward and of both halves of its backward.
+
+    The last chunk's forward includes the loss.
+    """
     stage, backend, clock = trainer.pipe.stages[part], trainer.backend, time.perf_counter
     x = _input(trainer, part, inputs)
     dy = (
@@ -204,13 +215,17 @@ def _there_and_back(
 
 
 def _input(trainer: Trainer, part: int, inputs: np.ndarray) -> Any:
+    """Return an input of a chunk, on this rank's device."""
     if part == 0:
         return trainer.placed(inputs)
     return _drawn(trainer, trainer.pipe.input_shape(part, inputs.shape))
 
 
 def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
-    """Numbers of the size of activations: products of what lies in memory by chance could take far longer."""
+    """Return random numbers of the size of activations.
+
+    Arithmetic with uninitialized memory could take far longer.
+    """
     array = trainer.arena.take(shape, trainer.replication.replica.computed)
     array[...] = trainer.backend.from_host(
         np.random.default_rng(0).standard_normal(shape, np.float32).astype(array.dtype)
@@ -219,11 +234,14 @@ def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
 
 
 def _way(trainer: Trainer, shape: tuple[int, ...]) -> Way:
-    """The slowest way of a message over a boundary for a model's input of this shape, as far as this rank sees; collective."""
+    """Measure the slowest message over a boundary of this rank. Collective.
+
+    shape  of the model's input
+    """
     place, transport = trainer.resolved.plan.place, trainer.grid.pp.transport
     found = Way(0.0, 0.0)
     for part, (here, there) in enumerate(pairwise(place), 1):
-        trainer.transport.barrier()  # one boundary at a time
+        trainer.transport.barrier()  # Only one boundary is measured at a time.
         if here != there and transport.rank in (here, there):
             array = _drawn(trainer, trainer.pipe.input_shape(part, shape))
             trainer.backend.synchronize()
@@ -233,10 +251,14 @@ def _way(trainer: Trainer, shape: tuple[int, ...]) -> Way:
 
 
 def way(transport: Transport, array: Any, here: int, there: int, slices: int) -> Way:
-    """The way of an array from one rank to another, measured by both; 0 but for the receiver, who alone learns what is hidden.
+    """Measure the time of an array's message from one rank to another; both ranks call this.
 
-    A message whose receive is posted travels while the receiver sleeps, in slices between which it polls as layers do. What the
-    receiver then takes longer than it sleeps is of its own time; the rest of the fastest way is beside.
+    The receiver posts its receive and then sleeps, in slices. Between slices it polls, as layers
+    do. Its time beyond the sleep is `receive`. The rest of the fastest trip is `transfer`.
+
+    here, there  the ranks that send and receive
+    slices       number of polls
+    returns      the measured Way on the receiver, zeros on the sender
     """
     hops, own = [], []
     peer = there if transport.rank == here else here
@@ -267,16 +289,19 @@ def way(transport: Transport, array: Any, here: int, there: int, slices: int) ->
 
 
 def _is_eager(transport: Transport, array: Any, here: int, peer: int) -> bool:
-    """Whether the send of an array ends before its receive is posted; told to both ends.
+    """Return on both ranks whether the send of an array ends before its receive is posted.
 
-    A short message may go by, and be answered, before: the receiver has then moved on all that came.
+    The receiver answers a short message that the sender starts after the array. The answer shows
+    that the receiver has processed everything that arrived.
+
     here  the rank that sends
     """
     told = np.zeros(1)
     if transport.rank != here:
         transport.recv(told, peer, 1)
         transport.send(told, peer, 1)
-        transport.recv(told, peer, 1)  # and only then is the receive of the array posted
+        transport.recv(told, peer, 1)
+        # The receive of the array is posted only now.
         transport.recv(array, peer)
         return bool(told[0])
     request = transport.start_send(array, peer)
@@ -292,7 +317,10 @@ def _is_eager(transport: Transport, array: Any, here: int, peer: int) -> bool:
 
 
 def _slept(request: Request, pause: float, slices: int) -> float:
-    """Sleep so many pauses, poll after each, and wait: the seconds that were not slept."""
+    """Sleep and poll `slices` times, then wait; return the seconds beyond the sleep.
+
+    pause  seconds of one sleep
+    """
     start, slept = time.perf_counter(), 0.0
     for _ in range(slices):
         before = time.perf_counter()

@@ -1,7 +1,14 @@
-"""What a collective sends: counted from its messages, beside the published formula.
+"""Traffic of a collective: counted from its messages, with the published formula for comparison.
 
-Legend: n ranks, n' the largest power of two up to n, r = n - n'; h hosts, k the ranks of the
-smallest host, g of the largest; S bytes of the whole array.
+Legend:
+
+    n   ranks
+    n'  largest power of two up to n
+    r   n - n'
+    h   hosts
+    k   ranks of the smallest host
+    g   ranks of the largest host
+    S   bytes of the whole array
 """
 
 import textwrap
@@ -18,7 +25,11 @@ ITEM = 4
 
 
 class Totals(NamedTuple):
-    """Steps, messages, and what all ranks and the busiest one send: 2 is twice the array."""
+    """Totals of a collective; data are in units of the array, so 2 is twice the array.
+
+    all_ranks  data that all ranks send together
+    busiest    data that the busiest rank sends
+    """
 
     steps: int | Fraction
     messages: int | Fraction
@@ -27,7 +38,7 @@ class Totals(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The letters of the formulas."""
+    """Values of the letters in the formulas; power is n'."""
 
     n: int
     power: int
@@ -37,16 +48,17 @@ class Numbers(NamedTuple):
 
     @property
     def lg(self) -> int:
-        """lg n'."""
+        """Return lg n', the logarithm to base 2."""
         return self.power.bit_length() - 1
 
     @property
     def r(self) -> int:
+        """Return n - n'."""
         return self.n - self.power
 
 
 class Formula(NamedTuple):
-    """Totals in words, and as a function of the numbers."""
+    """Published totals as text, and as a function of Numbers."""
 
     steps: str
     messages: str
@@ -131,17 +143,20 @@ FORMULAS = {
     ("all-gather", "ring"): _HALF,
     ("all-gather", "pairwise"): _HALF,
 }
-"""By operation and algorithm; uneven chunks change the busiest rank by less than one chunk."""
+"""Formulas by operation and algorithm.
+
+Uneven chunks change the total of the busiest rank by less than one chunk.
+"""
 
 
 def numbers(hosts: Sequence[str]) -> Numbers:
-    """The letters of the formulas for ranks on these hosts."""
+    """Return the values of the letters for ranks on these hosts."""
     ranks = Counter(hosts).values()
     return Numbers(len(hosts), 1 << len(hosts).bit_length() - 1, len(ranks), min(ranks), max(ranks))
 
 
 def sent_by(found: Collective) -> list[Fraction]:
-    """What each rank sends, in arrays."""
+    """Return the data that each rank sends, in units of the array."""
     sent = [0] * found.ranks
     for message in (message for messages in found.steps for message in messages):
         sent[message.source] += found.bounds[message.last - 1][1] - found.bounds[message.first][0]
@@ -149,7 +164,7 @@ def sent_by(found: Collective) -> list[Fraction]:
 
 
 def totals(found: Collective) -> Totals:
-    """Counted from the messages, for chunks that each travel in one message."""
+    """Count the totals from the messages, for chunks that each travel in one message."""
     sent = sent_by(found)
     return Totals(len(found.steps), sum(map(len, found.steps)), sum(sent, Fraction()), max(sent))
 
@@ -157,7 +172,10 @@ def totals(found: Collective) -> Totals:
 def sent_of_array(
     operation: str, algorithm: str, hosts: Sequence[str], nbytes: int
 ) -> list[tuple[int, int]]:
-    """Bytes and messages that each rank sends of a float32 array; segments are messages."""
+    """Return (bytes, messages) that each rank sends for a float32 array.
+
+    Each segment is a message.
+    """
     plans = plans_of(operation, algorithm, hosts, nbytes // ITEM)
     sent = [
         [ITEM * (t.stop - t.start) for plan in mine for step in plan.steps for t in step.sends]
@@ -167,7 +185,7 @@ def sent_of_array(
 
 
 def table_of_totals(found: Collective, width: int) -> list[str]:
-    """Counted totals, the formula, and its value."""
+    """Return lines with the counted totals, the formulas, and their values."""
     counted, formula, sent = (
         totals(found),
         FORMULAS.get((found.operation, found.algorithm)),
@@ -192,12 +210,12 @@ def table_of_totals(found: Collective, width: int) -> list[str]:
 
 
 def amount(number: float | Fraction) -> str:
-    """At most four digits, and whole numbers as they are."""
+    """Return a number as text with at most four digits; whole numbers stay as they are."""
     return f"{int(number)}" if number == int(number) else f"{float(number):.4g}"
 
 
 def _letters(found: Collective, formula: str) -> str:
-    """The letters of a formula, with their values here."""
+    """Return the letters of a formula and their values as text."""
     x = numbers(found.hosts)
     letters = [f"n = {several(x.n, 'rank')}"]
     if "n'" in formula:
@@ -211,9 +229,9 @@ def _letters(found: Collective, formula: str) -> str:
 
 
 def amounts(operation: str, algorithm: str, hosts: Sequence[str], nbytes: int) -> list[str]:
-    """What each rank sends of a float32 array of so many bytes, in words.
+    """Return lines with the bytes that each rank sends for a float32 array of `nbytes` bytes.
 
-    Segments of long arrays are messages of their own.
+    Each segment of a long array is a message.
     """
     sent = sent_of_array(operation, algorithm, hosts, nbytes)
     same: dict[tuple[int, int], list[int]] = {}

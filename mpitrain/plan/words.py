@@ -1,19 +1,20 @@
-"""Numbers and ranks in words, for what `plan` prints."""
+"""Text for numbers and ranks in the output of `mpitrain plan`."""
 
 from collections.abc import Iterable
 
 
 def spoken(operation: str) -> str:
-    """An operation as it is written in a sentence."""
+    """Return the name of an operation as a sentence writes it."""
     return "all-reduce" if operation == "allreduce" else operation
 
 
 def several(number: int, noun: str, nouns: str = "") -> str:
+    """Return a number with its noun, in the singular or the plural."""
     return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def listed(ranks: Iterable[int], between: str) -> str:
-    """Ascending numbers as text; three neighbours and more as first-last."""
+    """Return ascending numbers as text; three or more neighbours become first-last."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -26,5 +27,5 @@ def listed(ranks: Iterable[int], between: str) -> str:
 
 
 def data_of(data: int) -> str:
-    """Ranks whose data a chunk holds: 0+2, 0-3, or - for none."""
+    """Return the ranks that contribute to a chunk as text: 0+2, 0-3, or - for none."""
     return listed((rank for rank in range(data.bit_length()) if data >> rank & 1), "+") or "-"

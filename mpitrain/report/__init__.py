@@ -1,1 +1,1 @@
-"""What the traces of a run say: where its time went, in words and pictures, and what each rank did last."""
+"""Reports from a run's traces: breakdown of time, pictures, last known action of each rank."""

@@ -19,7 +19,12 @@ STYLE = (
 
 
 class Section(NamedTuple):
-    """What a page says of one run: words, the PNG file of its timeline and the file for Perfetto, if there are any."""
+    """Section of the page about one run.
+
+    words     text of the report
+    timeline  PNG file, or None
+    perfetto  trace file for Perfetto, or None
+    """
 
     words: str
     timeline: Path | None
@@ -27,7 +32,11 @@ class Section(NamedTuple):
 
 
 def write_page(path: Path, runs: Mapping[str, Section], metrics: Path) -> None:
-    """Write the page. runs: by their names; metrics: the PNG file of all of them."""
+    """Write the page.
+
+    runs     sections by the runs' names
+    metrics  PNG file with the metrics of all runs
+    """
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>mpitrain report</title>'
         f"<style>{STYLE}</style></head><body>\n<h1>mpitrain report</h1>"
@@ -49,7 +58,7 @@ def write_page(path: Path, runs: Mapping[str, Section], metrics: Path) -> None:
 
 
 def _paragraphs(words: str) -> Iterator[str]:
-    """Sentences as paragraphs, which wrap; indented lines, which are tables and lists, as they stand."""
+    """Yield sentences as paragraphs, and indented lines (tables, lists) as preformatted text."""
     for is_table, lines in groupby(words.splitlines(), lambda line: line.startswith(" ")):
         if is_table:
             yield "<pre>" + html.escape("\n".join(lines)) + "</pre>"
@@ -58,5 +67,6 @@ def _paragraphs(words: str) -> Iterator[str]:
 
 
 def _image(path: Path, what: str) -> str:
+    """Return a PNG file as an HTML image that contains its data."""
     data = base64.b64encode(contents(path, inner=2)).decode()
     return f'<img alt="{html.escape(what)}" src="data:image/png;base64,{data}">'

@@ -1,4 +1,4 @@
-"""A timeline as a trace that Perfetto (https://ui.perfetto.dev) and Chrome (chrome://tracing) open.
+"""A timeline as a trace file for Perfetto (https://ui.perfetto.dev) and Chrome (chrome://tracing).
 
 source  Trace Event Format, Google: one object per event, times in microseconds
 """
@@ -16,7 +16,7 @@ THREADS = ("host", "device")
 
 
 def write_perfetto(path: Path, timeline: Timeline) -> None:
-    """Write everything that the ranks have noted: a process per rank, messages and reductions beside what computes."""
+    """Write all records of all ranks: a process per rank, with threads for host and device."""
     text = json.dumps(
         {"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False
     )
@@ -24,6 +24,7 @@ def write_perfetto(path: Path, timeline: Timeline) -> None:
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the events of the file."""
     start = min(
         (float(trace.records["start"].min()) for trace in timeline.traces if len(trace.records)),
         default=0.0,
@@ -56,7 +57,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 "ts": 1e6 * (float(record["start"]) - start),
                 "args": {"step": int(record["step"]) + 1},
             }
-            if kind in (SEND, RECEIVE, REDUCTION):  # several are under way at a time
+            if kind in (SEND, RECEIVE, REDUCTION):  # Several of these can overlap.
                 event |= {"id": f"{rank}.{record['number']}"}
                 yield {**event, "ph": "b"}
                 yield {**event, "ph": "e", "ts": 1e6 * (last - start)}

@@ -1,4 +1,4 @@
-"""Pictures of a run: the timeline of all ranks, and its metrics; needs matplotlib (the `report` extra)."""
+"""Pictures of a run's timeline and metrics; needs matplotlib (the `report` extra)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ OF_PHASE = {
     BACKWARD_WEIGHT: "weight half",
 }
 STEPS = 2
-"""Steps that are drawn: the newest."""
+"""Number of steps that are drawn, the newest ones."""
 CHARTS = {
     "loss": ("loss", "val_loss"),
     "learning rate": ("lr",),
@@ -50,7 +50,9 @@ CHARTS = {
 
 
 def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> None:
-    """A row per rank over ms of its newest steps: what it computed, waited for (framed), and beneath that what was under way.
+    """Draw a row for each rank over the ms of its newest steps.
+
+    A row shows compute and waits (framed); below, it shows pending messages and reductions.
 
     name  of the run
     """
@@ -64,9 +66,8 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
     drawn: set[str] = set()
     for rank, trace in enumerate(timeline.traces):
         records = trace.records[(trace.records["end"] > zero) & (trace.records["start"] < last)]
-        bars: dict[
-            tuple[str, float, float], list[tuple[float, float]]
-        ] = {}  # boxes by how they look: one by one takes long
+        # Boxes with the same look are drawn together, because one by one takes long.
+        bars: dict[tuple[str, float, float], list[tuple[float, float]]] = {}
         has_device = (records["kind"] == DEVICE).any()
         for record in records:
             if look := _look(record, has_device):
@@ -76,9 +77,8 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
         drawn |= {fill for fill, _, _ in bars}
         for (fill, place, height), spans in bars.items():
             is_wait = fill == FILLS["standing still"]
-            above = (
-                (0.5 if has_device else 2) if is_wait else 1
-            )  # over what computes: a layer may wait within, but no device
+            # A layer may wait within its compute, so waits are drawn above it; a device never waits.
+            above = (0.5 if has_device else 2) if is_wait else 1
             axes.broken_barh(
                 spans,
                 (rank + place, height),
@@ -120,7 +120,10 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
 
 
 def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
-    """Colour, place within the row and height of a record; None: it is not drawn, nor is what the host of a device launches."""
+    """Return the colour, vertical offset and height of a record, or None if it is not drawn.
+
+    Host compute is not drawn on ranks with a device: it only launches work.
+    """
     kind = int(record["kind"])
     if kind == COMPUTE and has_device:
         return None
@@ -135,13 +138,17 @@ def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
 
 
 def _row_name(trace: Trace) -> str:
+    """Return the label of a rank's row: its number and its grid coordinates."""
     place = trace.facts["place"]
     axes = " ".join(f"{axis}{place[axis]}" for axis in ("dp", "pp", "tp")) if place else "server"
     return f"rank {trace.facts['rank']}: {axes}"
 
 
 def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Loss, learning rate, throughput and memory of runs over steps. runs: records of metrics.jsonl by the name in the legend."""
+    """Draw loss, learning rate, throughput and memory of runs over their steps.
+
+    runs  records of metrics.jsonl, by the run's name in the legend
+    """
     pyplot = painter()
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""What the simulator says of the schedule in use, with the costs that were measured, beside what became of it."""
+"""Comparison of a measured pipeline with its simulated schedule at the measured costs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,9 +29,13 @@ LOSS = "the loss"
 
 
 class Compared(NamedTuple):
-    """Seconds from the first to the last instruction of a step, and the share of them in which stages do not compute.
+    """Predicted and measured step of a pipeline.
 
-    Of a stream, which does not run empty: seconds from step to step, of which the slowest stage computes all.
+    predicted_s, measured_s            seconds from the first to the last instruction of a step
+    predicted_bubble, measured_bubble  fraction of that time in which stages do not compute
+
+    For an asynchronous schedule these are seconds from step to step. Its prediction assumes that
+    the slowest stage computes all the time.
     """
 
     schedule: str
@@ -52,7 +56,10 @@ class Compared(NamedTuple):
 
 
 def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[str]:
-    """A line on the schedule of a run directory, if it has a pipeline and its traces say enough."""
+    """Yield a line about the schedule of a run, if it has a pipeline and sufficient traces.
+
+    run  the run directory
+    """
     try:
         found = compare(timeline, steps, configuration(run))
     except ConfigError as error:
@@ -63,7 +70,7 @@ def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[
 
 
 def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None:
-    """The schedule of a run in its first replica; None where the traces say nothing of parts."""
+    """Compare the first replica's steps with its schedule; None if the traces do not suffice."""
     replica = [
         trace
         for trace in timeline.traces
@@ -90,7 +97,8 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
     spans, busy = [], 0.0
     for step in steps:
         instructions = [_instructions(trace, range(step, step + 1)) for trace in replica]
-        if not all(map(len, instructions)):  # a worker of a server that others were faster than
+        # A parameter server gives a slow worker no rows in some steps.
+        if not all(map(len, instructions)):
             return None
         spans.append(
             max(float(i["end"].max()) for i in instructions)
@@ -113,7 +121,10 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
 def _of_stream(
     timeline: Timeline, replica: Sequence[Trace], steps: range, config: Config
 ) -> Compared | None:
-    """Stages that never wait for a step to end; their updates are among what keeps them busy."""
+    """Compare an asynchronous schedule.
+
+    Its stages never wait for a step to end. Their updates count as compute.
+    """
     busy = [_own(trace, _instructions(trace, steps, updates=True)) for trace in replica]
     windows = [timeline.window(trace.facts["rank"], steps) for trace in replica]
     took = fmean(end - start for start, end in windows)
@@ -131,7 +142,10 @@ def _of_stream(
 
 
 def _instructions(trace: Trace, steps: range, updates: bool = False) -> np.ndarray:
-    """What a rank computed for micro-batches in these steps; and where so asked to update its parameters."""
+    """Return the compute records of a rank for micro-batches in these steps.
+
+    updates  whether to include the updates of parameters
+    """
     records = within(trace, steps, computed(trace))
     return records[
         ((records["micro"] >= 0) | (updates & (records["phase"] == UPDATE))) & (records["end"] > 0)
@@ -139,7 +153,7 @@ def _instructions(trace: Trace, steps: range, updates: bool = False) -> np.ndarr
 
 
 def _own(trace: Trace, spans: np.ndarray) -> float:
-    """Seconds of these records without the waits within them; a device does not wait with its host."""
+    """Return the seconds of these records without the waits in them; a device has no waits."""
     if not len(spans):
         return 0.0
     total = float((spans["end"] - spans["start"]).sum())
@@ -152,7 +166,10 @@ def _own(trace: Trace, spans: np.ndarray) -> float:
 
 
 def _cost(trace: Trace, part: int, steps: range, micro_batches: int, is_last: bool) -> Cost:
-    """Mean seconds of a part for one micro-batch; what took both halves at once is divided among them."""
+    """Return the mean seconds of a chunk for one micro-batch.
+
+    A backward with both halves in one counts half for each.
+    """
     names = {*trace.facts["parts"][str(part)], *([LOSS] if is_last else [])}
     spans = _instructions(trace, steps)
     mine = spans[[trace.names[what][0] in names for what in spans["what"]]]

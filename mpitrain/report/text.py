@@ -1,4 +1,4 @@
-"""What the traces of a run say, in words."""
+"""Text of a report: breakdown of time, cost of the trace, last known action of each rank."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +15,16 @@ from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import PAUSE, RECEIVE, REDUCTION, SEND, STEP, WAIT
 
 SHOWN = 8
-"""Ranks that get a column; more are told by the median and the extremes."""
+"""Largest number of ranks with a column; the totals include the others."""
 LISTED = 4
-"""Messages under way that are listed of one rank."""
+"""Largest number of pending messages that are listed for one rank."""
 ENDS = {"end": "finished after", "stopped": "was stopped after", "failed": "failed at"}
 TRIED = 10_000
-"""Records that are written to measure what one takes."""
+"""Records that are written to measure the time of one."""
 
 
 def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
-    """Lines: the shares of all ranks and of each, who was waited for, and whose computing takes longest."""
+    """Yield lines: breakdown of time, longest-awaited rank, and rank with the longest compute."""
     steps, ranks, workers = found.steps, len(found.seconds), found.workers
     has_servers = len(workers) < ranks
     step_s = found.seconds[workers].sum() / len(workers) / len(steps)
@@ -73,7 +73,10 @@ def where_the_time_went(found: Shares, timeline: Timeline) -> Iterator[str]:
 
 
 def _per_mille(seconds: np.ndarray) -> list[int]:
-    """Shares in thousandths, and their sum, which is 1000: the largest of what rounding down left out is made up for first."""
+    """Return the shares in thousandths, followed by their sum, 1000.
+
+    The shares with the largest remainders are rounded up, so that the sum is exact.
+    """
     exact = 1000 * seconds / seconds.sum()
     whole = np.floor(exact).astype(int)
     whole[np.argsort(whole - exact)[: 1000 - whole.sum()]] += 1
@@ -81,6 +84,7 @@ def _per_mille(seconds: np.ndarray) -> list[int]:
 
 
 def _memory(timeline: Timeline) -> Iterator[str]:
+    """Yield a line with the peak activations of each rank, if all traces have it."""
     peaks = [trace.facts.get("peak_activation_bytes") for trace in timeline.traces]
     told = [peak for peak in peaks if isinstance(peak, int)]
     if len(told) == len(peaks) > 0:
@@ -92,7 +96,7 @@ def _memory(timeline: Timeline) -> Iterator[str]:
 
 
 def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
-    """Lines: why there is no trace of some ranks."""
+    """Yield lines with the reason for each missing trace."""
     reasons = list(timeline.missing.values())
     yield from reasons[:SHOWN]
     if len(reasons) > SHOWN:
@@ -100,7 +104,7 @@ def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
 
 
 def what_the_trace_cost(found: Shares, timeline: Timeline) -> str:
-    """How many records a rank wrote in a step, what one takes on this machine, and what share of a step that is."""
+    """Return a line: records per step, seconds of one record here, and their fraction of a step."""
     steps = len(found.steps)
     written = max(len(within(trace, found.steps)) for trace in timeline.traces) / steps
     each, step_s = _seconds_of_a_record(), found.seconds.sum() / len(found.seconds) / steps
@@ -111,6 +115,7 @@ def what_the_trace_cost(found: Shares, timeline: Timeline) -> str:
 
 
 def _seconds_of_a_record() -> float:
+    """Measure the seconds that this machine takes to record a span."""
     recorder = Recorder()
     name, began = recorder.name("a record"), time.perf_counter()
     for _ in range(TRIED):
@@ -119,7 +124,7 @@ def _seconds_of_a_record() -> float:
 
 
 def what_each_did_last(timeline: Timeline) -> Iterator[str]:
-    """Lines: of every rank what it was at when it gave the last sign of life, and what was under way."""
+    """Yield lines: the last known action of each rank, its time, and its pending messages."""
     end, traces = timeline.end(), timeline.traces
     if traces:
         yield "What each rank did last, and how long before the last sign of any:"
@@ -130,6 +135,7 @@ def what_each_did_last(timeline: Timeline) -> Iterator[str]:
 
 
 def _last(trace: Trace) -> str:
+    """Return the last known action of a rank as text."""
     records = trace.records
     lasting = records[is_open(records)]
     spans = [record for record in lasting if record["kind"] not in (SEND, RECEIVE, REDUCTION)]
@@ -162,7 +168,7 @@ def _last(trace: Trace) -> str:
 
 
 def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
-    """How a run ended, by its metrics."""
+    """Return how a run ended, according to its metrics."""
     if not records:
         return "It has no metrics."
     last = records[-1]

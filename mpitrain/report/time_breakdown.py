@@ -1,8 +1,11 @@
-"""Where the time of each rank went: computing, and standing still for one of three reasons.
+"""Breakdown of each rank's time: compute, exposed communication, and idle time by reason.
 
-A wait for several ranks counts as waiting until the last of them came to it, and as communication from then on. A wait for one
-rank counts as waiting until that rank began its end of the message: between stages of a pipeline that is the bubble. Who is
-waited for and waits itself meanwhile is not to blame, but whom it waits for. While a GPU computes, its rank does.
+A collective wait counts as waiting until the last rank arrives, then as communication. A wait for
+one rank counts as waiting until that rank begins its end of the message. Between stages of a
+pipeline this waiting is the bubble.
+
+The awaited rank may be waiting itself. Then the blame passes to the rank that it waits for. While a
+rank's GPU computes, the rank counts as computing.
 """
 
 from bisect import bisect_right
@@ -29,12 +32,12 @@ COMPUTING, COMMUNICATION, BUBBLE, WAITING, PAUSES, BETWEEN = range(len(SHARES))
 
 
 class Shares(NamedTuple):
-    """Seconds of some steps, what lay between them included.
+    """Breakdown of the time in some steps, and between them.
 
-    steps      their numbers, from 0
-    seconds    (ranks, shares), which sum to the time that each rank was at these steps
-    waited     (ranks, ranks): how long each rank stood still because of each
-    workers    the ranks that compute rows: all but parameter servers, whose idle time holds up nobody
+    steps      numbers of the steps, from 0
+    seconds    (ranks, len(SHARES)); a row sums to the time that the rank spent in these steps
+    waited     (ranks, ranks): seconds that each rank (row) waited because of each rank (column)
+    workers    the ranks that compute rows: all but parameter servers, which delay no rank when idle
     """
 
     steps: range
@@ -44,22 +47,22 @@ class Shares(NamedTuple):
 
     @property
     def of_all(self) -> np.ndarray:
-        """The share of each of SHARES in the time of all ranks: they sum to 1."""
+        """Return the fraction of all ranks' time in each category of SHARES; they sum to 1."""
         return self.seconds.sum(0) / self.seconds.sum()
 
     @property
     def waits(self) -> np.ndarray:
-        """(ranks,): how long workers stood still because of each rank, servers among them."""
+        """Return the seconds that workers waited for each rank, servers included: (ranks,)."""
         return self.waited[self.workers].sum(0)
 
     @property
     def slowest(self) -> int | None:
-        """The rank that workers waited for longest; None if they waited for none."""
+        """Return the rank that workers waited for longest; None if they waited for none."""
         return int(self.waits.argmax()) if self.waits.any() else None
 
 
 def shares(timeline: Timeline) -> Shares | None:
-    """Where the time of the steps went that all ranks have; None if there are none, or they took no time."""
+    """Return the breakdown of the steps that all ranks have; None without steps or without time."""
     steps, ranks = timeline.steps(), len(timeline.traces)
     if not steps:
         return None
@@ -78,7 +81,7 @@ def shares(timeline: Timeline) -> Shares | None:
                 mine[COMPUTING] += sum(idle)
             elif record["kind"] == WAIT and own:
                 other, when = ready.of(rank, record)
-                begin, end = own[0]  # nothing is nested in a wait
+                begin, end = own[0]  # No record is nested in a wait.
                 until = begin if other == rank else min(max(when, begin), end)
                 if until > begin:
                     stood[rank].append(Still(begin, until, other))
@@ -88,13 +91,13 @@ def shares(timeline: Timeline) -> Shares | None:
                 ] += still
                 mine[COMMUNICATION] += idle[0] - still
         mine[BETWEEN] = stop - start - mine.sum()
-    if not seconds.sum() > 0:  # of a trace that was damaged: nobody can say shares of it
+    if not seconds.sum() > 0:  # The trace is damaged and has no breakdown.
         return None
     return Shares(steps, seconds, _waited(stood), timeline.workers())
 
 
 class Still(NamedTuple):
-    """A rank stood still for another one."""
+    """Interval in which a rank waited for another rank."""
 
     start: float
     end: float
@@ -102,7 +105,10 @@ class Still(NamedTuple):
 
 
 def _waited(stood: Sequence[Sequence[Still]]) -> np.ndarray:
-    """(ranks, ranks): seconds that each rank stood still because of each, by when each stood still for whom."""
+    """Return (ranks, ranks): seconds that each rank (row) waited because of each rank (column).
+
+    stood  the intervals in which each rank waited
+    """
     found = np.zeros((len(stood), len(stood)))
     ordered = [sorted(mine) for mine in stood]
     ends = [[still.end for still in mine] for mine in ordered]
@@ -125,14 +131,13 @@ def _waited(stood: Sequence[Sequence[Still]]) -> np.ndarray:
 
 
 def _busy(records: np.ndarray) -> Callable[[float, float], float]:
-    """How many seconds of an interval the device of a rank computed."""
+    """Return a function: (start, end) -> seconds in which the rank's device computed."""
     spans = np.sort(records[(records["kind"] == DEVICE) & (records["end"] > 0)], order="start")
     if not len(spans):
         return lambda start, end: 0.0
     ends = np.maximum.accumulate(spans["end"])
-    starts = np.maximum(
-        spans["start"], np.concatenate([spans["start"][:1], ends[:-1]])
-    )  # work that overlaps counts once
+    # Work that overlaps counts once.
+    starts = np.maximum(spans["start"], np.concatenate([spans["start"][:1], ends[:-1]]))
     points = np.stack([starts, np.maximum(starts, ends)], 1).ravel()
     sums = np.cumsum(np.where(np.arange(len(points)) % 2, np.diff(points, prepend=points[0]), 0.0))
 
@@ -146,23 +151,27 @@ def _busy(records: np.ndarray) -> Callable[[float, float], float]:
 def _own_times(
     records: np.ndarray, start: float, stop: float
 ) -> Iterator[tuple[Any, list[tuple[float, float]], bool]]:
-    """What the rank's own thread did in [start, stop]: (record, intervals without what is nested in it, whether in a pause)."""
+    """Yield the main thread's records in [start, stop]: (record, own intervals, is_paused).
+
+    The own intervals of a record exclude the records nested in it.
+    """
     mine = records[
         np.isin(records["kind"], (COMPUTE, WAIT, PAUSE))
         & (records["end"] > start)
         & (records["start"] < stop)
     ]
-    mine = mine[np.argsort(mine["number"])]  # a span is noted before those within it
-    around: list[
-        list[Any]
-    ] = []  # of spans that last: [record, its own intervals, whether in a pause, own since]
+    # A span has a smaller number than the spans nested in it.
+    mine = mine[np.argsort(mine["number"])]
+    # A stack of open spans: [record, its own intervals, whether in a pause, own since] is an entry.
+    around: list[list[Any]] = []
 
     def leave(now: float) -> None:
-        """Whoever is innermost does something of its own until now."""
+        """Add the time up to `now` to the own intervals of the innermost record."""
         if around and now > around[-1][3]:
             around[-1][1].append((around[-1][3], now))
 
     def close(until: float) -> Iterator[tuple[Any, list[tuple[float, float]], bool]]:
+        """Yield the open records that end by `until`."""
         while around and (end := min(float(around[-1][0]["end"]), stop)) <= until:
             leave(end)
             record, own, is_paused, _ = around.pop()
@@ -180,10 +189,11 @@ def _own_times(
 
 
 class _Ready:
-    """When those came for whom a rank waited."""
+    """Arrival times of ranks at waits and at the ends of messages."""
 
     def __init__(self, timeline: Timeline, steps: range):
-        self._keys: dict[tuple[int, int], Hashable] = {}  # by rank and number of a wait or message
+        # Maps (rank, number of a wait or message) to (key, how often the rank has had this key).
+        self._keys: dict[tuple[int, int], Hashable] = {}
         self._comes: dict[Hashable, list[tuple[float, int]]] = defaultdict(list)
         for rank, trace in enumerate(timeline.traces):
             counts: dict[Hashable, int] = defaultdict(int)
@@ -197,7 +207,10 @@ class _Ready:
 
     @staticmethod
     def _key(rank: int, trace: Trace, record: Any) -> Hashable:
-        """Equal for waits of several ranks together, and different for the ends of one message."""
+        """Return a key that is the same for all ranks of a collective wait.
+
+        The two ends of a message have keys that differ only in the kind.
+        """
         what, ranks = trace.names[record["what"]]
         if record["kind"] == WAIT:
             return (
@@ -211,7 +224,10 @@ class _Ready:
         return "message", int(record["step"]), what, int(record["tag"]), ends, int(record["kind"])
 
     def of(self, rank: int, wait: Any) -> tuple[int, float]:
-        """The rank that was waited for last, and when it came; this one, if nobody can tell."""
+        """Return the rank that was last to arrive, and its time; this rank if that is unknown.
+
+        wait  the record of a wait of `rank`
+        """
         if wait["peer"] < 0:
             comes = self._comes.get(self._keys.get((rank, int(wait["number"]))), [])
             when, last = max(comes, default=(0.0, rank))

@@ -15,18 +15,20 @@ from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, PHASES, RECEIVE, SEND, S
 
 
 class Timeline(NamedTuple):
-    """What the ranks of a run noted, by rank, in seconds of the clock of rank 0.
+    """Timeline of a run: the trace of each rank, in seconds of the clock of rank 0.
 
-    missing  why there is no trace of a rank, by its number; the others are then not in their places
+    traces   by rank; with a trace missing, an index is not the rank's number
+    missing  {rank: why it has no trace}
     """
 
     traces: Sequence[Trace]
     missing: Mapping[int, str] = {}
 
     def steps(self) -> range:
-        """The newest steps that every rank has finished and has in its trace; without the first of them, which may allocate.
+        """Return the newest steps that every rank has finished and has in its trace.
 
-        None, if the trace of a rank is missing: the others waited for it.
+        The first of several is left out, because it may allocate memory. The range is empty if a
+        trace is missing: other ranks waited for that rank.
         """
         if self.missing or not self.traces:
             return range(0)
@@ -48,12 +50,15 @@ class Timeline(NamedTuple):
         return range(min(first + 1, last), last + 1)
 
     def workers(self) -> list[int]:
-        """The ranks that compute rows: all, or those with a place on the axes where others are servers, which have none."""
+        """Return the ranks that compute rows: all but parameter servers.
+
+        Parameter servers have no grid coordinates.
+        """
         placed = [rank for rank, trace in enumerate(self.traces) if trace.facts.get("place")]
         return placed or list(range(len(self.traces)))
 
     def window(self, rank: int, steps: range) -> tuple[float, float]:
-        """From when to when a rank was at these steps, and at what lay between them."""
+        """Return when a rank began the first of these steps, and when it ended the last."""
         records = self.traces[rank].records
         mine = records[
             (records["kind"] == STEP)
@@ -63,19 +68,21 @@ class Timeline(NamedTuple):
         return float(mine["start"].min()), float(mine["end"].max())
 
     def end(self) -> float:
-        """When a rank gave the last sign of life."""
+        """Return the time of the last record of any rank."""
         return max((last_sign(trace) for trace in self.traces), default=0.0)
 
 
 def told_steps(steps: range) -> str:
-    """Steps as they are counted in words, from 1 on."""
+    """Return steps as text, counted from 1."""
     return f"step {steps.stop}" if len(steps) == 1 else f"steps {steps.start + 1} to {steps.stop}"
 
 
 def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.ndarray:
-    """What a rank began during these steps, which it has all finished; not what it did between them, such as an evaluation.
+    """Return the records that a rank began during these steps.
 
-    records  those to choose among; all, if None
+    The rank must have finished the steps. Records between steps, as of an evaluation, are left out.
+
+    records  to choose from; None: all
     """
     records, steps_of = (
         trace.records if records is None else records,
@@ -87,13 +94,16 @@ def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.
 
 
 def computed(trace: Trace) -> np.ndarray:
-    """What a rank computed: by its device, where it has one."""
+    """Return the compute records of a rank: of its device if it has one."""
     on_device = trace.records[(trace.records["kind"] == DEVICE) & (trace.records["end"] > 0)]
     return on_device if len(on_device) else trace.records[trace.records["kind"] == COMPUTE]
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """The traces of a run directory, or of a start without one, as far as they can be read; ConfigError if there are none."""
+    """Read the traces of a run directory, or of a start without one, as far as they are readable.
+
+    raises   ConfigError if there are none
+    """
     found: dict[int, Trace] = {}
     missing: dict[int, str] = {}
     where, files = trace_files(folder)
@@ -128,7 +138,11 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def trace_files(folder: Path) -> tuple[Path, list[Path]]:
-    """Where the traces of a run, or of a start without a directory, lie, and their files; ConfigError if that is a link."""
+    """Return the directory of a run's traces, and the files in it.
+
+    folder  run directory, or traces of a start without one
+    raises  ConfigError if the folder cannot be read or its traces are a link
+    """
     try:
         with opened(folder) as run:
             if run.facts(TRACE) is None:
@@ -145,11 +159,12 @@ def trace_files(folder: Path) -> tuple[Path, list[Path]]:
 
 
 def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
+    """Return how a trace's number of ranks differs from the others, or nothing."""
     return f", of {mine[1]} ranks" if mine[1] != others[1] else ""
 
 
 def _told_by(trace: Trace, rank: int, file: Path) -> Trace:
-    """The trace, if its facts say that it is of this rank."""
+    """Return the trace; raise ConfigError unless its facts belong to this rank."""
     facts, place = trace.facts, trace.facts.setdefault("place", None)
     is_placed = place is None or (
         isinstance(place, dict) and all(type(place.get(axis)) is int for axis in ("dp", "tp", "pp"))
@@ -168,6 +183,7 @@ def _told_by(trace: Trace, rank: int, file: Path) -> Trace:
 
 
 def _on_one_clock(trace: Trace) -> Trace:
+    """Return the trace with its times on the clock of rank 0."""
     records, has_ended = trace.records.copy(), trace.records["end"] > 0
     records["start"] = on_the_clock_of_rank_0(records["start"], trace.clocks)
     records["end"][has_ended] = on_the_clock_of_rank_0(records["end"][has_ended], trace.clocks)
@@ -175,10 +191,12 @@ def _on_one_clock(trace: Trace) -> Trace:
 
 
 def on_the_clock_of_rank_0(times: np.ndarray, clocks: Sequence[tuple[float, float]]) -> np.ndarray:
-    """Times of a rank on the clock of rank 0.
+    """Convert a rank's times to the clock of rank 0.
 
-    clocks  times of the rank's clock, at which it was compared, and the seconds that it was behind. In between it drifts evenly;
-            before and after as fast as from the first to the last.
+    The offset is interpolated linearly between comparisons of the clocks. Outside, it drifts at the
+    mean rate from the first comparison to the last.
+
+    clocks  (time of the rank's clock, seconds to add) of each comparison
     """
     if not clocks:
         return times
@@ -189,12 +207,12 @@ def on_the_clock_of_rank_0(times: np.ndarray, clocks: Sequence[tuple[float, floa
 
 
 def last_sign(trace: Trace) -> float:
-    """When a rank began or ended something last."""
+    """Return the last time at which a rank began or ended a record."""
     return float(max(trace.records["start"].max(initial=0), trace.records["end"].max(initial=0)))
 
 
 def told(trace: Trace, record: Any) -> str:
-    """A record in words."""
+    """Return a record as text."""
     what, _ = trace.names[record["what"]]
     phase = PHASES[record["phase"]]
     said = (
@@ -210,5 +228,5 @@ def told(trace: Trace, record: Any) -> str:
 
 
 def is_open(records: np.ndarray) -> np.ndarray:
-    """Which records have begun and not ended."""
+    """Return which records have begun and not ended."""
     return records["end"] == 0

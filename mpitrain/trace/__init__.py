@@ -1,1 +1,1 @@
-"""What each rank notes of its messages and of what it computes, in a file that outlives the rank."""
+"""Traces: each rank records its messages and compute in a file that survives a killed process."""

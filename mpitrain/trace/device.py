@@ -1,4 +1,4 @@
-"""What a device computed, noted when it is known: the rank that started it runs ahead, and waits for nothing on this account."""
+"""Spans of device compute, recorded after they finish, so that the host never waits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,11 +6,16 @@ from typing import Any, NamedTuple
 from mpitrain.machine.events import Mark
 
 MOST = 512
-"""Spans that are noted together at most."""
+"""Largest number of spans that are recorded together."""
 
 
 class Launched(NamedTuple):
-    """What was started between two marks. fields: of its record behind the times; began: by the host's clock."""
+    """Device work between two marks (CUDA events).
+
+    step    number of the optimizer step
+    fields  of its record, after the times
+    began   seconds of the host's clock at the launch
+    """
 
     step: int
     fields: tuple[int, ...]
@@ -20,46 +25,54 @@ class Launched(NamedTuple):
 
 
 class DeviceSpans:
-    """Work between pairs of marks, as spans by the host's clock.
+    """Device work between pairs of marks, as spans on the host's clock.
 
-    A device comes past a mark when it was made or later, and at least once in a step, of which the host reads the result, it has
-    nothing else to do and is there at once. So of all that the marks of a step say of the device's clock against the host's the
-    latest is right.
+    The device passes a mark when the host makes it, or later. So each mark is a lower bound for the
+    offset from device time to host time. At least once a step the host reads a result. At its next
+    mark the device is idle, and the bound is exact. So the largest bound of a step is its offset.
     """
 
     def __init__(
         self, mark: Callable[[], Any], clock: Callable[[], float], write: Callable[..., int]
     ):
-        """mark: in the device's work; write: fields of a record, from its start and end on."""
+        """Connect the device to a trace.
+
+        mark   () -> a mark in the device's work
+        clock  () -> seconds of the host's clock
+        write  (start, end, *fields) -> the number of the written record
+        """
         self._mark, self._clock, self._write = mark, clock, write
-        self._open: dict[
-            int, tuple[int, tuple[int, ...], float, Mark]
-        ] = {}  # by the number of the host's own record
+        # Maps the number of the host's own record to (step, fields, began, first mark).
+        self._open: dict[int, tuple[int, tuple[int, ...], float, Mark]] = {}
         self._launched: list[Launched] = []
 
     def begin(self, number: int, step: int, fields: tuple[int, ...]) -> None:
-        """The host starts work."""
+        """Begin a span: the host starts to launch work.
+
+        number  of the host's own record
+        fields  of the device's record, after the times
+        """
         if self._launched and (step != self._launched[0].step or len(self._launched) >= MOST):
             self.note()
         self._open[number] = step, fields, self._clock(), self._mark()
 
     def end(self, number: int) -> None:
-        """The host has started all of it."""
+        """End a span: the host has launched all of its work."""
         if number in self._open:
             self._launched.append(Launched(*self._open.pop(number), self._mark()))
 
     def interrupt(self) -> None:
-        """The host waits for messages, and starts no more until `resume`: what is open need not keep the device busy."""
+        """End all open spans until `resume`: the host waits, so the device may run idle."""
         for opened in self._open.values():
             self._launched.append(Launched(*opened, self._mark()))
 
     def resume(self) -> None:
-        """The host goes on."""
+        """Reopen the spans that `interrupt` ended."""
         for number, (step, fields, _, _) in self._open.items():
             self._open[number] = step, fields, self._clock(), self._mark()
 
     def note(self) -> None:
-        """Write what was started and is done; what is not is asked for again."""
+        """Write the finished spans; the next call tries the others again."""
         while self._launched:
             step, count = self._launched[0].step, 0
             while count < min(MOST, len(self._launched)) and self._launched[count].step == step:

@@ -1,4 +1,4 @@
-"""What a rank noted, read from its file, in whatever state the rank left it."""
+"""The reader of trace files, in any state that a rank left them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,15 +13,15 @@ from mpitrain.strict_json import complaint, parsed
 from mpitrain.trace.ring_buffer import HEAD, KINDS, MAGIC, PHASES, RECORD
 
 MOST = 1 << 16
-"""Ranks that there can be: a head that was damaged may say any number."""
+"""Largest number of ranks; a damaged head may contain any number."""
 LATEST = 1e12
-"""Seconds that a clock shows at most: by then a record is damaged."""
+"""Largest time of a clock, in seconds; a record with a later time is damaged."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Facts(BaseModel):
-    """What a head may say of itself, where it does; and more, which is for people."""
+    """Facts in a head with checked types, all optional; further facts are for human readers."""
 
     model_config = ConfigDict(strict=True)
 
@@ -35,9 +35,12 @@ class _Facts(BaseModel):
 
 
 class Trace(NamedTuple):
-    """What one rank noted: facts, (what, ranks that it concerns) by number, records from the oldest to the newest.
+    """Trace of one rank.
 
-    clocks  (times, seconds to add to them), by which times of this rank become those of rank 0's clock
+    facts    about the rank: its number, host, coordinates, chunks, ...
+    names    (name, ranks that it concerns), by number
+    records  from the oldest to the newest, with fields as in RECORD
+    clocks   (time of this rank's clock, seconds to add to get the clock of rank 0)
     """
 
     facts: dict[str, Any]
@@ -51,7 +54,10 @@ _CLOCK = TypeAdapter(Annotated[list[_Time], Field(min_length=2, max_length=2)])
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the trace of a rank, whatever became of it; ConfigError if the file is none."""
+    """Read the trace of a rank, whether or not the rank finished.
+
+    raises   ConfigError if the file is not a trace of this version, or is damaged
+    """
     try:
         data = contents(path, inner=2)
     except OSError as error:
@@ -96,7 +102,10 @@ def read_trace(path: Path) -> Trace:
 def _head(
     text: bytes,
 ) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
-    """Facts, names and clocks, up to the first line that is none of them: the last of a rank that was killed while it wrote."""
+    """Return the facts, names and clocks of a head.
+
+    Reading stops at the first invalid line: a rank that is killed while it writes leaves one.
+    """
     facts: dict[str, Any] = {}
     names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()
     for line in text.rstrip(b"\0").split(b"\n"):

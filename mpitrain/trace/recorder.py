@@ -1,4 +1,4 @@
-"""The recorder of a rank: begins and ends records of what the rank does, waits for, and sends."""
+"""The recorder of a rank: begins and ends spans of compute, waits and messages in its trace."""
 
 import threading
 import time
@@ -13,17 +13,20 @@ from mpitrain.trace.ring_buffer import COMPUTE, DEVICE, NO_PHASE, PAUSE, STEP, W
 
 
 class Recorder:
-    """Writes records to a ring. What begins and never ends, because its rank raises or is killed, stays open in the trace.
+    """Recorder of spans in a ring buffer.
 
-    step   number of the optimizer step under way, from 0; -1 before the first
-    micro  the micro-batch that messages belong to; -1: to none
-    topic  the name of messages whose tag has none
+    A span stays open in the trace if its rank raises an error or is killed before the end.
+
+    step    number of the current optimizer step, from 0; -1 before the first
+    micro   micro-batch of the messages that start next; -1: none
+    naming  name for the tags that are claimed next
+    topic   number of the name for messages without a named tag
     """
 
     is_on = True
 
     def __init__(self, ring: Ring | None = None, clock: Callable[[], float] = time.perf_counter):
-        """Made by the thread whose waits count: while another one waits, the rank goes on."""
+        """Make a recorder for the waits of the calling thread; others do not stop the rank."""
         self.clock = clock
         self._ring, self._names = ring or Ring(), dict[tuple[str, tuple[int, ...]], int]()
         self._owner, self._waiting = threading.get_ident(), 0
@@ -33,13 +36,15 @@ class Recorder:
         self.name("")
 
     def facts(self, **facts: Any) -> None:
-        """Note what is true of this rank, as JSON carries it."""
+        """Record facts about this rank, serialisable as JSON."""
         self._ring.note(facts)
 
     def name(self, what: str, ranks: Sequence[int] = ()) -> int:
-        """The number of a name, noted at first use; 0, which says nothing, if there are too many.
+        """Return the number of a name; 0, the empty name, if the head is full.
 
-        ranks  those that do this together, counted within the whole job
+        The first use records the name.
+
+        ranks  the ranks that the name concerns, counted in the whole job
         """
         key = what, tuple(ranks)
         if key not in self._names:
@@ -48,13 +53,13 @@ class Recorder:
 
     @contextmanager
     def called(self, what: str) -> Iterator[None]:
-        """Call messages so whose tags are claimed meanwhile."""
+        """Give a name to all tags that are claimed within the context."""
         before, self.naming = self.naming, what
         yield
         self.naming = before
 
     def about(self, name: int, micro: int) -> None:
-        """The messages that are started next are called so, if their tags are not, and belong to this micro-batch."""
+        """Set the name and micro-batch of the next messages; a named tag has priority."""
         self.topic, self.micro = name, micro
 
     def begin(
@@ -68,19 +73,19 @@ class Recorder:
         peer: int = -1,
         tag: int = -1,
     ) -> int:
-        """Begin a record, and return what ends it; kinds and phases are those of ring.py."""
+        """Begin a span and return its number for `end`; ring_buffer.py defines kinds and phases."""
         return self._ring.write(
             self.clock(), 0.0, nbytes, self.step, peer, tag, micro, unit, name, kind, phase
         )
 
     def end(self, span: int) -> None:
-        """What was begun has ended."""
+        """End a span."""
         self._ring.end(span, self.clock())
         if self._device:
             self._device.end(span)
 
     def compute(self, name: int, phase: int = NO_PHASE, unit: int = -1, micro: int = -1) -> int:
-        """Begin to compute, or to start what a device computes."""
+        """Begin a compute span, on the host or of work that it launches on a device."""
         number = self._ring.write(
             self.clock(), 0.0, 0, self.step, -1, -1, micro, unit, name, COMPUTE, phase
         )
@@ -91,15 +96,20 @@ class Recorder:
         return number
 
     def computes_on(self, mark: Callable[[], Any]) -> None:
-        """Note what a device does of what this rank computes. mark: of its backend; says None where there is no such device."""
+        """Record device spans too, if the backend has a device.
+
+        mark   () -> a mark in the backend's work, None without a device
+        """
         if mark() is not None:
             self._device = DeviceSpans(mark, self.clock, self._ring.write)
 
     def wait(self, name: int, peer: int = -1, message: int = 0) -> int:
-        """Stand still for messages, until `go_on`. A wait within a wait, and that of another thread, is none.
+        """Begin a wait for messages, which `go_on` ends; 0 if the wait is not recorded.
 
-        peer     the rank that is waited for; -1: all that the name concerns
-        message  what began the one that is waited for
+        A wait within a wait and a wait of another thread are not recorded.
+
+        peer     the awaited rank; -1: all ranks that the name concerns
+        message  number of the awaited message's span
         """
         if self._waiting or threading.get_ident() != self._owner:
             return 0
@@ -111,7 +121,7 @@ class Recorder:
         return self._waiting
 
     def go_on(self, wait: int) -> None:
-        """The wait is over."""
+        """End a wait."""
         if wait:
             self._waiting = 0
             self.end(wait)
@@ -120,7 +130,7 @@ class Recorder:
 
     @contextmanager
     def stepping(self, step: int) -> Iterator[None]:
-        """Optimizer step `step` is under way."""
+        """Record one optimizer step, for the length of the context."""
         self.step, self._waiting = step, 0
         span = self.begin(STEP, 0)
         yield
@@ -128,7 +138,10 @@ class Recorder:
 
     @contextmanager
     def pausing(self, what: str) -> Iterator[None]:
-        """Training rests for something else; messages whose tag has no name are called so, too."""
+        """Record a pause in training, such as an evaluation.
+
+        Messages without a named tag get the pause's name.
+        """
         span = self.begin(PAUSE, self.name(what))
         self.about(self.name(what), -1)
         yield
@@ -138,11 +151,18 @@ class Recorder:
             self._device.note()
 
     def keep(self, path: Path, inner: int = 2) -> None:
-        """Write to this file from now on, and what was written before; OSError if that cannot be. inner: see `files.reading`."""
+        """Move the trace, with all earlier records, into this file.
+
+        inner   number of trailing path components that must not be links; see `files.opened`
+        raises  OSError if the file cannot be created
+        """
         self.keep_in(opened(path.parent, inner - 1), path.name)
 
     def keep_in(self, folder: Directory, name: str) -> None:
-        """As `keep`, in an open folder, which is closed when it is left or cannot be used."""
+        """Move the trace into a file of an open folder, as `keep`.
+
+        folder  owned by the trace, which closes it when it moves on, or on failure
+        """
         try:
             self._ring.move(folder, name)
         except OSError:
@@ -150,12 +170,12 @@ class Recorder:
             raise
 
     def give_up(self, folder: Path) -> None:
-        """Remove the file that is written to, if it still lies in this folder."""
+        """Remove the trace file if it still lies in this folder."""
         self._ring.give_up(folder)
 
 
 class Silent(Recorder):
-    """A recorder that notes nothing."""
+    """Recorder that records nothing."""
 
     is_on = False
 

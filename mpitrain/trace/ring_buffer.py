@@ -1,9 +1,35 @@
-"""The file of a trace: a head of JSON lines, and behind it the newest records of one rank in a ring.
+"""The ring buffer of a trace: a head of JSON lines, then the newest records of one rank.
 
-The file is mapped into memory: a record is written without a call to the system, and what was written stays when the process
-is killed. A line of the head is an object of facts, of which later ones hold, or a list of a name and of the ranks it concerns.
-Records name lines of the second kind by their number, from 0. The fact `clock`, a time of the rank's clock and the seconds to
-add to it to get that of rank 0, may come several times, and all of them hold.
+The file is mapped into memory. Writing a record needs no system call, and the contents survive when
+the process is killed.
+
+    byte             file
+    0                +----------------------------------------------+
+                     | MAGIC: mpitrain trace 3                      |
+    17               | {"records": 16384}                           |  facts: later values
+                     | ["", ""]                                     |   replace earlier ones
+                     | {"rank": 2, "host": "a", ...}                |
+                     | ["activation", [2, 4, 1]]                    |  name 1, of ranks 2 and 3
+                     | {"clock": [time, offset]}                    |
+                     | ...                                          |
+                     | zeros                                        |
+    HEAD             +----------------------------------------------+
+                     | record n with n % CAPACITY = 0               |
+    HEAD + 52        | record n with n % CAPACITY = 1               |
+                     | ...                                          |
+                     | record n with n % CAPACITY = CAPACITY - 1    |
+    HEAD + 52 x      +----------------------------------------------+
+      CAPACITY
+
+A record has 52 bytes, little-endian:
+
+    byte   0      8    16      24    28    32   36     40    44    46    47     48
+    field  start  end  nbytes  step  peer  tag  micro  unit  what  kind  phase  number
+    type   f8     f8   i8      i4    i4    i4   i4     i4    u2    u1    u1     u4
+
+A JSON object holds facts. The fact `clock` may occur several times, and all of its values count.
+Its `offset` is added to times near `time` to get the clock of rank 0. A JSON list holds a name and
+the ranks that it concerns. A record's field `what` is the number of such a list, from 0.
 """
 
 import contextlib
@@ -41,34 +67,41 @@ RECORD = np.dtype(
         ("number", "<u4"),
     ]
 )
-"""Times in seconds of the rank's own clock, `end` 0 as long as it lasts; `peer` counts within the whole job; -1: none.
+"""Layout of a record, 52 bytes.
 
-`nbytes` of a wait is the number of the message that is waited for, or 0.
+start, end  seconds of the rank's own clock; `end` is 0 until the span ends
+nbytes      bytes of a message; in a wait the number of the awaited message's record, or 0
+peer        rank in the whole job
+micro, unit, tag, step  -1, as for `peer`, means none
 """
 
 FORMAT = struct.Struct("<ddqiiiiiHBBI")
 END = struct.Struct("<d")
 HEAD = 1 << 16
 CAPACITY = 1 << 14
-"""Records: 0.9 MB, which hold some hundred steps of one rank, or some dozen of one that sends many messages."""
+"""Records in a ring, 0.9 MB: some hundred steps of one rank, or some dozen with many messages."""
 MAGIC = b"mpitrain trace 3\n"
 
 
 class Ring:
-    """One rank's records, in memory until they are given a file. Several threads may write."""
+    """Ring buffer of one rank's records, in memory until `move` gives it a file.
+
+    Several threads may write.
+    """
 
     def __init__(self, capacity: int = CAPACITY):
         self._map = mmap.mmap(-1, HEAD + capacity * FORMAT.size)
         self._map[: len(MAGIC)] = MAGIC
         self._capacity, self._used = capacity, len(MAGIC)
-        self._next = itertools.count(1).__next__  # one call that no other thread interrupts
+        self._next = itertools.count(1).__next__  # No other thread can interrupt this call.
         self._newest = 0
-        self._folder: Directory | None = None  # that the file lies in, and its name
+        # The file lies in this folder under this name.
+        self._folder: Directory | None = None
         self._name = ""
         self.note({"records": capacity})
 
     def note(self, line: Any) -> bool:
-        """Add a line to the head; False if the head is full."""
+        """Append a line to the head; return False if the head is full."""
         text = json.dumps(line).encode() + b"\n"
         stop = self._used + len(text)
         if stop > HEAD:
@@ -78,29 +111,31 @@ class Ring:
         return True
 
     def write(self, *fields: float) -> int:
-        """Write a record, all fields but its number, which is returned."""
+        """Write a record and return its number; `fields` are all other fields in order."""
         number = self._newest = self._next()
         FORMAT.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size, *fields, number)
         return number
 
     def end(self, number: int, end: float) -> None:
-        """Write the end of a record, if the record is still there."""
+        """Write the end time of a record, unless a newer record has replaced it."""
         if self._newest - number < self._capacity:
             END.pack_into(self._map, HEAD + number % self._capacity * FORMAT.size + 8, end)
 
     def move(self, folder: Directory, name: str) -> None:
-        """Go on in a file, which begins with what was written so far; OSError if there can be none. No other thread may write.
+        """Move the ring into a file, with all earlier records; no other thread may write meanwhile.
 
-        The file that it lay in before is removed. So is one that lies there, whoever writes to it: it lives on without a name.
-        To cut it off would end the process that has mapped it.
-        folder  is closed by the ring, when it moves on
+        The ring's previous file is removed. An existing file of this name is unlinked, even if
+        another process still writes to it. Truncating that file would kill the process that maps
+        it.
+
+        folder  owned by the ring, which closes it when it moves on
+        raises  OSError if the file cannot be created
         """
         size = len(self._map)
         descriptor = folder.create(name)
         try:
-            os.posix_fallocate(
-                descriptor, 0, size
-            )  # on a disk that is full a write to mapped memory ends the process
+            # Reserve the space now: on a full disk a write to mapped memory kills the process.
+            os.posix_fallocate(descriptor, 0, size)
             moved = mmap.mmap(descriptor, size)
         except OSError:
             folder.remove(name)
@@ -114,12 +149,12 @@ class Ring:
         self._folder, self._name = folder, name
 
     def give_up(self, folder: Path) -> None:
-        """Remove its file, if it still lies in this folder; it may be written to as before."""
+        """Remove the ring's file if it still lies in this folder; the ring stays usable."""
         if self._folder and self._folder.path == folder:
             self._leave()
 
     def _leave(self) -> None:
-        """Remove the file, if the ring has one."""
+        """Remove the ring's file and close its folder, if there is one."""
         if self._folder:
             with contextlib.suppress(OSError):
                 self._folder.remove(self._name)
@@ -128,7 +163,11 @@ class Ring:
 
 
 def spelled(ranks: Sequence[int]) -> list[int] | str:
-    """Ranks as the head has them: [start, stop, step] of groups of a grid, which may be large, or the numbers as words."""
+    """Return ranks as the head stores them.
+
+    A regular group, which may be large, is [start, stop, step]; other groups are numbers with
+    spaces.
+    """
     if len(ranks) == 0:
         return ""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1

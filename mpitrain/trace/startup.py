@@ -1,8 +1,8 @@
-"""The traces of ranks that have no run directory yet: files on the host of each, for starts that fail.
+"""Traces of ranks without a run directory: files on each host, for starts that fail.
 
-A trace lies in TMPDIR/mpitrain-<uid>/<parent process>/rank-00000. Every user of the host can foresee
-this path. The folder is used only if it is a real one, of this user and closed to all others (mode
-0700); no link in it is followed.
+A trace lies in TMPDIR/mpitrain-<uid>/<parent process>/rank-00000. Every user of the host can
+foresee this path. The folder is used only if it is a real one, of this user and closed to all
+others (mode 0700); no link in it is followed.
 """
 
 import atexit
@@ -20,22 +20,24 @@ from mpitrain.trace.recorder import Recorder
 
 NAME = "rank-{:05d}"
 START, TRACE = re.compile(r"\d+(-\d+)?", re.ASCII), re.compile(r"rank-\d{5,}", re.ASCII)
-"""Names of the folder of a start, and of the files in it."""
+"""Patterns of the names of start folders, and of the trace files in them."""
 DAY = 86_400
-"""Seconds that what a failed start left behind is kept at least."""
+"""Seconds for which the traces of a failed start remain, at least."""
 
 
 def begun(rank: int, ranks: int) -> Recorder:
-    """A recorder in a file of its own from its first record on; `keep` moves it, a process that ends by itself removes it.
+    """Return a recorder that writes to a file from its first record on.
 
-    rank, ranks  as the launcher says; started by one process, the ranks of a host write side by side; one that has no launcher
-                 by itself, for a shell may start several
+    `Recorder.keep` moves the file to the run directory. A process that exits by itself removes it.
+
+    rank, ranks  from the launcher; the ranks of a host share the folder of their parent process. A
+                 process without a launcher has its own folder, because a shell may start several.
     """
     recorder = Recorder()
     recorder.facts(
         rank=rank, ranks=ranks, host=socket.gethostname(), process=os.getpid(), time=time.time()
     )
-    with contextlib.suppress(OSError):  # a run goes on without
+    with contextlib.suppress(OSError):  # The run continues without a trace file.
         with opened(_home().parent) as temporary, contextlib.suppress(FileExistsError):
             os.mkdir(_home().name, 0o700, dir_fd=temporary.descriptor)
         with _own() as home:
@@ -48,7 +50,7 @@ def begun(rank: int, ranks: int) -> Recorder:
 
 
 def left() -> list[Path]:
-    """The directories of starts that have not come as far as a run directory, the newest last."""
+    """Return the folders of starts that ended before they had a run directory, the newest last."""
     with contextlib.suppress(OSError), _own() as home:
         found = [(home.facts(name), name) for name in home.names() if START.fullmatch(name)]
         starts = sorted(
@@ -65,7 +67,10 @@ def _home() -> Path:
 
 
 def _own() -> Directory:
-    """The folder of all starts; OSError unless it is a real one, of this user, and closed to all others."""
+    """Open the folder of all starts.
+
+    raises   OSError unless it is a real folder of this user, closed to all others
+    """
     home = opened(_home(), inner=1)
     facts = os.fstat(home.descriptor)
     if facts.st_uid != os.getuid() or facts.st_mode & 0o777 != 0o700:
@@ -75,14 +80,14 @@ def _own() -> Directory:
 
 
 def _give_up(recorder: Recorder, folder: Path) -> None:
-    """Remove the file of this rank, and the folder after the last of them."""
+    """Remove this rank's file, and the folder once it is empty."""
     recorder.give_up(folder)
     with contextlib.suppress(OSError), _own() as home:
         home.remove_empty(folder.name)
 
 
 def _sweep(home: Directory) -> None:
-    """Remove what starts of more than a day ago have left; a folder that holds anything else stays as it is."""
+    """Remove the traces of starts from more than a day ago; a folder with other contents stays."""
     for name in filter(START.fullmatch, home.names()):
         with contextlib.suppress(OSError), home.subdirectory(name) as folder:
             facts, names = os.fstat(folder.descriptor), folder.names()
@@ -103,7 +108,7 @@ def _names(home: Directory, name: str) -> list[str]:
 
 
 def _is_trace(folder: Directory, name: str) -> bool:
-    """Whether this is a file that a rank of this user has written."""
+    """Return whether a file is a trace that a rank of this user wrote."""
     facts = folder.facts(name)
     return bool(
         TRACE.fullmatch(name)
