@@ -22,7 +22,7 @@ from mpitrain.transport.base import Transport
 def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
     """Return the configuration to open a run directory with.
 
-    The settings of layout, replication and pipeline are the defaults, not those of the run.
+    Keys of layout, replication and pipeline have their defaults, not the values of the run.
 
     settings  `section.key=value` each, applied last
     ranks     number of ranks that open the run; the batch size depends on it
