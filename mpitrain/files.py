@@ -41,7 +41,7 @@ class Directory:
     """
 
     def __init__(self, path: Path, descriptor: int):
-        """Take over an open descriptor; see `opened`."""
+        """Take ownership of an open descriptor; use `opened` to make a Directory."""
         self.path, self.descriptor = path, descriptor
 
     def __enter__(self) -> "Directory":
@@ -129,7 +129,7 @@ class Directory:
             os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a link itself, if there is one."""
+        """Remove a file, or a link but not its target, if there is one."""
         with self._named(name), suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
@@ -237,7 +237,9 @@ def check_writable(path: Path) -> None:
     try:
         if path.is_dir():
             raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
-        if path.exists() and not path.is_file():  # A run of root would replace /dev/null by a file.
+        if (
+            path.exists() and not path.is_file()
+        ):  # As root, a rename would replace /dev/null by a file.
             raise ConfigError(
                 f"{path} cannot be written: it is a device or a pipe, which a file would replace.",
                 "Name a file.",

@@ -78,7 +78,7 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
             is_path = (
                 key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()
-            )  # Any other value is the name of a schedule.
+            )  # Otherwise it is the name of a schedule.
             if place and is_path:
                 table[key] = f"{kind}{colon}{path.parent / place}"
     return tables
@@ -118,7 +118,7 @@ def _toml_value(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     if len(found) != 1:
-        return text  # A line break in the text began another key.
+        return text  # The text has a line break, and so defines a second key.
     is_spaced = (
         isinstance(found["value"], int | float) and "_" in text
     )  # 1_000 is a number in a file, but on the command line more likely a slip.

@@ -167,7 +167,7 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     """
     settings, (dp, ranks) = resolved.config.replication, (resolved.axes.dp, resolved.axes.ranks)
     length, state = length / resolved.axes.pp, len(STATE[resolved.config.optimizer.name])
-    # In half precision the float32 parameters are sharded from ZeRO stage 1 on, and the rounded
+    # In half precision ZeRO shards the float32 parameters from stage 1 on. It shards the rounded
     # copy from stage 3 on.
     is_half = resolved.config.precision.is_half
     mirror = _of_mirror(resolved) if is_half and settings.zero < 3 else 0.0
