@@ -240,7 +240,7 @@ def open_source(
     dtype       of the features of a sample source
     vocabulary  of a token source; 0: 256 for text, largest token + 1 for tokens:FILE
     scan        the scan of a tokens:FILE if it is known; None costs a pass over the file
-    validation  held-out tokens of a tokens:FILE: another tokens:FILE; tenth or empty: the last tenth
+    validation  held-out tokens of a tokens:FILE: another one; tenth or empty: the last tenth
     raises      ConfigError for a name that is no source or has options of another kind;
                 DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
@@ -325,7 +325,7 @@ def as_it_is(name: str) -> Scan:
 
 
 def largest_token(name: str, part: int, parts: int) -> int:
-    """Return the largest token in the `part`-th of `parts` equal slices of a tokens:FILE; -1 if empty."""
+    """Return the largest token in one of `parts` equal slices of a tokens:FILE; -1 if empty."""
     tokens = _tokens(Path(name.partition(":")[2]))
     tokens = tokens[part * len(tokens) // parts : (part + 1) * len(tokens) // parts]
     # Chunks bound the resident memory of a large memory map.

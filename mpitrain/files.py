@@ -2,8 +2,8 @@
 
 A run directory may come from another person. A link in it, such as `config.toml.partial`, could
 lead to any file of the reader. Only the path that the user types may contain links. All names
-beneath it are opened relative to an open directory (openat with O_NOFOLLOW). This excludes races between the
-check of a file and its use.
+beneath it are opened relative to an open directory (openat with O_NOFOLLOW). This excludes
+races between the check of a file and its use.
 """
 
 import errno
@@ -85,7 +85,7 @@ class Directory:
             return _regular(os.open(name, flags, dir_fd=self.descriptor))
 
     def append(self, name: str) -> int:
-        """Return the descriptor of a regular file for reading and appending; make a missing file."""
+        """Return the descriptor of a regular file, perhaps new, for reading and appending."""
         with self._named(name):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | BENEATH
             return _checked(os.open(name, flags, 0o644, dir_fd=self.descriptor))
@@ -139,7 +139,7 @@ class Directory:
             os.rmdir(name, dir_fd=self.descriptor)
 
     def remove_tree(self, name: str) -> None:
-        """Remove a directory with all its contents, or a file or link of this name, if there is one."""
+        """Remove a directory with all its contents, or a file or link, if there is one."""
         found = self.facts(name)
         if found is None or not stat.S_ISDIR(found.st_mode):
             self.remove(name)
@@ -219,7 +219,7 @@ def whole(path: Path, inner: int = 0) -> Iterator[BinaryIO]:
 
 
 def check_room(path: Path) -> None:
-    """Raise OSError if no file can be made there or the disk is full: write a page, and remove it."""
+    """Raise OSError if no file can be made there or the disk is full; writes a test page."""
     with opened(path.parent) as folder:
         partial = path.name + ".partial"
         try:

@@ -23,7 +23,7 @@ def painter() -> Any:
 
 
 def check_drawable(path: Path, option: str = "--plot") -> None:
-    """Raise ConfigError unless matplotlib is installed, knows the file format, and can write there."""
+    """Raise ConfigError unless matplotlib is installed, knows the format, and can write there."""
     try:
         painter()
         from matplotlib.backend_bases import FigureCanvasBase

@@ -156,7 +156,7 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
 
 
 def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the tables with model.kind mlp added, if they have a labelled data.source and no kind."""
+    """Add model.kind mlp to tables with a labelled data.source and no model.kind."""
     data, model = tables.get("data", {}), tables.get("model", {})
     source = data.get("source") if isinstance(data, Mapping) else None
     if (
@@ -182,7 +182,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def nearest(word: str) -> list[str]:
-    """Return the keys that best match a word such as lr, optimizer.lr, batch-size or leraning_rate."""
+    """Return the keys that best match a word such as lr, batch-size or leraning_rate."""
     names = [key.name for key in keys()]
     word = word.replace("-", "_")
     for spelled in (

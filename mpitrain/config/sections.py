@@ -25,14 +25,14 @@ SMALL, LARGE = 1e-30, 1e30
 
 
 class Section(BaseModel):
-    """A table of the configuration file: a strict model without unknown keys, conversions and NaN."""
+    """A table of the configuration file: no unknown keys, no implicit conversions, no NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse True and 1.0 where integers are to choose from; Python takes both as equal to 1."""
+        """Refuse True and 1.0 as choices among integers: Python takes both as equal to 1."""
         choices = getattr(cls.model_fields[info.field_name or ""].annotation, "__args__", ())
         if isinstance(value, bool | float) and value in choices:
             raise PydanticKnownError("int_type")
@@ -88,10 +88,10 @@ class Run(Section):
     delay: str = Field(
         "",
         pattern=DELAY,
-        description="artificial stragglers, as a list with commas. RANK:MS makes each step of this "
-        "rank MS milliseconds longer. random:MS:P does so to each step of each rank "
-        "with probability P. The draw depends on the seed, the step and the rows of the rank. "
-        "Empty: none",
+        description="artificial stragglers, as a list with commas. RANK:MS makes each step of "
+        "this rank MS milliseconds longer. random:MS:P does so to each step of each "
+        "rank with probability P. The draw depends on the seed, the step and the rows "
+        "of the rank. Empty: none",
     )
     stall_seconds: float = Field(
         600.0,
@@ -135,8 +135,8 @@ class Data(Section):
 class Model(Section):
     kind: Literal["gpt", "mlp"] = Field(
         "gpt",
-        description="gpt for tokens, mlp for labelled samples; if the key is not set, the kind that "
-        "fits data.source",
+        description="gpt for tokens, mlp for labelled samples; if the key is not set, the kind "
+        "that fits data.source",
     )
     layers: int = Field(
         4, ge=1, description="number of transformer blocks, or of hidden layers of the mlp"
@@ -163,8 +163,8 @@ class Batch(Section):
     micro_batches: int = Field(
         0,
         ge=0,
-        description="number of micro-batches into which each rank divides its rows of a step; 0: 1, "
-        "or in a pipeline of several stages 2 per stage, if there are enough rows",
+        description="number of micro-batches into which each rank divides its rows of a step; 0: "
+        "1, or in a pipeline of several stages 2 per stage, if there are enough rows",
     )
 
 
@@ -199,11 +199,11 @@ class Layout(Section):
 class Pipeline(Section):
     schedule: str = Field(
         "1f1b",
-        description="pipeline schedule: naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, v-half, "
-        "breadth-first, or a file of `mpitrain plan schedule --json`. async and "
-        "async-2bw have no flush, and each stage updates its own parameters. async "
-        "(PipeDream) updates after every micro-batch. async-2bw (PipeDream-2BW) updates "
-        "once a step, with gradients at the parameters of the step before",
+        description="pipeline schedule: naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, "
+        "v-half, breadth-first, or a file of `mpitrain plan schedule --json`. async "
+        "and async-2bw have no flush, and each stage updates its own parameters. "
+        "async (PipeDream) updates after every micro-batch. async-2bw (PipeDream-2BW) "
+        "updates once a step, with gradients at the parameters of the step before",
     )
     chunks: int = Field(
         0,
@@ -214,9 +214,9 @@ class Pipeline(Section):
     partition: str = Field(
         "",
         pattern=PARTITION,
-        description="number of units in each model chunk, as in 4,4,3,5. The units of a gpt are the "
-        "embedding, 2 per block, and the head. Empty: balanced by parameters. time: "
-        "balanced by times that all ranks measure at the start",
+        description="number of units in each model chunk, as in 4,4,3,5. The units of a gpt are "
+        "the embedding, 2 per block, and the head. Empty: balanced by parameters. "
+        "time: balanced by times that all ranks measure at the start",
     )
 
 
@@ -224,16 +224,16 @@ class Replication(Section):
     mode: Literal["all-reduce", "master", "server", "local", "gossip"] = Field(
         "all-reduce",
         description="how replicas are synchronised. all-reduce: each rank updates from the sum of "
-        "all gradients. master: rank 0 alone updates. server: parameter servers, which "
-        "compute no rows, update. local: local SGD; workers update by themselves and "
-        "average parameters every replication.period steps. gossip: workers update by "
-        "themselves and average with one neighbour after each step",
+        "all gradients. master: rank 0 alone updates. server: parameter servers, "
+        "which compute no rows, update. local: local SGD; workers update by "
+        "themselves and average parameters every replication.period steps. gossip: "
+        "workers update by themselves and average with one neighbour after each step",
     )
     servers: int = Field(
         1,
         ge=1,
-        description="mode server: number of parameter servers; they are the last ranks, and compute "
-        "no rows",
+        description="mode server: number of parameter servers; they are the last ranks, and "
+        "compute no rows",
     )
     update: Literal["sync", "async", "bounded"] = Field(
         "sync",
@@ -274,22 +274,22 @@ class Replication(Section):
     )
     zero: Literal[0, 1, 2, 3] = Field(
         0,
-        description="ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also "
-        "parameters, over the replicas. Stages 2 and 3 reduce the gradients of every "
-        "micro-batch; in a pipeline they reduce once a step, and need gpipe or "
+        description="ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 "
+        "also parameters, over the replicas. Stages 2 and 3 reduce the gradients of "
+        "every micro-batch; in a pipeline they reduce once a step, and need gpipe or "
         "breadth-first",
     )
     shard: Literal["all", "host"] = Field(
         "all",
-        description="with zero: the ranks that shard. all: all replicas. host: the replicas of each "
-        "host, as hybrid sharding of FSDP; then only gradients travel between hosts, "
-        "once a step",
+        description="with zero: the ranks that shard. all: all replicas. host: the replicas of "
+        "each host, as hybrid sharding of FSDP; then only gradients travel between "
+        "hosts, once a step",
     )
     zero_keep: int = Field(
         0,
         ge=0,
-        description="zero 3: units of at most this many elements get buffers of their own, and are "
-        "gathered once a step instead of before each use",
+        description="zero 3: units of at most this many elements get buffers of their own, and "
+        "are gathered once a step instead of before each use",
     )
     gather: Literal["none", "fp16", "bf16", "int8"] = Field(
         "none",
@@ -308,20 +308,20 @@ class Replication(Section):
     wire: str = Field(
         "none",
         pattern=WIRE,
-        description="gradient compression: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]; "
-        "topk sends the fraction PART of the elements",
+        description="gradient compression: none, fp16, bf16, int8, topk[:PART] or "
+        "powersgd[:RANK]; topk sends the fraction PART of the elements",
     )
     dense_steps: int = Field(
         -1,
         ge=-1,
-        description="number of first steps without gradient compression; -1: a quarter of run.steps "
-        "for powersgd, else 0",
+        description="number of first steps without gradient compression; -1: a quarter of "
+        "run.steps for powersgd, else 0",
     )
     bucket_mb: float = Field(
         0.0,
         ge=0,
-        description="size of gradient buckets in megabytes, rounded to whole units; 0: 4 MB within "
-        "a host, between hosts by the latency and bandwidth in the tuning",
+        description="size of gradient buckets in megabytes, rounded to whole units; 0: 4 MB "
+        "within a host, between hosts by the latency and bandwidth in the tuning",
     )
     overlap: bool = Field(
         True,
@@ -330,9 +330,9 @@ class Replication(Section):
     )
     progress_thread: Literal["auto", "no"] = Field(
         "auto",
-        description="progress of non-blocking reductions between hosts. auto: a background thread, "
-        "if their messages lie in host memory and MPI provides MPI_THREAD_MULTIPLE. no: "
-        "by polling in the main thread, between layers",
+        description="progress of non-blocking reductions between hosts. auto: a background "
+        "thread, if their messages lie in host memory and MPI provides "
+        "MPI_THREAD_MULTIPLE. no: by polling in the main thread, between layers",
     )
 
     @field_validator("async_lr", mode="before")
@@ -345,7 +345,7 @@ class Replication(Section):
 
     @property
     def has_common_step(self) -> bool:
-        """Whether all ranks know the result of each step before the next begins: synchronous training."""
+        """Whether training is synchronous: all ranks know a step's result before the next."""
         is_late = self.update == "async" or (self.update == "bounded" and self.staleness > 0)
         return self.mode not in ("local", "gossip") and not (self.mode == "server" and is_late)
 
@@ -353,12 +353,13 @@ class Replication(Section):
 class Precision(Section):
     compute: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         "float32",
-        description="dtype of parameters, activations and gradients. bfloat16 and float16 are mixed "
-        "precision: activations, their gradients and a copy of the parameters are "
-        "rounded, and the updated parameters stay float32. On cpu rounded values are "
-        "stored as float32: nothing is saved, and the copy costs 4 bytes per parameter "
-        "(25% with adamw). float16 has a dynamic loss scale: a step with overflowing "
-        "gradients but a finite loss is skipped, and 20 such steps in a row end the run",
+        description="dtype of parameters, activations and gradients. bfloat16 and float16 are "
+        "mixed precision: activations, their gradients and a copy of the parameters "
+        "are rounded, and the updated parameters stay float32. On cpu rounded values "
+        "are stored as float32: nothing is saved, and the copy costs 4 bytes per "
+        "parameter (25% with adamw). float16 has a dynamic loss scale: a step with "
+        "overflowing gradients but a finite loss is skipped, and 20 such steps in a "
+        "row end the run",
     )
 
     @property
@@ -438,8 +439,8 @@ class Device(Section):
     )
     tiles: str = Field(
         "",
-        description="gemm tiled: file of tile sizes from `mpitrain bench gemm --tune`; empty: tiles "
-        "by a cost model of this GPU",
+        description="gemm tiled: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
+        "tiles by a cost model of this GPU",
     )
 
 

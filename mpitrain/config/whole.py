@@ -194,7 +194,7 @@ class Config(Section):
         )
 
     def next_pause(self, step: int) -> int:
-        """Return the first step after `step` with a checkpoint or an evaluation, or the last step."""
+        """Return the next step with a checkpoint or an evaluation, or the last step."""
         everies = [every for every in (self.checkpoint.every, self.run.eval_every) if every > 0]
         return min([self.run.steps, *(step // every * every + every for every in everies)])
 

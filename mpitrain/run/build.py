@@ -65,7 +65,7 @@ class Job(NamedTuple):
         return self.done.step
 
     def close(self) -> None:
-        """Free the communicators and windows of the job, which cannot be used afterwards; collective."""
+        """Free the communicators and windows of the job; collective. Do not use it afterwards."""
         self.trainer.close()
 
 
@@ -188,7 +188,7 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
 
 
 def _of_mirror(resolved: Resolved) -> float:
-    """Return bytes per element of the computing copy of parameters over those of the updated ones."""
+    """Return the element size of the parameters that layers use over the updated ones'."""
     half = resolved.device.half
     return half.itemsize / np.dtype(resolved.config.precision.stored).itemsize if half else 1.0
 
@@ -283,7 +283,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
 
 
 def _with_validation(transport: Transport, config: Config) -> Config:
-    """Return a copy with an empty data.validation of a tokens:FILE resolved by rank 0; collective."""
+    """Return a copy in which rank 0 resolves an empty data.validation; collective."""
     data = config.data
     if data.validation or not has_tokens(data.source):
         return config

@@ -307,7 +307,7 @@ class _Run:
         return stop and (is_left or not is_last)
 
     def _meet(self) -> None:
-        """Measure the clock offsets and gather the peak activation memory of all ranks; collective."""
+        """Measure clock offsets and gather the peak activation memory of all ranks; collective."""
         with self._recorder.pausing("the clocks"):
             self._traced.align()
             self._peaks = self._trainer.transport.gather_text(self._trainer.arena.peak)
@@ -388,7 +388,7 @@ class _Run:
         )
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate and record the result; return False if a stop request interrupted the evaluation."""
+        """Evaluate and record the result; return False if a stop request interrupts it."""
 
         def stop_requested() -> bool:
             self._watchdog.alive(f"the evaluation after step {step}")

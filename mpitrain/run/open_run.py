@@ -45,7 +45,9 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
 def open_run(
     transport: Transport, folder: Path, settings: list[str], needs_data: bool = True
 ) -> Job:
-    """Build the job of a run directory from its newest checkpoint, on any number of ranks; collective.
+    """Build the job of a run directory from its newest checkpoint; collective.
+
+    The number of ranks may differ from the number in training.
 
     settings    `section.key=value` each, instead of the values in the run's configuration
     needs_data  False: build a token model without opening its data source

@@ -108,7 +108,7 @@ def _filling(stages: int, rows: int, fitting: int) -> int:
     """Return the default number of micro-batches: two per stage if there are enough rows.
 
     rows     of each replica per step
-    fitting  must divide the rows of a micro-batch; if two per stage do not allow that, it is one per stage
+    fitting  must divide the rows of a micro-batch; where two per stage prevent that, take one
     """
     count = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
     return count if fitting == 1 or rows % (count * fitting) == 0 else stages

@@ -141,7 +141,7 @@ def _look(config: Config, resume: str, ranks: int) -> RunLocation:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a directory has a config.toml, even a damaged one; False if it is unreadable."""
+    """Return whether a readable directory has a config.toml, even a damaged one."""
     with contextlib.suppress(OSError), opened(folder) as run:
         return run.facts(CONFIG) is not None
     return False
@@ -341,7 +341,7 @@ def _take(folder: Path, lock: int) -> None:
 
 
 def _lock(run: Directory) -> int:
-    """Take the lock of a run directory, then write this process into its file; return a descriptor."""
+    """Lock a run directory, and write this process into the lock file; return its descriptor."""
     lock = run.append(LOCK)
     try:
         _take(run.path, lock)

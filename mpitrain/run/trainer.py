@@ -36,9 +36,9 @@ from mpitrain.transport.device.cuda_aware import over_device
 
 
 class Trainer:
-    """A trainer: a list of units with parameters, gradients and optimizer state, on a mesh of ranks.
+    """A trainer: a list of units with their training state, on a mesh of ranks.
 
-    It takes the roles of DDP or FSDP, the pipeline and the optimizer in PyTorch.
+    In PyTorch, DDP or FSDP, a pipeline and an optimizer share these tasks.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class Trainer:
 
     @property
     def parameters(self) -> np.ndarray:
-        """The flat parameter buffer of this rank, 1-D; with replication.zero 3 this rank's shard."""
+        """The flat parameter buffer of this rank, 1-D; its shard with replication.zero 3."""
         return self.replication.parameters
 
     @property
@@ -295,7 +295,7 @@ class Trainer:
         self.replication.settle()
 
     def _straggle(self, step: int) -> None:
-        """Sleep for the delay of this rank in this step by run.delay; the rows are part of the draw."""
+        """Sleep for the delay of this rank in this step, as run.delay defines it."""
         run, here = self.config.run, self.grid.place
         if run.delay:
             span = self._recorder.compute(self._delay_name)
@@ -407,7 +407,7 @@ class Trainer:
         return loss / count, right / count
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Return the summed loss, the correct and the total number of predictions for held-out rows."""
+        """Return summed loss, correct predictions and all predictions for held-out rows."""
         inputs, targets = source.held_out_rows(rows)
         targets = self._indices.targets(
             targets, lambda: self._classes(inputs.shape), "a held-out batch"

@@ -13,7 +13,7 @@ REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced", re.ASCII)
 
 
 def prepare(partial: Path) -> None:
-    """Make the temporary directory of a new checkpoint, and remove leftovers of killed processes."""
+    """Make the temporary directory of a new checkpoint; remove leftovers of killed processes."""
     with opened(partial.parent.parent) as run, run.make(partial.parent.name) as folder:
         sweep(folder)
         folder.make(partial.name).close()

@@ -100,7 +100,7 @@ class Located(NamedTuple):
 
 
 def located(path: Path) -> tuple[dict[str, str], dict[str, Located]]:
-    """Return the metadata of a safetensors file, {} if it has none, and the location of each tensor.
+    """Return the metadata of a safetensors file, perhaps {}, and the location of each tensor.
 
     raises  OSError if the file cannot be read; ValueError, which names the file, if it breaks a
             rule of the format

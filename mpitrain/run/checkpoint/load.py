@@ -41,7 +41,7 @@ def fill(
     """Fill the arrays of a rank from a verified checkpoint; not collective.
 
     kept     the state of this rank; arrays for which the checkpoint has nothing stay as they are
-    layout   the present layout; each of its "dp" replicas takes an equal part of a sum of "own" state
+    layout   the present layout; each of its "dp" replicas takes an equal part of summed "own" state
     returns  {name of state: message} for state that is not restored exactly; the caller
              completes the message with the layout of the checkpoint
     memory   the elements of one tensor on this rank

@@ -61,7 +61,7 @@ class Writing:
             rest = rest[len(part) :]
 
     def close(self) -> Written:
-        """Sync and close the file; raise the first OSError of the constructor or `write`, if any."""
+        """Sync and close the file; raise the first OSError of the constructor or `write`."""
         try:
             if self._error or not self._file:
                 raise self._error or OSError("it is not open")
@@ -109,7 +109,7 @@ class WritingTensors(Writing):
 
 
 def read_into(descriptor: int, array: np.ndarray, start: int) -> None:
-    """Fill a contiguous array from an open file, from byte `start`; OSError if the file is too short."""
+    """Fill a contiguous array from byte `start` of an open file; OSError if it is too short."""
     rest = memoryview(array).cast("B") if array.size else memoryview(b"")
     while rest:
         done = os.preadv(descriptor, [rest[:BLOCK]], start)

@@ -3,9 +3,9 @@
     checkpoints/step-00000400/
         model-00001-of-00003.safetensors  whole parameter tensors under their full names
         model.safetensors.index.json      the usual index of several files; any tool can read it
-        state-00000.safetensors           optimizer state and residuals that rank 0 wrote, in regions
-        manifest.json                     the list of these regions, the SHA-256 of each block of each
-                                          file, and the progress of the run
+        state-00000.safetensors           regions of optimizer state and residuals, by rank 0
+        manifest.json                     the list of these regions, the SHA-256 of each block of
+                                          each file, and the progress of the run
 
 All ranks write in parallel. One rank writes each replicated element, and no rank needs memory for
 the whole model. A checkpoint is written to a temporary directory, and then renamed.

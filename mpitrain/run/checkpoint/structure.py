@@ -106,7 +106,7 @@ def _check_stored(found: Structure) -> None:
 def _check_part(
     where: str, shape: list[int], rectangles: Any, pieces: list[tuple[int, int, int]]
 ) -> None:
-    """Raise ValueError unless the rectangles are disjoint and inside the tensor, and the pieces fit.
+    """Raise ValueError unless rectangles are disjoint and inside the tensor, and pieces fit.
 
     The pieces must be ascending ranges of the rectangles' elements, with packed offsets.
     """
@@ -121,7 +121,10 @@ def _check_part(
 
 
 def _held(where: str, shape: list[int], rectangles: list[list[tuple[int, int]]]) -> int:
-    """Count the elements of rectangles; ValueError unless they differ in one dim at most, disjoint."""
+    """Count the elements of rectangles.
+
+    raises  ValueError unless they differ in one dim at most, and do not overlap there
+    """
     for rectangle in rectangles:
         if len(rectangle) != len(shape) or any(
             not 0 <= a <= b <= n for (a, b), n in zip(rectangle, shape, strict=True)
