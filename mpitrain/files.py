@@ -262,12 +262,14 @@ def mend(error: OSError) -> str:
     return f"Remove {error.filename}" if is_named else "Look at what is there"
 
 
-def cannot_write(path: Path, error: OSError, other: str = OTHER) -> ConfigError:
+def cannot_write(what: Path | str, error: OSError, other: str = OTHER) -> ConfigError:
     """Return the ConfigError for a path that the system refused to write.
 
-    other  the remedy for reasons that have none of their own
+    what   the path, or words that end with it
+    other  the remedy if neither space is missing nor another file is in the way
     """
-    at = f" {error.filename}:" if error.filename and error.filename != str(path) else ""
+    is_named = error.errno in NO_ROOM + IN_THE_WAY and not str(what).endswith(str(error.filename))
+    at = f" {error.filename}:" if error.filename and is_named else ""
     way_out = (
         "Choose a shorter name."
         if error.errno == errno.ENAMETOOLONG
@@ -275,7 +277,7 @@ def cannot_write(path: Path, error: OSError, other: str = OTHER) -> ConfigError:
         if error.errno in NO_ROOM + IN_THE_WAY
         else other
     )
-    return ConfigError(f"{path} cannot be written:{at} {error.strerror or error}.", way_out)
+    return ConfigError(f"{what} cannot be written:{at} {error.strerror or error}.", way_out)
 
 
 def _regular(descriptor: int) -> BinaryIO:

@@ -28,21 +28,24 @@ class Bar(tqdm):
         return draw
 
 
-def bar(steps: int, first: int = 0, unit: str = "step") -> Bar:
-    """A bar of so many steps, of which `first` are done; nothing is shown where standard error is no terminal."""
+def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
+    """A bar of so many steps, of which `first` are done; nothing is shown where standard error is no terminal.
+
+    form  tqdm's `bar_format`
+    """
 
     def size(_: TextIO | None = None) -> tuple[int, None]:
-        return max(
-            1, (width() or 0) - 1
-        ), None  # a line that ends in the last column has its end erased
+        # A line that ends in the last column has its end erased.
+        return max(1, (width() or 0) - 1), None
 
     shown = Bar(
         total=steps,
         initial=first,
-        unit=unit,
+        unit="step",
         disable=width() is None,
         file=sys.stderr,
         ncols=size()[0],
+        bar_format=form,
     )
     shown.dynamic_ncols = size  # asked each time that the bar is drawn
     return shown
