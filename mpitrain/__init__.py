@@ -1,15 +1,19 @@
 """mpitrain: distributed training with nothing but message passing.
 
-What a program may count on is here, and is loaded when it is first asked for; modules beneath may move without notice.
+The names below are the public interface. Each is imported at its first use.
+All other modules may move without notice.
 
-ranks     connect, from_communicator: a transport over MPI; run_ranks: ranks as threads, to try things out
-reduce    Group, bind: all-reduce your own arrays by an algorithm of ours
-model     Plain: constructors of layers; Unit, Sequential, Residual: what lists of them are made of; normal: how weights begin;
-          ops_for: the operations of a kind of device; gpt, mlp: whole networks; ColumnParallelLinear, RowParallelLinear: linear
-          layers that several ranks share
-train     parse: a Config from tables; Trainer: the step over a list of units; build: a whole run from its Config;
-          replicas_equal: whether all ranks hold the same bits
-errors    MpitrainError: all that is raised on purpose
+ranks     connect, from_communicator: make a transport over MPI;
+          run_ranks: run ranks as threads of one process, for tests and examples
+reduce    Group, bind: all-reduce arrays of your own with the algorithms of mpitrain
+model     Plain: constructors of layers; Unit, Sequential, Residual: the elements of a model;
+          normal: an initializer of weights; ops_for: the operations of a kind of device;
+          gpt, mlp: whole networks;
+          ColumnParallelLinear, RowParallelLinear: tensor-parallel linear layers, as in Megatron-LM
+train     parse: make a Config from tables; Trainer: the training step over a list of units;
+          build: make a whole run from its Config;
+          replicas_equal: compare the parameters of all replicas bit by bit
+errors    MpitrainError: the base class of all errors that mpitrain raises on purpose
 """
 
 from importlib import import_module as _import_module
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.threads import run_ranks as run_ranks
-else:  # hidden from type checkers, which would believe that any name is offered
+else:  # Type checkers must not see this: they would accept any name.
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
@@ -72,10 +76,10 @@ _HOMES = {
     "replicas_equal": "run.trainer",
     "run_ranks": "transport.threads",
 }
-"""Where each public name lives: for programs, as the imports above are for type checkers."""
+"""The module of each public name, for `__getattr__`; type checkers read the imports above."""
 
 __all__ = [name for name in _HOMES if name != "Config"]
-"""Config is for annotations: help() would list the sixty methods that pydantic gives it."""
+"""Config is left out: it is for annotations, and help() would list sixty methods of pydantic."""
 
 
 def __dir__() -> list[str]:

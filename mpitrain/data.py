@@ -1,8 +1,10 @@
-"""Data sources. The global batch of step k depends on (seed, k) alone, of a source that permutes on the samples before it;
-a rank asks for its rows of it.
+"""Data sources: deterministic samplers of a global batch, where each rank reads its own rows.
 
-Token sources hold out a file of its own or their last tenth; sample sources have a test set.
-B batch, T tokens in a context, F features.
+The global batch of step k depends on the seed, on k, and for samples also on the number of
+samples before it. It does not depend on the number of ranks. Token sources hold out a second
+file or their last tenth. Sample sources have a test set.
+
+B batch, T tokens of a context, F features.
 """
 
 import gzip
@@ -19,19 +21,24 @@ from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import check_regular, contents
 
 SOURCES = "pydocs, digits, text:FILE, tokens:FILE or idx:DIR"
-BYTES = 256  # tokens of text: its bytes
-LLM_C_MAGIC = (
-    20240520  # first int32 of a token file of llm.c, whose header of 256 int32 precedes the tokens
-)
+BYTES = 256  # The tokens of text are its bytes.
+# The first int32 of a token file of llm.c. Its header has 256 int32; the tokens follow.
+LLM_C_MAGIC = 20240520
 
 
 class Source(Protocol):
-    """Numbered rows to train on, and held-out rows to evaluate on.
+    """The protocol of a data source: rows to train on, and held-out rows to evaluate on.
 
-    model       the model.kind this source is for
-    inputs      vocabulary size, or features of a sample
-    classes     what is predicted: one of so many
-    held_out    number of held-out rows
+    Attributes
+    ----------
+    model : str
+        The model.kind that fits this source: "gpt" for tokens, "mlp" for samples.
+    inputs : int
+        Vocabulary size of tokens, or the number of features of a sample.
+    classes : int
+        Number of classes that a prediction chooses from.
+    held_out : int
+        Number of held-out rows.
     """
 
     model: str
@@ -42,17 +49,52 @@ class Source(Protocol):
     def batch(
         self, seed: int, step: int, size: int, rows: range, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows `rows` of the global batch of `size` rows of a step: inputs, and int64 targets.
+        """Return some rows of the global batch of a step.
 
-        before  samples in the batches of all earlier steps; None: as many as if they had had this one's size
+        Parameters
+        ----------
+        seed : int
+            Seed of the data order.
+        step : int
+            Number of the step, from 0.
+        size : int
+            Number of rows in the global batch, over all ranks.
+        rows : range
+            The rows of the global batch to return; each rank passes its own.
+        before : int, optional
+            Number of samples in all earlier global batches. None: `step` x `size`.
+
+        Returns
+        -------
+        inputs : ndarray
+            (len(rows), T) int64 tokens, or (len(rows), F) features.
+        targets : ndarray
+            (len(rows), T) or (len(rows),) int64 classes.
         """
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Held-out rows by number, in the same form."""
+        """Return held-out rows by number.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Numbers from 0 to held_out - 1.
+
+        Returns
+        -------
+        inputs, targets : ndarray
+            In the shapes and dtypes of `batch`.
+        """
 
 
 class Scan(NamedTuple):
-    """What a pass over a file of tokens has found, and the file as it was then: path, bytes, time of its last change in ns."""
+    """The result of a scan of a token file, with the state of the file at that time.
+
+    path        absolute path of the file
+    nbytes      its size
+    changed_ns  time of its last change, in ns
+    largest     the largest token in it; -1 before the scan
+    """
 
     path: str
     nbytes: int
@@ -61,10 +103,15 @@ class Scan(NamedTuple):
 
 
 class TokenSource:
-    """A stream of tokens cut into windows of T: inputs (B, T) int64, targets the same windows one token later.
+    """A token data source: windows of T tokens, drawn from a flat array.
 
-    scan        of tokens:FILE
-    validation  the tokens to hold out, and their name; None: the last tenth
+    inputs are (B, T) int64; targets are the same windows, one token later.
+
+    tokens      1-D, all of them; those held out included, unless `validation` has them
+    name        of the source, for messages
+    scan        the scan of a tokens:FILE, or None
+    validation  the held-out tokens and their name; None holds out the last tenth of `tokens`
+    raises      DataError if training or held-out tokens are shorter than a window
     """
 
     model = "gpt"
@@ -114,15 +161,17 @@ class TokenSource:
 
 
 class SampleSource:
-    """Labelled samples, all of them once per epoch in an order drawn from (seed, epoch): inputs (B, F), targets (B,)."""
+    """A data source of labelled samples, shuffled anew in each epoch by (seed, epoch).
+
+    inputs are (B, F), targets (B,) int64; each sample comes once per epoch.
+    """
 
     model = "mlp"
 
     def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
         self._train, self._test = train, test
-        self._shuffled: tuple[tuple[int, int], np.ndarray] | None = (
-            None  # the (seed, epoch) drawn last, and its order
-        )
+        # The last (seed, epoch) that was shuffled, and the order of its samples.
+        self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None
         self.samples, self.inputs = train[0].shape
         self.classes = int(max(train[1].max(), test[1].max())) + 1
         self.held_out = len(test[1])
@@ -139,8 +188,10 @@ class SampleSource:
         return samples[chosen], labels[chosen]
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
-        """The samples' numbers in the order of an epoch. Drawing costs all samples, so the newest order is kept: steps that
-        follow one another draw each epoch once, in the memory of one."""
+        """Return the numbers of all samples in the order of an epoch: (samples,) int64.
+
+        A permutation costs time in proportion to all samples, so the last one is cached.
+        """
         if self._shuffled is None or self._shuffled[0] != (seed, epoch):
             order = np.random.default_rng([seed, epoch]).permutation(len(self._train[1]))
             self._shuffled = (seed, epoch), order
@@ -153,7 +204,7 @@ class SampleSource:
 
 
 class Unopened(NamedTuple):
-    """What a model must know of its data, without the data: enough to generate."""
+    """The sizes of a data source without its data: enough to build a model and generate text."""
 
     model: str
     inputs: int
@@ -162,11 +213,14 @@ class Unopened(NamedTuple):
 
 
 TENTH = "tenth"
-"""The data.validation of tokens that are held out at the end of the source."""
+"""The value of data.validation that holds out the last tenth of the source."""
 
 
 def beside(name: str) -> str:
-    """What an empty data.validation means for tokens:FILE: nanoGPT's val.bin beside train.bin, or the last tenth."""
+    """Return the data.validation that an empty one stands for, given a source tokens:FILE.
+
+    It is val.bin in the folder of a train.bin, as nanoGPT writes them; else the last tenth.
+    """
     path = Path(name.partition(":")[2])
     other = path.with_name("val.bin")
     return f"tokens:{other}" if path.name == "train.bin" and other.exists() else TENTH
@@ -180,13 +234,15 @@ def open_source(
     scan: Scan | None = None,
     validation: str = "",
 ) -> Source:
-    """Open a source by its configuration name; DataError if it is missing, unreadable, too small, or of more tokens.
+    """Open a source by its configuration name.
 
     context     tokens per row of a token source
     dtype       of the features of a sample source
-    vocabulary  of a token source; 0: 256 for text, for tokens:FILE one more than its largest token
-    scan        of tokens:FILE, where it is known; None costs a pass over the file
-    validation  of tokens:FILE, another tokens:FILE; tenth or empty: the last tenth
+    vocabulary  of a token source; 0: 256 for text, largest token + 1 for tokens:FILE
+    scan        the scan of a tokens:FILE if it is known; None costs a pass over the file
+    validation  held-out tokens of a tokens:FILE: another one; tenth or empty: the last tenth
+    raises      ConfigError for a name that is no source or has options of another kind;
+                DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
     if validation and not has_tokens(name):
         raise ConfigError(
@@ -240,7 +296,7 @@ def open_source(
 
 
 def amounts(source: Source | Unopened) -> dict[str, int]:
-    """How much there is to train on and held out, of the sources of this file."""
+    """Return the amounts of training and held-out data by name; {} for other sources."""
     if isinstance(source, TokenSource):
         return {
             "tokens": source.tokens,
@@ -257,35 +313,35 @@ def amounts(source: Source | Unopened) -> dict[str, int]:
 
 
 def has_tokens(name: str) -> bool:
-    """Whether a source of this name has to be scanned."""
+    """Return whether a source of this name is a tokens:FILE, which has to be scanned."""
     return name.startswith("tokens:")
 
 
 def as_it_is(name: str) -> Scan:
-    """The scan of tokens:FILE yet to be made, whose largest token is -1."""
+    """Return the state of a tokens:FILE before its scan: its largest token is -1."""
     path = Path(name.partition(":")[2])
     nbytes = _size(path)
     return Scan(str(path.resolve()), nbytes, path.stat().st_mtime_ns, -1)
 
 
 def largest_token(name: str, part: int, parts: int) -> int:
-    """The largest token of one of so many equal parts of tokens:FILE; -1 for a part without tokens."""
+    """Return the largest token in one of `parts` equal slices of a tokens:FILE; -1 if empty."""
     tokens = _tokens(Path(name.partition(":")[2]))
     tokens = tokens[part * len(tokens) // parts : (part + 1) * len(tokens) // parts]
-    # In pieces, so that a large memory map does not become resident at once.
+    # Chunks bound the resident memory of a large memory map.
     return max(
         (int(tokens[i : i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24)), default=-1
     )
 
 
 def absolute(name: str) -> str:
-    """The source's name with the path in it, if there is one, made absolute."""
+    """Return the source's name with its path, if it has one, made absolute."""
     kind, _, place = name.partition(":")
     return f"{kind}:{Path(place).resolve()}" if place else name
 
 
 def _pydocs() -> np.ndarray:
-    """The text of CPython's own documentation topics, as bytes: real text that every installation has."""
+    """Return CPython's documentation topics as uint8: real text that every installation has."""
     from pydoc_data import topics
 
     return np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
@@ -326,7 +382,10 @@ def _tokens(path: Path) -> np.ndarray:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a regular file that can be read: opening a pipe or a terminal would wait for ever."""
+    """Return the size of a regular file in bytes; DataError if it cannot be read.
+
+    Opening a pipe or a terminal would block forever.
+    """
     try:
         check_regular(path)
         with path.open("rb"):
@@ -338,7 +397,10 @@ def _size(path: Path) -> int:
 
 
 def _digits(dtype: str) -> SampleSource:
-    """The 1797 handwritten 8 x 8 digits of scikit-learn, scaled to 0..1; every fifth is a test image."""
+    """Return the 1797 handwritten 8 x 8 digits of scikit-learn, scaled to 0..1.
+
+    Every fifth is a test image.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -353,7 +415,10 @@ def _digits(dtype: str) -> SampleSource:
 
 
 def _idx(folder: Path, dtype: str) -> SampleSource:
-    """MNIST-format files (train-images-idx3-ubyte and its three companions, gzipped or not), pixels scaled to 0..1."""
+    """Return the images of four MNIST-format files, gzipped or not, with pixels scaled to 0..1.
+
+    folder  holds train-images-idx3-ubyte and its three companions
+    """
     parts = {}
     for part in ("train", "t10k"):
         images = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
@@ -373,7 +438,10 @@ def _idx(folder: Path, dtype: str) -> SampleSource:
 
 
 def _idx_array(folder: Path, name: str, dims: int) -> np.ndarray:
-    """One idx file: two zero bytes, type 8 (uint8), the number of dims, big-endian sizes, then the bytes."""
+    """Read one idx file: two zero bytes, type 8 (uint8), the number of dims, sizes, data.
+
+    The sizes are big-endian uint32.
+    """
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
     if path is None:
         raise DataError(
@@ -390,7 +458,7 @@ def _idx_array(folder: Path, name: str, dims: int) -> np.ndarray:
             f"{path} is not an idx file of {dims} dims of bytes.", "Use files in the MNIST format."
         )
     shape = struct.unpack(f">{dims}I", raw[4:head])
-    if len(raw) - head != math.prod(shape):  # NumPy's product would wrap at 64 bits
+    if len(raw) - head != math.prod(shape):  # NumPy's product would wrap around at 64 bits.
         raise DataError(
             f"{path} should hold {math.prod(shape)} bytes after its header, but holds {len(raw) - head}.",
             "Copy the file again.",

@@ -1,4 +1,4 @@
-"""Errors a user can meet: the law that was broken, the values that broke it, and the way out."""
+"""The exceptions of mpitrain. Each names a rule, the values that break it, and a remedy."""
 
 import re
 import unicodedata
@@ -6,12 +6,18 @@ from typing import TypeVar
 
 
 def brief(message: str) -> str:
-    """The message without the middle of overlong words: what was typed, or read, by mistake may be a whole file."""
+    """Return the message with the middle of each overlong word cut out.
+
+    A word is overlong from 300 characters on: a mistyped argument may be a whole file.
+    """
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:120]}[...]{word[0][-60:]}", message)
 
 
 def visible(text: str) -> str:
-    """The text with control characters escaped, as \\x1b: a trace may hold what controls a terminal."""
+    """Return the text with control characters escaped, as \\x1b.
+
+    A file from another person may hold escape sequences that control the terminal.
+    """
     return "".join(
         c
         if c in "\n\t" or unicodedata.category(c)[0] != "C"
@@ -21,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def multiples_near(number: int, unit: int) -> str:
-    """The multiples of `unit` next to a number that is none, in words: what to set it to instead."""
+    """Return the multiples of `unit` below and above `number` as text, for a remedy."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
 
@@ -32,16 +38,17 @@ class MpitrainError(Exception):
     Parameters
     ----------
     law : str
-        What must hold, with the values that break it; one or two sentences.
+        The rule that is broken, with the values that break it; one or two sentences.
     way_out : str
-        What to type or change; printed on a line of its own, aligned under the law.
+        The remedy: an option to type or a value to change. It is printed on a line of its
+        own, aligned under the law.
 
     Attributes
     ----------
     exit_code : int
-        What a command ends with.
+        The exit code of a command that raises this error.
     agreed : bool
-        Whether every rank raises this very error, so that rank 0 may print it for all.
+        Whether every rank raises this same error, so that rank 0 may print it for all.
     """
 
     exit_code = 1
@@ -63,36 +70,36 @@ Error = TypeVar("Error", bound=MpitrainError)
 
 
 def on_every_rank(error: Error) -> Error:
-    """Mark an error that every rank raises, so that one may print it and all may leave together."""
+    """Mark an error as raised by every rank: rank 0 alone prints it, and all ranks exit."""
     error.agreed = True
     return error
 
 
 class ConfigError(MpitrainError):
-    """The configuration, the command line or the layout cannot work."""
+    """An invalid configuration, command line or layout of ranks."""
 
     exit_code = 2
 
 
 class DataError(MpitrainError):
-    """A data source is missing, unreadable, or too small for the model."""
+    """A data source that is missing, unreadable, or too small for the model."""
 
     exit_code = 2
 
 
 class CheckpointError(MpitrainError):
-    """A checkpoint is missing, damaged, or belongs to another model."""
+    """A checkpoint that is missing, damaged, or of another model."""
 
     exit_code = 2
 
 
 class CommError(MpitrainError):
-    """Ranks disagree about a message or a collective, or a peer is gone."""
+    """A communication error: ranks disagree about a message or a collective, or a peer is gone."""
 
 
 class TrainingError(MpitrainError):
-    """The run itself went wrong: a loss that is not finite, a replica that differs."""
+    """A failure of training itself: a loss that is not finite, or replicas that differ."""
 
 
 class KernelError(MpitrainError):
-    """A kernel cannot be compiled or launched like this, or broke a rule of the machine while the simulator watched."""
+    """A kernel that cannot be compiled or launched, or that broke a rule of the GPU simulator."""

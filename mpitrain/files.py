@@ -1,9 +1,9 @@
-"""Files: read where they are regular, written whole or not at all, never through a link in a run directory.
+"""Safe file access: only regular files are read, writes are atomic, and links are not followed.
 
-Another person may have packed a run directory: a link in it named `config.toml.partial` may lead to
-any file of the reader. Only the path that the user types may contain links. The names beneath it
-are used relative to an open directory (openat with O_NOFOLLOW): no file can be exchanged between a
-check and its use.
+A run directory may come from another person. A link in it, such as `config.toml.partial`, could
+lead to any file of the reader. Only the path that the user types may contain links. All names
+beneath it are opened relative to an open directory (openat with O_NOFOLLOW). This excludes
+races between the check of a file and its use.
 """
 
 import errno
@@ -30,18 +30,18 @@ IN_THE_WAY = (
     errno.EINVAL,
     errno.ENXIO,
 )
-BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC  # of every name in an open directory
+BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC  # These flags open every name in an open directory.
 
 
 class Directory:
-    """An open directory, in which no link is followed. Its OSErrors name the whole path.
+    """An open directory whose methods follow no links; their OSErrors name the whole path.
 
-    path  the directory's name in messages
-    name  in all methods: one component of a path
+    path  the directory's path, for messages
+    name  in all methods, one component of a path
     """
 
     def __init__(self, path: Path, descriptor: int):
-        """Take over an open descriptor; see `opened`."""
+        """Take ownership of an open descriptor; use `opened` to make a Directory."""
         self.path, self.descriptor = path, descriptor
 
     def __enter__(self) -> "Directory":
@@ -55,11 +55,11 @@ class Directory:
         os.close(self.descriptor)
 
     def names(self) -> list[str]:
-        """The names in it, sorted."""
+        """Return the names in the directory, sorted."""
         return sorted(os.listdir(self.descriptor))
 
     def facts(self, name: str) -> os.stat_result | None:
-        """The status of a name, of a link its own; None if there is no such name."""
+        """Return the status of a name, as lstat; None if there is no such name."""
         try:
             with self._named(name):
                 return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -67,31 +67,31 @@ class Directory:
             return None
 
     def subdirectory(self, name: str) -> "Directory":
-        """Open a directory in this one."""
+        """Open a subdirectory."""
         with self._named(name):
             flags = os.O_RDONLY | os.O_DIRECTORY | BENEATH
             return Directory(self.path / name, os.open(name, flags, dir_fd=self.descriptor))
 
     def make(self, name: str, mode: int = 0o777) -> "Directory":
-        """Open a directory in this one, made if there is none."""
+        """Open a subdirectory, and make it first if it does not exist."""
         with self._named(name), suppress(FileExistsError):
             os.mkdir(name, mode, dir_fd=self.descriptor)
         return self.subdirectory(name)
 
     def open(self, name: str) -> BinaryIO:
-        """Open a regular file to read it; a pipe is refused without being waited for."""
+        """Open a regular file for reading; refuse a pipe at once, without waiting for a writer."""
         with self._named(name):
             flags = os.O_RDONLY | os.O_NONBLOCK | BENEATH
             return _regular(os.open(name, flags, dir_fd=self.descriptor))
 
     def append(self, name: str) -> int:
-        """Open a regular file to read it and to append to it, made if there is none: its descriptor."""
+        """Return the descriptor of a regular file, perhaps new, for reading and appending."""
         with self._named(name):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | BENEATH
             return _checked(os.open(name, flags, 0o644, dir_fd=self.descriptor))
 
     def create(self, name: str) -> int:
-        """Make a new file in the place of a leftover, to read and write it: its descriptor."""
+        """Return the descriptor of a new file for reading and writing; remove an old one first."""
         self.remove(name)
         with self._named(name):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | BENEATH
@@ -99,7 +99,11 @@ class Directory:
 
     @contextmanager
     def whole(self, name: str) -> Iterator[BinaryIO]:
-        """A file to write to. It gets its name once it is on disk, and is removed if that fails."""
+        """Yield a file for an atomic write.
+
+        The data is written and synced under a temporary name, and then renamed. If the block or
+        the write fails, the temporary file is removed.
+        """
         partial = name + ".partial"
         descriptor = self.create(partial)
         try:
@@ -115,27 +119,27 @@ class Directory:
         self.sync()
 
     def write_whole(self, name: str, text: str) -> None:
-        """Write a text, in UTF-8, as `whole` does."""
+        """Write a text atomically, in UTF-8; see `whole`."""
         with self.whole(name) as file:
             file.write(text.encode())
 
     def rename(self, old: str, new: str) -> None:
-        """Give a name another one, whose file is replaced."""
+        """Rename a file or directory; replace a file that has the new name."""
         with self._named(new):
             os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a link itself, if there is one."""
+        """Remove a file, or a link but not its target, if there is one."""
         with self._named(name), suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def remove_empty(self, name: str) -> None:
-        """Remove a directory that holds nothing."""
+        """Remove an empty directory."""
         with self._named(name):
             os.rmdir(name, dir_fd=self.descriptor)
 
     def remove_tree(self, name: str) -> None:
-        """Remove a directory and what it holds, or whatever else has this name, if anything has."""
+        """Remove a directory with all its contents, or a file or link, if there is one."""
         found = self.facts(name)
         if found is None or not stat.S_ISDIR(found.st_mode):
             self.remove(name)
@@ -144,16 +148,16 @@ class Directory:
             shutil.rmtree(name, dir_fd=self.descriptor)
 
     def sync(self) -> None:
-        """Make the names in it durable, where the file system can do that."""
+        """Sync the directory itself, so that its names are durable, where the file system can."""
         try:
             os.fsync(self.descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # some have it for files only
+            if error.errno != errno.EINVAL:  # Some file systems sync files only.
                 raise
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Give an OSError the whole path, and name a link or a directory that is in the way."""
+        """Give each OSError the whole path, and name a link or directory that caused it."""
         try:
             if "/" in name or name in ("", ".", ".."):
                 raise OSError(errno.EINVAL, "it is not the name of one file")
@@ -170,7 +174,7 @@ class Directory:
 def opened(path: Path, inner: int = 0) -> Directory:
     """Open a directory. Links in its path are followed, except among its last `inner` names.
 
-    inner  how many of the names lie beneath the directory that the user typed
+    inner  how many names at the end of the path lie beneath the directory that the user typed
     """
     if not inner:
         return Directory(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -179,9 +183,9 @@ def opened(path: Path, inner: int = 0) -> Directory:
 
 
 def reading(path: Path, inner: int = 0) -> BinaryIO:
-    """Open a regular file to read it; OSError for anything else.
+    """Open a regular file for reading; OSError for anything else.
 
-    inner  as in `opened`; the file's own name counts
+    inner  see `opened`; here the file's own name counts as one of them
     """
     if inner:
         with opened(path.parent, inner - 1) as folder:
@@ -193,15 +197,15 @@ def reading(path: Path, inner: int = 0) -> BinaryIO:
 
 
 def contents(path: Path, inner: int = 0) -> bytes:
-    """The bytes of a regular file; OSError for anything else. inner: as in `reading`."""
+    """Return the bytes of a regular file; OSError for anything else. inner: see `reading`."""
     with reading(path, inner) as file:
         return file.read()
 
 
 def write_whole(path: Path, text: str, inner: int = 0) -> None:
-    """Write a text, in UTF-8, as `Directory.whole` does. inner: as in `reading`.
+    """Write a text atomically, in UTF-8; see `Directory.whole`. inner: see `reading`.
 
-    A link at the file's own name is replaced in any case.
+    A link at the file's own name is replaced, whatever `inner` is.
     """
     with opened(path.parent, max(0, inner - 1)) as folder:
         folder.write_whole(path.name, text)
@@ -209,13 +213,13 @@ def write_whole(path: Path, text: str, inner: int = 0) -> None:
 
 @contextmanager
 def whole(path: Path, inner: int = 0) -> Iterator[BinaryIO]:
-    """A file to write to, as `Directory.whole` has it. inner: as in `write_whole`."""
+    """Yield a file for an atomic write; see `Directory.whole`. inner: see `write_whole`."""
     with opened(path.parent, max(0, inner - 1)) as folder, folder.whole(path.name) as file:
         yield file
 
 
 def check_room(path: Path) -> None:
-    """OSError if no file can be made there, or the disk is full: writes a page, and removes it."""
+    """Raise OSError if no file can be made there or the disk is full; writes a test page."""
     with opened(path.parent) as folder:
         partial = path.name + ".partial"
         try:
@@ -229,11 +233,13 @@ def check_room(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """ConfigError unless a file can be written there: better before a measurement than after it."""
+    """Raise ConfigError unless a file can be written there; call it before a long measurement."""
     try:
         if path.is_dir():
             raise ConfigError(f"{path} cannot be written: it is a folder.", "Name a file.")
-        if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
+        if (
+            path.exists() and not path.is_file()
+        ):  # As root, a rename would replace /dev/null by a file.
             raise ConfigError(
                 f"{path} cannot be written: it is a device or a pipe, which a file would replace.",
                 "Name a file.",
@@ -244,12 +250,12 @@ def check_writable(path: Path) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """OSError unless it is a regular file: a pipe would be waited for, and a device may never end."""
+    """Raise OSError unless it is a regular file: reading a pipe or a device might never end."""
     reading(path).close()
 
 
 def mend(error: OSError) -> str:
-    """What to do before a file can be written, as a clause."""
+    """Return a clause that tells how to make the file writable."""
     if error.errno in NO_ROOM:
         return "Make room"
     is_named = error.errno in IN_THE_WAY and error.filename
@@ -257,10 +263,10 @@ def mend(error: OSError) -> str:
 
 
 def cannot_write(what: Path | str, error: OSError, other: str = OTHER) -> ConfigError:
-    """The refusal of a path that the system did not write.
+    """Return the ConfigError for a path that the system refused to write.
 
     what   the path, or words that end with it
-    other  the way out if neither room is missing nor something is in the way
+    other  the remedy if neither space is missing nor another file is in the way
     """
     is_named = error.errno in NO_ROOM + IN_THE_WAY and not str(what).endswith(str(error.filename))
     at = f" {error.filename}:" if error.filename and is_named else ""
@@ -279,7 +285,7 @@ def _regular(descriptor: int) -> BinaryIO:
 
 
 def _checked(descriptor: int) -> int:
-    """The descriptor, if it is of a regular file; else it is closed, and OSError raised."""
+    """Return the descriptor of a regular file; close any other, and raise OSError."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, NOT_REGULAR)

@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib without a screen, the check of a file before it is drawn, and how it is saved."""
+"""Shared code of all plots: matplotlib without a display, checks of the file, and saving."""
 
 import logging
 from pathlib import Path
@@ -9,7 +9,10 @@ from mpitrain.files import check_writable, whole
 
 
 def painter() -> Any:
-    """matplotlib's pyplot, which needs no screen here, and tells nobody that it found no folder to keep its fonts in."""
+    """Return matplotlib's pyplot with the Agg backend, which needs no display.
+
+    Warnings of matplotlib, such as that of a missing font cache folder, are silenced.
+    """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
 
@@ -20,7 +23,7 @@ def painter() -> Any:
 
 
 def check_drawable(path: Path, option: str = "--plot") -> None:
-    """ConfigError unless a picture can be drawn there: without matplotlib, or in a format it does not know."""
+    """Raise ConfigError unless matplotlib is installed, knows the format, and can write there."""
     try:
         painter()
         from matplotlib.backend_bases import FigureCanvasBase
@@ -38,10 +41,10 @@ def check_drawable(path: Path, option: str = "--plot") -> None:
 
 
 def save(figure: Any, path: Path, dpi: int, inner: int = 0) -> None:
-    """Save a figure in the format of the file's suffix, whole or not at all.
+    """Save a figure atomically, in the format of the file's suffix.
 
-    inner  as of `files.reading`: names at the path's end that must be no links
-    raises OSError if the file cannot be written
+    inner   how many names at the end of the path must not be links; see `files.reading`
+    raises  OSError if the file cannot be written
     """
     with whole(path, inner) as file:
         figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=dpi)

@@ -1,6 +1,4 @@
-"""JSON as RFC 8259 has it, and no more: a file that somebody else wrote or damaged has one meaning,
-or none.
-"""
+"""A strict JSON parser (RFC 8259): a file from another program has one meaning, or is refused."""
 
 import json
 import math
@@ -11,14 +9,14 @@ from pydantic import BaseModel, ValidationError
 Model = TypeVar("Model", bound=BaseModel)
 
 Json = Any
-"""None, a boolean, a number, a text, a list of these, or a dict of these by text."""
+"""None, a bool, a number, a str, or a list or a dict with str keys of these."""
 
 
 def parsed(data: bytes) -> Json:
-    """The value of a JSON text in UTF-8; ValueError, in one line, for anything else.
+    """Return the value of a JSON text in UTF-8.
 
-    A name twice in one object, NaN, an infinity and a number beyond float64 are refused, as is what
-    nests too deeply.
+    raises  ValueError with a message of one line for anything else. This includes duplicate
+            names in an object, NaN, infinities, numbers beyond float64 and too deep nesting.
     """
     try:
         found = json.loads(
@@ -26,7 +24,7 @@ def parsed(data: bytes) -> Json:
         )
         if (
             b"\\ud" in data.lower()
-        ):  # half a pair of surrogates is no text, and could not even be printed
+        ):  # A lone surrogate is not valid text, and printing it would fail.
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it nests too deeply") from None
@@ -34,8 +32,9 @@ def parsed(data: bytes) -> Json:
 
 
 def validated(model: type[Model], data: bytes) -> Model:
-    """What a JSON text says, as this model has it; ValueError, in one line, if it is no JSON or
-    breaks a rule of the model.
+    """Parse a JSON text as this pydantic model.
+
+    raises  ValueError with a message of one line, if it is not JSON or breaks a rule of the model
     """
     parsed(data)
     try:
@@ -45,7 +44,7 @@ def validated(model: type[Model], data: bytes) -> Model:
 
 
 def complaint(error: ValidationError) -> str:
-    """What pydantic has found first, in our words: what holds the value, and the rule."""
+    """Return the first finding of pydantic as a clause that names the key and the rule."""
     found = error.errors(include_url=False)[0]
     where = ".".join(map(str, found["loc"]))
     if found["type"] == "missing":
@@ -57,7 +56,7 @@ def complaint(error: ValidationError) -> str:
 
 
 def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """An object, as `json` hands its names and values; ValueError for a name that comes twice."""
+    """Make a dict of the names and values of a JSON object; ValueError for a duplicate name."""
     found: dict[str, Json] = {}
     for name, value in pairs:
         if name in found:

@@ -1,7 +1,7 @@
-"""The configuration of a run: `sections` has every key, `whole` joins them, `reading` makes a Config from files and settings.
+"""The configuration of a run: `sections` defines the keys, `whole` the Config, `reading` parses it.
 
-ASYNCHRONOUS  schedules whose stages update by themselves
-KEPT_ON_HOST  wire formats whose residuals lie in host memory
+ASYNCHRONOUS  the schedules without a pipeline flush, in which each stage updates by itself
+KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
 """
 
 from mpitrain.config.reading import check_choice, nearest, parse, read_toml, with_settings

@@ -1,4 +1,4 @@
-"""Stragglers on purpose: what run.delay says, and how much longer a step takes by it. Nothing here sleeps."""
+"""Artificial stragglers: parses run.delay and computes the delay of a step; `Trainer` sleeps."""
 
 import random
 from collections.abc import Sequence
@@ -10,7 +10,12 @@ PATTERN = rf"^({_ONE}(,{_ONE})*)?$"
 
 
 class Delay(NamedTuple):
-    """Steps of a rank, or of every rank (None), take so many seconds longer, each with this probability."""
+    """A delay of steps, each with a probability.
+
+    rank         the rank to delay; None for every rank
+    seconds      added to a step
+    probability  that a step is delayed
+    """
 
     rank: int | None
     seconds: float
@@ -18,7 +23,7 @@ class Delay(NamedTuple):
 
 
 def delays(text: str) -> list[Delay]:
-    """The delays that a text names which matches PATTERN."""
+    """Parse a text that matches PATTERN."""
     named = [one.split(":") for one in text.split(",") if one]
     return [
         Delay(
@@ -31,7 +36,12 @@ def delays(text: str) -> list[Delay]:
 
 
 def delay_s(delays: Sequence[Delay], rank: int, *drawn_from: int) -> float:
-    """Seconds that a step of this rank takes longer. Each delay is drawn for itself, and the same from the same numbers."""
+    """Return the seconds to add to a step of this rank.
+
+    Each delay is drawn independently. The same numbers give the same draws.
+
+    drawn_from  the seed, the step and the coordinates that identify the draw
+    """
     chance = random.Random(repr(drawn_from))
     draws = [chance.random() for _ in delays]
     return sum(

@@ -1,6 +1,6 @@
-"""From what a user typed to a Config: files and settings, read, merged and validated; and the words for what is wrong."""
+"""Parsing: configuration files and settings are read, merged and validated as a Config."""
 
-from __future__ import annotations  # so that help() prints signatures as they are written here
+from __future__ import annotations  # help() prints signatures as they are written here.
 
 import difflib
 import math
@@ -16,8 +16,9 @@ from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
-LABELLED = ("digits", "idx:")  # how the names of sources begin whose model.kind is mlp
-# Keys that hold paths, which in a configuration file count from its folder.
+# The beginnings of the names of labelled sources, which need model.kind mlp.
+LABELLED = ("digits", "idx:")
+# These keys hold paths, which in a configuration file are relative to its folder.
 BESIDE = (
     ("data", "source"),
     ("data", "validation"),
@@ -28,8 +29,8 @@ BESIDE = (
 )
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
-NOT_YET = {"model.kind": "cnn"}  # values that are meant to work one day
-PATTERNS = {  # what each says, in words
+NOT_YET = {"model.kind": "cnn"}  # These values are planned.
+PATTERNS = {  # The patterns of `sections` in words, for messages.
     "data.validation": "must be tokens:FILE or tenth, or empty",
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
@@ -53,9 +54,10 @@ SYNONYMS = {
 
 
 def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
-    """The tables of a configuration file; the paths in it count from its folder.
+    """Return the tables of a configuration file, with relative paths made relative to its folder.
 
-    inner  1 for that of a run directory, which is not followed if it is a link
+    inner   1 for a file in a run directory, which is refused if it is a link
+    raises  ConfigError if the file cannot be read or is not TOML
     """
     try:
         tables = tomllib.loads(contents(path, inner).decode("utf-8-sig"))
@@ -66,7 +68,7 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # bytes that are not UTF-8, a number of 5000 digits, 1000 brackets
+    ) as error:  # It may have bytes that are not UTF-8, a number of 5000 digits, or 1000 brackets.
         raise ConfigError(
             f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys."
         ) from None
@@ -76,14 +78,17 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
             is_path = (
                 key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()
-            )  # or a schedule's name
+            )  # Otherwise it is the name of a schedule.
             if place and is_path:
                 table[key] = f"{kind}{colon}{path.parent / place}"
     return tables
 
 
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:
-    """The tables with each `section.key=value` put in; a value is TOML, or else a bare string."""
+    """Return a copy of the tables with each `section.key=value` put in.
+
+    A value is parsed as TOML; if that fails, it is a string.
+    """
     merged = {
         name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()
     }
@@ -113,27 +118,33 @@ def _toml_value(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     if len(found) != 1:
-        return text  # a line break in the text would begin another key
+        return text  # The text has a line break, and so defines a second key.
     is_spaced = (
         isinstance(found["value"], int | float) and "_" in text
-    )  # as 1_000, for a file; here more likely a slip
+    )  # 1_000 is a number in a file, but on the command line more likely a slip.
     return text if is_spaced else found["value"]
 
 
 def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
-    """Make a `Config` of tables such as {"run": {"steps": 100}}; where they do not set model.kind, data.source does.
+    """Make a `Config` of tables such as {"run": {"steps": 100}}.
+
+    Tables without model.kind get the kind that fits data.source.
 
     Parameters
     ----------
     tables : mapping
         Values by section and key.
     path : Path, optional
-        The file that the tables were read from, which errors name.
+        The file that the tables were read from, for messages.
+
+    Returns
+    -------
+    Config
 
     Raises
     ------
     ConfigError
-        One for all keys and values that are wrong.
+        One error that lists all invalid keys and values.
     """
     try:
         return Config.model_validate(_with_kind(tables))
@@ -145,7 +156,7 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
 
 
 def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tables with the model.kind of their data.source, where they have none."""
+    """Add model.kind mlp to tables with a labelled data.source and no model.kind."""
     data, model = tables.get("data", {}), tables.get("model", {})
     source = data.get("source") if isinstance(data, Mapping) else None
     if (
@@ -159,7 +170,10 @@ def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """ConfigError, in the words of `parse`, unless the key's value is among choices that only a room above knows."""
+    """Raise ConfigError, with the message of `parse`, unless the value is one of the choices.
+
+    choices  of a key that names an entry of a table outside of this package
+    """
     if value not in choices:
         *others, last = map(repr, choices)
         raise ConfigError(
@@ -168,7 +182,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def nearest(word: str) -> list[str]:
-    """Keys that somebody may mean by a word such as lr, optimizer.lr, batch-size or leraning_rate."""
+    """Return the keys that best match a word such as lr, batch-size or leraning_rate."""
     names = [key.name for key in keys()]
     word = word.replace("-", "_")
     for spelled in (
@@ -191,7 +205,7 @@ def nearest(word: str) -> list[str]:
 
 
 def _complaint(item: Mapping[str, Any]) -> str:
-    """One pydantic finding in our words: the key, the law, the value."""
+    """Return the message for one finding of pydantic: the key, the rule and the value."""
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         known = [key.name for key in keys()]
@@ -213,7 +227,7 @@ def _complaint(item: Mapping[str, Any]) -> str:
 
 
 def _no_choice(name: str, law: str, value: Any, choices: Collection[str]) -> str:
-    """What is wrong with a value that is none of the choices, and which one may be meant."""
+    """Return the message for a value that is none of the choices, with the closest choice."""
     typed = value if isinstance(value, str) else _shown(value)
     word = SYNONYMS.get(typed.lower(), typed)
     if re.fullmatch(NOT_YET.get(name, ""), word):
@@ -226,5 +240,5 @@ def _no_choice(name: str, law: str, value: Any, choices: Collection[str]) -> str
 def _shown(value: Any) -> str:
     try:
         return repr(value)
-    except ValueError:  # Python writes no more than 4300 digits
+    except ValueError:  # Python refuses to print integers of more than 4300 digits.
         return "a larger one"

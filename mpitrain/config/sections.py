@@ -1,4 +1,4 @@
-"""The typed configuration of a run: every key, its range, its default and one line of help; and nothing that acts on it."""
+"""The keys of the configuration: type, range, default and help of each; as pydantic models."""
 
 import os
 from typing import Any, Literal
@@ -14,24 +14,25 @@ ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
 VALIDATION = r"^(tenth|tokens:.+)?$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
-ASYNCHRONOUS = (
-    "async",
-    "async-2bw",
-)  # schedules whose stages update by themselves, while others compute
-KEPT_ON_HOST = ("topk", "powersgd")  # wire formats whose residuals lie in host memory
-WHOLE = 2**63 - 1  # the largest whole number: of 64 bits
-SMALL, LARGE = 1e-30, 1e30  # sizes of the other numbers but 0: float32 has all of these
+ASYNCHRONOUS = ("async", "async-2bw")
+"""The schedules without a pipeline flush, in which each stage updates its own parameters."""
+KEPT_ON_HOST = ("topk", "powersgd")
+"""The compression formats with error-feedback residuals, which lie in host memory."""
+WHOLE = 2**63 - 1
+"""The largest integer of 64 bits."""
+SMALL, LARGE = 1e-30, 1e30
+"""The range of the magnitude of a float other than 0; float32 represents all of it."""
 
 
 class Section(BaseModel):
-    """A table of the configuration file: no unknown keys, no silent conversions, no NaN."""
+    """A table of the configuration file: no unknown keys, no implicit conversions, no NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes True and 1.0 for 1; a choice among whole numbers takes neither, like every other whole number."""
+        """Refuse True and 1.0 as choices among integers: Python takes both as equal to 1."""
         choices = getattr(cls.model_fields[info.field_name or ""].annotation, "__args__", ())
         if isinstance(value, bool | float) and value in choices:
             raise PydanticKnownError("int_type")
@@ -40,7 +41,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _within_reach(cls, value: Any) -> Any:
-        """What every key's value must be, besides the key's own law."""
+        """Check the rules for the values of all keys: ranges of numbers, and valid text."""
         if isinstance(value, int) and abs(value) > WHOLE:
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
@@ -50,7 +51,7 @@ class Section(BaseModel):
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
             raise PydanticCustomError(
                 "text", "must be UTF-8"
-            )  # bytes that are not are lone surrogates in Python's text
+            )  # Python represents other bytes as lone surrogates.
         if isinstance(value, str) and not _is_speakable(value):
             raise PydanticCustomError(
                 "text", "must be text without NUL that file names can have in this locale"
@@ -61,11 +62,13 @@ class Section(BaseModel):
 class Run(Section):
     seed: int = Field(0, ge=0, description="seed of the initial parameters and of the data order")
     steps: int = Field(
-        400, ge=0, description="optimizer steps in all, those before a resume included"
+        400,
+        ge=0,
+        description="total number of optimizer steps, including the steps before a resume",
     )
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
     log_every: int = Field(
-        10, ge=1, description="steps between lines in metrics.jsonl and on the screen"
+        10, ge=1, description="steps between two lines in metrics.jsonl and on the screen"
     )
     eval_every: int = Field(
         0, ge=-1, description="steps between evaluations; 0: only at the end, -1: never"
@@ -73,226 +76,276 @@ class Run(Section):
     eval_rows: int = Field(
         10_000,
         ge=0,
-        description="most held-out rows that an evaluation takes, spread evenly; 0: all",
+        description="largest number of held-out rows in an evaluation, spread evenly over all of "
+        "them; 0: all rows",
     )
     sample: int = Field(
         400,
         ge=0,
-        description="tokens that a gpt writes when training is done, for at most 10 s; 0: none",
+        description="number of tokens that a gpt generates after training, for at most 10 s; 0: "
+        "none",
     )
     delay: str = Field(
         "",
         pattern=DELAY,
-        description="stragglers on purpose; RANK:MS: each step of this rank takes so many milliseconds "
-        "longer; random:MS:P: each step of each rank does with probability P, drawn from the "
-        "seed, the step and the rows it computes; several with commas between; empty: none",
+        description="artificial stragglers, as a list with commas. RANK:MS makes each step of "
+        "this rank MS milliseconds longer. random:MS:P does so to each step of each "
+        "rank with probability P. The draw depends on the seed, the step and the rows "
+        "of the rank. Empty: none",
     )
     stall_seconds: float = Field(
-        600.0, ge=1, description="a rank that makes no progress for so long ends the job"
+        600.0,
+        ge=1,
+        description="the watchdog ends the job if a rank makes no progress for this many seconds",
     )
     trace: bool = Field(
-        True, description="note in trace/ what each rank did last, for `mpitrain report`"
+        True,
+        description="record the last actions of each rank in trace/ of the run directory, for "
+        "`mpitrain report`",
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
-        description="what a loss or gradient that is not finite does: end the run, or skip that update; 10 skipped "
-        "steps in a row, or at the end more than half, end the run too",
+        description="reaction to a loss or gradient that is not finite; stop: end the run, skip: "
+        "skip the update of this step. Even with skip the run ends after 10 skipped "
+        "steps in a row, or at its end if more than half were skipped",
     )
 
 
 class Data(Section):
     source: str = Field(
         "pydocs",
-        description="pydocs, digits, text:FILE, tokens:FILE (flat uint16) or idx:DIR (MNIST files)",
+        description="data to train on: pydocs, digits, text:FILE, tokens:FILE (flat uint16) or "
+        "idx:DIR (MNIST files)",
     )
     validation: str = Field(
         "",
         pattern=VALIDATION,
-        description="what is held out where data.source is tokens:FILE: another tokens:FILE, or tenth, "
-        "the last tenth of the source; empty: val.bin if it lies beside train.bin, else tenth",
+        description="held-out tokens for a data.source tokens:FILE: another tokens:FILE, or tenth "
+        "for the last tenth of the source. Empty: the file val.bin in the folder of a "
+        "train.bin, if there is one, else tenth",
     )
     vocabulary: int = Field(
         0,
         ge=0,
-        description="tokens there can be in tokens:FILE; 0: as many as the file uses; of text 256",
+        description="vocabulary size for tokens:FILE; 0: the largest token in the file + 1. Text "
+        "always has 256",
     )
 
 
 class Model(Section):
     kind: Literal["gpt", "mlp"] = Field(
         "gpt",
-        description="gpt for tokens, mlp for samples with a class each; not set: as data.source needs",
+        description="gpt for tokens, mlp for labelled samples; if the key is not set, the kind "
+        "that fits data.source",
     )
-    layers: int = Field(4, ge=1, description="transformer blocks, or hidden layers of the mlp")
+    layers: int = Field(
+        4, ge=1, description="number of transformer blocks, or of hidden layers of the mlp"
+    )
     width: int = Field(
-        128, ge=1, description="channels of the residual stream, or units of a hidden layer"
+        128,
+        ge=1,
+        description="channels of the residual stream, or units of each hidden layer of the mlp",
     )
-    heads: int = Field(4, ge=1, description="attention heads; must divide the width")
+    heads: int = Field(4, ge=1, description="number of attention heads; must divide model.width")
     context: int = Field(128, ge=1, description="tokens in one sequence")
-    tied: bool = Field(False, description="the output projection shares the token embedding")
+    tied: bool = Field(
+        False, description="tie the weights of the output projection to the token embedding"
+    )
 
 
 class Batch(Section):
     size: int = Field(
-        32, ge=1, le=10**9, description="sequences (or samples) per optimizer step, over all ranks"
+        32,
+        ge=1,
+        le=10**9,
+        description="global batch: sequences (or samples) per optimizer step, over all ranks",
     )
     micro_batches: int = Field(
         0,
         ge=0,
-        description="parts in which each rank computes its share; 0: 1, or in a pipeline of several stages 2 for each "
-        "of them, if there are rows",
+        description="number of micro-batches into which each rank divides its rows of a step; 0: "
+        "1, or in a pipeline of several stages 2 per stage, if there are enough rows",
     )
 
 
 class Layout(Section):
-    dp: int = Field(0, ge=0, description="data-parallel replicas; 0: as many as the ranks allow")
+    dp: int = Field(
+        0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
+    )
     tp: int = Field(
         1,
         ge=1,
-        description="ranks that share each layer: its heads, widths and vocabulary are divided among them",
+        description="tensor-parallel size: the ranks of a group divide the heads, widths and "
+        "vocabulary of each layer",
     )
-    pp: int = Field(1, ge=1, description="pipeline stages: ranks that each hold some of the layers")
+    pp: int = Field(
+        1, ge=1, description="number of pipeline stages; each stage holds some of the layers"
+    )
     algorithm: str = Field(
-        "auto", description="the all-reduce of activations, over the ranks that share layers"
+        "auto", description="all-reduce algorithm for activations, within a tensor-parallel group"
     )
     sequence_parallel: bool = Field(
-        False, description="ranks that share layers also divide the rows of norms and residuals"
+        False,
+        description="sequence parallelism as in Megatron-LM: the ranks of a tensor-parallel group "
+        "also divide the rows of norms and residuals",
     )
     keep_gathered: bool = Field(
         False,
-        description="of sequence_parallel: keep the rows that a layer has gathered for its backward, instead of gathering "
-        "them again",
+        description="with sequence_parallel: save the gathered input of each layer for its "
+        "backward, instead of gathering it again; this needs more memory",
     )
 
 
 class Pipeline(Section):
     schedule: str = Field(
         "1f1b",
-        description="in which order stages compute: naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, v-half, "
-        "breadth-first, or a file of `mpitrain plan schedule --json`; async and async-2bw: a stream of "
-        "micro-batches without end, in which each stage updates by itself: after every micro-batch, or once "
-        "a step from gradients at the parameters of the step before",
+        description="pipeline schedule: naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, "
+        "v-half, breadth-first, or a file of `mpitrain plan schedule --json`. async "
+        "and async-2bw have no flush, and each stage updates its own parameters. "
+        "async (PipeDream) updates after every micro-batch. async-2bw (PipeDream-2BW) "
+        "updates once a step, with gradients at the parameters of the step before",
     )
     chunks: int = Field(
         0,
         ge=0,
-        description="parts of the model on each stage; 0: as many as the schedule has, 2 if any number",
+        description="model chunks on each stage; 0: as many as the schedule has, or 2 if it takes "
+        "any number",
     )
     partition: str = Field(
         "",
         pattern=PARTITION,
-        description="how many units (of a gpt: embedding, 2 for each block, head) each part has, as in "
-        "4,4,3,5; empty: about the same parameters; time: about the same time, measured at "
-        "the start on all ranks",
+        description="number of units in each model chunk, as in 4,4,3,5. The units of a gpt are "
+        "the embedding, 2 per block, and the head. Empty: balanced by parameters. "
+        "time: balanced by times that all ranks measure at the start",
     )
 
 
 class Replication(Section):
     mode: Literal["all-reduce", "master", "server", "local", "gossip"] = Field(
         "all-reduce",
-        description="who updates: all-reduce: everyone, from the sum of all gradients; master: rank 0 alone; "
-        "server: ranks that hold the parameters and compute no rows; local: each worker by itself, "
-        "and all average after a period; gossip: each worker by itself, and averages with one "
-        "neighbour after a step",
+        description="how replicas are synchronised. all-reduce: each rank updates from the sum of "
+        "all gradients. master: rank 0 alone updates. server: parameter servers, "
+        "which compute no rows, update. local: local SGD; workers update by "
+        "themselves and average parameters every replication.period steps. gossip: "
+        "workers update by themselves and average with one neighbour after each step",
     )
     servers: int = Field(
         1,
         ge=1,
-        description="server: how many of the ranks, the last ones, are servers and compute no rows",
+        description="mode server: number of parameter servers; they are the last ranks, and "
+        "compute no rows",
     )
     update: Literal["sync", "async", "bounded"] = Field(
         "sync",
-        description="server: when parameters are updated; sync: once a step, from all workers' gradients; async: by each "
-        "gradient as it comes; bounded: the same, but no worker gets more than `staleness` steps ahead",
+        description="mode server: time of an update. sync: once a step, from the gradients of all "
+        "workers. async: at once with each gradient that arrives. bounded: as async, "
+        "but no worker runs more than replication.staleness steps ahead "
+        "(stale-synchronous parallel)",
     )
     staleness: int = Field(
         2,
         ge=0,
-        description="bounded: a worker starts a step when all have finished the step before the "
-        "last `staleness` ones; 0: as sync",
+        description="update bounded: a worker starts step k only after all workers have finished "
+        "step k - 1 - staleness; 0: as sync",
     )
     async_lr: str = Field(
         "1/workers",
         pattern=ASYNC_LR,
-        description="async and bounded: what the learning rate is multiplied by: a number, "
-        "1/workers, or staleness: 1/(1 + that of the gradient)",
+        description="update async and bounded: factor of the learning rate. It is a number, "
+        "1/workers, or staleness: 1 / (1 + staleness of the gradient)",
     )
     period: int = Field(
         10,
         ge=1,
-        description="of local: steps between averages; of local and gossip: steps until all know of a request to stop",
+        description="mode local: steps between parameter averages; local and gossip: also steps "
+        "between exchanges of losses and stop requests",
     )
     outer_lr: float = Field(
-        1.0, gt=0, description="of local: how far all go towards the average; DiLoCo takes 0.7"
+        1.0,
+        gt=0,
+        description="mode local: outer learning rate, by which workers move towards the average; "
+        "DiLoCo takes 0.7",
     )
     outer_momentum: float = Field(
-        0.0, ge=0, lt=1, description="of local: momentum of what averages change; DiLoCo takes 0.9"
+        0.0,
+        ge=0,
+        lt=1,
+        description="mode local: Nesterov momentum of the outer steps; DiLoCo takes 0.9",
     )
     zero: Literal[0, 1, 2, 3] = Field(
         0,
-        description="what of a replica is divided among the replicas: 0 nothing, 1 the state of the optimizer, 2 and the "
-        "gradients, 3 and the parameters; 2 and 3 reduce gradients with every micro-batch anew, or in a pipeline, "
-        "where they need gpipe or breadth-first, once",
+        description="ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 "
+        "also parameters, over the replicas. Stages 2 and 3 reduce the gradients of "
+        "every micro-batch; in a pipeline they reduce once a step, and need gpipe or "
+        "breadth-first",
     )
     shard: Literal["all", "host"] = Field(
         "all",
-        description="zero: among whom; all: all replicas; host: those of each host, between which only gradients travel, "
-        "once a step",
+        description="with zero: the ranks that shard. all: all replicas. host: the replicas of "
+        "each host, as hybrid sharding of FSDP; then only gradients travel between "
+        "hosts, once a step",
     )
     zero_keep: int = Field(
         0,
         ge=0,
-        description="elements of a unit up to which zero = 3 gathers it once a step, to a place of its own, instead of "
-        "for each use",
+        description="zero 3: units of at most this many elements get buffers of their own, and "
+        "are gathered once a step instead of before each use",
     )
     gather: Literal["none", "fp16", "bf16", "int8"] = Field(
         "none",
-        description="zero = 3: how parameters travel to be computed with; those that are updated stay as they are",
+        description="zero 3: compression of the parameters in all-gathers; the shards themselves "
+        "stay float32",
     )
     algorithm: str = Field(
         "auto",
-        description="the all-reduce of the gradients; auto: what the tuning predicts to be fastest",
+        description="all-reduce algorithm for gradients; auto: the fastest by the cost model",
     )
     tuning: str = Field(
-        "", description="for auto: file of `mpitrain bench fit`; empty: assumptions"
+        "",
+        description="for auto: file of measured link parameters from `mpitrain bench fit`; empty: "
+        "built-in assumptions",
     )
     wire: str = Field(
         "none",
         pattern=WIRE,
-        description="how gradients travel: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
+        description="gradient compression: none, fp16, bf16, int8, topk[:PART] or "
+        "powersgd[:RANK]; topk sends the fraction PART of the elements",
     )
     dense_steps: int = Field(
         -1,
         ge=-1,
-        description="first steps whose gradients travel whole; -1: a quarter of run.steps for powersgd, else none",
+        description="number of first steps without gradient compression; -1: a quarter of "
+        "run.steps for powersgd, else 0",
     )
     bucket_mb: float = Field(
         0.0,
         ge=0,
-        description="megabytes of whole units that are reduced together; 0: 4 within a host, between hosts what "
-        "suits the latency and bandwidth in the tuning",
+        description="size of gradient buckets in megabytes, rounded to whole units; 0: 4 MB "
+        "within a host, between hosts by the latency and bandwidth in the tuning",
     )
     overlap: bool = Field(
         True,
-        description="reduce a bucket as soon as its gradients are ready, and compute while parameters are gathered",
+        description="overlap communication with computation: reduce a bucket as soon as its "
+        "gradients are ready, and gather parameters in advance",
     )
     progress_thread: Literal["auto", "no"] = Field(
         "auto",
-        description="what moves begun reductions between hosts; auto: a thread, if they are messages of host memory and "
-        "MPI grants more than one; no: the main thread, between layers",
+        description="progress of non-blocking reductions between hosts. auto: a background "
+        "thread, if their messages lie in host memory and MPI provides "
+        "MPI_THREAD_MULTIPLE. no: by polling in the main thread, between layers",
     )
 
     @field_validator("async_lr", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """A number may be written as one."""
+        """Accept a number as well as a string."""
         return (
             str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
         )
 
     @property
     def has_common_step(self) -> bool:
-        """Whether all ranks know the outcome of each step before the next begins."""
+        """Whether training is synchronous: all ranks know a step's result before the next."""
         is_late = self.update == "async" or (self.update == "bounded" and self.staleness > 0)
         return self.mode not in ("local", "gossip") and not (self.mode == "server" and is_late)
 
@@ -300,84 +353,99 @@ class Replication(Section):
 class Precision(Section):
     compute: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         "float32",
-        description="dtype of parameters, activations, gradients; bfloat16 and float16: of activations, their "
-        "gradients, and the copy of the parameters that layers compute with, where float32 holds what is "
-        "updated. On cpu both are rounded in float32's memory, and products are float32's: nothing is "
-        "saved, and the copy costs 4 bytes a parameter, 25% with adamw. float16 finds a loss scale by "
-        "trial: steps whose gradients overflow, but not their loss, are skipped, and 20 in a row end the "
-        "run",
+        description="dtype of parameters, activations and gradients. bfloat16 and float16 are "
+        "mixed precision: activations, their gradients and a copy of the parameters "
+        "are rounded, and the updated parameters stay float32. On cpu rounded values "
+        "are stored as float32: nothing is saved, and the copy costs 4 bytes per "
+        "parameter (25% with adamw). float16 has a dynamic loss scale: a step with "
+        "overflowing gradients but a finite loss is skipped, and 20 such steps in a "
+        "row end the run",
     )
 
     @property
     def is_half(self) -> bool:
-        """Whether layers compute with a rounded copy of the parameters."""
+        """Whether layers compute with a rounded copy of the parameters: mixed precision."""
         return self.compute in HALVES
 
     @property
     def stored(self) -> str:
-        """The dtype of parameters as they are updated, of their gradients, and of the optimizer's state."""
+        """The dtype of master parameters, gradients and optimizer state."""
         return "float32" if self.is_half else self.compute
 
 
 class Optimizer(Section):
-    name: Literal["sgd", "momentum", "adamw"] = Field("adamw", description="the update rule")
-    lr: float = Field(2e-3, gt=0, description="learning rate at its peak")
+    name: Literal["sgd", "momentum", "adamw"] = Field("adamw", description="update rule")
+    lr: float = Field(2e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(
-        0.1, ge=0, description="decay of matrices, decoupled in adamw; biases and gains have none"
+        0.1,
+        ge=0,
+        description="weight decay of matrices, decoupled in adamw; biases and gains have none",
     )
     clip: float = Field(
         1.0,
         ge=0,
-        description="largest global gradient norm, in asynchronous pipelines of each stage; "
-        "0: no clipping",
+        description="largest global gradient norm; in asynchronous pipelines the norm of each "
+        "stage; 0: no clipping",
     )
-    warmup: int = Field(20, ge=0, description="steps over which the learning rate rises from 0")
+    warmup: int = Field(20, ge=0, description="steps of linear warm-up of the learning rate from 0")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "cosine", description="decay to a tenth after the warm-up"
+        "cosine",
+        description="decay of the learning rate to a tenth after the warm-up; constant: none",
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="of the momentum rule")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum: decay of the velocity")
     beta1: float = Field(
-        0.8, ge=0, lt=1, description="adamw: decay of the first moment; but see beta1_delayed"
+        0.8,
+        ge=0,
+        lt=1,
+        description="adamw: decay of the first moment, except in the steps of beta1_delayed",
     )
     beta1_delayed: float = Field(
         0.5,
         ge=0,
         lt=1,
-        description="adamw: the same in steps of topk and powersgd, whose residuals are a momentum of their own",
+        description="adamw: decay of the first moment in steps with topk or powersgd; their error "
+        "feedback acts as a momentum, too",
     )
     beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, description="adamw: keeps the division finite")
+    epsilon: float = Field(
+        1e-8, gt=0, description="adamw: term in the denominator that avoids a division by 0"
+    )
 
 
 class Checkpoint(Section):
     every: int = Field(
         100, ge=0, description="steps between checkpoints; 0: only when the run ends or is stopped"
     )
-    keep: int = Field(2, ge=1, description="newest checkpoints to keep")
+    keep: int = Field(
+        2, ge=1, description="number of newest checkpoints to keep; older ones are removed"
+    )
 
 
 class Device(Section):
     kind: Literal["auto", Kind] = Field(
         "auto",
-        description="where to compute; auto: cuda if every rank finds a GPU, else cpu; cuda-sim: GPU kernels on the CPU",
+        description="device to compute on; auto: cuda if every rank finds a GPU, else cpu; "
+        "cuda-sim: the CUDA kernels, simulated on the CPU",
     )
     cuda_aware: Literal["auto", "yes", "no"] = Field(
         "auto",
-        description="whether GPU pointers go to MPI or are staged through the host; auto: ask MPI and try it out",
+        description="yes: pass GPU pointers to MPI; no: stage messages through host memory; auto: "
+        "query MPI and run a self-test",
     )
     gemm: Literal["tiled", "library"] = Field(
         "tiled",
-        description="of cuda and cuda-sim: matrix products by kernels of our own, or by cuBLAS (in cuda-sim NumPy)",
+        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by "
+        "cuBLAS (in cuda-sim NumPy)",
     )
     tiles: str = Field(
         "",
-        description="for gemm tiled: file of `mpitrain bench gemm --tune`; empty: tiles by their cost on this "
-        "GPU",
+        description="gemm tiled: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
+        "tiles by a cost model of this GPU",
     )
 
 
 def _is_speakable(text: str) -> bool:
-    """Whether the system would take the text as a path."""
+    """Return whether the text is valid as a path of this system."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

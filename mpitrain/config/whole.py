@@ -1,4 +1,4 @@
-"""The whole configuration: its sections, the laws that join them, and the list of its keys."""
+"""The class Config: all sections, the rules between them, and the list of all keys."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -25,10 +25,11 @@ from mpitrain.errors import ConfigError
 
 
 class Config(Section):
-    """The configuration of a run: a frozen table of sections, each a frozen table of keys.
+    """The configuration of a run: a frozen model of sections, each a frozen model of keys.
 
-    `Config()` is the default run; `parse` makes others, and names what is wrong. `mpitrain train --help-config`
-    lists all keys with types, ranges and defaults: `config.optimizer.lr` is its key optimizer.lr.
+    `Config()` is the default run. `parse` makes any other, and reports all errors at once.
+    The attribute `config.optimizer.lr` is the key optimizer.lr. `mpitrain train --help-config`
+    lists all keys with types, ranges and defaults.
     """
 
     run: Run = Field(default_factory=Run)
@@ -44,7 +45,7 @@ class Config(Section):
     device: Device = Field(default_factory=Device)
 
     def model_post_init(self, context: Any) -> None:
-        """Refuse what cannot work whatever the ranks and the data are."""
+        """Raise ConfigError for keys that exclude each other on any ranks and any data."""
         if self.replication.wire != "none" and self.precision.stored != "float32":
             raise ConfigError(
                 f"Wire formats carry float32, but precision.compute is {self.precision.compute} with replication.wire "
@@ -95,7 +96,7 @@ class Config(Section):
             )
 
     def _check_stream(self) -> None:
-        """Refuse what stages that update by themselves cannot agree on."""
+        """Raise ConfigError for keys that exclude an asynchronous pipeline, if there is one."""
         schedule, replication, compute = (
             self.pipeline.schedule,
             self.replication,
@@ -126,7 +127,7 @@ class Config(Section):
                 )
 
     def _check_mode(self) -> None:
-        """Refuse what only all-reduce can do."""
+        """Raise ConfigError for keys that need replication.mode all-reduce, in any other mode."""
         replication, layout = self.replication, self.layout
         if replication.mode == "all-reduce":
             return
@@ -154,7 +155,7 @@ class Config(Section):
                 )
 
     def _check_shared(self) -> None:
-        """Refuse what so many ranks cannot share."""
+        """Raise ConfigError for a model that layout.tp ranks cannot divide."""
         tp, model = self.layout.tp, self.model
         if self.layout.sequence_parallel and model.kind != "gpt":
             raise ConfigError(
@@ -179,7 +180,7 @@ class Config(Section):
         if count % tp == 0:
             return
         near = sorted({max(tp, count // tp * tp), count // tp * tp + tp})
-        if model.kind == "gpt":  # heads must divide the width as well
+        if model.kind == "gpt":  # The number of heads must divide the width as well.
             near = [heads for heads in range(tp, model.width + 1, tp) if model.width % heads == 0]
             near = sorted(sorted(near, key=lambda heads: abs(heads - count))[:2])
         divisors = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
@@ -193,19 +194,19 @@ class Config(Section):
         )
 
     def next_pause(self, step: int) -> int:
-        """The number of steps done when all ranks meet next, after `step`: for a checkpoint, an evaluation or the end."""
+        """Return the next step with a checkpoint or an evaluation, or the last step."""
         everies = [every for every in (self.checkpoint.every, self.run.eval_every) if every > 0]
         return min([self.run.steps, *(step // every * every + every for every in everies)])
 
     @property
     def dense_steps(self) -> int:
-        """The first steps whose gradients travel whole, whatever the wire format."""
+        """The number of first steps that reduce uncompressed gradients, in any wire format."""
         if self.replication.dense_steps >= 0:
             return self.replication.dense_steps
         return self.run.steps // 4 if self.replication.wire.startswith("powersgd") else 0
 
     def flat(self) -> dict[str, Any]:
-        """{section.key: value}."""
+        """Return all values as {section.key: value}."""
         return {
             f"{section}.{key}": value
             for section, table in self.model_dump().items()
@@ -214,7 +215,7 @@ class Config(Section):
 
 
 class Key(NamedTuple):
-    """One line of `--help-config`."""
+    """One entry of `--help-config`."""
 
     name: str
     type: str
@@ -224,7 +225,7 @@ class Key(NamedTuple):
 
 
 def keys() -> Iterator[Key]:
-    """Every configuration key, in the order of the file."""
+    """Iterate over all configuration keys, in the order of their definition."""
     for section, field in Config.model_fields.items():
         assert field.annotation is not None
         for name, key in field.annotation.model_fields.items():

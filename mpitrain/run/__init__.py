@@ -1,1 +1,1 @@
-"""One run: resolved, built, trained, kept in its directory."""
+"""One training run: configuration, trainer, training loop, run directory and checkpoints."""

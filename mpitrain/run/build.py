@@ -1,6 +1,6 @@
-"""The one function that makes everything of a run that is bound to a transport. Recovery is calling it again."""
+"""`build` makes a run from its configuration: data, trainer and state; recovery calls it again."""
 
-from __future__ import annotations  # so that help() prints signatures as they are written here
+from __future__ import annotations  # help() prints signatures as they are written here.
 
 import math
 from pathlib import Path
@@ -42,7 +42,12 @@ from mpitrain.transport.base import Transport
 
 
 class Job(NamedTuple):
-    """A model ready to train or to be asked, its data, and what it has behind it."""
+    """A run in memory: a model ready for training or inference, its data, and its progress.
+
+    trainer  the trainer
+    source   the data source, or its sizes alone
+    done     the progress: steps and samples so far, and the identity of the run
+    """
 
     trainer: Trainer
     source: Source | Unopened
@@ -50,17 +55,17 @@ class Job(NamedTuple):
 
     @property
     def data(self) -> Source:
-        """The source of a job that was built with its data."""
+        """The data source, of a job that was built with one."""
         assert not isinstance(self.source, Unopened)
         return self.source
 
     @property
     def step(self) -> int:
-        """The optimizer steps behind it."""
+        """The number of optimizer steps so far."""
         return self.done.step
 
     def close(self) -> None:
-        """Give back the communicators and windows it has taken; collective. Nothing of it may be used afterwards."""
+        """Free the communicators and windows of the job; collective. Do not use it afterwards."""
         self.trainer.close()
 
 
@@ -76,25 +81,25 @@ def build(
     Parameters
     ----------
     transport : Transport
-        The ranks.
+        The transport that connects all ranks.
     config : Config
-        As `parse` returns it.
+        The configuration, from `parse`.
     saved : Path, optional
-        A checkpoint directory: RUN/checkpoints/step-N.
+        A checkpoint directory to load: RUN/checkpoints/step-N.
     source : Source, optional
-        In the place of the configured data source.
+        A data source that replaces the configured one.
     noted : Scan, optional
-        An earlier scan of the tokens, on rank 0; tokens are scanned again if their file has changed.
+        An earlier scan of the token file, on rank 0. If the file has changed, it is scanned again.
 
     Returns
     -------
     Job
-        `trainer`, `source` of batches, and `step`, the number of steps done.
+        Its `trainer`, its data `source`, and its `step`, the number of steps so far.
 
     Raises
     ------
     MpitrainError
-        On every rank, for a configuration, data or checkpoint that cannot work.
+        On every rank, if configuration, data, checkpoint and ranks do not fit together.
     """
     resolved = resolve(transport, config if source else _with_validation(transport, config))
     config = resolved.config
@@ -130,7 +135,10 @@ def build(
 
 
 def _check_memory(transport: Transport, resolved: Resolved, source: Source | Unopened) -> None:
-    """Refuse a model whose parameters, gradients and optimizer state alone are more than is free here; before it is built."""
+    """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
+
+    It is called before the model is built; activations are not counted.
+    """
     config = resolved.config
     length, count = _size(resolved, source)
     ranks, where = transport.hosts.count(transport.hosts[transport.rank]), "on this host"
@@ -150,45 +158,46 @@ def _check_memory(transport: Transport, resolved: Resolved, source: Source | Uno
 
 
 def _held(resolved: Resolved, length: float, parts: int) -> float:
-    """Elements of parameters, gradients and optimizer state that a rank holds, of a flat buffer of `length` for all stages.
+    """Return the elements of parameters, gradients and optimizer state on a rank.
 
-    Where ranks hold different parts: the mean over all of them.
+    If ranks hold different amounts, it is the mean over them.
 
-    parts  in which ZeRO divides
+    length  elements of the flat parameter buffer of all stages together
+    parts   number of ranks that ZeRO shards over
     """
     settings, (dp, ranks) = resolved.config.replication, (resolved.axes.dp, resolved.axes.ranks)
     length, state = length / resolved.axes.pp, len(STATE[resolved.config.optimizer.name])
-    is_half = (
-        resolved.config.precision.is_half
-    )  # where a mirror is divided as parameters else are, and they from stage 1 on
+    # In half precision ZeRO shards the float32 parameters from stage 1 on. It shards the rounded
+    # copy from stage 3 on.
+    is_half = resolved.config.precision.is_half
     mirror = _of_mirror(resolved) if is_half and settings.zero < 3 else 0.0
-    if (
-        settings.mode == "server"
-    ):  # servers hold one replica together, and each worker one without state
-        arriving = (
-            settings.has_common_step
-        )  # servers that sum the workers' gradients receive them in a buffer of its own
+    # The servers hold one replica together. Each worker holds one without optimizer state.
+    if settings.mode == "server":
+        # Synchronous servers receive the workers' gradients in a separate buffer.
+        arriving = settings.has_common_step
         return ((2 + mirror) * dp + 2 + arriving + state) * length / ranks
-    if settings.mode == "master":  # rank 0 alone keeps state
+    if settings.mode == "master":  # Rank 0 alone has optimizer state.
         return (2 + mirror + state / ranks) * length
     averages = {"local": 3 if has_outer(settings) else 1, "gossip": 1}.get(settings.mode, 0)
     copies = ((1 if is_half else 3, 1), (2, 1), (1, state))
     divided = sum(count / (parts if settings.zero >= stage else 1) for stage, count in copies)
     stages = resolved.axes.pp
-    stashed = {"async": (stages - 1) / 2, "async-2bw": 1}.get(
-        resolved.config.pipeline.schedule, 0
-    )  # in the mean of the stages
+    # Stashed versions of the weights, as the mean over the stages.
+    stashed = {"async": (stages - 1) / 2, "async-2bw": 1}.get(resolved.config.pipeline.schedule, 0)
     return (averages + divided + mirror + stashed * (mirror or 1)) * length
 
 
 def _of_mirror(resolved: Resolved) -> float:
-    """Bytes of what layers compute with, over those of what is updated."""
+    """Return the element size of the parameters that layers use over the updated ones'."""
     half = resolved.device.half
     return half.itemsize / np.dtype(resolved.config.precision.stored).itemsize if half else 1.0
 
 
 def _on_its_way(resolved: Resolved, source: Source | Unopened, length: float) -> float:
-    """Elements of what is gathered or reduced, where it is divided: at least the largest unit, or one of several parts."""
+    """Estimate the elements of the unsharded buffers that ZeRO gathers to and reduces from.
+
+    They hold at least the largest unit, or one of several model chunks.
+    """
     config, parts = resolved.config, len(resolved.plan.place)
     kinds = (0, 0, 1, 1 + _of_mirror(resolved))[config.replication.zero]
     if parts > 1:
@@ -201,7 +210,10 @@ def _on_its_way(resolved: Resolved, source: Source | Unopened, length: float) ->
 
 
 def _size(resolved: Resolved, source: Source | Unopened) -> tuple[int, int]:
-    """Elements of a flat buffer, and parameters, of the configured network: those of one layer and as much again per other."""
+    """Return the flat buffer's elements and the number of parameters of the configured network.
+
+    They are extrapolated from networks of one and two layers, which are quick to describe.
+    """
     config, layers = resolved.config, described(resolved.device.ops, resolved.config.layout)
 
     def size(depth: int) -> tuple[int, int]:
@@ -216,7 +228,7 @@ def _size(resolved: Resolved, source: Source | Unopened) -> tuple[int, int]:
 
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
-    """The configured network for this source's inputs and classes, of a set of layers."""
+    """Make the units of the configured network for this data source, with a layer factory."""
     m = config.model
     if m.kind == "gpt":
         return gpt(
@@ -232,7 +244,10 @@ def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
-    """The same with a partition by hand: the fastest by what all ranks take for a micro-batch, each unit whole; collective."""
+    """Return a copy with an explicit partition, the fastest by measured times; collective.
+
+    All ranks measure the time of each unit, not tensor-parallel, for a micro-batch.
+    """
     config, device, axes = resolved.config, resolved.device, resolved.axes
     backend, batch = device.backend, config.batch
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
@@ -249,7 +264,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
         _, gradient = layers.loss().gradient(logits.reshape(len(right), -1), right, 1.0, arena)
         return gradient.reshape(logits.shape)
 
-    transport.barrier()  # all at work, as in training
+    transport.barrier()  # All ranks measure at the same time, as they compute in training.
     seconds = transport.gather_text(
         unit_seconds(
             model(config, source, layers),
@@ -268,7 +283,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
 
 
 def _with_validation(transport: Transport, config: Config) -> Config:
-    """The same with data.validation said, as rank 0 finds it, for tokens:FILE; collective."""
+    """Return a copy in which rank 0 resolves an empty data.validation; collective."""
     data = config.data
     if data.validation or not has_tokens(data.source):
         return config
@@ -277,7 +292,10 @@ def _with_validation(transport: Transport, config: Config) -> Config:
 
 
 def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
-    """The data source. Tokens that were not scanned before are by all ranks together, each an equal part; collective."""
+    """Open the data source; collective.
+
+    A token file without a valid scan is scanned by all ranks, each an equal slice.
+    """
     name = config.data.source
     if not has_tokens(name):
         return on_all_ranks(transport, lambda: _source(config, None))

@@ -1,4 +1,4 @@
-"""Text from a trained GPT: one token at a time, each drawn from what the model says of the tokens before it."""
+"""Autoregressive text generation with a trained GPT: temperature and top-k sampling."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError, TrainingError, on_every_rank
 from mpitrain.run.trainer import Trainer
 
 NOT_FINITE = -1
-"""In place of a token: there is none to draw."""
+"""The value in place of a token if the logits are not finite."""
 
 
 def tokens(
@@ -20,23 +20,27 @@ def tokens(
     seed: int,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:
-    """Tokens after `prompt`, until a stop is requested: all ranks compute, rank 0 draws and tells the others.
+    """Generate tokens after `prompt` until a stop is requested; collective.
 
-    Collective: every rank takes the same number of tokens.
-    temperature     0 takes the likeliest token
-    top_k           draw among so many of the likeliest; 0: among all
-    stop_requested  asked on rank 0 alone, with every token; after a True this token is the last
-    raises          TrainingError on every rank if the model's output is not finite
+    All ranks compute the logits; rank 0 draws a token and broadcasts it. Every rank must take
+    the same number of tokens from the iterator.
+
+    prompt          at least one token; only the last model.context of them count
+    temperature     divides the logits; 0 takes the most likely token
+    top_k           number of the most likely tokens to draw from; 0: all
+    stop_requested  called on rank 0 alone, for every token; after True this token is the last
+    raises          TrainingError on every rank if the logits are not finite
     """
     context = trainer.config.model.context
     recent = list(prompt)[-context:]
     if not recent:
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
     generator = np.random.default_rng(seed)
-    told = np.zeros(2, np.int64)  # a token, and whether it is the last
+    told = np.zeros(2, np.int64)  # This holds a token, and whether it is the last.
     telling = bind_broadcast(trainer.transport, told)
     while not told[1]:
-        # Tokens to the right are masked: any value will do. Few widths, so that the arena holds few buffers.
+        # The causal mask hides the padding on the right. Widths are powers of two: few different
+        # shapes need few buffers in the arena.
         window = np.zeros((1, min(context, max(16, 1 << (len(recent) - 1).bit_length()))), np.int64)
         window[0, : len(recent)] = recent
         last = np.empty(0) if trainer.grid.is_server else trainer.logits_of(window, len(recent) - 1)
@@ -58,13 +62,13 @@ def tokens(
 def _draw(
     logits: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator
 ) -> int:
-    """A token by what the model says of each, or NOT_FINITE."""
+    """Draw a token from the logits, (classes,) float64; NOT_FINITE if these are not finite."""
     if not np.isfinite(logits).all():
         return NOT_FINITE
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
         logits = np.where(logits < np.sort(logits)[-top_k], -np.inf, logits)
-    with np.errstate(over="ignore"):  # near temperature 0 all but the likeliest become exp(-inf)
+    with np.errstate(over="ignore"):  # Near temperature 0 most weights underflow to exp(-inf).
         weights = np.exp((logits - logits.max()) / temperature)
     return int(generator.choice(len(weights), p=weights / weights.sum()))

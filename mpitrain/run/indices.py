@@ -1,6 +1,4 @@
-"""Tokens and targets, checked on the host before they go to the device: no operation there can tell
-a wrong one.
-"""
+"""Range checks of tokens and targets on the host: device kernels do not check their indices."""
 
 from collections.abc import Callable
 
@@ -16,27 +14,34 @@ _WAYS_OUT = {
 
 
 class Indices:
-    """The checks of one model's tokens and targets. A check costs two passes over integers of the
-    host, and no message.
+    """The range checks of one model's tokens and targets.
 
-    vocabulary  tokens that the model takes; 0: its input is no tokens
-    is_ours     whether the loss is: one of somebody's own knows what its targets are
+    A check costs two passes over integers in host memory, and no message.
+
+    vocabulary  number of tokens that the model takes; 0: its inputs are features
+    is_ours     whether the loss is a class of mpitrain; for any other, targets are not checked
     """
 
     def __init__(self, transport: Transport, vocabulary: int, is_ours: bool):
         self._transport, self._vocabulary, self._is_ours = transport, vocabulary, is_ours
-        self._classes = 0  # known with the first input
+        self._classes = 0  # The first call of `targets` sets it.
 
     def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
-        """Inputs, tokens as int32 or int64; every rank ends if the model lacks one of them."""
+        """Return the inputs, tokens as int32 or int64; features are not checked.
+
+        where   the location of the inputs, for messages
+        raises  DataError if a token is outside of the vocabulary; see `_known` for several ranks
+        """
         return (
             self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
         )
 
     def targets(self, targets: np.ndarray, classes: Callable[[], int], where: str) -> np.ndarray:
-        """Targets as int32 or int64; every rank ends if one is no column of the logits.
+        """Return the targets as int32 or int64.
 
-        classes  how many columns there are; asked once, and not kept: it may hold a trainer
+        classes  returns the number of columns of the logits; it is called once and not stored,
+                 since it may hold a reference to a trainer
+        raises   DataError if a target is not a column; see `_known` for several ranks
         """
         if not self._is_ours:
             return targets
@@ -44,8 +49,9 @@ class Indices:
         return self._known(targets, self._classes, "targets", where)
 
     def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-        """Only this rank sees its rows, and to agree on them would cost every step a message: one
-        rank ends all.
+        """Check the array, and on an error abort the whole job.
+
+        Only this rank sees its rows. An agreement of all ranks would cost a message per step.
         """
         transport = self._transport
         try:
@@ -63,10 +69,10 @@ class Indices:
 
 
 def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-    """The array as int32 or int64; DataError unless all of it lies in 0 .. count - 1.
+    """Return the array as int32 or int64; DataError unless all elements lie in 0 .. count - 1.
 
     what   "tokens" or "targets"
-    where  what holds them, for the message
+    where  the location of the array, for the message
     """
     if array.dtype.kind not in "iu":
         raise DataError(

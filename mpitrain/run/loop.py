@@ -1,4 +1,4 @@
-"""One run from start to end: its loop, its checkpoints, its metrics."""
+"""The training loop of one run, with its checkpoints, evaluations and metrics."""
 
 import os
 import time
@@ -36,25 +36,31 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.traced_transport import Recorded
 
-SKIPS = 10  # so many skipped steps in a row end a run
-OVERFLOWS = 20  # and so many whose gradients were beyond float16
+SKIPS = 10
+"""Number of consecutive skipped steps that ends a run."""
+OVERFLOWS = 20
+"""Number of consecutive steps with gradients beyond float16 that ends a run."""
 
 
 class Watcher(Protocol):
-    """Is told what happens, on rank 0; the command line draws a progress bar from it."""
+    """An observer of the run on rank 0; the command line draws a progress bar with it."""
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
-        """The run starts, or goes on after record["step"] steps."""
+        """Handle the start of the run, or its resume after record["step"] steps."""
 
     def stepped(self, step: int, loss: float) -> None:
-        """A step is done."""
+        """Handle the end of a step."""
 
     def recorded(self, record: dict[str, Any]) -> None:
-        """A line was written to metrics.jsonl."""
+        """Handle a new line of metrics.jsonl."""
 
 
 class Finished(NamedTuple):
-    """How a run ended: whether it was stopped on request, and the job; `job.step` steps were done before."""
+    """The result of a run.
+
+    stopped  whether it was stopped on request
+    job      the trained job; its `step` is the number of steps before this run
+    """
 
     stopped: bool
     job: Job
@@ -69,14 +75,17 @@ def train(
     begins: Callable[[], None] = lambda: None,
     watchdog: Watchdog | None = None,
 ) -> Finished:
-    """Train as configured, in its run directory; collective.
+    """Train a model as configured, in its run directory; collective.
 
-    resume          see `folder.find`
-    stop_requested  asked once per step, and per batch of an evaluation; a True on any rank ends the run after a checkpoint,
-                    and an evaluation that is due then is left to the run that resumes
-    begins          called on every rank before any of them has something to save: a stop must be asked for from then on
-    watchdog        one that has watched what came before; closed at the end
-    raises          MpitrainError with `on_all_ranks` set where all ranks stop together
+    resume          see `run_dir.find`
+    stop_requested  called once per step and per batch of an evaluation. If it returns True on any
+                    rank, the run saves a checkpoint and ends. An evaluation that is due then is
+                    left to the run that resumes.
+    watcher         observes the run on rank 0
+    begins          called on every rank before there is anything to save; from then on a signal
+                    must not end the process, but make `stop_requested` return True
+    watchdog        a running watchdog of the caller; None starts one; it is closed at the end
+    raises          MpitrainError with `agreed` set if all ranks raise it
     """
     if config.run.trace and not transport.recorder.is_on:
         transport = Recorded(transport, Recorder())
@@ -147,7 +156,7 @@ def _check_steps(done: int, config: Config) -> None:
 
 
 class _Run:
-    """The loop, and what it writes. Rank 0 alone has a metrics file and tells the watcher."""
+    """The training loop and its output. Rank 0 alone writes metrics and calls the watcher."""
 
     def __init__(
         self,
@@ -174,19 +183,13 @@ class _Run:
         self._is_root = transport.rank == 0
         self._evaluated_at: int | None = self._first if past.is_evaluated else None
         self._began = time.perf_counter() - past.wall_s
-        self._since, self._logged_at, self._comm_s = (
-            time.perf_counter(),
-            self._first,
-            0.0,
-        )  # of what the next line sums up
-        self._skipped, self._in_a_row = (
-            past.skipped,
-            past.in_a_row,
-        )  # steps whose update was skipped: in all, and up to now
+        # The next line of metrics covers the time since `_since` and the steps since `_logged_at`.
+        self._since, self._logged_at, self._comm_s = time.perf_counter(), self._first, 0.0
+        # Steps with a skipped update: their total, and the number of consecutive ones up to now.
+        self._skipped, self._in_a_row = past.skipped, past.in_a_row
         self._saved_at: int | None = self._first if place.saved else None
-        self._peaks = [
-            0
-        ]  # of the activations of each rank, in bytes, as all of them told when they last met
+        # The peak memory of each rank's activations in bytes, as of the last pause of all ranks.
+        self._peaks = [0]
         self._metrics = MetricsFile(folder / METRICS) if self._is_root else None
         record = {
             "event": "resume" if place.saved else "start",
@@ -207,14 +210,12 @@ class _Run:
         if self._metrics:
             self._metrics.close()
 
-    @np.errstate(
-        divide="ignore", over="ignore", invalid="ignore"
-    )  # each step counts what is not finite, and this says so
+    # Each step counts values that are not finite, so NumPy need not warn of them.
+    @np.errstate(divide="ignore", over="ignore", invalid="ignore")
     def loop(self) -> bool:
-        """The steps that are left; returns whether the run was stopped on request."""
-        is_stopped = self._pause(
-            self._first, stop=False
-        )  # what was due when a run that is resumed ended
+        """Run the remaining steps; return whether the run was stopped on request."""
+        # A resumed run first makes an evaluation that was due at its end.
+        is_stopped = self._pause(self._first, stop=False)
         for index in range(self._first, self._config.run.steps):
             if is_stopped:
                 break
@@ -228,7 +229,10 @@ class _Run:
         return is_stopped
 
     def _step(self, index: int) -> bool:
-        """One optimizer step, its line, and what follows from a skipped update; returns whether a rank was asked to stop."""
+        """Run one optimizer step, log it, and end the run after too many skipped updates.
+
+        Returns whether a rank requested a stop.
+        """
         run, step = self._config.run, index + 1
         self._watchdog.alive(f"step {step}")
         replication, own = self._trainer.replication, None
@@ -240,9 +244,8 @@ class _Run:
             own = self._trainer.step(number, inputs, targets, self._stop_requested)
         outcome = replication.outcome(index, own)
         self._comm_s += outcome.comm_s
-        is_skipped = (
-            not outcome.updated and not outcome.overflows
-        )  # what overflows is the loss scale's to mend
+        # An overflow does not count: the dynamic loss scale reacts to it.
+        is_skipped = not outcome.updated and not outcome.overflows
         self._skipped += is_skipped
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         if self._is_root:
@@ -280,9 +283,10 @@ class _Run:
         return outcome.stop
 
     def _pause(self, step: int, stop: bool) -> bool:
-        """What is due after this step, none of which counts as training time; returns whether the run stops here.
+        """Save and evaluate if they are due after this step; return whether the run stops here.
 
-        A request to stop does not wait for an evaluation. After the last step it matters only if one is due.
+        The time of a pause does not count as training time. A stop request does not wait for an
+        evaluation. After the last step it matters only if an evaluation is due.
         """
         began = time.perf_counter()
         every, is_last = self._config.checkpoint.every, step == self._config.run.steps
@@ -303,14 +307,14 @@ class _Run:
         return stop and (is_left or not is_last)
 
     def _meet(self) -> None:
-        """All ranks are here: measure the clocks of their hosts, and hear what their activations took."""
+        """Measure clock offsets and gather the peak activation memory of all ranks; collective."""
         with self._recorder.pausing("the clocks"):
             self._traced.align()
             self._peaks = self._trainer.transport.gather_text(self._trainer.arena.peak)
 
     @property
     def _peak(self) -> int:
-        """Bytes of activations at most: of this rank, and of the others until all met last."""
+        """Peak activation memory of all ranks in bytes; for other ranks as of the last pause."""
         return max(self._trainer.arena.peak, *self._peaks)
 
     def _is_evaluation_due(self, step: int) -> bool:
@@ -341,7 +345,7 @@ class _Run:
             )
 
     def _log_step(self, step: int, outcome: StepResult) -> None:
-        """A line on the steps since the last one."""
+        """Write a line of metrics about the steps since the last line."""
         self._traced.peak(self._trainer.arena.peak)
         now, size, steps = (
             outcome.ended or time.perf_counter(),
@@ -384,7 +388,7 @@ class _Run:
         )
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate and record; returns False if a request to stop came between."""
+        """Evaluate and record the result; return False if a stop request interrupts it."""
 
         def stop_requested() -> bool:
             self._watchdog.alive(f"the evaluation after step {step}")
@@ -405,7 +409,7 @@ class _Run:
         return found is not None
 
     def _after(self, step: int) -> Done:
-        """What the run has behind it after `step` steps in all."""
+        """Return the progress of the run after `step` steps in total."""
         return Done(
             step,
             self._done.samples + (step - self._first) * self._config.batch.size,
@@ -451,6 +455,6 @@ class _Run:
         self._watcher.recorded(record)
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
-        """The run's last line, and the error to raise on every rank."""
+        """Write the last line of metrics, and return the error to raise on every rank."""
         self._record({"event": "failed", "step": step})
         return on_every_rank(TrainingError(law, way_out))

@@ -1,4 +1,4 @@
-"""metrics.jsonl: strict JSON, one object per line."""
+"""The metrics file of a run, metrics.jsonl: one strict JSON object per line."""
 
 import json
 import math
@@ -13,13 +13,17 @@ from mpitrain.files import contents, opened, write_whole
 from mpitrain.strict_json import once
 
 LAST = 2**63 - 1
-"""The largest step that there can be."""
+"""The largest number of a step in a metrics file."""
 
-CLOSING = ("end", "stopped", "failed")  # events of a last line
+CLOSING = ("end", "stopped", "failed")
+"""The events that end a run, and so its metrics file."""
 
 
 def strict(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with every non-finite number as None and `nonfinite` set if there was one: JSON has no NaN."""
+    """Return a copy of the record that is valid JSON: NaN and infinities become None.
+
+    If there are any, `nonfinite` is True in the copy.
+    """
     clean = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
     }
@@ -31,7 +35,10 @@ def strict(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class MetricsFile:
-    """Appends records to a file, each line complete on disk's side of the process before the next."""
+    """A writer that appends records to a metrics file.
+
+    Each line is passed to the system completely before the next one begins.
+    """
 
     def __init__(self, path: Path):
         with opened(path.parent) as folder:
@@ -39,7 +46,7 @@ class MetricsFile:
         self._nbytes = os.fstat(self._descriptor).st_size
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line; OSError if it cannot be written, and then the file ends with the line before it."""
+        """Append a line; if that fails, cut the file after the previous line and raise OSError."""
         rest = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
         nbytes = self._nbytes + len(rest)
         try:
@@ -52,14 +59,16 @@ class MetricsFile:
         self._nbytes = nbytes
 
     def close(self) -> None:
-        """Close the file; nothing is left to write, so that this cannot fail for want of room."""
+        """Close the file. All lines are written already, so a full disk cannot make this fail."""
         os.close(self._descriptor)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; lines that are none, such as one cut short by a killed run, are left out.
+    """Return the records of a metrics file; [] if there is no file.
 
-    raises  ConfigError if there is something that is no regular file, or that cannot be read
+    Invalid lines are skipped. A killed run may have left one that is cut short.
+
+    raises  ConfigError if the path is not a regular file or cannot be read
     """
     try:
         return [record for _, record in _lines(path)]
@@ -71,7 +80,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line that holds a record, and the record. Lines end at line breaks alone, and nothing else in a file is an error."""
+    """Iterate over the valid lines and their records; invalid lines are skipped.
+
+    Only a newline ends a line, not the other line separators of str.splitlines.
+    """
     try:
         lines = contents(path, inner=1).split(b"\n")
     except FileNotFoundError:
@@ -95,7 +107,10 @@ def _refuse(constant: str) -> None:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Drop the lines that a run will write again when it resumes after `step`, and its closing line; others stay as they are."""
+    """Drop the lines of later steps than `step`, and the closing line, before a run resumes.
+
+    The resumed run writes them again. All other lines stay as they are.
+    """
 
     def stays(record: dict[str, Any]) -> bool:
         return record.get("step", 0) <= step and record.get("event") not in CLOSING

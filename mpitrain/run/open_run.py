@@ -1,4 +1,4 @@
-"""A run that was trained, opened again: to be evaluated, or to write."""
+"""Opens a trained run again, for an evaluation or to generate text."""
 
 from pathlib import Path
 
@@ -20,17 +20,23 @@ from mpitrain.transport.base import Transport
 
 
 def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
-    """The configuration of a run directory, to be opened by so many ranks, with `section.key=value` put in."""
+    """Return the configuration to open a run directory with.
+
+    Keys of layout, replication and pipeline have their defaults, not the values of the run.
+
+    settings  `section.key=value` each, applied last
+    ranks     number of ranks that open the run; the batch size depends on it
+    raises    ConfigError if there is no run in the directory
+    """
     if not is_run(folder):
         raise ConfigError(
             f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run."
         )
     then = configuration(folder)
-    rows = max(
-        1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches)
-    )  # at once on a rank, in training
+    # The rows of a micro-batch in training, which fit in the memory of a rank.
+    rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
     anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows * ranks}"]
-    # Which ranks held what, and how gradients were made, concerns nobody any more.
+    # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     alone["data"] = held_out_as_before(then, settings)
     return parse(with_settings(alone, [*anew, *settings]))
@@ -39,10 +45,12 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
 def open_run(
     transport: Transport, folder: Path, settings: list[str], needs_data: bool = True
 ) -> Job:
-    """The job of a run directory as its newest checkpoint left it, on however many ranks; collective.
+    """Build the job of a run directory from its newest checkpoint; collective.
 
-    settings    section.key=value, over the configuration of the run
-    needs_data  False: a token model is built without its data source
+    The number of ranks may differ from the number in training.
+
+    settings    `section.key=value` each, instead of the values in the run's configuration
+    needs_data  False: build a token model without opening its data source
     """
     config = on_all_ranks(transport, lambda: configured(folder, settings, transport.size))
     saved = transport.gather_text(

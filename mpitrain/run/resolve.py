@@ -1,4 +1,4 @@
-"""What a configuration means here, found once, in the same way on every rank, and passed on."""
+"""Resolves a configuration for the given ranks and devices, once and equally on every rank."""
 
 import sys
 from pathlib import Path
@@ -23,14 +23,14 @@ from mpitrain.transport.base import Transport
 
 
 class Resolved(NamedTuple):
-    """A configuration, and what it means on these ranks.
+    """A configuration with its automatic values resolved for these ranks.
 
-    config  with device.kind and batch.micro_batches settled
-    axes    with dp filled in
-    plan    what each stage computes, and where the parts of the model lie
-    wire    in which format gradients travel
-    tuning  what `auto` chooses by
-    device  this rank's
+    config  with device.kind and batch.micro_batches set
+    axes    the size of each mesh axis, with dp set
+    plan    the pipeline schedule, and the stage of each model chunk
+    wire    the format of gradient compression
+    tuning  the parameters of the cost model, by which `auto` chooses algorithms
+    device  the device of this rank
     """
 
     config: Config
@@ -44,7 +44,7 @@ class Resolved(NamedTuple):
 def resolve(transport: Transport, config: Config) -> Resolved:
     """Resolve a configuration; collective.
 
-    raises  ConfigError on every rank if it cannot work here
+    raises  ConfigError on every rank if it does not fit the ranks, hosts or devices
     """
     on_all_ranks(transport, lambda: check_names(config))
     found = on_all_ranks(transport, lambda: axes(config, transport.size))
@@ -52,9 +52,8 @@ def resolve(transport: Transport, config: Config) -> Resolved:
     plan = on_all_ranks(transport, lambda: _planned(config, found))
     batch = config.batch.model_copy(update={"micro_batches": plan.micro_batches})
     config, device = _settled(transport, config.model_copy(update={"batch": batch}))
-    on_all_ranks(
-        transport, lambda: axes(config, transport.size)
-    )  # as many shares as there are now need rows
+    # Each micro-batch needs a row; their number may have changed.
+    on_all_ranks(transport, lambda: axes(config, transport.size))
     on_all_ranks(transport, lambda: check_rows(config, found))
     wire = on_all_ranks(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning
@@ -63,20 +62,23 @@ def resolve(transport: Transport, config: Config) -> Resolved:
 
 
 def choices() -> dict[str, tuple[str, ...]]:
-    """{key: what it may be}, of the keys whose values are names in a table that the configuration does not know."""
+    """Return {key: allowed names} for the keys that name an entry of a table of algorithms."""
     return dict.fromkeys(
         ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
     )
 
 
 def check_names(config: Config) -> None:
-    """ConfigError for a name that is in no table."""
+    """Raise ConfigError for a name that is not in its table."""
     for key, known in choices().items():
         check_choice(key, config.flat()[key], known)
 
 
 def _planned(config: Config, found: Axes) -> Plan:
-    """What the stages compute: by the configured schedule, or by that of a file; ConfigError if it cannot serve these numbers."""
+    """Make the pipeline plan of the configured schedule, or read it from a file.
+
+    raises  ConfigError if it does not fit the numbers of stages and micro-batches, or ZeRO
+    """
     settings, stages, micro_batches = config.pipeline, found.pp, config.batch.micro_batches
     rows = config.batch.size // found.dp
     if not micro_batches and settings.schedule in NAMED:
@@ -103,15 +105,21 @@ def _planned(config: Config, found: Axes) -> Plan:
 
 
 def _filling(stages: int, rows: int, fitting: int) -> int:
-    """Micro-batches that nobody has set: two a stage, as far as there are rows for that; one if only these have what `fitting`
-    divides.
+    """Return the default number of micro-batches: two per stage if there are enough rows.
+
+    rows     of each replica per step
+    fitting  must divide the rows of a micro-batch; where two per stage prevent that, take one
     """
     count = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
     return count if fitting == 1 or rows % (count * fitting) == 0 else stages
 
 
 def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
-    """The schedules that take all micro-batches through a part before the next, of those with so many chunks, if not 0."""
+    """Return the schedules that finish a model chunk for all micro-batches before the next chunk.
+
+    chunks  only schedules with this number of chunks per stage; 0: all
+    returns names with " or " between them, for a message
+    """
     return " or ".join(
         name
         for name, schedule in SCHEDULES.items()
@@ -122,9 +130,11 @@ def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
 
 
 def _settled(transport: Transport, config: Config) -> tuple[Config, Device]:
-    """The configuration with `auto` replaced, cuda if every rank finds a GPU, else cpu; and the device. Collective.
+    """Resolve device.kind `auto` and make the device; collective.
 
-    raises  ConfigError on every rank if the kind needs what one of them lacks, or cannot do what is configured
+    `auto` becomes cuda if every rank finds a GPU, else cpu.
+
+    raises  ConfigError on every rank if a rank lacks the device, or it does not support the keys
     """
     kind = config.device.kind
     if kind == "auto":
@@ -136,13 +146,12 @@ def _settled(transport: Transport, config: Config) -> tuple[Config, Device]:
     if kind == "cuda":
         _say_who_shares(transport)
     chosen = config.model_copy(update={"device": config.device.model_copy(update={"kind": kind})})
-    return on_all_ranks(
-        transport, lambda: parse(chosen.model_dump())
-    ), device  # what `auto` has become has laws of its own
+    # The kind that replaced `auto` has rules of its own, so the configuration is validated again.
+    return on_all_ranks(transport, lambda: parse(chosen.model_dump())), device
 
 
 def _say_who_shares(transport: Transport) -> None:
-    """One line from rank 0 if a host has more ranks than GPUs. Collective."""
+    """Print a warning on rank 0 if a host has more ranks than GPUs; collective."""
     found = dict(zip(transport.hosts, transport.gather_text(process.gpus()), strict=True))
     crowded = [
         f"{transport.hosts.count(host)} ranks on {host} share {gpus} GPU{'s' * (gpus > 1)}"

@@ -1,4 +1,4 @@
-"""What a run that is resumed has behind it, by its metrics."""
+"""The earlier part of a resumed run, read from its metrics."""
 
 import math
 from pathlib import Path
@@ -9,12 +9,12 @@ from mpitrain.run.run_dir import METRICS
 
 
 class ResumeInfo(NamedTuple):
-    """What the metrics of a run say of its time before.
+    """The facts about the earlier part of a run that a resumed run continues from.
 
-    wall_s        seconds it took
-    is_evaluated  whether its checkpoint was
-    skipped       steps whose update was skipped
-    in_a_row      such steps up to its checkpoint without another between
+    wall_s        wall-clock time of the earlier part, in seconds
+    is_evaluated  whether the step of the checkpoint was evaluated
+    skipped       number of steps with a skipped update
+    in_a_row      number of consecutive such steps that end at the checkpoint
     """
 
     wall_s: float = 0.0
@@ -24,7 +24,7 @@ class ResumeInfo(NamedTuple):
 
 
 def past(folder: Path, step: int) -> ResumeInfo:
-    """Of the run in this directory, which goes on after `step`."""
+    """Return the facts about the run in this directory, which resumes after `step`."""
     records = read_metrics(folder / METRICS)
     walls = [
         wall

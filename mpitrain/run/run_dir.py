@@ -1,9 +1,14 @@
-"""The directory of a run: found before anything is built, claimed and written once all ranks can train.
+"""The run directory: `find` looks at it before the model is built, `claim` writes it afterwards.
 
-config.toml      everything resolved            metrics.jsonl   one JSON object per line
-checkpoints/     see checkpoint.py              tuning.json     the tuning in use, if one was named
-tiles.json       the tiles, likewise            tokens.json     what a scan of the tokens found, if there are any
-lock             held by rank 0 while the run goes on    trace/      what each rank did last, see trace/ring_buffer.py
+RUN/
+    config.toml    the resolved configuration, with all keys
+    metrics.jsonl  one JSON object per line
+    checkpoints/   see checkpoint/save_load.py
+    tuning.json    the tuning of the cost model, if replication.tuning names one
+    tiles.json     the tile sizes of GEMM kernels, if device.tiles names a file
+    tokens.json    the result of the scan of a token file, if data.source is one
+    lock           locked by rank 0 during the run
+    trace/         the last actions of each rank, see trace/ring_buffer.py
 """
 
 import contextlib
@@ -41,23 +46,23 @@ METRICS, CONFIG, TUNING, TILES, TOKENS = (
     "tokens.json",
 )
 CHECKPOINTS, LOCK, TRACE = "checkpoints", "lock", "trace"
-RUNS = Path("runs")  # where runs are that name no directory
-WHOLE = "# All {} keys of a run of mpitrain."  # the first line of its configuration
-FIXED = (
-    "model.",
-    "optimizer.name",
-    "data.vocabulary",
-)  # a checkpoint of other values of these is of another model
+RUNS = Path("runs")
+"""The parent of run directories if run.out is empty."""
+WHOLE = "# All {} keys of a run of mpitrain."
+"""The first line of config.toml in a run directory."""
+FIXED = ("model.", "optimizer.name", "data.vocabulary")
+"""The keys that must not change when a run resumes: other values mean another model."""
 
 
 class RunLocation(NamedTuple):
-    """Where a run will be, as rank 0 found it.
+    """The location of a run, as rank 0 found it.
 
-    folder   None for a fresh one under runs/, named when it is claimed
-    saved    the checkpoint to go on from, or None
-    has_run  whether the folder holds a run
-    changed  keys that differ from the run that is resumed: {key: [then, now]}
-    held_out the data.validation of the run that is resumed, if nobody has set another and its tokens are the same; else empty
+    folder    the run directory; None for a new one under runs/, which gets its name in `claim`
+    saved     the checkpoint to resume from, or None
+    has_run   whether the folder holds a run
+    changed   keys with other values than in the resumed run: {key: [then, now]}
+    held_out  the data.validation of the resumed run, if the source is the same and the
+              configuration names no other; else empty
     """
 
     folder: Path | None = None
@@ -68,9 +73,10 @@ class RunLocation(NamedTuple):
 
 
 def find(transport: Transport, config: Config, resume: str) -> RunLocation:
-    """Look at the directory that the configuration names; collective.
+    """Find the run directory that the configuration names; collective.
 
-    resume  "no": a directory that holds a run is refused; "yes": one that holds none is; "auto": either will do
+    resume  "no" refuses a directory with a run, "yes" one without a checkpoint; "auto" accepts both
+    raises  ConfigError on every rank for a refused directory, or for a run of another model
     """
 
     def look() -> list[Any] | None:
@@ -135,21 +141,21 @@ def _look(config: Config, resume: str, ranks: int) -> RunLocation:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a directory holds the configuration of a run, be it a damaged one; what cannot be looked at holds none."""
+    """Return whether a readable directory has a config.toml, even a damaged one."""
     with contextlib.suppress(OSError), opened(folder) as run:
         return run.facts(CONFIG) is not None
     return False
 
 
 def _how_to_resume(ranks: int) -> str:
-    """The line that goes on with the newest run under runs/ that has a checkpoint."""
+    """Return advice with the command that resumes the newest run under runs/ with a checkpoint."""
     try:
         saved = [
             (found[-1].stat().st_mtime, folder)
             for folder in RUNS.iterdir()
             if (found := steps(folder / CHECKPOINTS))
         ]
-    except OSError:  # there are none, or one has just gone
+    except OSError:  # There are no runs, or one has just been removed.
         saved = []
     if not saved:
         return f"Add --out DIR; no run under {RUNS} has a checkpoint."
@@ -158,16 +164,17 @@ def _how_to_resume(ranks: int) -> str:
 
 
 def configuration(folder: Path) -> Config:
-    """What a run was last trained with; ConfigError unless its file says all of it, for a default may be another value.
+    """Return the configuration that a run was last trained with.
 
-    A file that has as many keys as its first line says was written by a version that had no others: they began with defaults
-    that change nothing.
+    A file of an earlier version may lack newer keys; their defaults keep the earlier behaviour.
+    Such a file has as many keys as its first line says.
+
+    raises  ConfigError if any other file lacks a key: its present default may be another value
     """
     tables = read_toml(folder / CONFIG, inner=1)
     if isinstance(tables.get("run"), dict) and "out" in tables["run"]:
-        tables["run"]["out"] = (
-            "."  # the folder may have got a name since that no configuration can hold
-        )
+        # The folder may have a new name that is not valid in a configuration.
+        tables["run"]["out"] = "."
     then = parse(tables, folder / CONFIG)
     missing = [
         key.name
@@ -187,9 +194,10 @@ def configuration(folder: Path) -> Config:
 
 
 def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
-    """The table `data` of a run that goes on, or is asked, under settings: with other tokens others are held out.
+    """Return the table `data` of an earlier run, to open it again with the same held-out tokens.
 
-    A run of a version that knew no data.validation held out the last tenth, whatever lay beside its tokens.
+    If the settings name another data.source, the default of data.validation applies to that.
+    A run of a version without data.validation held out the last tenth.
     """
     names = [setting.partition("=")[0].strip() for setting in settings]
     data = then.model_dump()["data"]
@@ -204,17 +212,13 @@ def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
 
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
-    ignored: tuple[str, ...] = (
-        "run.out",
-        "layout.",
-        "replication.tuning",
-        "device.tiles",
-    )  # found anew at every start
+    # These keys are resolved anew at every start.
+    ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")
     ignored += tuple(
         key for key in ("data.vocabulary", "data.validation", "batch.micro_batches") if not new[key]
     )
     for key in ("data.source", "data.validation"):
-        new[key] = absolute(new[key])  # as the folder has it
+        new[key] = absolute(new[key])  # The run directory has absolute paths.
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     if has_tokens(old["data.source"]):
         old["data.validation"] = old["data.validation"] or TENTH
@@ -230,10 +234,11 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
 def claim(
     place: RunLocation, resolved: Resolved, source: Source | Unopened, step: int
 ) -> tuple[Path, int]:
-    """Make the directory, lock it, and write what a run that goes on after `step` begins with; for rank 0.
+    """Make and lock the run directory, and write its first files; for rank 0.
 
-    Returns the directory and the descriptor of its lock, which the process holds until it closes it or ends.
-    raises  ConfigError if the directory cannot be written, or if another run is going on in it
+    step     number of steps before this start; metrics of later steps are removed
+    returns  the directory, and the descriptor of its lock, which the caller must close
+    raises   ConfigError if the directory cannot be written, or if another run is active in it
     """
     tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
     folder = place.folder
@@ -262,7 +267,10 @@ def _begin(
     step: int,
     tiles: str,
 ) -> None:
-    """Write what a run begins with, in a directory that nobody else writes to. tiles: the text of the table, if one was named"""
+    """Write the first files of a run into its locked directory.
+
+    tiles  the text of the table of tile sizes; empty if device.tiles names none
+    """
     config, folder = resolved.config, run.path
     with run.make(CHECKPOINTS) as checkpoints:
         sweep(checkpoints)
@@ -290,12 +298,12 @@ def _begin(
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank's trace lies in a run directory."""
+    """Return the path of a rank's trace in a run directory."""
     return folder / TRACE / f"rank-{rank:05d}"
 
 
 def noted_scan(folder: Path | None) -> Scan | None:
-    """The scan that a run has noted in its directory; None if there is none, or none that can be read."""
+    """Read the result of a token scan from a run directory; None if there is no valid one."""
     try:
         scan = Scan(**json.loads(contents(folder / TOKENS, inner=1))) if folder else None
         return scan if scan and type(scan.largest) is int and 0 <= scan.largest < 1 << 16 else None
@@ -304,7 +312,10 @@ def noted_scan(folder: Path | None) -> Scan | None:
 
 
 def _fresh() -> Path:
-    """runs/<date>-<n> with the first n that nobody has; made here, so that runs started together do not share it."""
+    """Make the directory runs/<date>-<n> with the first free n.
+
+    It is made here at once, so that runs which start at the same time do not share it.
+    """
     date = time.strftime("%Y-%m-%d")
     n = 1
     while True:
@@ -316,7 +327,7 @@ def _fresh() -> Path:
 
 
 def _check_idle(folder: Path) -> None:
-    """ConfigError if a run is going on in the folder, as far as its file system can tell."""
+    """Raise ConfigError if a run is active in the folder, if its file system supports locks."""
     with contextlib.suppress(OSError), opened(folder) as run, run.open(LOCK) as lock:
         _take(folder, lock.fileno())
 
@@ -332,14 +343,14 @@ def _take(folder: Path, lock: int) -> None:
 
 
 def _lock(run: Directory) -> int:
-    """Take the lock; its file is cut off only once it is held."""
+    """Lock a run directory, and write this process into the lock file; return its descriptor."""
     lock = run.append(LOCK)
     try:
         _take(run.path, lock)
     except ConfigError:
         os.close(lock)
         raise
-    except OSError as error:  # some file systems of clusters cannot lock
+    except OSError as error:  # Some file systems of clusters have no locks.
         print(
             f"warning: {run.path} cannot be locked ({error.strerror}): nothing keeps a second run out of it.",
             file=sys.stderr,
@@ -351,13 +362,14 @@ def _lock(run: Directory) -> int:
 
 
 def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict[str, Any]:
-    """The configuration as tables, with what was left to be chosen filled in, valid from anywhere and after a move."""
+    """Return the resolved configuration as tables for config.toml.
+
+    Paths are absolute or within the run directory, so they stay valid if it is moved.
+    """
     config = resolved.config
     tables = config.model_dump()
-    tables["run"]["out"], tables["layout"]["dp"] = (
-        ".",
-        resolved.axes.dp,
-    )  # this folder, in which the file lies
+    # The file lies in the run directory, so run.out is the file's own folder.
+    tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp
     tables["data"]["source"], tables["data"]["validation"] = (
         absolute(config.data.source),
         absolute(config.data.validation),
@@ -369,16 +381,17 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         tables["replication"]["tuning"] = TUNING
     if config.device.tiles:
         tables["device"]["tiles"] = TILES
-    return parse(tables).model_dump()  # a path has become longer, and has to be UTF-8 still
+    # An absolute path may have parts that are not UTF-8, so the tables are validated again.
+    return parse(tables).model_dump()
 
 
 def _schedule(name: str) -> str:
-    """A schedule's name, or the path of its file from anywhere."""
+    """Return a schedule's name, or the absolute path of its file."""
     return name if name in NAMED else os.path.abspath(name)
 
 
 def _text(tiles: str) -> str:
-    """The table of tiles, whether or not this device reads it: the run may go on on another."""
+    """Read the table of tile sizes, even if this device has no use for it: a resume may need it."""
     try:
         return contents(Path(tiles)).decode()
     except (OSError, UnicodeDecodeError) as error:

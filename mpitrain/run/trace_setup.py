@@ -1,4 +1,4 @@
-"""What a run notes in the traces of its ranks beside what they do: who they are, and what the clocks of their hosts differ by."""
+"""Headers of the traces of a run: the identity of each rank and the clock offset of its host."""
 
 import os
 import sys
@@ -12,10 +12,13 @@ from mpitrain.transport.clocks import Clocks
 
 
 class Traced:
-    """The trace of this rank, if the run keeps one."""
+    """The trace of this rank; without run.trace its methods do nothing."""
 
     def __init__(self, transport: Transport, job: Job, folder: Path):
-        """Give the recorder its file in the run directory; collective. A disk that has no room for it does not end a run."""
+        """Open the trace file in the run directory, and write its header; collective.
+
+        If the file cannot be written, the rank prints a warning, and the run goes on.
+        """
         self._recorder, self._peak = transport.recorder, -1
         recorder = self._recorder
         if not recorder.is_on:
@@ -43,12 +46,15 @@ class Traced:
             )
 
     def align(self) -> None:
-        """Measure the clocks again: between two measurements a clock is taken to drift evenly. Collective."""
+        """Measure the clock offsets again; collective.
+
+        Readers of the trace interpolate the drift linearly between two measurements.
+        """
         if self._recorder.is_on:
             self._recorder.facts(clock=self._clocks.measure())
 
     def peak(self, nbytes: int) -> None:
-        """Note how much the activations of this rank have taken at most."""
+        """Note the peak memory of this rank's activations in bytes, if it has changed."""
         if self._recorder.is_on and nbytes != self._peak:
             self._peak = nbytes
             self._recorder.facts(peak_activation_bytes=nbytes)

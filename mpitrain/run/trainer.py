@@ -1,6 +1,6 @@
-"""The training step over a list of units, and what else a trained list of units can do."""
+"""The trainer: the distributed training step, logits and evaluation of a list of units."""
 
-from __future__ import annotations  # so that help() prints signatures as they are written here
+from __future__ import annotations  # help() prints signatures as they are written here.
 
 import hashlib
 import math
@@ -36,35 +36,45 @@ from mpitrain.transport.device.cuda_aware import over_device
 
 
 class Trainer:
-    """A list of units with its parameters, gradients and optimizer state, and the step that trains it.
+    """A trainer: a list of units with their training state, on a mesh of ranks.
 
-    Making one is collective, and so are its methods but `share` and `placed`.
+    In PyTorch, DDP or FSDP, a pipeline and an optimizer share these tasks.
 
     Parameters
     ----------
     transport : Transport
-        The ranks.
+        The transport that connects all ranks. The trainer splits its own from it.
     units : sequence of Unit, or callable
-        The model: the same list on every rank, or what makes it of a set of layers, a `Plain` that splits
-        layers over the ranks of layout.tp.
+        The whole model: the same list on every rank. A callable receives a layer factory, a
+        `Plain` that divides layers over the ranks of layout.tp, and returns the list.
     config : Config
-        As `parse` returns it.
+        The configuration, from `parse`.
     loss : Loss, optional
-        None: softmax cross-entropy.
+        The loss function. None: softmax cross-entropy.
 
     Attributes
     ----------
     units : list of Unit
-        Those on this rank; with layout.pp above 1 some of the model's.
+        The units on this rank; with layout.pp above 1 those of its pipeline stage.
     storage : Storage
-        Where each tensor lies in the flat buffers.
-    replication, grid, pipe, arena
-        The replicas' mode, the mesh of ranks, the pipeline, and the memory of activations.
+        The offset of each tensor in the flat buffers.
+    replication : Replication
+        The mode of data parallelism.
+    grid : Grid
+        The device mesh: this rank's coordinates, and a group of ranks along each axis.
+    pipe : Pipeline
+        The pipeline of stages; without layout.pp it has one stage.
+    arena : Arena
+        The memory pool of activations.
 
     Raises
     ------
     ConfigError
         On every rank, if the configuration, the ranks and the units do not fit together.
+
+    Notes
+    -----
+    Construction is collective, and so are all methods except `share` and `placed`.
     """
 
     def __init__(
@@ -100,14 +110,13 @@ class Trainer:
                 self.grid.close()
                 mine.close()
             raise
-        transport.tenants.add(
-            self.close
-        )  # not before: a trainer that could not be made has nothing to settle
+        # This comes last: closing a trainer that is half made would fail.
+        transport.tenants.add(self.close)
 
     def _build(
         self, units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]], loss: Loss | None
     ) -> None:
-        """What stands on the grid."""
+        """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
         self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
         model = on_all_ranks(
@@ -150,34 +159,43 @@ class Trainer:
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
-        self._loss_sums = self.backend.zeros(
-            micro_batches, np.float64
-        )  # of a step; read at its end, when the device is done
+        # The summed loss of each micro-batch. The host reads them at the end of a step.
+        self._loss_sums = self.backend.zeros(micro_batches, np.float64)
 
     def close(self) -> None:
-        """Free the communicators and windows of this trainer, as closing its transport does; then use it no more."""
+        """Free the communicators and windows of this trainer, which cannot be used afterwards.
+
+        Closing the transport of the constructor does the same.
+        """
         if self._own is None:
             return
-        self.settle()  # nothing may be under way
-        del self.pipe, self.replication  # and with them the arrays that lie in windows
+        self.settle()  # No operation may be in flight.
+        del self.pipe, self.replication  # They own arrays that lie in windows.
         self.grid.close()
         self._own.close()
         self._own = None
 
     @property
     def parameters(self) -> np.ndarray:
-        """The flat buffer of this rank, one dim; with replication.zero 3 this rank's pieces of it."""
+        """The flat parameter buffer of this rank, 1-D; its shard with replication.zero 3."""
         return self.replication.parameters
 
     @property
     def gradients(self) -> np.ndarray:
-        """The flat buffer; after a step, where every rank has all of it, the sum over replicas, not clipped."""
+        """The flat gradient buffer of this rank, 1-D.
+
+        After a step it holds the sum over replicas, before clipping, if it is not sharded.
+        """
         return self.replication.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's parameters in host memory, by full name; call `settle` before.
+        """Copy this rank's parameters to host memory; call `settle` before.
 
-        In half precision these are the rounded parameters that layers compute with, not the float32 masters.
+        Returns
+        -------
+        dict of str to ndarray
+            The tensors by full name. In half precision these are the rounded parameters that
+            layers compute with, not the float32 masters.
         """
         found = {}
         for index, unit in enumerate(self.units):
@@ -191,7 +209,10 @@ class Trainer:
         return {entry.name: found[entry.name] for entry in self.storage.entries}
 
     def share(self) -> range:
-        """The rows of the global batch of batch.size rows that this rank computes; none on a server."""
+        """Return the rows of the global batch that this rank computes: a range within batch.size.
+
+        It is empty on a parameter server.
+        """
         return self.replication.share(self.config.batch.size)
 
     def step(
@@ -201,30 +222,32 @@ class Trainer:
         targets: np.ndarray,
         stop_requested: Callable[[], bool] | None = None,
     ) -> StepResult:
-        """One optimizer step; collective.
+        """Run one training step: forward, backward, reduction of gradients and update; collective.
 
         Parameters
         ----------
         index : int
             Number of the step, from 0.
         inputs : ndarray
-            This rank's rows (see `share`) of the global batch: (rows, features) or tokens (rows, T). A server has none.
+            This rank's rows of the global batch, see `share`: (rows, features), or tokens
+            (rows, T). A parameter server passes 0 rows.
         targets : ndarray
-            Their classes: (rows,) or (rows, T), whole numbers.
+            The classes of these rows: (rows,) or (rows, T) integers.
         stop_requested : callable, optional
-            Whether all ranks shall stop after this step. It is called when this rank has computed, so that a request which
-            comes meanwhile does not wait for another step.
+            Returns whether this rank wants all ranks to stop after this step. It is called after
+            the backward pass, so a signal during the step counts in the same step.
 
         Returns
         -------
-        Outcome
-            The same on every rank; `loss` is the mean in nats, `grad_norm` the 2-norm of the
-            gradient before clipping, `stop` whether any rank has asked.
+        StepResult
+            `loss` is the mean in nats over the global batch, `grad_norm` the 2-norm of the
+            gradient before clipping, `stop` whether any rank wants to stop. These are equal on
+            all ranks in synchronous training; `comm_s` and `ended` are this rank's own.
 
         Raises
         ------
         DataError
-            For a token or a target that the model does not have; one of several ranks ends them all.
+            If a token or a target is out of range. With several ranks the job is aborted.
         """
         where = f"step {index + 1}"
         inputs = self._indices.tokens(inputs, where)
@@ -237,7 +260,7 @@ class Trainer:
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
 
         def of(micro: int, array: np.ndarray) -> Any:
-            """A micro-batch's rows, in this backend's memory."""
+            """Return the rows of a micro-batch, in the memory of the backend."""
             return self.placed(array[shares[micro].start : shares[micro].stop])
 
         def loss(micro: int, logits: Any) -> Any:
@@ -246,15 +269,14 @@ class Trainer:
             value, gradient = self.replication.loss(
                 logits.reshape(len(right), -1), right, scales[micro]
             )
-            self._loss_sums[micro : micro + 1] = (
-                value  # copied on the device; an element would be read first
-            )
+            # A slice is copied on the device; assigning one element would read it to the host.
+            self._loss_sums[micro : micro + 1] = value
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
         self.arena.rewind()
         self.replication.begin(index)
-        if rows:  # a server has none
+        if rows:  # A parameter server has no rows.
             self._straggle(index)
             self.pipe.train(
                 [(len(mine), *inputs.shape[1:]) for mine in shares],
@@ -268,12 +290,12 @@ class Trainer:
         )
 
     def settle(self) -> None:
-        """Finish what is under way, and make the parameters current on all ranks."""
+        """Finish all operations in flight, and make the parameters current on all ranks."""
         self.pipe.drain()
         self.replication.settle()
 
     def _straggle(self, step: int) -> None:
-        """Sleep for as long as run.delay says that the step takes longer here: who computes other rows draws anew."""
+        """Sleep for the delay of this rank in this step, as run.delay defines it."""
         run, here = self.config.run, self.grid.place
         if run.delay:
             span = self._recorder.compute(self._delay_name)
@@ -291,18 +313,26 @@ class Trainer:
             self._recorder.end(span)
 
     def logits(self, inputs: np.ndarray) -> np.ndarray | None:
-        """The logits of these rows: (rows, [T,] classes), on the device; None except on the last stage.
+        """Compute the logits of some rows; collective over all ranks but parameter servers.
 
-        All ranks except servers call it. Each replica has rows of its own, the ranks of a replica the same.
+        Parameters
+        ----------
+        inputs : ndarray
+            (rows, features), or tokens (rows, T). All ranks of a replica pass the same rows.
+
+        Returns
+        -------
+        array or None
+            (rows, classes) or (rows, T, classes) on the device; None except on the last stage.
         """
         logits = self._asked(inputs)
         return None if logits is None else self._layers.whole(logits, self.arena)
 
     def _asked(self, inputs: np.ndarray) -> Any:
-        """As `logits`, but of these this rank's columns.
+        """Return this rank's columns of the logits, as `logits` does with all columns.
 
-        Filled up with tokens where ranks could not divide the rows: of the logits these come after all others, or right of them,
-        and no token sees what is right of it.
+        If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
+        padding comes after all rows or to the right of them. The causal mask hides it.
         """
         inputs = self._indices.tokens(inputs, "an input")
         filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
@@ -313,14 +343,20 @@ class Trainer:
         )
 
     def placed(self, rows: np.ndarray) -> Any:
-        """Rows, copied to the device; features are rounded where activations are stored rounded."""
+        """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
         half = self.resolved.device.half
         return self.backend.from_host(
             rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
         )
 
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
-        """The logits of one token of the first row: (classes,) float64 in host memory; valid on the first stage."""
+        """Compute the logits of one token of the first row; collective.
+
+        Returns
+        -------
+        ndarray
+            (classes,) float64 in host memory; valid on the first stage only.
+        """
         logits = self._asked(inputs)
         found = np.empty(self._classes(inputs.shape))
         if logits is not None:
@@ -329,28 +365,28 @@ class Trainer:
         return found
 
     def _classes(self, shape: tuple[int, ...]) -> int:
-        """Columns of the whole logits, for an input of this shape."""
+        """Return the number of columns of the whole logits, for an input of this shape."""
         return self._layers.columns(self.pipe.output_shape(shape)[-1])
 
     def evaluate(
         self, source: Source, stop_requested: Callable[[], bool] | None = None
     ) -> tuple[float, float] | None:
-        """Evaluate the model on held-out rows: run.eval_rows of them, spread evenly.
+        """Evaluate the model on run.eval_rows held-out rows, spread evenly; collective.
 
         Parameters
         ----------
         source : Source
-            Where the rows come from.
+            The data source with the held-out rows.
         stop_requested : callable, optional
-            Called before every batch; a True on any rank ends the evaluation on all.
+            Called before every batch. If it returns True on any rank, all ranks stop evaluating.
 
         Returns
         -------
         (float, float) or None
-            Mean loss in nats per prediction, and the share of right predictions; None if it was ended.
+            Mean loss in nats per prediction, and accuracy from 0 to 1. None after a stop.
         """
-        # A batch has at most the rows of a micro-batch of training on each rank. All ranks compute equally many batches: a rank
-        # without rows computes one that does not count.
+        # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
+        # the same number of batches. A rank without rows computes one row that does not count.
         self.settle()
         rows, replicas = evaluated_rows(self.config, source), self.grid.axes.dp
         together = replicas * max(
@@ -371,7 +407,7 @@ class Trainer:
         return loss / count, right / count
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Summed loss, right predictions and number of predictions over these held-out rows."""
+        """Return summed loss, correct predictions and all predictions for held-out rows."""
         inputs, targets = source.held_out_rows(rows)
         targets = self._indices.targets(
             targets, lambda: self._classes(inputs.shape), "a held-out batch"
@@ -386,7 +422,7 @@ class Trainer:
 
 
 def parameter_count(units: Sequence[Unit]) -> int:
-    """Elements of all tensors of a model, each counted once."""
+    """Count the parameters of a model; a tied tensor counts once."""
     return sum(
         math.prod(p.shape)
         for unit in units
@@ -396,12 +432,23 @@ def parameter_count(units: Sequence[Unit]) -> int:
 
 
 def evaluated_rows(config: Config, source: Source) -> int:
-    """How many of the held-out rows an evaluation takes."""
+    """Return the number of held-out rows in an evaluation."""
     return min(source.held_out, config.run.eval_rows or source.held_out)
 
 
 def replicas_equal(trainer: Trainer) -> bool:
-    """Whether every tensor that several ranks hold has the same bits on all of them; collective."""
+    """Return whether every replicated tensor has the same bits on all its ranks; collective.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        The trainer; it is settled first.
+
+    Returns
+    -------
+    bool
+        The same on every rank.
+    """
     trainer.settle()
     grid = trainer.grid
     parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
@@ -414,9 +461,8 @@ def replicas_equal(trainer: Trainer) -> bool:
                 equal &= _same_bits(holders.transport, own, flat, span.start)
     if grid.axes.servers:
         served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers :]
-        whole = [
-            Piece(start, stop, start) for pieces in served for start, stop, _ in pieces
-        ]  # as a worker holds them
+        # On a worker, whose buffer is not sharded, each piece starts at its own offset.
+        whole = [Piece(start, stop, start) for pieces in served for start, stop, _ in pieces]
         equal &= _same_bits(trainer.transport, parameters.pieces if grid.is_server else whole, flat)
     return all(trainer.transport.gather_text(equal))
 
@@ -424,7 +470,11 @@ def replicas_equal(trainer: Trainer) -> bool:
 def _same_bits(
     transport: Transport, pieces: Sequence[Piece], array: np.ndarray, origin: int = 0
 ) -> bool:
-    """Whether ranks that hold the same piece, counted from each one's `origin`, hold equal bits of it; collective."""
+    """Return whether equal pieces have equal bits on all ranks; collective.
+
+    pieces  which elements of the flat buffer lie at which offset in `array`
+    origin  subtracted from `start` and `stop` of each piece before ranks compare them
+    """
     held = [
         (
             start - origin,

@@ -1,4 +1,4 @@
-"""The watchdog that notices when a rank makes no progress."""
+"""The watchdog, which ends the job if a rank makes no progress."""
 
 import faulthandler
 import os
@@ -13,28 +13,33 @@ from mpitrain.transport.base import Traffic
 
 
 class Watchdog:
-    """Ends the process when nobody has called `alive` for `seconds`: says what it waits for and where threads stand, exits 1.
+    """A watchdog thread: it ends the process if no `alive` is called for `seconds`.
 
-    It is a thread that makes no MPI call; a launcher that sees a rank leave without MPI_Finalize ends the job.
+    It prints the message that the rank waits for and the stack of each thread, and exits with 1.
+    It makes no MPI call. A launcher ends the job if a rank exits without MPI_Finalize.
     """
 
     def __init__(self, rank: int, seconds: float, traffic: Traffic | None = None):
-        """traffic: of this rank's transport, which knows what message it waits for."""
+        """Start the thread.
+
+        seconds  without progress, after which the process ends
+        traffic  the counters of this rank's transport; they name the message it waits for
+        """
         self._rank, self._seconds, self._traffic = rank, seconds, traffic or Traffic()
         self._doing, self._since, self._pointer = "starting", time.monotonic(), ""
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def alive(self, doing: str) -> None:
-        """Say what is being begun; the clock starts again."""
+        """Restart the clock, and note the action that begins now."""
         self._doing, self._since = doing, time.monotonic()
 
     def patience(self, seconds: float) -> None:
-        """Wait this long from now on."""
+        """Set the limit to `seconds` and restart the clock."""
         self._since, self._seconds = time.monotonic(), seconds
 
     def traces(self, folder: Path) -> None:
-        """All ranks keep their traces in this run directory from now on."""
+        """Set the run directory that holds the traces of all ranks; the message will name it."""
         self._pointer = f" `mpitrain report {shlex.quote(str(folder))}` names the rank that the others waited for."
 
     def close(self) -> None:

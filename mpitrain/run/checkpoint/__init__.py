@@ -1,1 +1,1 @@
-"""Checkpoints: written by all ranks, independent of the layout, verified by SHA-256."""
+"""Sharded checkpoints: written by all ranks, loaded in any layout, verified by SHA-256."""

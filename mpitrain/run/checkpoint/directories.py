@@ -1,4 +1,4 @@
-"""The directories of checkpoints: which are finished, and how a new one becomes so."""
+"""The directories of checkpoints: atomic renaming of a new one, and clean-up of old ones."""
 
 import re
 import stat
@@ -13,14 +13,17 @@ REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced", re.ASCII)
 
 
 def prepare(partial: Path) -> None:
-    """Make the directory of a checkpoint to be, and sweep what others left that never got their names."""
+    """Make the temporary directory of a new checkpoint; remove leftovers of killed processes."""
     with opened(partial.parent.parent) as run, run.make(partial.parent.name) as folder:
         sweep(folder)
         folder.make(partial.name).close()
 
 
 def sweep(folder: Directory) -> None:
-    """Remove what a process that was killed left of checkpoints: one half written, one half dropped, one that was replaced."""
+    """Remove the leftovers of killed processes.
+
+    They are checkpoints that were half written, half removed, or replaced by a finished one.
+    """
     names = folder.names()
     for name in names:
         replaced = REPLACED.fullmatch(name)
@@ -29,7 +32,7 @@ def sweep(folder: Directory) -> None:
 
 
 def put_in_place(partial: Path, target: Path, keep: int) -> None:
-    """Give a checkpoint its name, and drop all but the newest `keep`."""
+    """Rename a finished checkpoint to its final name, and remove all but the newest `keep`."""
     with opened(target.parent, inner=1) as folder:
         with folder.subdirectory(partial.name) as written:
             written.sync()
@@ -42,14 +45,14 @@ def put_in_place(partial: Path, target: Path, keep: int) -> None:
         folder.sync()
         for old in _finished(folder)[:-keep]:
             dropped = f".{old.strip('.')}.dropped"
-            folder.rename(old, dropped)  # at once: a reader finds all of it or none
+            folder.rename(old, dropped)  # The rename is atomic: a reader finds all files or none.
             folder.remove_tree(dropped)
 
 
 def steps(folder: Path) -> list[Path]:
-    """The finished checkpoints of a folder, oldest first; OSError if the folder is a link.
+    """Return the finished checkpoints of a folder, oldest first; OSError if the folder is a link.
 
-    One that was being replaced when its process died counts until the new one has its name.
+    If a process died while it replaced a checkpoint, the old one counts until it is replaced.
     """
     try:
         with opened(folder, inner=1) as found:
@@ -70,7 +73,7 @@ def _finished(folder: Directory) -> list[str]:
 
 
 def newest(folder: Path) -> Path:
-    """The newest checkpoint of a folder; CheckpointError if there is none."""
+    """Return the newest checkpoint of a folder; CheckpointError if there is none."""
     found = steps(folder)
     if not found:
         raise CheckpointError(
@@ -81,7 +84,7 @@ def newest(folder: Path) -> Path:
 
 
 def way_out(path: Path) -> str:
-    """What to do about a checkpoint that cannot be read."""
+    """Return the remedy for a checkpoint that cannot be read."""
     finished = steps(path.parent)
     older = [other.name for other in finished[: finished.index(path)]] if path in finished else []
     return f"Remove {path}" + (

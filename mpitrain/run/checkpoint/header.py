@@ -1,10 +1,11 @@
-"""The header of a safetensors file: which tensors the file has, and where. It is checked before a
-byte of a tensor is read.
+"""The header of a safetensors file, which lists the tensors of the file and their offsets.
 
-The file is eight bytes with the length of the header, the header (JSON: dtype, shape and
-data_offsets of each tensor, which count from the header's end), and the tensors, one behind the
-other.
-https://huggingface.co/docs/safetensors has the rules.
+It is checked before any tensor is read. The format is described at
+https://huggingface.co/docs/safetensors:
+
+    8 bytes   length of the header, little-endian
+    header    JSON: dtype, shape and data_offsets of each tensor, in bytes from the header's end
+    tensors   one after the other, without gaps
 """
 
 import os
@@ -20,7 +21,7 @@ from mpitrain.files import reading
 from mpitrain.strict_json import validated
 
 INNER = 3
-"""Names of a checkpoint's file beneath its run directory: the folder of checkpoints, the checkpoint's, its own."""
+"""The number of names below the run directory in a path: checkpoints/, the checkpoint, the file."""
 
 DTYPES = {
     "float64": "F64",
@@ -49,16 +50,16 @@ WIDTHS = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of an element of every dtype with whole ones. NUMPY has those that can be read here."""
+"""Bytes per element of every dtype with at least a byte; `NUMPY` has the ones mpitrain reads."""
 
 MOST = 100_000_000
-"""Bytes of a header at most, as other readers have it."""
+"""The largest length of a header in bytes, as in the reference implementation."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class Tensor(BaseModel):
-    """What a header says of one tensor."""
+    """The entry of one tensor in a header."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,9 +69,7 @@ class Tensor(BaseModel):
 
 
 class Header(BaseModel):
-    """What a header says: texts by name, if there are any, and every other name is that of a
-    tensor.
-    """
+    """A parsed header: optional metadata, which are texts by name, and an entry per tensor."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Tensor] = Field(init=False)
@@ -79,7 +78,11 @@ class Header(BaseModel):
 
 
 class Located(NamedTuple):
-    """Where a tensor lies in a file, in bytes; `dtype` is its name in the header."""
+    """The location of a tensor in a file.
+
+    dtype  the name of the dtype in the header
+    start  offset of the tensor in the file, in bytes
+    """
 
     file: Path
     dtype: str
@@ -88,7 +91,7 @@ class Located(NamedTuple):
 
     @property
     def numpy(self) -> np.dtype:
-        """The dtype of the elements; ValueError for one that cannot be read here."""
+        """The dtype of the elements; ValueError for one that mpitrain does not read."""
         if self.dtype not in NUMPY:
             raise ValueError(
                 f"{self.file.name} has a tensor of {self.dtype}, and mpitrain reads {', '.join(NUMPY)}"
@@ -97,10 +100,10 @@ class Located(NamedTuple):
 
 
 def located(path: Path) -> tuple[dict[str, str], dict[str, Located]]:
-    """Metadata, where there is any, and tensors of a safetensors file.
+    """Return the metadata of a safetensors file, perhaps {}, and the location of each tensor.
 
-    raises  OSError if the file cannot be read, and ValueError, which names it, if it breaks a rule
-            of the format
+    raises  OSError if the file cannot be read; ValueError, which names the file, if it breaks a
+            rule of the format
     """
     with reading(path, INNER) as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(8)
@@ -121,8 +124,9 @@ def located(path: Path) -> tuple[dict[str, str], dict[str, Located]]:
 
 
 def _check_places(tensors: dict[str, Tensor], room: int) -> None:
-    """ValueError unless each tensor has as many bytes as its shape says, and all lie one behind the
-    other and fill the file.
+    """Raise ValueError unless the tensors have the sizes of their shapes and fill the file.
+
+    room  bytes of the file behind the header
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in WIDTHS:

@@ -1,4 +1,4 @@
-"""What a rank takes from the files of a checkpoint, in ranges, whatever the layout that wrote them."""
+"""Loading: each rank reads the ranges it needs from a checkpoint of any layout (resharding)."""
 
 import json
 from collections import defaultdict
@@ -24,7 +24,7 @@ from mpitrain.run.checkpoint.writers import PARAMETERS
 from mpitrain.strict_json import parsed
 
 OPEN = 64
-"""Files that are open at once."""
+"""The largest number of files that are open at the same time."""
 
 ANEW, FROM_MEAN = "starts anew: it is bound to", "starts from its mean over"
 
@@ -38,11 +38,13 @@ def fill(
     layout: Mapping[str, Any],
     rank: int,
 ) -> dict[str, str]:
-    """Fill every array for which a verified checkpoint has something; local.
+    """Fill the arrays of a rank from a verified checkpoint; not collective.
 
-    layout   "dp" of it is the number of replicas, over which the sum of own state is shared out
-    returns  the names of state that does not go on as it was, and what becomes of it, in words that the layout ends
-    memory   for what the rank holds of one tensor
+    kept     the state of this rank; arrays for which the checkpoint has nothing stay as they are
+    layout   the present layout; each of its "dp" replicas takes an equal part of summed "own" state
+    returns  {name of state: message} for state that is not restored exactly; the caller
+             completes the message with the layout of the checkpoint
+    memory   the elements of one tensor on this rank
     raises   CheckpointError if a tensor is missing or of another shape, or a file cannot be read
     """
     changed: dict[str, str] = {}
@@ -91,7 +93,10 @@ def fill(
 
 
 def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
-    """The elements that a rank holds of a tensor, packed, bit for bit."""
+    """Read a rank's elements of a tensor, bit for bit: 1-D, packed.
+
+    raises  CheckpointError unless the checkpoint has each element exactly once
+    """
     joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
     for place, values in files.elements(held, found):
         joined[place : place + len(values)] = values
@@ -99,13 +104,13 @@ def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
     ends = [0, *(stop for _, stop in sorted(done))]
     if ends[-1] != len(joined) or ends[:-1] != sorted(
         start for start, _ in done
-    ):  # each element once
+    ):  # An element is missing or duplicated.
         raise files.unfit(held, found)
     return joined
 
 
 def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
-    """The sum of what all ranks had of these elements, packed."""
+    """Read a rank's elements of a tensor, summed over all ranks that saved them: 1-D, packed."""
     if any(stored.part.shape != held.part.shape for stored in found):
         raise files.unfit(held, found)
     total = np.zeros(held.part.length, held.dtype)
@@ -115,13 +120,16 @@ def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
 
 
 class _Index(BaseModel):
-    """What an index of safetensors files says: the file of each tensor; and more, which is for other tools."""
+    """The index of several safetensors files, as Hugging Face tools write it.
+
+    weight_map  the file of each tensor; other entries are ignored
+    """
 
     weight_map: dict[str, str]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor of the parameters; ValueError if the index does not say it."""
+    """Return the file of each parameter tensor; ValueError if the index is invalid."""
     try:
         return _Index.model_validate(parsed(contents(index, INNER))).weight_map
     except ValueError:
@@ -129,7 +137,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class _Files:
-    """The arrays in the files of a checkpoint."""
+    """A reader of the arrays in the files of a checkpoint; it keeps at most OPEN files open."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self._path, self._listed = path, manifest.files
@@ -141,7 +149,7 @@ class _Files:
         self._open: dict[str, BinaryIO] = {}
 
     def found(self, held: HeldRegion) -> list[Stored]:
-        """Where elements of this tensor lie."""
+        """Return the stored regions of this tensor; [] if there are none."""
         tensor = held.part.tensor
         if held.name != PARAMETERS:
             return self._stored.get((held.name, tensor), [])
@@ -163,7 +171,11 @@ class _Files:
     def elements(
         self, held: HeldRegion, found: Sequence[Stored]
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """The elements in both: where they lie among those held, packed, and their values, MOVED bytes at most at a time."""
+        """Read the elements of a region from its stored regions, at most MOVED bytes at a time.
+
+        yields  the offset of the values in the packed region, and the values, 1-D
+        raises  ValueError if an array has another dtype or shape than the region needs
+        """
         mine = runs(held.part.packed())
         for stored in found:
             if stored.part.shape != held.part.shape:
@@ -187,7 +199,7 @@ class _Files:
                     yield place + start, values
 
     def unfit(self, held: HeldRegion, found: Sequence[Stored]) -> CheckpointError:
-        """What is wrong with the elements of a tensor that the checkpoint has."""
+        """Return the error for a tensor whose stored regions do not fit."""
         shape = found[0].part.shape if found else None
         has = (
             "none"
@@ -203,7 +215,7 @@ class _Files:
         )
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open files."""
         for file in self._open.values():
             file.close()
         self._open.clear()

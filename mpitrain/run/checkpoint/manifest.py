@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: it binds all files to one run, step and layout by the SHA-256 of every block of theirs."""
+"""The manifest of a checkpoint: it lists all files, with the SHA-256 of each of their blocks.
+
+It binds the files to one run, step and layout.
+"""
 
 import hashlib
 import json
@@ -23,11 +26,11 @@ MANIFEST = "manifest.json"
 
 
 class Done(NamedTuple):
-    """What a run has behind it.
+    """The progress of a run.
 
-    step     optimizer steps
-    samples  rows of all global batches of those steps
-    run      the run's identity: drawn when it started from nothing, and the same ever after
+    step     number of optimizer steps so far
+    samples  number of rows in the global batches of those steps
+    run      the identity of the run: drawn at its first start, and the same after each resume
     """
 
     step: int
@@ -36,7 +39,7 @@ class Done(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file of a checkpoint: the rank that wrote it, its bytes, and the SHA-256 of each block of them."""
+    """A file of a checkpoint: the rank that wrote it, its size, and the SHA-256 of each block."""
 
     rank: int
     nbytes: int
@@ -44,10 +47,11 @@ class File(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Elements of one tensor of a state, which lie in a file as an array of one dim; `part` says which.
+    """A stored region of a state tensor: a 1-D array in a file.
 
-    key         its name in the file
-    name, kind  as in `Kept`
+    key         name of the array in the file
+    name, kind  as in `StateBuffer`
+    part        the elements of the tensor in the array
     """
 
     file: str
@@ -58,14 +62,14 @@ class Stored(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
-    done     where it stands
-    layout   what state that is not agreed on belongs to
+    done     the progress of the run
+    layout   the size of each mesh axis; "own", "mean" and "bound" state depends on it
     scalars  numbers by name
-    files    by name: all there are beside the manifest
-    stored   all states
-    block    bytes that one SHA-256 is of
+    files    all files by name, except the manifest
+    stored   all stored regions of state, except parameters
+    block    bytes of a block with one SHA-256
     """
 
     done: Done
@@ -77,7 +81,7 @@ class Manifest(NamedTuple):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it beside the files that it lists; OSError if that cannot be done."""
+    """Write the manifest into the folder of the files that it lists; OSError if that fails."""
     body = {"format": FORMAT, **manifest._asdict(), **manifest.done._asdict()}
     del body["done"]
     file = Writing(folder / MANIFEST)
@@ -86,7 +90,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint; CheckpointError unless it is whole, unaltered, and says what a manifest may."""
+    """Read the manifest of a checkpoint; CheckpointError if it is missing, altered or invalid."""
     file = path / MANIFEST
     try:
         text = contents(file, INNER).decode()
@@ -136,7 +140,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _refuse_earlier(path: Path) -> None:
-    """CheckpointError if it was written before there were manifests."""
+    """Raise CheckpointError if the checkpoint is of a version without manifests."""
     file = path / "model.safetensors"
     try:
         found = located(file)[0]["format"]
@@ -153,7 +157,9 @@ def _of_another_format(file: Path, found: str) -> CheckpointError:
 
 
 def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
-    """Compare the `rank`-th of `ranks` equal shares of all blocks with the manifest; rank 0 also looks for other files.
+    """Verify the SHA-256 of the `rank`-th of `ranks` equal slices of all blocks.
+
+    Rank 0 also looks for files that the manifest does not list.
 
     raises  CheckpointError that names the file
     """
@@ -175,7 +181,7 @@ def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
 
 
 def _tensor_files(path: Path) -> list[str]:
-    """The names in a checkpoint that other tools would read."""
+    """Return the names of the safetensors files in a checkpoint, which other tools would read."""
     try:
         with opened(path, INNER - 1) as folder:
             return [name for name in folder.names() if name.endswith(".safetensors")]
@@ -216,7 +222,10 @@ def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
 
 
 def _other_facts(file: Path, wanted: Mapping[str, Any]) -> list[str]:
-    """In what a file says of itself that it is another than is wanted; nothing if it says nothing."""
+    """Return the differences between a file's metadata and the wanted values, as text.
+
+    They are [] if the file has no valid metadata.
+    """
     try:
         said = located(file)[0]
         return [

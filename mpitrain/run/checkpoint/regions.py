@@ -1,7 +1,16 @@
-"""Which elements of which logical tensor lie where in an array, whatever the layout.
+"""Regions of tensors: the mapping between the elements of a whole tensor and a rank's array.
 
-A `Region` is short and becomes text: the rectangles of a tensor that a rank holds, and ranges of their elements. `Runs` are
-the same as neighbouring elements of the whole tensor, and are what two layouts are compared by.
+A `Region` is the compact form, which the manifest stores as text. It has the rectangles of a
+tensor on a rank, and ranges of their flattened elements. `Runs` are the same elements as runs in
+the flattened whole tensor. The runs of two layouts are intersected to load a checkpoint.
+
+Example: the right half of a tensor of shape (3, 6), on rank 1 of 2 tensor-parallel ranks. Its
+rectangle is ((0, 3), (3, 6)). The numbers are offsets in the flattened whole tensor:
+
+    whole tensor          array of the rank       Runs
+    .  .  .   3  4  5      3  4  5                start  3, place 0, length 3
+    .  .  .   9 10 11      9 10 11                start  9, place 3, length 3
+    .  .  .  15 16 17     15 16 17                start 15, place 6, length 3
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,16 +24,17 @@ from mpitrain.layers.flat import Piece, Storage
 from mpitrain.parallel.replication.state import StateBuffer
 
 Rectangles = tuple[tuple[tuple[int, int], ...], ...]
-"""As `Parameter.slices`, with (start, stop) for each slice."""
+"""The rectangles of `Parameter.slices`, each slice as (start, stop): [rectangle][dim]."""
 
 
 class Region(NamedTuple):
-    """Elements of one logical tensor.
+    """A subset of the elements of one whole tensor, and its mapping to an array.
 
-    tensor      full name; empty for an array that is no part of a flat buffer, which is a tensor of its own
+    tensor      full name; empty for an array outside of a flat buffer, which is a tensor itself
     shape       of the whole tensor
-    rectangles  what of it the rank holds, joined as `Parameter` says; None for the whole
-    pieces      which elements of these, flattened, lie where in the array at hand
+    rectangles  the rectangles of the tensor on the rank, joined as in `Parameter`; None: the whole
+    pieces      ranges of the elements of the joined rectangles, flattened, with their offsets
+                in the array
     """
 
     tensor: str
@@ -34,11 +44,11 @@ class Region(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     def packed(self) -> "Region":
-        """The same elements in an array that holds nothing else."""
+        """Return the region of the same elements in an array without any others."""
         pieces, place = [], 0
         for piece in self.pieces:
             pieces.append(piece._replace(place=place))
@@ -47,7 +57,12 @@ class Region(NamedTuple):
 
 
 class HeldRegion(NamedTuple):
-    """A part of a tensor in an array of `StateBuffer`: the number of that in its list, and what it says of it."""
+    """A region of a tensor in the array of a `StateBuffer` on one rank.
+
+    number             index of the `StateBuffer` in its list
+    name, kind, dtype  from the `StateBuffer`
+    part               the region
+    """
 
     number: int
     name: str
@@ -57,11 +72,11 @@ class HeldRegion(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Neighbouring elements of a tensor, flattened row by row, that are neighbours in an array too.
+    """Runs of elements that are contiguous both in the flattened tensor and in an array.
 
-    start   first of each run in the tensor, ascending: (runs,) int64, as the others
-    place   where it lies in the array
-    length  elements
+    start   offset of each run in the flattened tensor, ascending; (runs,) int64
+    place   offset of each run in the array; (runs,) int64
+    length  elements of each run; (runs,) int64
     """
 
     start: np.ndarray
@@ -70,7 +85,12 @@ class Runs(NamedTuple):
 
 
 class Common(NamedTuple):
-    """Runs that two `Runs` share: where each lies in the one's array and in the other's, ascending in the tensor."""
+    """The intersection of two `Runs`, ascending in the tensor.
+
+    one     offset of each common run in the array of the first; (runs,) int64
+    other   offset of each common run in the array of the second; (runs,) int64
+    length  elements of each common run; (runs,) int64
+    """
 
     one: np.ndarray
     other: np.ndarray
@@ -78,7 +98,7 @@ class Common(NamedTuple):
 
 
 def part_of_text(listed: Sequence[Any]) -> Region:
-    """A part that was text."""
+    """Parse a region from the JSON of a manifest."""
     tensor, shape, rectangles, pieces = listed
     whole = rectangles and tuple(
         tuple((start, stop) for start, stop in rectangle) for rectangle in rectangles
@@ -87,7 +107,7 @@ def part_of_text(listed: Sequence[Any]) -> Region:
 
 
 def described(storage: Storage, kept: Sequence[StateBuffer]) -> dict[str, Any]:
-    """What a rank holds, as text that `holdings` reads: each tensor and each array once."""
+    """Describe the state of a rank as JSON, which `holdings` parses on all ranks."""
     return {
         "tensors": [
             [
@@ -105,7 +125,7 @@ def described(storage: Storage, kept: Sequence[StateBuffer]) -> dict[str, Any]:
 
 
 def holdings(description: dict[str, Any]) -> list[HeldRegion]:
-    """Every part of a tensor that a rank holds."""
+    """Return every region of a tensor on a rank, from the description by `described`."""
     found = []
     for number, (name, kind, dtype, size, pieces) in enumerate(description["kept"]):
         tensors = description["tensors"] if pieces else [("", [size], None, 0, size)]
@@ -128,7 +148,7 @@ def holdings(description: dict[str, Any]) -> list[HeldRegion]:
 
 
 def within(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """What of the pieces lies within [start, stop)."""
+    """Intersect pieces with the interval [start, stop)."""
     for piece in pieces:
         low, high = max(piece.start, start), min(piece.stop, stop)
         if low < high:
@@ -136,7 +156,7 @@ def within(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
 
 
 def without(pieces: Iterable[Piece], others: Iterable[Piece]) -> list[Piece]:
-    """What of the pieces lies in none of the others."""
+    """Subtract the intervals of other pieces from pieces."""
     left = list(pieces)
     for other in others:
         if all(other.stop <= piece.start or piece.stop <= other.start for piece in left):
@@ -153,14 +173,14 @@ def without(pieces: Iterable[Piece], others: Iterable[Piece]) -> list[Piece]:
 
 
 def cut(pieces: Iterable[Piece], count: int) -> Iterator[Piece]:
-    """The pieces in parts of at most `count` elements."""
+    """Split pieces into pieces of at most `count` elements."""
     for piece in pieces:
         for start in range(piece.start, piece.stop, count):
             yield from within([piece], start, start + count)
 
 
 def runs(part: Region) -> Runs:
-    """The runs of a part: one for each row of a rectangle that is not as wide as its tensor."""
+    """Return the runs of a region; a rectangle narrower than its tensor has one run per row."""
     start, place, length = _runs_of_rectangles(part.shape, part.rectangles)
     found = []
     for piece in part.pieces:
@@ -176,12 +196,12 @@ def runs(part: Region) -> Runs:
 
 
 def one_run(start: int, length: int, place: int = 0) -> Runs:
-    """Neighbouring elements, as `Runs`."""
+    """Return one contiguous run as `Runs`."""
     return Runs(*(np.array([number], np.int64) for number in (start, place, length)))
 
 
 def common(one: Runs, other: Runs) -> Common:
-    """The elements in both."""
+    """Intersect two `Runs` of the same tensor."""
     first = np.searchsorted(other.start + other.length, one.start, "right")
     matches = np.maximum(np.searchsorted(other.start, one.start + one.length, "left") - first, 0)
     i = np.repeat(np.arange(len(matches)), matches)
@@ -196,7 +216,11 @@ def common(one: Runs, other: Runs) -> Common:
 def _runs_of_rectangles(
     shape: Sequence[int], rectangles: Rectangles | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs of all that the rectangles hold: starts in the tensor, in what a rank holds of it (both flattened), lengths."""
+    """Return the runs of whole rectangles as three arrays, (runs,) int64 each.
+
+    The arrays are the offsets in the flattened tensor, the offsets in the flattened local
+    tensor, and the lengths.
+    """
     if rectangles is None:
         return one_run(0, prod(shape))
     dims = range(len(shape))

@@ -1,4 +1,4 @@
-"""Files that are written as their bytes come, with a SHA-256 of each block; safetensors files among them, and ranges of these."""
+"""Streaming writers of files and safetensors files, which hash each block with SHA-256."""
 
 import hashlib
 import json
@@ -15,21 +15,25 @@ from mpitrain.files import opened
 from mpitrain.run.checkpoint.header import DTYPES, INNER
 
 BLOCK = 16 << 20
-"""Bytes that one SHA-256 is of."""
+"""Bytes of a block with one SHA-256."""
 
 MOVED = 4 << 20
-"""Bytes that are moved at a time, between ranks and from a device."""
+"""Bytes per message between ranks, per copy from a device, and per read."""
 
 
 class Written(NamedTuple):
-    """A file that is on disk: its bytes, and the SHA-256 of each block of them."""
+    """The result of writing a file: its size in bytes, and the SHA-256 of each block."""
 
     nbytes: int
     digests: list[str]
 
 
 class Writing:
-    """A new file that takes bytes. What fails is raised by `close`, so that a rank goes on to receive what others send."""
+    """A writer of a new file.
+
+    `close` raises the errors of the constructor and of `write`. So a rank with a full disk still
+    receives the messages of other ranks, and does not block them.
+    """
 
     def __init__(self, path: Path):
         self._nbytes, self._digests, self._digest = 0, list[str](), hashlib.sha256()
@@ -57,7 +61,7 @@ class Writing:
             rest = rest[len(part) :]
 
     def close(self) -> Written:
-        """Make the file durable; OSError for whatever could not be written."""
+        """Sync and close the file; raise the first OSError of the constructor or `write`."""
         try:
             if self._error or not self._file:
                 raise self._error or OSError("it is not open")
@@ -65,7 +69,7 @@ class Writing:
             os.fsync(self._file.fileno())
         finally:
             if self._file:
-                with suppress(OSError):  # of what was not written: there is an error already
+                with suppress(OSError):  # An error is being raised already.
                     self._file.close()
         if self._nbytes % BLOCK:
             self._end_block()
@@ -77,9 +81,9 @@ class Writing:
 
 
 class WritingTensors(Writing):
-    """A new safetensors file; then `write` takes the elements of its tensors, one after the other.
+    """A writer of a new safetensors file. `write` then takes the elements of its tensors in order.
 
-    tensors   {name: (dtype, shape)}, in the order in which they will come
+    tensors   {name: (dtype, shape)}, in the order of writing
     metadata  texts by name
     """
 
@@ -105,7 +109,7 @@ class WritingTensors(Writing):
 
 
 def read_into(descriptor: int, array: np.ndarray, start: int) -> None:
-    """Fill a contiguous array with the bytes of an open file from `start`; OSError if it has fewer."""
+    """Fill a contiguous array from byte `start` of an open file; OSError if it is too short."""
     rest = memoryview(array).cast("B") if array.size else memoryview(b"")
     while rest:
         done = os.preadv(descriptor, [rest[:BLOCK]], start)

@@ -1,12 +1,20 @@
-"""Checkpoints: written by all ranks together, whole whatever the layout, beside their place and renamed into it.
+"""Saving and loading of sharded checkpoints, as torch.distributed.checkpoint does; in any layout.
 
     checkpoints/step-00000400/
-        model-00001-of-00003.safetensors  parameters, whole, under their full names, with the index that is usual for
-        model.safetensors.index.json      several files: any tool can read them
-        state-00000.safetensors           what rank 0 wrote of the optimizer's state and of residuals, in pieces
-        manifest.json                     which pieces these are; the SHA-256 of every block of every file; where the run stands
+        model-00001-of-00003.safetensors  whole parameter tensors under their full names
+        model.safetensors.index.json      the usual index of several files; any tool can read it
+        state-00000.safetensors           regions of optimizer state and residuals, by rank 0
+        manifest.json                     the list of these regions, the SHA-256 of each block of
+                                          each file, and the progress of the run
 
-Of elements that several ranks hold, one writes: no rank needs the whole model, neither to write nor to read it.
+All ranks write in parallel. One rank writes each replicated element, and no rank needs memory for
+the whole model. A checkpoint is written to a temporary directory, and then renamed.
+
+    all ranks  gather the descriptions of their state        regions.described
+    all ranks  assign each element to a writer               writers.shared_out
+    all ranks  send parameters to the writers of tensors     writers.join
+    all ranks  write and sync their model and state files    _write
+    rank 0     writes index and manifest, renames            _finish
 """
 
 import json
@@ -42,14 +50,14 @@ from mpitrain.transport.base import Transport
 
 
 class Checkpoint(NamedTuple):
-    """A verified checkpoint on disk, and what it consists of."""
+    """A verified checkpoint on disk, with its manifest."""
 
     path: Path
     manifest: Manifest
 
     @property
     def done(self) -> Done:
-        """Where it stands."""
+        """The progress of the run at this checkpoint."""
         return self.manifest.done
 
 
@@ -64,12 +72,15 @@ def save(
     scalars: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Write a checkpoint under `folder` and drop all but the newest `keep`; collective.
+    """Write a checkpoint under `folder`, and remove all but the newest `keep`; collective.
 
-    kept     what this rank holds; those named "parameters" are written as whole tensors
-    layout   what must be the same for "own" state to be taken over as it is, and for "bound" state to be taken over at all
+    kept     the state of this rank; buffers named "parameters" are written as whole tensors
+    done     the progress of the run, from which the checkpoint has its name
+    layout   the size of each mesh axis. `load` restores "own" and "mean" state exactly, and "bound"
+             state at all, only in the same layout.
     scalars  numbers by name
-    raises   TrainingError on every rank if any of them cannot write; the checkpoints that were there stay good
+    returns  the directory of the checkpoint
+    raises   TrainingError on every rank if any of them cannot write; older checkpoints stay valid
     """
     step = done.step
     target, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
@@ -113,7 +124,10 @@ def _write(
     backend: Backend,
     done: Done,
 ) -> tuple[dict[str, Writing], list[Stored]]:
-    """Write this rank's files, which have to be closed, and send what others write; collective."""
+    """Write this rank's files, and send elements to the ranks that write them; collective.
+
+    returns  the files by name, still open, and the regions of state in them
+    """
     rank = transport.rank
     metadata = {
         "format": FORMAT,
@@ -150,7 +164,7 @@ def _write(
 
 
 def _model_files(shares: Shares) -> dict[int, str]:
-    """The name of each file of whole tensors, by the rank that writes it."""
+    """Return the name of each file of whole tensors, by the rank that writes it."""
     writers = sorted({joined.writer for joined in shares.tensors.values()})
     return {
         rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors"
@@ -159,7 +173,7 @@ def _model_files(shares: Shares) -> dict[int, str]:
 
 
 def _key(held: HeldRegion) -> str:
-    """The name of a piece in its file: of those that one rank writes, no two begin at one element."""
+    """Return the key of a region in its file; regions of one rank start at different elements."""
     return (
         f"{held.name}/{held.part.tensor}/{held.part.pieces[0].start}"
         if held.part.tensor
@@ -168,7 +182,7 @@ def _key(held: HeldRegion) -> str:
 
 
 def _finish(unfinished: Path, target: Path, shares: Shares, manifest: Manifest, keep: int) -> None:
-    """Write what binds the files together, and give the checkpoint its name."""
+    """Write the index and the manifest, and rename the checkpoint to its final name."""
     names = _model_files(shares)
     index = {
         "metadata": {"total_size": sum(joined.nbytes for joined in shares.tensors.values())},
@@ -183,10 +197,11 @@ def _finish(unfinished: Path, target: Path, shares: Shares, manifest: Manifest, 
 
 
 def read_beside(transport: Transport, path: Path) -> Checkpoint:
-    """Verify a checkpoint, or the newest one if a run that goes on drops it meanwhile; collective.
+    """Verify a checkpoint; collective. Each block is read once, by one of the ranks.
 
-    Every block is read once, by one of the ranks.
-    raises  CheckpointError with `on_all_ranks` set, if one that is still there cannot be read
+    An active run may remove the checkpoint meanwhile; then the newest one is verified instead.
+
+    raises  CheckpointError on every rank, if an existing checkpoint is damaged or unreadable
     """
     while True:
         try:
@@ -210,7 +225,10 @@ def _verified(path: Path, rank: int, ranks: int) -> Manifest:
 
 
 def _successor(transport: Transport, path: Path) -> Path | None:
-    """The newest checkpoint beside one that is there no more; None if it is there, as rank 0 sees it; collective."""
+    """Return the newest checkpoint if `path` was removed, None if it exists; collective.
+
+    Rank 0 decides for all ranks.
+    """
     listed = steps(path.parent)
     successor = transport.gather_text(str(listed[-1]) if listed and path not in listed else "")[0]
     return Path(successor) if successor else None
@@ -224,14 +242,17 @@ def load(
     backend: Backend,
     layout: Mapping[str, Any],
 ) -> Checkpoint:
-    """Fill the arrays of any layout from a checkpoint, or from the newest one if a run drops it meanwhile; collective.
+    """Fill the state of any layout from a checkpoint; collective.
 
-    Each rank reads the ranges that it needs: "agreed" state and, at the same layout, "own" state bit for bit; else of the sum
-    of "own" state its equal part, and of "mean" state the mean. A line each says what starts from a mean, and what "bound"
-    state starts anew.
+    Each rank reads only the ranges that it needs. "agreed" state is restored bit for bit. In the
+    same layout the other kinds are, too. In another layout each replica takes an equal part of
+    the sum of "own" state, and the mean of "mean" state. "bound" state then starts anew or from
+    a mean. Rank 0 prints a note about state that starts anew or from a mean.
+
+    An active run may remove the checkpoint meanwhile; then the newest one is loaded instead.
 
     returns  the checkpoint that was loaded
-    raises   CheckpointError with `on_all_ranks` set, if it is of another model or cannot be read
+    raises   CheckpointError on every rank, if it is of another model or cannot be read
     """
     while True:
         try:

@@ -1,7 +1,6 @@
-"""What a manifest may say: the types and ranges of its entries, and how they fit together. Nothing
-else is read from then on.
+"""The schema of a manifest: types and ranges of its entries, and the rules between them.
 
-The manifest's own SHA-256 shows accidents alone: whoever edits the text can make the digest fit.
+The manifest's own SHA-256 detects accidents only, since an editor of the text can recompute it.
 """
 
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ Size = Annotated[int, Field(ge=1, lt=1 << 63)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
 FileName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\z")]
 Word = Annotated[str, Field(pattern=r"\A[ -~]{1,100}\z")]
-"""A text that can be shown anywhere."""
+"""A short text of printable ASCII characters."""
 Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 Pair = tuple[Count, Count]
 PartText = tuple[
@@ -35,7 +34,7 @@ StoredText = tuple[FileName, str, str, Literal["agreed", "own", "mean", "bound"]
 
 
 class Structure(BaseModel):
-    """The manifest as text; `Manifest` has the meaning of each entry."""
+    """The entries of a manifest as JSON; `Manifest` documents their meaning."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -52,9 +51,10 @@ class Structure(BaseModel):
 
 
 def structure_of(text: bytes, largest_block: int) -> Structure:
-    """The entries of a manifest's text; ValueError, in one line, if they break a rule.
+    """Parse the text of a manifest.
 
-    largest_block  bytes of a block at most: each is read at once
+    largest_block  limit for the bytes of a block, since a block is read into memory
+    raises         ValueError with a message of one line, if an entry breaks a rule
     """
     found = validated(Structure, text)
     _check_numbers(found, largest_block)
@@ -106,8 +106,9 @@ def _check_stored(found: Structure) -> None:
 def _check_part(
     where: str, shape: list[int], rectangles: Any, pieces: list[tuple[int, int, int]]
 ) -> None:
-    """ValueError unless the rectangles lie in the tensor, apart from each other, and the packed
-    pieces within what they hold.
+    """Raise ValueError unless rectangles are disjoint and inside the tensor, and pieces fit.
+
+    The pieces must be ascending ranges of the rectangles' elements, with packed offsets.
     """
     local = prod(shape) if rectangles is None else _held(where, shape, rectangles)
     done = before = 0
@@ -120,7 +121,10 @@ def _check_part(
 
 
 def _held(where: str, shape: list[int], rectangles: list[list[tuple[int, int]]]) -> int:
-    """The elements of rectangles, which differ in one dim at most and do not overlap there."""
+    """Count the elements of rectangles.
+
+    raises  ValueError unless they differ in one dim at most, and do not overlap there
+    """
     for rectangle in rectangles:
         if len(rectangle) != len(shape) or any(
             not 0 <= a <= b <= n for (a, b), n in zip(rectangle, shape, strict=True)

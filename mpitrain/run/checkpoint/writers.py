@@ -1,4 +1,7 @@
-"""Who writes what of a checkpoint: every element once, by a rank that holds it, and about the same bytes by each rank."""
+"""Assignment of the elements of a checkpoint to writers, balanced by bytes.
+
+Each element is written once, by a rank that has it or joins its tensor.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,14 +27,18 @@ from mpitrain.run.checkpoint.safetensors_files import BLOCK, MOVED, Writing
 from mpitrain.transport.base import Transport
 
 PARAMETERS = "parameters"
-"""The name of what is written as whole tensors."""
+"""The name of the `StateBuffer` that is written as whole tensors."""
 
 Holders = list[tuple[int, HeldRegion]]
-"""(rank, what it holds of one tensor), by rank."""
+"""(rank, its region of one tensor), ascending by rank."""
 
 
 class Joined(NamedTuple):
-    """A whole tensor of the parameters, and the rank that joins and writes it."""
+    """A whole parameter tensor, and the rank that gathers and writes it.
+
+    writer   the rank; -1 before it is assigned
+    holders  the regions of all ranks, from which the tensor is joined
+    """
 
     writer: int
     dtype: np.dtype
@@ -40,15 +47,15 @@ class Joined(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class Shares(NamedTuple):
-    """What every rank writes; the same on all ranks.
+    """The assignment of all elements to writers; the same on all ranks.
 
-    tensors  {full name: what is joined by whom}
-    pieces   of each rank: what it writes as it holds it
+    tensors  whole parameter tensors by full name, with their writers
+    pieces   for each rank, the regions of its own state that it writes
     """
 
     tensors: dict[str, Joined]
@@ -56,7 +63,11 @@ class Shares(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The elements of a tensor that a rank brings: from which array of its `StateBuffer`s, and from where in it."""
+    """The elements of a tensor that one rank contributes.
+
+    number  index of the `StateBuffer` on that rank
+    runs    the elements, and their offsets in its array
+    """
 
     rank: int
     number: int
@@ -64,7 +75,13 @@ class Source(NamedTuple):
 
 
 def shared_out(everyone: Sequence[Sequence[HeldRegion]]) -> Shares:
-    """Share out what the ranks hold, by rank: what only they can write, then whole tensors, the largest first, then the rest."""
+    """Assign the state of all ranks to writers, greedily to the rank with the fewest bytes.
+
+    State that only one rank has is assigned first, then whole parameter tensors, the largest
+    first, then replicated state.
+
+    everyone  the regions of each rank
+    """
     nbytes = [0] * len(everyone)
     shares = Shares({}, [[] for _ in everyone])
     tensors: dict[str, Holders] = defaultdict(list)
@@ -98,7 +115,7 @@ def _give(held: HeldRegion, rank: int, shares: Shares, nbytes: list[int]) -> Non
 
 
 def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
-    """Share out one tensor of a state, in parts of a block at most."""
+    """Assign one replicated state tensor to writers, in regions of at most a block."""
     alike: dict[Any, Holders] = defaultdict(list)
     for rank, held in holders:
         alike[
@@ -112,15 +129,14 @@ def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
             mine = next(
                 piece for piece in held.part.pieces if piece.start <= unit.start < piece.stop
             )
-            here = unit._replace(
-                place=mine.place + unit.start - mine.start
-            )  # where this rank has it
+            # `place` becomes the offset in this rank's array.
+            here = unit._replace(place=mine.place + unit.start - mine.start)
             _give(held._replace(part=held.part._replace(pieces=(here,))), rank, shares, nbytes)
         taken[rectangles] += left
 
 
 def sources(name: str, joined: Joined) -> list[Source]:
-    """From whom the writer of a tensor gets it: from itself what it holds, what is missing then from the next rank that does."""
+    """Return the sources of a tensor: first its writer, then the following ranks for the rest."""
     ranks = 1 + max(rank for rank, _ in joined.holders)
     taken: dict[Any, list[Piece]] = defaultdict(list)
     found, missing = [], prod(joined.shape)
@@ -145,10 +161,13 @@ def join(
     transport: Transport,
     backend: Backend,
 ) -> None:
-    """Write the tensors that this rank joins to `file`, one after the other, and send what others join; collective.
+    """Gather and write the tensors of this rank to `file`, and send elements to other writers.
 
-    It takes twice MOVED bytes of memory, and the runs of one tensor. All ranks go through tensors, windows and sources in one
-    order, so that of the messages not yet through the first can always go.
+    Collective. All ranks go through tensors, windows and sources in the same order. So the first
+    pending message can always be delivered, and ranks cannot deadlock.
+
+    file    the open safetensors file of this rank; None if it writes no tensor
+    memory  2 x MOVED bytes, and the runs of one tensor
     """
     me = transport.rank
     for name, joined in shares.tensors.items():
@@ -174,7 +193,10 @@ def _bring(
     transport: Transport,
     backend: Backend,
 ) -> None:
-    """Move these elements from the rank that has them into the writer's chunk."""
+    """Copy or send elements from their source into the writer's chunk.
+
+    here  the elements; `one` are offsets in the source's array, `other` offsets in the chunk
+    """
     if source.rank == transport.rank:
         values = _picked(kept[source.number].array, here, backend)
     else:
@@ -190,7 +212,7 @@ def _bring(
 
 
 def _picked(array: Any, here: Common, backend: Backend) -> np.ndarray:
-    """Elements of an array of the backend's, one after the other, on the host."""
+    """Copy runs of elements of a backend array to host memory: 1-D, packed."""
     first = int(here.one.min())
     held = backend.to_host(array[first : int((here.one + here.length).max())])
     if len(here.length) == 1:
@@ -204,7 +226,7 @@ def _picked(array: Any, here: Common, backend: Backend) -> np.ndarray:
 
 
 def _windows(joined: Joined) -> Iterator[Runs]:
-    """The tensor's elements in order, MOVED bytes at a time."""
+    """Iterate over windows of the flattened tensor, of at most MOVED bytes each."""
     length, count = prod(joined.shape), MOVED // joined.dtype.itemsize
     for start in range(0, length, count):
         yield one_run(start, min(count, length - start))
