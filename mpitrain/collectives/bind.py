@@ -31,7 +31,7 @@ def bind(
     tuning: Tuning | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> Reduction:
-    """Bind an all-reduce of `array`, in place, over all ranks (as MPI_Allreduce_init).
+    """Bind an all-reduce of `array`, in place, over all ranks (as MPI_Allreduce_init); collective.
 
     Parameters
     ----------
@@ -42,12 +42,11 @@ def bind(
     op : {"add", "maximum"}
         Reduction operator.
     algorithm : str
-        As `replication.algorithm`. "auto" takes the algorithm that `tuning` predicts to be the
-        fastest.
+        As `replication.algorithm`; "auto" takes the one that `tuning` predicts to be the fastest.
     tuning : Tuning, optional
-        Constants of the cost model, in seconds and bytes. None: the built-in constants.
+        Constants of the cost model, in seconds and bytes; None: the built-in constants.
     arithmetic : Arithmetic, optional
-        Adds received chunks. None: NumPy.
+        Adds received chunks; None: NumPy.
 
     Returns
     -------
@@ -61,10 +60,6 @@ def bind(
         On every rank, if numbers of elements or dtypes differ.
     ConfigError
         On every rank, for an unknown algorithm, or one that cannot run here.
-
-    Notes
-    -----
-    Collective: all ranks bind the same operations in the same order.
     """
     return _bind(transport, array, op, "allreduce", algorithm, tuning, arithmetic)
 

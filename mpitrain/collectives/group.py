@@ -97,19 +97,14 @@ class Group:
         return self.transport.size
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind an all-reduce of `array`.
+        """Bind an all-reduce of `array`; a persistent collective, as MPI_Allreduce_init returns.
 
         Parameters
         ----------
         array : ndarray
             Contiguous, any shape; ends as the reduction over all ranks.
         op : {"add", "maximum"}
-            Reduction operator.
-
-        Returns
-        -------
-        Reduction
-            Persistent collective, as MPI_Allreduce_init returns.
+            Reduction operator, of all methods with this parameter.
         """
         return self._noted(
             "all-reduce",
@@ -120,7 +115,7 @@ class Group:
     def bind_lossy(
         self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()
     ) -> Reduction:
-        """Bind a sum of `array` with compressed messages: nearly the sum, with the same bits on all ranks.
+        """Bind an all-reduce with compressed messages: nearly the sum, with the same bits on all ranks.
 
         Parameters
         ----------
@@ -138,13 +133,7 @@ class Group:
         )
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind a reduce-scatter: chunk r ends as the reduction on rank r; the other chunks are scratch.
-
-        Parameters
-        ----------
-        array, op
-            As in `bind`.
-        """
+        """Bind a reduce-scatter: chunk r ends as the reduction on rank r, all other chunks as scratch."""
         algorithm = half_of("reduce-scatter", self.algorithm)
         return self._noted(
             "reduce-scatter",
@@ -155,13 +144,7 @@ class Group:
         )
 
     def bind_all_gather(self, array: np.ndarray) -> Reduction:
-        """Bind an all-gather: chunk r of rank r ends in the array of every rank.
-
-        Parameters
-        ----------
-        array : ndarray
-            As in `bind`.
-        """
+        """Bind an all-gather: chunk r of rank r ends in the array of every rank."""
         return self._noted(
             "all-gather",
             array,
@@ -171,15 +154,7 @@ class Group:
         )
 
     def bind_coded_all_gather(self, array: np.ndarray, wire: Wire) -> Reduction:
-        """Bind an all-gather of float32 chunks of equal length, with compressed messages.
-
-        Parameters
-        ----------
-        array : ndarray
-            Contiguous; its size is a multiple of the number of ranks.
-        wire : Wire
-            Wire format of the messages: fp16, bf16 or int8.
-        """
+        """Bind an all-gather of float32 chunks of equal length, with messages in fp16, bf16 or int8."""
         before = self.scratch_bytes
         reduction = bind_coded_all_gather(
             self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather
@@ -201,12 +176,9 @@ class Group:
         )
 
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
-        """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`.
+        """Bind an all-to-all: chunk q of `outgoing` on rank p becomes chunk p of `incoming` on rank q.
 
-        Parameters
-        ----------
-        outgoing, incoming : ndarray
-            Equal in size and dtype, without overlap; the size is a multiple of the number of ranks.
+        The two arrays have one size, a multiple of the number of ranks, and do not overlap.
         """
         return self._noted(
             "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
@@ -238,7 +210,7 @@ class Group:
         Notes
         -----
         A returned buffer is leased again with its bound collectives: nothing is allocated after the
-        first step. On one host, buffers lie in a shared window, which the transport frees when it closes.
+        first step. On one host, buffers lie in a shared window, until the transport closes.
         """
         return self._exchanges.lease(self, shape, dtype)
 

@@ -119,8 +119,8 @@ def _encode_fp16(values: np.ndarray, coded: np.ndarray) -> None:
 
     A block that is not finite gets NaN as its scale. Any other scale brings the block's largest
     number into [2^14, 2^15). Numbers below 2^-14 are then subnormal, and NumPy's own conversion
-    takes 25 times as long for them. This one takes the same time for all numbers. It adds 2^13 times
-    the element's own power of two, which rounds the element to 11 binary digits.
+    takes 25 times as long for them. This one takes the same time for all numbers. It adds 2^13
+    times the element's own power of two, which rounds the element to 11 binary digits.
     """
     scales, halves = _scaled(coded, FP16_BYTES, np.int16)
     blocks = values.reshape(-1, BLOCK)
