@@ -115,7 +115,7 @@ class Group:
     def bind_lossy(
         self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()
     ) -> Reduction:
-        """Bind an all-reduce with compressed messages: nearly the sum, with the same bits on all ranks.
+        """Bind a sum with compressed messages: nearly the sum, with the same bits on all ranks.
 
         Parameters
         ----------
@@ -133,7 +133,7 @@ class Group:
         )
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind a reduce-scatter: chunk r ends as the reduction on rank r, all other chunks as scratch."""
+        """Bind a reduce-scatter: chunk r ends as the reduction on rank r, the others as scratch."""
         algorithm = half_of("reduce-scatter", self.algorithm)
         return self._noted(
             "reduce-scatter",
@@ -154,7 +154,7 @@ class Group:
         )
 
     def bind_coded_all_gather(self, array: np.ndarray, wire: Wire) -> Reduction:
-        """Bind an all-gather of float32 chunks of equal length, with messages in fp16, bf16 or int8."""
+        """Bind an all-gather of equal float32 chunks, with messages in fp16, bf16 or int8."""
         before = self.scratch_bytes
         reduction = bind_coded_all_gather(
             self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather
@@ -176,9 +176,9 @@ class Group:
         )
 
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
-        """Bind an all-to-all: chunk q of `outgoing` on rank p becomes chunk p of `incoming` on rank q.
+        """Bind an all-to-all: chunk q of `outgoing` on rank p becomes chunk p of `incoming` on q.
 
-        The two arrays have one size, a multiple of the number of ranks, and do not overlap.
+        The arrays have one dtype and size, a multiple of the number of ranks, and do not overlap.
         """
         return self._noted(
             "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
