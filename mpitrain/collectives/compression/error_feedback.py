@@ -20,8 +20,8 @@ class Feedback:
 
         sum + new residuals = inputs + (1 - RECENT) x old residuals.
 
-    Without a prediction, an element sent in one step of ten arrives as ten gradients at once, and
-    as none in between. The cost: one huge but finite gradient has an effect, ever weaker, until it
+    Without a prediction, an element sent in one step of ten arrives as ten gradients at once. In
+    between, it arrives as none. The cost: one huge but finite gradient has an effect, ever weaker, until it
     has decayed in the average.
 
     residual    elements not sent yet, (count,); differs between ranks

@@ -218,7 +218,7 @@ def bind_shared(
 def bind_in_window(
     transport: Transport, array: np.ndarray, make: Callable[[list[list[np.ndarray]]], Shared]
 ) -> Reduction | None:
-    """Return the reduction that `make` builds over shared memory; collective, for ranks of one host.
+    """Return the reduction that `make` builds over shared memory; collective, within one host.
 
     None on every rank if the host has no room for a window.
 

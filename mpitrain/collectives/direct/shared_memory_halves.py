@@ -83,7 +83,7 @@ class Half(Shared):
 def bind_reduce_scatter(
     transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
 ) -> Reduction | None:
-    """Bind a reduce-scatter through shared memory, as `bind_shared` binds an all-reduce; collective.
+    """Bind a reduce-scatter through shared memory, as `bind_shared` an all-reduce; collective.
 
     order   as in the all-reduce. Small arrays: ranks 0, 1, 2 ...; other arrays: rank r sums its own
             elements first, then the elements of ranks r + 1, r + 2 ...
@@ -96,7 +96,7 @@ def bind_reduce_scatter(
 def bind_all_gather(
     transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
 ) -> Reduction | None:
-    """Bind an all-gather through shared memory, as `bind_shared` binds an all-reduce; collective."""
+    """Bind an all-gather through shared memory, as `bind_shared` an all-reduce; collective."""
     if on_device(array):
         return bind_all_gather_gpu(transport, array, tag)
     return bind_in_window(transport, array, partial(_all_gather, transport, array, op, tag))

@@ -173,8 +173,8 @@ def mover(
 ) -> ProgressEngine:
     """Return the progress engine for these reductions: a thread, or an engine that is polled.
 
-    It is a thread if there are several hosts, MPI supports calls from several threads, and all
-    reductions are messages in host memory. Within one host a thread would hide little.
+    A thread needs several hosts, an MPI library that supports calls from several threads, and
+    reductions that are messages in host memory. Within one host it would hide little.
 
     thread  as replication.progress_thread; "no": never a thread
     """

@@ -126,7 +126,7 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
 
 
 def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
-    """Return one line of advice if the ranks are on several hosts, but the tuning is of one; else ""."""
+    """Return one line of advice if the tuning of one host serves ranks on several; else ""."""
     if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
         return ""
     return (
