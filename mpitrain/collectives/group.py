@@ -33,8 +33,8 @@ from mpitrain.transport.base import Transport
 class Group:
     """Communicator of our own collectives, as a process group of torch.distributed.
 
-    Every method is collective, and works in place on contiguous arrays of any shape. An array on n
-    ranks has n chunks of nearly equal length; chunk r belongs to rank r.
+    Every method is collective. All but `bind_all_to_all` work in place, on contiguous arrays of
+    any shape. An array on n ranks has n chunks of nearly equal length; chunk r belongs to rank r.
 
     Parameters
     ----------

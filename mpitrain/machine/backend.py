@@ -55,10 +55,10 @@ class Backend(Protocol):
         """
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return the array in host memory, after the work that writes it; possibly the same array."""
+        """Return the array in host memory, after the work that writes it; may be the same array."""
 
     def synchronize(self) -> None:
-        """Block until all work started with this backend is done; on a GPU, work on the current stream."""
+        """Block until all work started so far is done; on a GPU, on the current stream."""
 
     def mark(self) -> Mark | None:
         """Return a mark behind the work started so far; None where the host itself computes."""
@@ -69,7 +69,7 @@ class DeviceBackend(Backend, Protocol):
     """Backend of GPU memory, with support for messages and for other processes of the host."""
 
     def staging(self, nbytes: int) -> np.ndarray:
-        """Return page-locked host bytes, so that the device copies while the host does other work."""
+        """Return page-locked host bytes, so that copies of the device overlap with host work."""
 
     def so_far(self) -> Copy:
         """Return an event behind all work started so far on the current stream."""

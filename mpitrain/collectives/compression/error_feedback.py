@@ -21,8 +21,8 @@ class Feedback:
         sum + new residuals = inputs + (1 - RECENT) x old residuals.
 
     Without a prediction, an element sent in one step of ten arrives as ten gradients at once. In
-    between, it arrives as none. The cost: one huge but finite gradient has an effect, ever weaker, until it
-    has decayed in the average.
+    between, it arrives as none. The cost: one huge but finite gradient has an effect, ever weaker,
+    until it has decayed in the average.
 
     residual    elements not sent yet, (count,); differs between ranks
     prediction  moving average, in which the newest sum weighs RECENT, (count,); same on all ranks

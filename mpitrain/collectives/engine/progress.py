@@ -173,8 +173,8 @@ def mover(
 ) -> ProgressEngine:
     """Return the progress engine for these reductions: a thread, or an engine that is polled.
 
-    A thread needs several hosts, an MPI library that supports calls from several threads, and
-    reductions that are messages in host memory. Within one host it would hide little.
+    A thread needs an MPI library that supports calls from several threads, and reductions that
+    are messages in host memory. Within one host it would hide little, so it also needs several.
 
     thread  as replication.progress_thread; "no": never a thread
     """
