@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and the update rules applied to runs of flat buffers."""
+"""Learning-rate schedules, and update rules of optimizers over runs of flat buffers."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,14 @@ from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops, Writes
 
 STATE = {"sgd": (), "momentum": ("momentum",), "adamw": ("first_moment", "second_moment")}
-"""The buffers each rule keeps beside the parameters."""
+"""State buffers of each update rule, besides the parameters."""
 
 
 def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule down to a tenth of the peak."""
+    """Return the learning rate of step `step` (from 0) of `steps`.
+
+    The schedule is a linear warm-up, then a constant rate or a decay to a tenth of the peak.
+    """
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     progress = min(1.0, (step - settings.warmup) / max(1, steps - settings.warmup))
@@ -29,10 +32,11 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 
 
 class Optimizer:
-    """One update rule over the pieces of a flat buffer that a rank owns.
+    """Update rule over the pieces of a flat buffer that a rank owns.
 
-    pieces   what it updates; together as long as each buffer of its state
-    state    {name: compact buffer}: element `place` of a piece belongs to element `start` of the flat buffer
+    pieces   pieces to update; together as long as each buffer of the state
+    state    {name: compact buffer}: its element `piece.place` belongs to element `piece.start` of
+             the flat buffer
     """
 
     def __init__(
@@ -66,11 +70,15 @@ class Optimizer:
         delayed: bool = False,
         mirror: Any = None,
     ) -> None:
-        """Update the parameters of a piece in place from scale x its gradients; both are as long as the piece.
+        """Update the parameters of a piece in place with scale x its gradients.
 
-        step     of the updates that were made, from 0
-        mirror   as long: what becomes the parameters rounded, in the same pass; frozen tensors' part stays; None: there is none
-        delayed  whether part of these gradients is of earlier steps, and part of this step's will come later
+        parameters  as long as the piece
+        gradients   as long as the piece
+        step        number of earlier updates
+        delayed     whether some of these gradients belong to earlier steps, and some of this step's
+                    gradients arrive later
+        mirror      as long as the piece; receives the rounded parameters in the same pass, without
+                    those of frozen tensors; None: there is no mirror
         """
         s = self.settings
         beta1 = s.beta1_delayed if delayed else s.beta1

@@ -1,7 +1,8 @@
-"""Activations that travel: buffers leased from a group, with collectives that are bound to them once and found again.
+"""Activation buffers: leased from a group, with collectives that are bound to each buffer once.
 
-An activation from the arena has another address in every call, and a collective is bound to one. So a group has buffers of
-its own: each keeps what was bound to it, and is leased again for activations of as many elements.
+A collective is bound to an address, but an activation from the arena has a new address in every
+call. So a group has its own buffers. Each one keeps its bound collectives, and is leased again
+for activations of the same number of elements and dtype.
 """
 
 import math
@@ -23,11 +24,14 @@ from mpitrain.machine.arena import Arena, padded
 from mpitrain.transport.base import Transport
 
 SLAB = 32 << 20
-"""Most bytes that are allocated for buffers still to come. MPI has a limited number of windows, a host little memory for them."""
+"""Most bytes that are allocated in advance for later buffers.
+
+MPI has a limited number of windows, and a host has little memory for them.
+"""
 
 
 class Binder(Protocol):
-    """The part of a Group that activation buffers use: its ranks, and its collectives bound to an array."""
+    """Subset of Group for activation buffers: its ranks, and its collectives bound to an array."""
 
     transport: Transport
     algorithm: str
@@ -47,11 +51,12 @@ class Binder(Protocol):
 
 
 class Buffer:
-    """A group's buffer, and what was bound to it so far.
+    """Buffer of a group, with the collectives that are bound to it so far.
 
-    number    in the order in which the group made them: the same on all ranks
-    raw       its bytes, padded to a multiple of 64
-    elements  what collectives are bound to: (count,)
+    number    in the order in which the group made its buffers: the same on all ranks
+    raw       bytes, padded to a multiple of 64
+    elements  array that collectives are bound to: (count,)
+    bound     {(operation, op): reduction}
     """
 
     def __init__(self, number: int, raw: Any, count: int, dtype: np.dtype):
@@ -63,7 +68,7 @@ class Buffer:
         self.bound: dict[tuple[str, str], TimedReduction] = {}
 
     def settle(self) -> None:
-        """Wait for what is still under way: somebody gave the lease up before its end."""
+        """Wait for reductions that are still under way, because their lease ended early."""
         for reduction in self.bound.values():
             if not reduction.poll():
                 reduction.wait()
@@ -71,15 +76,16 @@ class Buffer:
 
 @dataclass
 class StallTime:
-    """How many seconds a rank has stood still so far."""
+    """Total time that a rank has been blocked, in seconds."""
 
     seconds: float = 0.0
 
 
 class TimedReduction:
-    """A Reduction over another one, which counts how long its rank stands still for it.
+    """Decorator of a Reduction that measures how long its rank is blocked in it.
 
-    It does not know its group, which would refer to itself then, and keep what lies in windows beyond its last use.
+    It has no reference to its group. Such a cycle of references would keep arrays in windows alive
+    beyond their last use.
     """
 
     def __init__(
@@ -111,7 +117,10 @@ class TimedReduction:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Reduce while the block computes, and wait at its end. Between hosts a thread moves the messages meanwhile."""
+        """Reduce while the `with` block computes, and wait at its end.
+
+        Between hosts, a thread progresses the messages meanwhile.
+        """
         moving = mover(self._transport, [self._inner], self._progress_thread)
         moving.start(self._inner)
         yield
@@ -120,42 +129,50 @@ class TimedReduction:
 
 
 class ActivationBuffer:
-    """An activation of all ranks of a group, and the collectives that work on it in place.
+    """Lease of an activation's buffer on all ranks of a group, with collectives that work in place.
 
-    The lease ends when nothing refers to `array` or a view of it any more, this object included. If a collective is still under
-    way then, whoever leases the buffer next waits for it.
+    The lease ends when no reference to `array`, to a view of it or to this object is left. If a
+    collective is still under way then, the next lease of the buffer waits for it.
 
-    array   uninitialised, contiguous, of the shape and dtype that were asked for
+    array   uninitialised, contiguous, of the shape and dtype of the lease
     """
 
     def __init__(self, group: Binder, waited: StallTime, buffer: Buffer, array: Any):
         self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
     def all_reduce(self, op: str = "add") -> TimedReduction:
-        """The all-reduce of the array. Collective where the buffer has none yet."""
+        """Return the all-reduce of the array. Collective if the buffer has none yet."""
         return self._found("all-reduce", op, lambda elements: self._group.bind(elements, op))
 
     def reduce_scatter(self, op: str = "add") -> TimedReduction:
-        """The reduction ends in `own`, or `own_rows`; the rest is scratch. Collective where the buffer has none yet."""
+        """Return the reduce-scatter of the array. Collective if the buffer has none yet.
+
+        The result is `own`, or `own_rows`; the rest of the array is scratch.
+        """
         return self._found(
             "reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op)
         )
 
     def all_gather(self) -> TimedReduction:
-        """`own`, or `own_rows`, of every rank ends in the array. Collective where the buffer has none yet."""
+        """Return the all-gather of the array. Collective if the buffer has none yet.
+
+        Every rank provides `own`, or `own_rows`.
+        """
         return self._found("all-gather", "", self._group.bind_all_gather)
 
     @property
     def own(self) -> Any:
-        """This rank's chunk of the elements (plans.chunk_bounds): flat, a view."""
+        """This rank's chunk of the elements (see `chunk_bounds`), as a 1-D view."""
         start, stop = chunk_bounds(self.array.size, self._group.size)[self._group.rank]
         return self.array.reshape(-1)[start:stop]
 
     @property
     def own_rows(self) -> Any:
-        """The same chunk as rows: (rows / ranks, length of the last dim), a view. All dims but the last count as rows.
+        """This rank's chunk as rows, a view: (rows / ranks, length of the last dim).
 
-        raises  CommError if the rows do not divide by the ranks
+        All dims but the last count as rows.
+
+        raises  CommError if the number of rows is no multiple of the number of ranks
         """
         rows, n = math.prod(self.array.shape[:-1]), self._group.size
         if rows % n:
@@ -177,14 +194,15 @@ class ActivationBuffer:
 
 
 class ActivationPool:
-    """The buffers of one group, by count and dtype.
+    """Pool of a group's activation buffers, by number of elements and dtype.
 
-    Ranks lease the same in the same order, and at every lease the same ones have ended on each, in whatever order: all ranks then
-    get the buffer of one number. Nothing checks the second condition but where a buffer is made: ranks for which it does not
-    hold wait for each other, or reduce different activations.
+    All ranks lease the same shapes and dtypes in the same order. At every lease, the same earlier
+    leases have ended on all ranks, in any order. Then all ranks get the buffer of the same number.
+    Only the allocation of a buffer checks these conditions. If they fail elsewhere, ranks wait for
+    each other, or reduce different activations.
 
-    arena   counts leases as its own, and the buffers made for them
-    waited  for collectives of leases
+    arena   counts the leases, and the allocations for them
+    waited  time blocked in collectives of the leases
     """
 
     def __init__(self, arena: Arena):
@@ -194,7 +212,7 @@ class ActivationPool:
         self._rest: Any = np.empty(0, np.uint8)
 
     def lease(self, group: Binder, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
-        """A free buffer, or a new one."""
+        """Lease a free buffer, or a new one if none is free."""
         shape, dtype = tuple(shape), np.dtype(dtype)
         count = math.prod(shape)
         free = self._free.setdefault((count, dtype), [])
@@ -209,13 +227,19 @@ class ActivationPool:
         )
 
     def close(self) -> None:
-        """Wait for what is under way, and keep no buffer; those that are leased go with their leases. Collective."""
+        """Wait for all reductions under way, and drop all buffers; collective.
+
+        Leased buffers live until their leases end.
+        """
         for buffer in self._buffers:
             buffer.settle()
         self._buffers, self._free, self._rest = [], {}, np.empty(0, np.uint8)
 
     def _made(self, group: Binder, count: int, dtype: np.dtype) -> Buffer:
-        """A new buffer; collective. CommError on every rank if they do not want the same."""
+        """Allocate a new buffer; collective.
+
+        raises  CommError on every rank if ranks ask for different sizes or dtypes
+        """
         number, nbytes = len(self._buffers), padded(count * dtype.itemsize)
         agree(
             group.transport,

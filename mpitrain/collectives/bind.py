@@ -1,7 +1,8 @@
-"""Binding: an operation, an algorithm and a buffer become something that runs again and again.
+"""Binding: an operation, an algorithm and a buffer become a Reduction, which runs many times.
 
-Every function here is collective: all ranks call it, in the same order, and agree on what they bind (check.py says what
-is refused). A run agrees on nothing, allocates nothing, checks nothing. Each bound collective has a tag of its own.
+Every function here is collective: all ranks call it in the same order. Binding compares the
+arguments of all ranks (engine/agreement.py lists the errors). A run compares nothing, allocates
+nothing and checks nothing. Each bound collective has its own tag.
 """
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
@@ -38,19 +39,19 @@ def bind(
         The ranks.
     array : ndarray
         Contiguous, any shape. The number of elements and the dtype are the same on every rank.
-    op : str
-        "add" or "maximum".
+    op : {"add", "maximum"}
+        Reduction operator.
     algorithm : str
-        As `replication.algorithm`; "auto" takes the one that `tuning` predicts to be fastest.
+        As `replication.algorithm`; "auto" takes the one that `tuning` predicts to be the fastest.
     tuning : Tuning, optional
-        Constants of the cost model, in seconds and bytes; None: the built-in ones.
+        Constants of the cost model, in seconds and bytes; None: the built-in constants.
     arithmetic : Arithmetic, optional
         Adds received chunks; None: NumPy.
 
     Returns
     -------
     Reduction
-        Run it any number of times with `run()`, or with `start()` and `wait()`; its attribute
+        Runs any number of times, with `run()`, or with `start()` and `wait()`. Its attribute
         `algorithm` names the algorithm in use.
 
     Raises
@@ -71,9 +72,10 @@ def bind_reduce_scatter(
     tuning: Tuning | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> Reduction:
-    """Bind a reduce-scatter: chunk r (plans.chunk_bounds) ends as the reduction on rank r, the rest as scratch.
+    """Bind a reduce-scatter of `array`, in place: chunk r ends as the reduction on rank r.
 
-    Parameters and errors are those of `bind`.
+    The other chunks are scratch; `chunk_bounds` gives the bounds of all chunks. The parameters and
+    the errors are the same as for `bind`.
     """
     return _bind(transport, array, op, "reduce-scatter", algorithm, tuning, arithmetic)
 
@@ -81,7 +83,10 @@ def bind_reduce_scatter(
 def bind_all_gather(
     transport: Transport, array: np.ndarray, algorithm: str = "ring", tuning: Tuning | None = None
 ) -> Reduction:
-    """Bind an all-gather: chunk r of rank r ends in everyone's array. Parameters and errors are those of `bind`."""
+    """Bind an all-gather of `array`, in place: chunk r of rank r ends in the array of every rank.
+
+    The parameters and the errors are the same as for `bind`.
+    """
     return _bind(transport, array, "add", "all-gather", algorithm, tuning, None)
 
 
@@ -94,7 +99,10 @@ def _bind(
     tuning: Tuning | None,
     arithmetic: Arithmetic | None,
 ) -> Reduction:
-    """Bind what has a table of algorithms, by default with the built-in constants and NumPy."""
+    """Bind an operation that has a table of algorithms.
+
+    tuning, arithmetic  None: the built-in constants, NumPy
+    """
     tuning, arithmetic = tuning or DEFAULT, arithmetic or HOST
     asked, table, name = algorithm, TABLES[operation], operation.replace("allreduce", "all-reduce")
     tag = agree(transport, name, array, choices(operation), algorithm, op=op)
@@ -109,13 +117,13 @@ def _bind(
             raise on_every_rank(no_window(transport, array))
         algorithm = "ring"
         reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
-    assert reduction is not None  # a ring lacks nothing
+    assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm
     return reduction
 
 
 def situation(transport: Transport, array: np.ndarray) -> Topology:
-    """What the algorithms ask about."""
+    """Return the properties that algorithms depend on, for this array on these ranks."""
     dtype = array.dtype.name
     return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
 
@@ -123,7 +131,7 @@ def situation(transport: Transport, array: np.ndarray) -> Topology:
 def chosen_by_model(
     transport: Transport, array: np.ndarray, tuning: Tuning, operation: str = "allreduce"
 ) -> str:
-    """What "auto" is for this array. Collective."""
+    """Return the algorithm that "auto" chooses for this array; collective."""
     return choose(
         tuning,
         situation(transport, array),
@@ -135,7 +143,10 @@ def chosen_by_model(
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:
-    """The class of memory that the model knows an array's by: "window" if it lies in one on every rank. Collective."""
+    """Return the memory class of an array in the cost model; collective.
+
+    It is "window" if the array lies in a shared window on every rank, else "plain".
+    """
     found = transport.windows.locate(array, transport.members[transport.rank])
     return "window" if all(transport.gather_text(found is not None)) else "plain"
 
@@ -143,7 +154,7 @@ def memory_of(transport: Transport, array: np.ndarray) -> str:
 def bind_broadcast(
     transport: Transport, array: np.ndarray, root: int = 0, algorithm: str = "binomial"
 ) -> Reduction:
-    """Bind a broadcast of root's array to everyone's."""
+    """Bind a broadcast of the root's array to the arrays of all ranks."""
     tag = agree(transport, "broadcast", array, choices("broadcast"), algorithm, root=root)
     plan = PLANS["broadcast"][algorithm](transport.rank, transport.size, array.size, root)
     return Execution(transport, array, "add", plan, tag)
@@ -157,7 +168,7 @@ def bind_reduce(
     algorithm: str = "binomial",
     arithmetic: Arithmetic = HOST,
 ) -> Reduction:
-    """Bind a reduction to root's array; the other ranks' arrays end as scratch."""
+    """Bind a reduction into the root's array; the arrays of all other ranks are scratch."""
     tag = agree(transport, "reduce", array, choices("reduce"), algorithm, op=op, root=root)
     plan = PLANS["reduce"][algorithm](transport.rank, transport.size, array.size, root)
     return Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
@@ -168,7 +179,8 @@ def bind_all_to_all(
 ) -> Reduction:
     """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`.
 
-    raises   CommError also if the two arrays differ in count or dtype, or do not divide into as many chunks as ranks
+    raises   CommError on every rank also if the two arrays overlap, differ in size or dtype, or do
+             not divide into one chunk per rank
     """
     tag = agree(transport, "all-to-all", outgoing, choices("all-to-all"), algorithm)
     agree(transport, "all-to-all", incoming, choices("all-to-all"), algorithm)
@@ -197,7 +209,7 @@ def bind_all_to_all(
 def bind_ping_pong(
     transport: Transport, array: np.ndarray, algorithm: str = "ping-pong"
 ) -> Reduction:
-    """Bind a message from rank 0 to the last rank and back."""
+    """Bind a message from rank 0 to the last rank, and its way back."""
     tag = agree(transport, "sendrecv", array, choices("sendrecv"), algorithm)
     plan = PLANS["sendrecv"][algorithm](transport.rank, transport.size, array.size)
     return Execution(transport, array, "add", plan, tag)

@@ -1,4 +1,4 @@
-"""A Group: ranks and the algorithm they reduce with. The only communicator a layer sees."""
+"""Group: ranks and the algorithms of their collectives; the only communicator that layers see."""
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
@@ -31,30 +31,30 @@ from mpitrain.transport.base import Transport
 
 
 class Group:
-    """Ranks, and the algorithm they reduce with (as a process group of torch.distributed).
+    """Communicator of our own collectives, as a process group of torch.distributed.
 
-    All methods are collective and work in place on contiguous arrays of any shape; chunk r is the r-th of as
-    many even runs of elements as there are ranks. The `bind` methods agree once, and what they return can be
-    run any number of times. Methods without `bind` agree at every call, which costs a round of messages.
+    Every method is collective. All but `bind_all_to_all` work in place, on contiguous arrays of
+    any shape. An array on n ranks has n chunks of nearly equal length; chunk r belongs to rank r.
 
     Parameters
     ----------
     transport : Transport
         The ranks: see `from_communicator`, `connect` and `run_ranks`.
     algorithm : str
-        Of all-reduces; "auto", the default as of `replication.algorithm`, takes for each array what
-        `tuning` predicts to be fastest. Where it has no reduce-scatter or all-gather, `auto` chooses for these.
+        Algorithm of all-reduces, as `replication.algorithm`. "auto" takes, for each array, the
+        algorithm that `tuning` predicts to be the fastest. Reduce-scatters and all-gathers use the
+        algorithm of the same name, or "auto" if there is none.
     tuning, arithmetic : optional
         As in `bind`.
     arena : Arena, optional
         Counts the bytes that `exchange` leases.
-    progress_thread : str
+    progress_thread : {"auto", "no"}
         As `replication.progress_thread`.
 
     Attributes
     ----------
     scratch_bytes : int
-        Bytes that the collectives bound so far have allocated besides the arrays they work on.
+        Bytes that all collectives bound so far have allocated, without the arrays they work on.
 
     Raises
     ------
@@ -62,6 +62,12 @@ class Group:
         By every method, on every rank, if numbers of elements or dtypes differ.
     ConfigError
         By every method, on every rank, for an algorithm that is unknown or cannot run here.
+
+    Notes
+    -----
+    A `bind` method compares the arguments of all ranks once. Its Reduction runs any number of
+    times, on the present contents of its array. The other methods bind at every call, which costs
+    a round of messages.
     """
 
     def __init__(
@@ -82,16 +88,24 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """The number of this process within the group, from 0."""
+        """Number of this process within the group, from 0."""
         return self.transport.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.transport.size
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind an all-reduce; op is "add" or "maximum"."""
+        """Bind an all-reduce of `array`; a persistent collective, as MPI_Allreduce_init returns.
+
+        Parameters
+        ----------
+        array : ndarray
+            Contiguous, any shape; ends as the reduction over all ranks.
+        op : {"add", "maximum"}
+            Reduction operator, of all methods with this parameter.
+        """
         return self._noted(
             "all-reduce",
             array,
@@ -101,7 +115,17 @@ class Group:
     def bind_lossy(
         self, array: np.ndarray, wire: Wire, matrices: Sequence[Matrix] = ()
     ) -> Reduction:
-        """Bind a sum of a float32 array that travels in a wire format: nearly the sum, with the same bits on all ranks."""
+        """Bind a sum with compressed messages: nearly the sum, with the same bits on all ranks.
+
+        Parameters
+        ----------
+        array : ndarray
+            float32, contiguous.
+        wire : Wire
+            Wire format of the messages.
+        matrices : sequence of Matrix
+            Matrices within `array`, for powersgd; empty: the array as one matrix.
+        """
         return self._noted(
             "all-reduce",
             array,
@@ -109,7 +133,7 @@ class Group:
         )
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind a reduce-scatter: chunk r ends as the reduction on rank r; the other chunks are scratch."""
+        """Bind a reduce-scatter: chunk r ends as the reduction on rank r, the others as scratch."""
         algorithm = half_of("reduce-scatter", self.algorithm)
         return self._noted(
             "reduce-scatter",
@@ -130,14 +154,13 @@ class Group:
         )
 
     def bind_coded_all_gather(self, array: np.ndarray, wire: Wire) -> Reduction:
-        """Bind an all-gather of equally long float32 chunks that travel in a wire format."""
+        """Bind an all-gather of equal float32 chunks, with messages in fp16, bf16 or int8."""
         before = self.scratch_bytes
         reduction = bind_coded_all_gather(
             self.transport, array, self.arithmetic.codecs[wire.name], self.bind_all_gather
         )
-        self.scratch_bytes = (
-            before + reduction.scratch_bytes
-        )  # that of the gather of bytes is in it
+        # The reduction's own count includes the scratch of the gather of bytes.
+        self.scratch_bytes = before + reduction.scratch_bytes
         return reduction
 
     def bind_broadcast(self, array: np.ndarray, root: int = 0) -> Reduction:
@@ -145,7 +168,7 @@ class Group:
         return self._noted("broadcast", array, lambda: bind_broadcast(self.transport, array, root))
 
     def bind_reduce(self, array: np.ndarray, op: str = "add", root: int = 0) -> Reduction:
-        """Bind a reduction into the root's array; the arrays of other ranks are scratch."""
+        """Bind a reduction into the root's array; the arrays of all other ranks are scratch."""
         return self._noted(
             "reduce",
             array,
@@ -153,7 +176,10 @@ class Group:
         )
 
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
-        """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`."""
+        """Bind an all-to-all: chunk q of `outgoing` on rank p becomes chunk p of `incoming` on q.
+
+        The arrays have one dtype and size, a multiple of the number of ranks, and do not overlap.
+        """
         return self._noted(
             "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
         )
@@ -164,11 +190,27 @@ class Group:
         return reduction
 
     def exchange(self, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
-        """Lease a buffer for an activation that the group reduces or gathers in place; layers use it.
+        """Lease a buffer for an activation, which layers reduce or gather in place.
 
-        Ranks lease the same shapes and dtypes in the same order (else CommError on every rank). A buffer
-        that is free again is leased again with its bound collectives: after the first step nothing is
-        allocated. On one host it lies in a shared window; the transport frees it when it is closed.
+        Parameters
+        ----------
+        shape, dtype
+            Of the activation; all ranks lease the same in the same order.
+
+        Returns
+        -------
+        ActivationBuffer
+            Uninitialised; the lease ends when its array and all views of it are garbage.
+
+        Raises
+        ------
+        CommError
+            On every rank, if ranks allocate buffers that differ in size or dtype.
+
+        Notes
+        -----
+        A returned buffer is leased again with its bound collectives: nothing is allocated after the
+        first step. On one host, buffers lie in a shared window, until the transport closes.
         """
         return self._exchanges.lease(self, shape, dtype)
 
@@ -178,17 +220,17 @@ class Group:
         return self._exchanges.waited.seconds
 
     def all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        """Reduce the array over all ranks, now."""
+        """Reduce `array` over all ranks, in place: `bind`, then one run."""
         self.bind(array, op).run()
 
     def reduce_scatter(self, array: np.ndarray, op: str = "add") -> None:
-        """As `bind_reduce_scatter`, now."""
+        """Reduce-scatter `array`, in place: `bind_reduce_scatter`, then one run."""
         self.bind_reduce_scatter(array, op).run()
 
     def all_gather(self, array: np.ndarray) -> None:
-        """As `bind_all_gather`, now."""
+        """All-gather the chunks of `array`, in place: `bind_all_gather`, then one run."""
         self.bind_all_gather(array).run()
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
-        """As `bind_broadcast`, now."""
+        """Broadcast the root's array, in place: `bind_broadcast`, then one run."""
         self.bind_broadcast(array, root).run()

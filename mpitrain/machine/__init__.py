@@ -1,1 +1,1 @@
-"""What a process owns of its machine, and where arrays live."""
+"""Resources of a process on its machine, and the backends of host and GPU memory."""

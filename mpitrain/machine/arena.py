@@ -1,8 +1,9 @@
-"""The arena: activation buffers that are used again instead of allocated again.
+"""The arena: reuses activation buffers, as PyTorch's caching allocator does.
 
-`take` leases a buffer; it returns by itself when the last array that refers to it dies, so no layer keeps books and an
-exception leaks nothing. After the first step every lease is served from what came back: `allocations` stands still. Steps that
-begin with `rewind` and lease alike use the same addresses.
+`take` leases a buffer. The buffer returns by itself when the last array that refers to it dies.
+So layers need no bookkeeping, and an exception leaks nothing. After the first step, returned
+buffers serve every lease, and `allocations` stays constant. Steps that begin with `rewind` and
+lease in the same order use the same addresses.
 """
 
 import math
@@ -16,21 +17,25 @@ SLAB = 32 << 20  # bytes obtained from the system at once
 
 
 class Memory(Protocol):
-    """Where an arena's buffers come from: contiguous arrays of bytes."""
+    """Allocator of an arena: contiguous arrays of bytes in one kind of memory."""
 
     def allocate(self, nbytes: int) -> Any:
-        """A new buffer that starts on a multiple of 64 bytes."""
+        """Allocate a buffer that starts at a multiple of 64 bytes."""
 
     def array(self, buffer: Any, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """The buffer's first bytes as an array; `lease` must live as long as that array or a view of it."""
+        """Return the first bytes of a buffer as an array.
+
+        lease  must live as long as the array or any view of it
+        """
 
 
 class HostMemory:
-    """Buffers of NumPy arrays. NumPy keeps a lease alive as the base of the arrays that were made from it.
+    """Allocator of host memory, as NumPy arrays.
 
-    Buffers are cut from slabs, which NumPy asks the kernel to back with huge pages (it does from 4 MiB on): a training
-    step walks through far more 4 KiB pages than the processor remembers. What a slab has left when the next buffer does
-    not fit is lost, but was never touched.
+    NumPy keeps a lease alive as the base of the arrays that were made from it. Buffers are cut from
+    slabs of 32 MiB. NumPy asks the kernel for huge pages for arrays from 4 MiB on. With pages of
+    4 KiB, a training step would touch far more pages than the TLB holds. The end of a slab is lost
+    if the next buffer does not fit. No page of that end was ever touched.
     """
 
     def __init__(self) -> None:
@@ -46,9 +51,8 @@ class HostMemory:
     def array(
         self, buffer: np.ndarray, lease: "Lease", shape: tuple[int, ...], dtype: np.dtype
     ) -> np.ndarray:
-        typestr = (
-            f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str
-        )  # of bfloat16, which no typestr tells
+        # bfloat16 has no typestr of its own, so it is declared as raw bytes.
+        typestr = f"|V{dtype.itemsize}" if dtype.kind == "V" else dtype.str
         lease.__array_interface__ = {
             "data": (buffer.ctypes.data, False),
             "shape": shape,
@@ -59,10 +63,10 @@ class HostMemory:
 
 
 class Lease:
-    """Possession of a buffer. When nothing refers to the lease any more, what is leased is free again.
+    """Ownership of a leased buffer, which ends with the last reference to this object.
 
-    leased  the buffer, or what keeps it alive
-    free    where it goes back to
+    leased  the buffer, or an object that keeps it alive
+    free    list to which `leased` returns at the end
     """
 
     __slots__ = ("__array_interface__", "_arena", "_free", "_leased", "_nbytes")
@@ -77,27 +81,29 @@ class Lease:
 
 
 class Arena:
-    """Leases buffers by class of size, and counts those that others own and lease out by it.
+    """Pool of buffers by size class; it also counts leases of buffers that other objects own.
 
-    live, peak    bytes leased now, and the most there ever were
-    held          bytes obtained from the system, whole classes, leased or not
-    allocations   buffers obtained from the system since construction
+    live, peak    bytes leased now, and their maximum so far
+    held          bytes obtained from the system, as whole size classes, leased or not
+    allocations   number of buffers obtained from the system so far
     """
 
     def __init__(self, memory: Memory | None = None) -> None:
         self.live = self.peak = self.held = self.allocations = 0
         self._memory = memory or HostMemory()
-        self._free: dict[
-            int, list[tuple[int, Any]]
-        ] = {}  # by class, the buffers with their numbers
+        # For each size class, this lists the free buffers as (number, buffer).
+        self._free: dict[int, list[tuple[int, Any]]] = {}
 
     def rewind(self) -> None:
-        """Lease what is free now in the order in which it was made, whatever the order in which it came back."""
+        """Sort the free buffers, so that leases reuse them in the order of their allocation."""
         for free in self._free.values():
             free.sort(key=_number, reverse=True)
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An uninitialised, contiguous, 64-byte aligned array; its buffer returns when the array and its views die."""
+        """Lease an uninitialised, contiguous, 64-byte aligned array.
+
+        Its buffer returns when the array and all its views have died.
+        """
         dtype = np.dtype(dtype)
         nbytes = padded(math.prod(shape) * dtype.itemsize)
         size = size_class(nbytes)
@@ -114,10 +120,12 @@ class Arena:
         free: list[Any],
         nbytes: int = 0,
     ) -> Any:
-        """The first bytes of a buffer as an array. When that and its views have died, `leased` is added to `free`.
+        """Lease the first bytes of a buffer of any owner as an array.
 
-        buffer  of bytes, contiguous, in this arena's memory; `leased` keeps it alive
-        nbytes  that count as leased; 0: all of the buffer's
+        When the array and all its views have died, `leased` is appended to `free`.
+
+        buffer  contiguous bytes in this arena's memory; `leased` keeps it alive
+        nbytes  bytes that count as leased; 0: the size of the buffer
         """
         nbytes = nbytes or buffer.nbytes
         self.live += nbytes
@@ -131,7 +139,10 @@ class Arena:
 
 
 def size_class(nbytes: int) -> int:
-    """Bytes of the buffer that so many bytes are leased in: eight sizes from a power of two to the next, multiples of 64."""
+    """Return the size of the buffer that serves a lease of `nbytes`.
+
+    There are eight sizes from one power of two to the next, all multiples of 64.
+    """
     step = max(ALIGNMENT, 1 << (nbytes - 1).bit_length() >> 4)
     return -(-nbytes // step) * step
 
@@ -141,5 +152,5 @@ def _number(leased: tuple[int, Any]) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """So many bytes as they are leased: whole cache lines, at least one."""
+    """Return the bytes that a lease of `nbytes` counts: whole cache lines, at least one."""
     return -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT

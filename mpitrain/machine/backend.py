@@ -1,6 +1,7 @@
-"""Where arrays live: what a backend is, and that of host memory; `machine/devices.py` has the others' names.
+"""Backends: where arrays live; `machine/devices.py` lists all backends by name.
 
-A backend is the only thing that knows how arrays get there and back, and what must be waited for on the way.
+Only a backend knows how arrays get to its memory and back, and which work a copy must wait for.
+This module has the protocols and the backend of host memory.
 """
 
 from contextlib import AbstractContextManager
@@ -14,86 +15,107 @@ from mpitrain.machine.kinds import Kind
 
 
 class Copy(Protocol):
-    """A copy under way, neither end of which may be touched before `test` has said True or `wait` has returned; or a place."""
+    """Copy under way, or an event in a stream of work.
+
+    Neither end of a copy may be touched before `test` has returned True or `wait` has returned.
+    """
 
     def test(self) -> bool:
-        """True once the copy, or what was started before the place, is complete; never blocks."""
+        """Return whether the copy, or all work before the event, is complete; never blocks."""
 
     def wait(self) -> None:
-        """Block until then."""
+        """Block until `test` would return True."""
 
 
 class Backend(Protocol):
-    """Moves arrays between host memory and the memory that the ops of `kind` work on."""
+    """Memory that the ops of `kind` work on, and copies between it and host memory."""
 
     kind: Kind
-    """As in device.kind, but never auto."""
+    """Kind as in device.kind, but never "auto"."""
 
     def arena(self) -> Arena:
-        """A fresh arena of this backend's memory."""
+        """Return a new arena of this backend's memory."""
 
     def holds(self, array: Any) -> bool:
-        """Whether the array lies in this backend's memory."""
+        """Return whether the array lies in this backend's memory."""
 
     def zeros(self, count: int, dtype: Any) -> Any:
-        """A zeroed 1-D array in this backend's memory."""
+        """Return a zeroed 1-D array in this backend's memory."""
 
     def from_host(self, array: np.ndarray, arena: Arena | None = None) -> Any:
-        """The array in this backend's memory, contiguous; may be the same one. arena: what other memory is leased from."""
+        """Return a contiguous copy of the array in this backend's memory, or the array itself.
+
+        arena  leases the memory of the copy, if this backend's memory is not the host's
+        """
 
     def put(self, target: Any, array: np.ndarray) -> None:
-        """Write an array of host memory, of one shape and dtype, over one of this backend's, in the order of its work."""
+        """Write an array of host memory over `target`, an array of the same shape and dtype.
+
+        The write is in the order of this backend's work.
+        """
 
     def to_host(self, array: Any) -> np.ndarray:
-        """The array in host memory, once the work that writes it is done; may be the same one."""
+        """Return the array in host memory, after the work that writes it; may be the same array."""
 
     def synchronize(self) -> None:
-        """Wait for all the work that was started here."""
+        """Block until all work started so far is done; on a GPU, on the current stream."""
 
     def mark(self) -> Mark | None:
-        """A mark behind the work that was started here; None where the host computes itself."""
+        """Return a mark behind the work started so far; None where the host itself computes."""
 
 
 @runtime_checkable
 class DeviceBackend(Backend, Protocol):
-    """A backend whose memory is not the host's: what messages need to get there, and other processes of the host."""
+    """Backend of GPU memory, with support for messages and for other processes of the host."""
 
     def staging(self, nbytes: int) -> np.ndarray:
-        """Page-locked host bytes, which a device copies to and from while the host does something else."""
+        """Return page-locked host bytes, so that copies of the device overlap with host work."""
 
     def so_far(self) -> Copy:
-        """The place behind all the work that was started here so far."""
+        """Return an event behind all work started so far on the current stream."""
 
     def follow(self, place: Copy) -> None:
-        """Let the work that is started here from now on wait for what is before the place; nobody waits on the host."""
+        """Make later work on the current stream wait for an event (as cudaStreamWaitEvent).
+
+        The host does not wait.
+        """
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Within it `here` is a place beside the computation: the stream of messages, of the copies and sums that make them."""
+        """Return a context whose current stream is the stream of messages, not of the computation.
+
+        The copies and the sums of messages run on this stream.
+        """
 
     def start_copy(self, target: Any, source: Any, after: Copy) -> Copy:
-        """Begin to copy one contiguous array onto another, one of them staging, beside the work under way.
+        """Start to copy one contiguous array onto another on the stream of messages.
 
-        after   a place behind the work that writes the source, or still reads the target
+        One of the two arrays is staging memory.
+
+        after   event behind the work that writes the source, or that still reads the target
         """
 
     def gpus(self) -> tuple[str, list[str]]:
-        """PCI addresses of this process's GPU and of all that it sees."""
+        """Return the PCI addresses of this process's GPU and of all GPUs that it sees."""
 
     def export(self, array: Any) -> tuple[str, int]:
-        """What another process needs to `open` the array, which must live as long: a handle of its allocation, its place there.
+        """Return the CUDA IPC handle of the array's allocation, and the offset of the array in it.
+
+        Another process passes them to `open`. The array must outlive its use there.
 
         raises  CommError if the driver refuses
         """
 
     def open(self, handle: str, offset: int, like: Any) -> Any:
-        """Another process's array, alike in shape and dtype to one of this process's; unmapped when its last view dies.
+        """Map an array of another process; it is unmapped when its last view dies.
 
-        raises  CommError if the driver refuses
+        handle, offset  as `export` returned them
+        like            array of this process with the same shape and dtype
+        raises          CommError if the driver refuses
         """
 
 
 class HostBackend:
-    """NumPy arrays in host memory: nothing to move, nothing to wait for."""
+    """NumPy arrays in host memory, which need no copies and no waits."""
 
     kind: Kind = "cpu"
 
@@ -123,16 +145,16 @@ class HostBackend:
 
 
 def on_device(array: Any) -> bool:
-    """Whether the array lies in GPU memory."""
+    """Return whether the array lies in GPU memory."""
     return hasattr(type(array), "__cuda_array_interface__")
 
 
 def overlap(one: Any, other: Any) -> bool:
-    """Whether two contiguous arrays have bytes in common, wherever they lie."""
+    """Return whether two contiguous arrays share bytes, in any memory."""
     start, begin = address(one), address(other)
     return start < begin + other.nbytes and begin < start + one.nbytes
 
 
 def address(array: Any) -> int:
-    """Where an array begins, in the memory that it lies in."""
+    """Return the address of an array's first element in its memory."""
     return array.data.ptr if on_device(array) else array.ctypes.data

@@ -16,10 +16,10 @@ from mpitrain.machine.kinds import Kind
 
 
 class CudaBackend:
-    """CuPy arrays on the current GPU, out of CuPy's default pool; work runs on the current stream.
+    """Backend of CuPy arrays on the current GPU, in CuPy's default pool; uses the current stream.
 
-    Pools that allocate in stream order (cudaMallocAsync) are not used: their memory cannot be handed to other processes,
-    and has crashed MPI libraries that tried (openucx/ucx#7194).
+    Pools that allocate in stream order (cudaMallocAsync) are not used. Other processes cannot open
+    their memory, and attempts have crashed MPI libraries (openucx/ucx#7194).
 
     raises  ConfigError without CuPy, a driver or a GPU
     """
@@ -111,7 +111,7 @@ class CudaBackend:
 
 
 class _CudaMemory:
-    """Buffers of CuPy's default pool."""
+    """Allocator of GPU memory from CuPy's default pool."""
 
     def __init__(self, cupy: ModuleType):
         self._cupy = cupy
@@ -120,7 +120,8 @@ class _CudaMemory:
         return self._cupy.empty(nbytes, np.uint8)  # the pool cuts at multiples of 512 bytes
 
     def array(self, buffer: Any, lease: Lease, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        # A view keeps its memory object, and that its owner: the lease lives as long as the last of them.
+        # A view refers to its memory object, which refers to its owner, the lease. So the lease
+        # lives as long as the last view.
         memory = self._cupy.cuda.UnownedMemory(
             buffer.data.ptr, buffer.nbytes, lease, buffer.data.device_id
         )
@@ -128,7 +129,7 @@ class _CudaMemory:
 
 
 class _CudaPlace:
-    """A place in a stream, reached with its event; behind a copy it keeps both ends alive."""
+    """Event in a stream; after a copy, it keeps both arrays alive."""
 
     def __init__(self, event: Any, ends: tuple[Any, ...]):
         self.event, self._ends = event, ends
@@ -141,7 +142,10 @@ class _CudaPlace:
 
 
 class _Opened:
-    """An allocation of another process, mapped into this one until nothing refers to it. The driver counts how often."""
+    """Allocation of another process, mapped into this one until no reference is left.
+
+    The driver counts how often an allocation is mapped.
+    """
 
     def __init__(self, runtime: ModuleType, handle: bytes):
         self.address = runtime.ipcOpenMemHandle(handle)
@@ -149,9 +153,11 @@ class _Opened:
 
 
 def _allocation_start(address: int) -> int:
-    """Where the driver's allocation begins that an array lies in: CuPy's pools cut one into many, and handles are of whole ones.
+    """Return the start of the driver's allocation that contains an address.
 
-    raises  OSError if the driver is not there or does not know the address
+    CuPy's pools cut one allocation into many arrays, but an IPC handle is for a whole allocation.
+
+    raises  OSError if the driver is missing or does not know the address
     """
     start = ctypes.c_uint64()
     status = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(
@@ -163,7 +169,7 @@ def _allocation_start(address: int) -> int:
 
 
 def cupy_with_gpu() -> ModuleType:
-    """CuPy; ConfigError where it is not installed, or finds no driver or no GPU."""
+    """Import CuPy; ConfigError if it is not installed, or finds no driver or no GPU."""
     try:
         import cupy
     except ImportError as error:

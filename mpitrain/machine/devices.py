@@ -1,4 +1,4 @@
-"""The backend of each kind of device: host memory, GPU memory, or host memory that plays a GPU's."""
+"""The backend of each kind of device: host memory, GPU memory, or a simulated GPU's memory."""
 
 import platform
 import shutil
@@ -13,9 +13,9 @@ from mpitrain.machine.kinds import KINDS
 
 
 class SimulatorBackend(HostBackend):
-    """NumPy arrays for kernels that g++ has compiled; a launch has ended when it returns.
+    """Backend of NumPy arrays for kernels compiled by g++; a launch has ended when it returns.
 
-    raises  ConfigError where there is no such compiler
+    raises  ConfigError if there is no suitable g++
     """
 
     kind = "cuda-sim"
@@ -28,7 +28,10 @@ class SimulatorBackend(HostBackend):
 
 
 def compiler() -> str:
-    """The path of g++, which compiles kernels for the simulator; ConfigError where it is missing, or could not work."""
+    """Return the path of g++, which compiles kernels for the simulator.
+
+    raises  ConfigError if g++ is missing or the machine is not x86-64
+    """
     path, machine = shutil.which("g++"), platform.machine()
     if machine != "x86_64" or path is None:
         missing = f"this machine is {machine}" if machine != "x86_64" else "there is no g++ here"
@@ -45,7 +48,10 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def backend_for(kind: str) -> Backend:
-    """The backend of a resolved device.kind; ConfigError where this machine lacks what the kind needs."""
+    """Return the backend of a resolved device.kind.
+
+    raises  ConfigError for an unknown kind, or if this machine lacks the software or the GPU for it
+    """
     if kind not in KINDS:
         raise ConfigError(
             f"There is no device of kind {kind!r} to compute on.",

@@ -1,20 +1,20 @@
-"""Marks in the work of a device: when it came past them, by its own clock, without anybody waiting for it."""
+"""Marks in the work of a device, as CUDA events: they time the device without blocking the host."""
 
 from typing import Any, Protocol
 
 
 class Mark(Protocol):
-    """A place in the work that was started on a device."""
+    """Point in the work of a device, with the device's own time."""
 
     def test(self) -> bool:
-        """True once the device has come past it, and past all marks before it; never blocks."""
+        """Return whether the device has passed this mark and all earlier ones; never blocks."""
 
     def since(self, earlier: Any) -> float:
-        """Seconds from an earlier mark to this one; the device has come past both."""
+        """Return the seconds from an earlier mark to this one; the device has passed both."""
 
 
 class Passed:
-    """A mark behind work that was done when it was made."""
+    """Mark behind work that was done when the mark was made."""
 
     def __init__(self, now: float):
         self.now = now
@@ -27,14 +27,18 @@ class Passed:
 
 
 class CudaMark:
-    """An event on a stream."""
+    """CUDA event on a stream."""
 
     def __init__(self, cuda: Any):
-        """cuda: CuPy's; the event is recorded on the current stream."""
+        """Record the event on the current stream.
+
+        cuda  the module cupy.cuda
+        """
         self._cuda, self._event = cuda, cuda.get_current_stream().record(cuda.Event())
 
     def test(self) -> bool:
         return self._event.done
 
     def since(self, earlier: "CudaMark") -> float:
-        return self._cuda.get_elapsed_time(earlier._event, self._event) / 1e3  # CUDA tells ms
+        # CUDA returns milliseconds.
+        return self._cuda.get_elapsed_time(earlier._event, self._event) / 1e3

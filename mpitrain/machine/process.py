@@ -1,6 +1,6 @@
-"""What this process owns of its machine: its place among the ranks of this host, its share of the cores, its GPU.
+"""Resources of this process: its rank on this host, its cores, its GPU and the free memory.
 
-Everything here can be asked before NumPy and MPI are imported, from the variables that launchers set.
+All functions work before NumPy and MPI are imported. Ranks come from the launcher's variables.
 """
 
 import contextlib
@@ -8,8 +8,9 @@ import os
 import re
 from typing import NamedTuple
 
-# launcher, local rank, ranks on this host, rank, ranks in all. Under `mpirun` inside a Slurm job the SLURM_ variables
-# describe the batch step (local rank 0 of 1), so Slurm comes last, and only counts where `srun` started this process.
+# Each entry has the launcher, then its variables for: local rank, ranks on this host, rank, ranks.
+# Under `mpirun` inside a Slurm job, the SLURM_ variables describe the batch step (local rank 0 of
+# 1). So Slurm comes last, and only counts where `srun` started this process.
 LAUNCHERS = (
     (
         "Open MPI",
@@ -28,7 +29,8 @@ LAUNCHERS = (
     ("MPICH or Intel MPI", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),
     ("Slurm", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-# What makes a process believe that it is a rank. What tunes an MPI library (OMPI_MCA_, UCX_, MPIR_CVAR_) is not among it.
+# Variables with these prefixes make a process believe that it is a rank. Variables that tune an MPI
+# library (OMPI_MCA_, UCX_, MPIR_CVAR_) are not among them.
 RANK_VARIABLES = (
     "OMPI_COMM_WORLD_",
     "OMPI_UNIVERSE_",
@@ -43,12 +45,13 @@ RANK_VARIABLES = (
     "MV2_COMM_WORLD_",
     "SLURM_",
 )
-SHARED_MEMORY = "/dev/shm"  # where ranks of one host share memory; Docker gives it 64 MiB unless told otherwise (--shm-size)
+# Ranks of one host share memory here; Docker limits it to 64 MiB by default (--shm-size).
+SHARED_MEMORY = "/dev/shm"
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 class Launched(NamedTuple):
-    """What the launcher says of this process; a process started by hand is rank 0 of 1."""
+    """Launcher's description of this process; a process started by hand is rank 0 of 1."""
 
     launcher: str
     local_rank: int
@@ -58,13 +61,12 @@ class Launched(NamedTuple):
 
 
 def launched() -> Launched:
-    """Read the launcher's variables. Says nothing about what MPI itself will report."""
+    """Read the variables of the launcher; MPI itself may report other numbers."""
     for launcher, *names in LAUNCHERS:
         values = [os.environ.get(name, "") for name in names]
         if values[0].isdigit() and values[3].isdigit():
-            local_size = (
-                values[1].split("(")[0].split(",")[0]
-            )  # Slurm writes 2(x4) for two tasks on each of four hosts
+            # Slurm writes 2(x4) for two tasks on each of four hosts.
+            local_size = values[1].split("(")[0].split(",")[0]
             return Launched(
                 launcher, int(values[0]), int(local_size or 1), int(values[2] or 0), int(values[3])
             )
@@ -72,29 +74,32 @@ def launched() -> Launched:
 
 
 def cores() -> int:
-    """Cores this process may run on (its binding, where the launcher set one)."""
+    """Return the number of cores this process may run on: its binding, if the launcher set one."""
     return len(os.sched_getaffinity(0))
 
 
 def processors() -> int:
-    """Cores of this host, whatever part of them this process may run on."""
+    """Return the number of cores of this host, whether or not this process may run on them."""
     return os.cpu_count() or 1
 
 
 def blas_threads() -> int:
-    """This rank's share of the cores: what it is bound to, but no more than its part of the whole host."""
+    """Return this rank's number of BLAS threads: at most its bound cores.
+
+    It is also at most an even split of the host's cores over the ranks of the host.
+    """
     return max(1, min(cores(), processors() // launched().local_size))
 
 
 def limit_blas_threads() -> None:
-    """Give BLAS this rank's share of the cores, before NumPy is imported; a number the user set stays."""
+    """Limit BLAS to this rank's cores, before NumPy is imported; a number set by the user stays."""
     if not any(os.environ.get(name) for name in BLAS_VARIABLES):
         for name in BLAS_VARIABLES:
             os.environ[name] = str(blas_threads())
 
 
 def gpus() -> int:
-    """How many GPUs CuPy finds; 0 without CuPy, a driver or a GPU."""
+    """Return the number of GPUs that CuPy finds; 0 without CuPy, a driver or a GPU."""
     try:
         import cupy
 
@@ -104,11 +109,12 @@ def gpus() -> int:
 
 
 def choose_gpu(kind: str) -> None:
-    """Make one GPU this rank's: number (local rank) modulo (GPUs of the host). Nothing to do if `kind` wants none.
+    """Make GPU (local rank) modulo (GPUs of the host) the current one, if `kind` may use a GPU.
 
-    It comes before MPI starts, because a CUDA-aware MPI looks for the current GPU when it does. The others stay visible:
-    hiding them (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task) takes from ranks of one host the way to read each other's
-    memory. Where there is no GPU nothing is said here: `backend_for` does, when all ranks can agree on it.
+    Call it before MPI starts, because a CUDA-aware MPI then looks for the current GPU. All other
+    GPUs stay visible. Hiding them (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task) would prevent
+    ranks of one host from reading each other's memory. Without a GPU, this function raises nothing.
+    `backend_for` does so later, when all ranks can agree on the error.
     """
     if kind in ("auto", "cuda") and (count := gpus()):
         import cupy
@@ -117,12 +123,12 @@ def choose_gpu(kind: str) -> None:
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver runs on this machine."""
+    """Return whether NVIDIA's driver runs on this machine."""
     return os.path.isdir("/proc/driver/nvidia")
 
 
 def shared_memory() -> int:
-    """Bytes free in SHARED_MEMORY."""
+    """Return the bytes free in SHARED_MEMORY."""
     if not os.path.isdir(SHARED_MEMORY):
         return 0
     found = os.statvfs(SHARED_MEMORY)
@@ -130,18 +136,20 @@ def shared_memory() -> int:
 
 
 def room_for(nbytes: int, ranks: int) -> int:
-    """Bytes that must be free in SHARED_MEMORY before ranks of one host share a file of so many bytes.
+    """Return the bytes that SHARED_MEMORY must have free before ranks share a file of `nbytes`.
 
-    Open MPI makes no file that leaves less than a twentieth of its size free, and ends the job
-    instead. Its own files have pages that it takes later: less than a megabyte for each rank.
+    ranks  number of ranks on this host
+
+    Open MPI creates a file only if a twentieth of the file's size stays free; else it ends the job.
+    Its own files allocate pages later: less than a megabyte per rank.
     """
     return nbytes + nbytes // 20 + (ranks << 20)
 
 
 def free_memory(kind: str) -> int:
-    """Bytes that are free before this rank and its neighbours take theirs: of its GPU if `kind` is cuda, else of the host.
+    """Return the bytes free before the ranks of this host allocate theirs.
 
-    A container's limit counts as a smaller host.
+    kind  "cuda": the current GPU's memory; other kinds: the host's, or a container's limit if less
     """
     if kind == "cuda":
         import cupy
@@ -163,12 +171,15 @@ def free_memory(kind: str) -> int:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
 def environment_of_one() -> dict[str, str]:
-    """This process's environment without what tells it that it is one rank of many: for a child that starts MPI alone."""
+    """Return this environment without the variables that make a process one of many ranks.
+
+    A child process with it starts MPI alone.
+    """
     return {
         name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)
     }

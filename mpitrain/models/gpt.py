@@ -1,4 +1,7 @@
-"""GPT-2 (Radford et al. 2019) as a flat list of units: embedding, 2 x depth half-blocks x + f(norm(x)), head."""
+"""GPT-2 (Radford et al. 2019) as a flat list of units.
+
+The units are the embedding, 2 x depth half-blocks x + f(norm(x)), and the head.
+"""
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
@@ -18,23 +21,26 @@ def gpt(
     depth: int,
     tied: bool = False,
 ) -> list[Unit]:
-    """Units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
+    """Return the units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
     Parameters
     ----------
     layers : Plain
         Makes the layers.
-    vocab, context, width, heads : int
-        Entries of the vocabulary, learned positions, channels, and attention heads: a divisor of width.
+    vocab, context : int
+        Entries of the vocabulary, and learned positions.
+    width, heads : int
+        Channels, and attention heads; heads divide width.
     depth : int
         Transformer blocks; each is two units.
     tied : bool
-        The weight of the head is the token embedding.
+        Whether the head uses the token embedding as its weight.
     """
-    # GPT-2's 0.02 is the right spread for its width of 768; narrower layers need more to keep the variance of what passes.
+    # GPT-2 uses 0.02 for its width of 768. Narrower layers need a larger standard deviation to
+    # preserve the variance of activations.
     std = 0.02 * (768 / width) ** 0.5
     inner = normal(std)
-    # 2 depth branches are added to the stream; scaling each keeps its variance as it was (section 2.3).
+    # The residual stream sums 2 depth branches. Scaling each preserves its variance (section 2.3).
     onto_residual = normal(std / (2 * max(1, depth)) ** 0.5)
     units = [Unit("embedding", layers.embedding(vocab, context, width))]
     for block in range(depth):

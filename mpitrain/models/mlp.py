@@ -13,7 +13,7 @@ from mpitrain.layers.plain import Plain
 def mlp(
     layers: Plain, *, features: int, hidden: Sequence[int], classes: int, activation: str = "relu"
 ) -> list[Unit]:
-    """Units of a multi-layer perceptron: features (B, features) to logits (B, classes).
+    """Return the units of a multi-layer perceptron: features (B, features) to logits (B, classes).
 
     Parameters
     ----------
@@ -23,15 +23,16 @@ def mlp(
         Columns of the inputs and of the logits.
     hidden : sequence of int
         Widths of the hidden layers.
-    activation : str
-        "relu" or "gelu".
+    activation : {"relu", "gelu"}
+        Activation of the hidden layers.
 
     Notes
     -----
     Weights are drawn with variance 2 / inputs (He et al. 2015, section 2.2); biases are 0.
     """
     widths = [features, *hidden]
-    # What one layer's ranks have of the outputs, those of the next take as their inputs.
+    # Column- and row-parallel layers alternate, as in Megatron: each rank's outputs of the first
+    # are its inputs of the second.
     turns = cycle((layers.column_linear, layers.row_linear))
     units = [
         Unit(f"hidden.{i}", linear(inputs, outputs, normal((2 / inputs) ** 0.5), activation))

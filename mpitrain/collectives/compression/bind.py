@@ -1,7 +1,7 @@
-"""All-reduce through a wire format: every rank ends with the same bits, which are near the sum.
+"""All-reduce in a wire format: all ranks end with the same bits, which are nearly the sum.
 
-Sums are taken in float32: of elements that are coded one by one (coded.py), of the largest elements (topk.py), or of matrices
-as products of factors (powersgd.py).
+All sums are in float32. Formats quantize every element (quantized.py), send the largest elements
+(topk.py), or send matrices as products of two factors (powersgd.py).
 """
 
 import math
@@ -29,13 +29,14 @@ def bind_lossy(
     matrices: Sequence[Matrix] = (),
     arithmetic: Arithmetic = HOST,
 ) -> Reduction:
-    """Bind a sum of `array` over all ranks, in place, that travels in a wire format.
+    """Bind a sum of `array` over all ranks, in place, with messages in a wire format.
 
-    array       float32, contiguous; one length on all ranks
-    matrices    for powersgd: what in the array is a matrix; the whole array as one, nearly square, if none is given
-    arithmetic  what codes, adds and chooses
-    raises      CommError on every rank if ranks differ or the array is not float32; ConfigError on every rank if the
-                array lies in a GPU's memory and the format's residuals cannot
+    array       float32, contiguous; of the same length on all ranks
+    matrices    for powersgd: matrices within the array; empty: the array as one, nearly square
+    arithmetic  encodes, adds and selects elements
+    raises      CommError on every rank if arguments differ, if the array is not float32, or if a
+                matrix does not lie within the array; ConfigError on every rank if the array lies in
+                GPU memory, and the format has residuals, which must lie in host memory
     """
     tag = agree(
         transport,

@@ -1,29 +1,31 @@
-"""Error feedback: what a rank remembers of a sum that travelled in part, so that the rest is late instead of lost."""
+"""Error feedback: each rank adds the unsent rest of one sum to the next, so that none is lost."""
 
 import math
 
 import numpy as np
 
 RECENT = 0.1
-"""Weight of the newest sum in the average that predicts the next: that of momentum with 0.9."""
+"""Weight of the newest sum in the moving average that predicts the next; as momentum with 0.9."""
 
 CACHED = 1 << 16
-"""Elements worked on together in several passes, so that all but the first find them in a cache."""
+"""Elements processed together in several passes, so that all passes but the first hit the cache."""
 
 
 class Feedback:
-    """What a format that sends a part of an array remembers, so that the rest is late instead of lost.
+    """Residual and prediction of a format that sends only some of the elements.
 
-    A rank takes what differs from a prediction, and adds what it could not send before, which fades at the rate at which
-    the prediction, an average of past sums, forgets. In every run, over all ranks,
+    A rank sends the difference between its array and a prediction, a moving average of past sums.
+    It adds the residual that it did not send before. The residual decays at the same rate as old
+    sums in the prediction. In every run, over all ranks,
 
-        sum + residuals = what was put in + (1 - RECENT) x the residuals before.
+        sum + new residuals = inputs + (1 - RECENT) x old residuals.
 
-    Without a prediction an element that is sent in one step of ten arrives as ten gradients at once and as none in between.
-    The price: one huge but finite gradient is felt, ever weaker, until it has faded from the average.
+    Without a prediction, an element sent in one step of ten arrives as ten gradients at once. In
+    between, it arrives as none. The cost: one huge but finite gradient has an effect, ever weaker,
+    until it has decayed in the average.
 
-    residual    what was not sent yet, (count,); of each rank
-    prediction  the average, in which the newest sum weighs RECENT, (count,); the same on all ranks
+    residual    elements not sent yet, (count,); differs between ranks
+    prediction  moving average, in which the newest sum weighs RECENT, (count,); same on all ranks
     source      Adikari & Draper 2021, IEEE JSAIT 2(3); arXiv:2108.07827
     """
 
@@ -34,7 +36,7 @@ class Feedback:
         self._share = np.float32(1 / ranks)
 
     def take(self, array: np.ndarray) -> None:
-        """Make the residual what this rank has to send."""
+        """Set the residual to the elements that this rank has to send."""
         for start in range(0, array.size, CACHED):
             part = slice(start, start + CACHED)
             kept, prediction = self.residual[part], self.prediction[part]
@@ -43,7 +45,10 @@ class Feedback:
             kept -= np.multiply(prediction, self._share, out=self.scratch[: kept.size])
 
     def learn(self, total: np.ndarray) -> None:
-        """Put a sum that travelled whole into the prediction, unless it is not finite; what was not sent before fades."""
+        """Update the prediction with a sum that was sent whole, unless it is not finite.
+
+        The residual decays in any case.
+        """
         is_finite = math.isfinite(np.dot(total, total))
         for start in range(0, total.size, CACHED):
             part = slice(start, start + CACHED)

@@ -1,4 +1,4 @@
-"""Where matrices lie in a flat array, and how a long one is cut into tiles."""
+"""Matrices within a flat array, and the division of a long matrix into tiles."""
 
 import math
 from itertools import pairwise
@@ -8,7 +8,12 @@ import numpy as np
 
 
 class Matrix(NamedTuple):
-    """Where a matrix lies in a flat array: its first element, its shape, and the elements from row to row."""
+    """Location of a matrix in a flat array.
+
+    start          first element
+    rows, columns  shape
+    stride         elements from one row to the next
+    """
 
     start: int
     rows: int
@@ -16,7 +21,7 @@ class Matrix(NamedTuple):
     stride: int
 
     def fits(self, count: int) -> bool:
-        """Whether it lies in an array of `count` elements."""
+        """Return whether the matrix lies within an array of `count` elements."""
         end = self.start + (self.rows - 1) * self.stride + self.columns
         return (
             self.start >= 0
@@ -26,7 +31,7 @@ class Matrix(NamedTuple):
         )
 
     def of(self, flat: np.ndarray) -> np.ndarray:
-        """The matrix in such an array, which must reach to its end."""
+        """Return the matrix as a view (rows, columns) of a flat array that is long enough."""
         strides = self.stride * flat.itemsize, flat.itemsize
         return np.lib.stride_tricks.as_strided(
             flat[self.start :], (self.rows, self.columns), strides
@@ -34,10 +39,10 @@ class Matrix(NamedTuple):
 
 
 def tiles(start: int, rows: int, columns: int) -> list[Matrix]:
-    """A matrix cut along its longer side into tiles as nearly square as that allows.
+    """Divide a matrix along its longer side into tiles that are as nearly square as possible.
 
-    K directions are then the same part of every matrix's elements, whatever its shape. The factors of the tiles hold at most
-    twice the elements that those of the whole would hold.
+    K directions then cover the same fraction of every matrix's elements, whatever its shape. The
+    factors of the tiles have at most twice the elements of the factors of the whole matrix.
     """
     short, long = sorted((rows, columns))
     parts = round(long / short) if short > 1 else 1
@@ -48,6 +53,6 @@ def tiles(start: int, rows: int, columns: int) -> list[Matrix]:
 
 
 def square(count: int) -> Matrix:
-    """The most nearly square matrix that fits into `count` elements, from the first one on."""
+    """Return the most nearly square matrix within the first `count` elements."""
     rows = max(1, math.isqrt(count))
     return Matrix(0, rows, count // rows, count // rows)

@@ -1,4 +1,4 @@
-"""A sum of matrices that travel as the product of two narrow factors."""
+"""All-reduce of matrices as the products of two narrow factors (PowerSGD)."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -14,13 +14,15 @@ from mpitrain.transport.base import Transport
 
 
 class PowerSgd(Chain):
-    """Every matrix M as P Q', P of orthonormal columns: one step of power iteration from the Q of the run before.
+    """PowerSGD all-reduce: sends each matrix M as P Q', where P has k orthonormal columns.
 
-    M is what `Feedback` gives a rank to send; M - P P' M is what it could not.
+    Each run takes one step of power iteration from the Q of the previous run. M is the array that
+    `Feedback` gives a rank to send. The residual is M - P P' M.
 
-    state    of `Feedback`, whose prediction is of no use outside the matrices; factors: all Q, which are the same on all ranks
-             and matter up to a factor
-    traffic  two rings over 4 k (sum of rows), and over 4 k (sum of columns) + 4 (elements outside the matrices) bytes
+    state    as in `Feedback`, where the prediction is unused outside the matrices; factors: all Q,
+             the same on all ranks (their scale does not matter)
+    traffic  two ring all-reduces: 4 k (sum of rows) bytes, then 4 k (sum of columns) +
+             4 (elements outside the matrices) bytes
     source   Vogels, Karimireddy & Jaggi 2019, NeurIPS; arXiv:1905.13727
     """
 
@@ -80,9 +82,11 @@ class PowerSgd(Chain):
                     sent *= np.float32(RECENT)
                     prediction += sent
                     is_live = p.any(axis=0)
-                    old[:, is_live] = q[:, is_live]  # a direction that vanished is tried again
+                    old[:, is_live] = q[
+                        :, is_live
+                    ]  # a column that vanished starts again from `old`
             array[outside] = right[factors.size :]
-            if not is_finite:  # as for topk
+            if not is_finite:  # the trainer skips this step, as in TopK
                 feedback.residual[:] = 0
 
         rings = [
@@ -109,18 +113,21 @@ class PowerSgd(Chain):
 
 
 def orthonormalise(columns: np.ndarray) -> None:
-    """Gram-Schmidt, in place; a column that depends on those before it becomes zero instead of normalised rounding."""
+    """Orthonormalise columns by Gram-Schmidt, in place.
+
+    A column that depends on earlier columns becomes zero, not normalised rounding errors.
+    """
     for i in range(columns.shape[1]):
         column, before = columns[:, i], columns[:, :i]
         length = np.linalg.norm(column)
-        for _ in range(2):  # once leaves what rounding left
+        for _ in range(2):  # a second pass removes rounding errors of the first
             column -= before @ (before.T @ column)
         rest = np.linalg.norm(column)
         column *= 1 / rest if not rest <= 1e-4 * length else 0
 
 
 def _factors(flat: np.ndarray, lengths: Sequence[int], k: int) -> list[np.ndarray]:
-    """Views (length, k) of a flat buffer, one after the other."""
+    """Return views (length, k) of successive regions of a flat buffer."""
     return [
         flat[k * start : k * stop].reshape(-1, k)
         for start, stop in pairwise(accumulate(lengths, initial=0))

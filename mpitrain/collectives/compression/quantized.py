@@ -1,7 +1,8 @@
-"""A sum whose elements are all coded on their own, in lanes that run side by side; and a gather of coded chunks.
+"""Quantized all-reduce, pipelined in chains; and an all-gather of encoded chunks.
 
-Nothing is coded more often than it must be: a chunk goes straight to the rank that sums it, and the coded sum to everyone;
-the rank that made it decodes it like the others.
+No element is encoded more often than necessary. Each chunk goes straight to the rank that sums
+it, and the encoded sum goes to all ranks. That rank decodes its own sum too, so that all ranks
+have the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +17,17 @@ from mpitrain.collectives.plans.steps import Plan, at_once
 from mpitrain.transport.base import Transport
 
 LANE = 30 << 10
-"""Elements of a rank's chunk that are coded at a time, so that coding some hides behind sending others: two bytes of each
-are one message between hosts."""
+"""Elements of a rank's chunk that are encoded at a time, while others are sent.
+
+In a format of two bytes per element, they fill one message between hosts.
+"""
 
 
 def bind_coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> PipelinedChain:
-    """Bind a sum in which every element is coded on its own.
+    """Bind a sum that encodes every element separately.
 
-    traffic  2(n-1) chunks, each coded: LANE elements of every whole lane, ceil(rest / n) rounded up to blocks of the last
+    traffic  2 (n - 1) encoded chunks per chain: LANE elements, but ceil(rest / n) elements,
+             rounded up to blocks, in the last chain
     """
     n, most = transport.size, transport.size * LANE
     lanes = [array[start : start + most] for start in range(0, array.size, most)] or [array]
@@ -39,7 +43,12 @@ def bind_coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) 
 
 
 class Workspace:
-    """Scratch and tags to code one lane with, which the next lane may use: elements, and bytes to and from all ranks."""
+    """Scratch and tags of one chain; a later chain may reuse them.
+
+    values              n chunks of whole blocks, float32
+    scratch             one such chunk
+    outgoing, incoming  encoded chunks to and from all ranks
+    """
 
     def __init__(self, part: np.ndarray, n: int, codec: Codec, tags: Sequence[int]):
         self.tags = tags
@@ -56,7 +65,7 @@ class Workspace:
 
 
 def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace) -> list[Reduction]:
-    """One lane: code, send each chunk to the rank that sums it; sum, code, send the sums to all; decode."""
+    """Return the links of one chain: scatter encoded chunks, sum, gather encoded sums, decode."""
     rank, n = transport.rank, transport.size
     blocks = -(-part.size // (n * BLOCK))
     flat, scratch = desk.values[: n * blocks * BLOCK], desk.scratch[: blocks * BLOCK]
@@ -87,7 +96,7 @@ def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace)
         without_self(pairwise.all_to_all(rank, n, incoming.size), rank),
         pairwise.all_gather(rank, n, incoming.size),
     )
-    # All peers at once: a rank that is late to code its chunk then holds up nobody's exchange with the others.
+    # All messages are under way at once: a rank that encodes late then delays no other exchange.
     to_all, from_all = (
         Execution(transport, incoming, "add", at_once(plan), tag, source)
         for plan, tag, source in zip(plans, desk.tags, (outgoing, incoming), strict=True)
@@ -102,7 +111,7 @@ def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace)
 
 
 def without_self(plan: Plan, rank: int) -> Plan:
-    """The plan but for what a rank sends itself."""
+    """Return the plan without the transfers of a rank to itself."""
     return plan._replace(
         steps=tuple(step for step in plan.steps if all(t.peer != rank for t in step.sends))
     )
@@ -111,11 +120,13 @@ def without_self(plan: Plan, rank: int) -> Plan:
 def bind_coded_all_gather(
     transport: Transport, array: np.ndarray, codec: Codec, bind: Callable[[np.ndarray], Reduction]
 ) -> Chain:
-    """Bind an all-gather of coded chunks: what chunk r of rank r is decoded to ends in everyone's array, on rank r, too.
+    """Bind an all-gather of encoded chunks: chunk r of rank r ends, decoded, in every rank's array.
 
-    array    float32; its size divides into as many chunks as ranks
+    Rank r also decodes its own chunk, so that all ranks have the same bits.
+
+    array    float32; its size divides into one chunk per rank
     bind     binds an all-gather of bytes
-    traffic  as of an all-gather of n chunks, each rounded up to blocks and coded
+    traffic  of an all-gather of n chunks, each rounded up to blocks and encoded
     """
     chunks = array.reshape(transport.size, -1)
     length = chunks.shape[1]

@@ -1,4 +1,4 @@
-"""A sum of the largest elements only."""
+"""All-reduce of the elements of largest magnitude only."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ from mpitrain.transport.base import Transport
 
 
 class TopK(Chain):
-    """The largest elements only.
+    """Top-k all-reduce with error feedback.
 
-    state    of `Feedback`
-    traffic  (n-1) x 8 k bytes
+    state    as in `Feedback`
+    traffic  each rank sends (n - 1) x 8 k bytes
     source   Stich, Cordonnier & Jaggi 2018, NeurIPS; arXiv:1809.07599
     """
 
@@ -44,9 +44,8 @@ class TopK(Chain):
             for positions, values in everyone:
                 array[positions] += values.view(np.float32)
             if not np.isfinite(array[everyone[:, 0]]).all():
-                feedback.residual[:] = (
-                    0  # the step will be skipped: what it left behind must not spoil the next
-                )
+                # The trainer skips this step, so its residual must not spoil the next one.
+                feedback.residual[:] = 0
                 return
             for positions, values in everyone:
                 feedback.prediction[positions] += np.float32(RECENT) * values.view(np.float32)

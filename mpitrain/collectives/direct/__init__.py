@@ -1,1 +1,1 @@
-"""Collectives without messages of ours: shared memory, CUDA IPC and MPI's own."""
+"""Collectives without our own messages: shared memory, CUDA IPC and MPI's all-reduce."""

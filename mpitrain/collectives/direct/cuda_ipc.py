@@ -1,7 +1,8 @@
-"""Collectives without messages between GPUs: the ranks of one host reduce each other's memory, opened through CUDA IPC.
+"""Collectives between the GPUs of one host through CUDA IPC, without messages.
 
-As in shared.py and shared_halves.py, each rank reads out of all ranks' memory, and an all-reduce writes to all of them,
-between two barriers. Other processes cannot wait for a rank's stream: it does so itself before each barrier.
+As in shared_memory.py and shared_memory_halves.py, each rank reads the memory of all ranks,
+between two barriers. In an all-reduce each rank also writes to the memory of all ranks. Other
+processes cannot wait for a rank's stream, so the rank waits for it before each barrier.
 """
 
 import sys
@@ -27,8 +28,8 @@ def bind_shared_gpu(
 ) -> Reduction | None:
     """Bind an all-reduce through GPU memory, under the conditions of `_bound`.
 
-    order   chunk r is summed on rank r, its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all
-            ranks and in every run
+    order   rank r sums chunk r: its own elements first, then the elements of ranks r + 1,
+            r + 2 ...: the same bits on all ranks and in every run
     """
     combine = arithmetic.combining(array, op)
 
@@ -45,7 +46,10 @@ def bind_shared_gpu(
 def bind_reduce_scatter_gpu(
     transport: Transport, array: Any, op: str, tag: int, arithmetic: Arithmetic
 ) -> Reduction | None:
-    """Bind a reduce-scatter through GPU memory, under the conditions of `_bound`, in the order of the all-reduce."""
+    """Bind a reduce-scatter through GPU memory, under the conditions of `_bound`.
+
+    The order of summation is the same as in the all-reduce.
+    """
     combine = arithmetic.combining(array, op)
 
     def reduce(arrays: list[Any]) -> None:
@@ -69,7 +73,7 @@ def bind_all_gather_gpu(transport: Transport, array: Any, tag: int) -> Reduction
 
 
 def _turned(transport: Transport, arrays: list[Any]) -> list[Any]:
-    """This rank's chunk of every rank's array: its own first, then those of the ranks after it."""
+    """Return this rank's chunk of every rank's array, from its own array on."""
     rank = transport.rank
     start, stop = chunk_bounds(arrays[rank].size, transport.size)[rank]
     return [whole[start:stop] for whole in arrays[rank:] + arrays[:rank]]
@@ -78,11 +82,16 @@ def _turned(transport: Transport, arrays: list[Any]) -> list[Any]:
 def _bound(
     transport: Transport, array: Any, tag: int, work: Callable[[list[Any]], None]
 ) -> Reduction | None:
-    """What does some work on every rank's array, by rank, between two barriers; they stay open as long as it lives.
+    """Return a reduction that calls `work` between two barriers; collective, for ranks of one host.
 
-    Collective, over the ranks of one host. None on every rank, and one line from rank 0, if a rank cannot open another's
-    memory; ConfigError if the ranks do not see each other's GPUs, or pass a transport of host memory.
-    memory  the driver must not get an array's allocation back while other ranks have it open; CuPy's pools keep theirs
+    If a rank cannot open the memory of another rank, the result is None on every rank. Rank 0 then
+    prints one line.
+
+    work    takes the arrays of all ranks, by rank; they stay open as long as the reduction lives
+    raises  ConfigError on every rank if the ranks do not see each other's GPUs, or if the transport
+            is one of host memory
+    memory  while other ranks have an allocation open, it must not return to the driver; CuPy's
+            pools return none
     """
     if not isinstance(transport, DeviceTransport):
         raise on_every_rank(
@@ -113,7 +122,10 @@ def _bound(
 
 
 def _check_gpus_are_seen(transport: DeviceTransport) -> None:
-    """ConfigError on every rank unless each sees the GPUs of all: memory of a hidden one cannot be opened. Collective."""
+    """Raise ConfigError on every rank unless each rank sees the GPUs of all ranks; collective.
+
+    A process cannot open the memory of a GPU that it does not see.
+    """
     everyone = transport.gather_text(transport.backend.gpus())
     for reader, (_, seen) in enumerate(everyone):
         for owner, (gpu, _) in enumerate(everyone):
@@ -128,7 +140,12 @@ def _check_gpus_are_seen(transport: DeviceTransport) -> None:
 
 
 def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
-    """Every rank's array, by rank; a process cannot open its own. Collective; CommError on all ranks if one cannot."""
+    """Open the arrays of all other ranks, and return all arrays by rank; collective.
+
+    A process cannot open its own allocation, so its own array is returned as it is.
+
+    raises  CommError on all ranks if one rank cannot open an array
+    """
     if not flat.size:
         return [flat] * transport.size
     gpu = transport.backend
@@ -142,6 +159,6 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
     )
 
 
-@cache  # many arrays are bound, one after the other
+@cache  # a run binds many arrays, but prints the line once
 def _say_once(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""MPI's own all-reduce behind the same calls, to compare with and to fall back on."""
+"""MPI's own all-reduce with the interface of a Reduction, as a baseline and as a fallback."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from mpitrain.transport.base import Request, Transport
 
 
 class Native:
-    """The library's all-reduce bound to an array: a Reduction. Its tag and its arithmetic are MPI's own."""
+    """MPI's all-reduce bound to an array; a Reduction. It ignores the tag and the arithmetic."""
 
     state = learn = None
     algorithm = ""
@@ -45,7 +45,7 @@ class Native:
 
 
 def refusal(situation: Topology) -> CommError | None:
-    """MPI must know the dtype."""
+    """Return an error unless MPI reduces the dtype."""
     if situation.is_native:
         return None
     return CommError(
@@ -55,5 +55,8 @@ def refusal(situation: Topology) -> CommError | None:
 
 
 def is_rival(situation: Topology) -> bool:
-    """Of host memory: MPI cannot overlap what lies on a GPU with anything."""
+    """Return whether the arrays lie in host memory.
+
+    MPI does not overlap a reduction of GPU memory with computation.
+    """
     return not situation.is_on_device

@@ -1,8 +1,10 @@
-"""All-reduce without messages: the ranks of one host reduce each other's memory.
+"""All-reduce through shared memory, without messages, for the ranks of one host.
 
-Each rank reduces its 1/n of the array over all ranks' windows and writes the result to all of them; a barrier before
-tells that the arrays are ready, one after that they are done. Of a small array each rank reduces everything itself, from
-copies that take turns, so that one barrier is enough.
+Each rank reduces its chunk over the windows of all ranks, and writes the result to all of them.
+A first barrier ensures that all arrays are ready, a second one that all chunks are reduced.
+
+For a small array, each rank reduces the whole array itself. It reads copies in two slots that
+take turns, so one barrier is enough.
 """
 
 from abc import ABC, abstractmethod
@@ -23,21 +25,30 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.windows import Location
 
 CACHED_BYTES = 1 << 17
-"""Bytes reduced at a time: what every rank has of a block stays in cache from its reduction to its last copy."""
+"""Bytes reduced at a time.
+
+The block of every rank stays in cache from its reduction to its last copy.
+"""
 
 SMALL = 1 << 12
-"""Bytes of all ranks' arrays together up to which they are small: a barrier takes longer than reading them all."""
+"""Largest size of a small array, in bytes over all ranks.
+
+A barrier takes longer than reading all arrays of this size.
+"""
 
 
 class Shared(ABC):
-    """A collective through shared memory: a Reduction. Subclasses say what is done before, between and after barriers."""
+    """Base class of collectives through shared memory; a Reduction.
+
+    Subclasses define the work before, between and after the barriers.
+    """
 
     state = learn = None
     algorithm = ""
     is_messages = False
     scratch_bytes = 0
     meetings = 0
-    """Barriers of one run."""
+    """Number of barriers of one run."""
 
     def __init__(self, transport: Transport, array: np.ndarray, op: str, tag: int):
         self._transport, self._combine = transport, HOST.combining(array, op)
@@ -76,14 +87,17 @@ class Shared(ABC):
 
     @abstractmethod
     def _bring(self) -> None:
-        """Put this rank's array where the others read it."""
+        """Copy this rank's array to memory that the other ranks read, unless it lies there."""
 
     @abstractmethod
     def _met(self, left: int) -> None:
-        """All ranks have met, and will `left` times more."""
+        """Do the work after a barrier; `left` barriers follow in this run."""
 
     def _refusal(self) -> CommError:
-        """Why no run may begin: without this, what is written would not be memory any more."""
+        """Return the error of a run that must not begin.
+
+        After the end of its transport, a run would write to memory that has been unmapped.
+        """
         if self._meetings_left:
             return started_twice()
         return CommError(
@@ -93,7 +107,7 @@ class Shared(ABC):
         )
 
     def _go_on(self) -> None:
-        """All ranks have met."""
+        """Do the work after a barrier, and start the next barrier."""
         self._meetings_left -= 1
         self._met(self._meetings_left)
         if self._meetings_left:
@@ -101,10 +115,11 @@ class Shared(ABC):
 
 
 class InPlace(Shared):
-    """Chunk r is reduced on rank r and written to all: bytes are read and written once.
+    """All-reduce in which rank r reduces chunk r and writes it to all: one read and write per byte.
 
-    windows   every rank's part of the window, by rank: the array itself, or memory that it is copied to and from
-    order     rank r sums its own part first, then those of ranks r + 1, r + 2 ...: the same bits on all ranks and in every run
+    windows   region of every rank's window, by rank: the array itself, or a copy of it
+    order     rank r sums its own elements first, then the elements of ranks r + 1, r + 2 ...: the
+              same bits on all ranks and in every run
     """
 
     meetings = 2
@@ -132,7 +147,7 @@ class InPlace(Shared):
             self._own[:] = self._array
 
     def _met(self, left: int) -> None:
-        """All arrays are ready: reduce. All chunks are: fetch."""
+        """Reduce after the first barrier; copy the result from the window after the second one."""
         if left:
             for own, others in self._blocks:
                 for other in others:
@@ -144,10 +159,10 @@ class InPlace(Shared):
 
 
 class Small(Shared):
-    """Every rank reduces everything: (n - 1) times the reading for one barrier less.
+    """All-reduce in which every rank reduces the whole array: n - 1 times the reads, one barrier.
 
-    slots   two sets of every rank's copy, by rank. Runs use them in turn: a rank that enters the barrier of one run has
-            read the copies of the run before, so the next run may write over those
+    slots   two sets of every rank's copy, by rank, for alternate runs. A rank in the barrier of one
+            run has read the copies of the run before, so the next run may overwrite those
     order   ranks 0, 1, 2 ...: the same bits on all ranks and in every run
     """
 
@@ -180,10 +195,12 @@ class Small(Shared):
 def bind_shared(
     transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
 ) -> Reduction | None:
-    """Bind an all-reduce through shared memory: through the window the array lies in, or through one it is copied to.
+    """Bind an all-reduce through shared memory; collective, over the ranks of one host.
 
-    Collective, over the ranks of one host. None on every rank if the host has no room for a window.
-    arithmetic  of GPU memory; host memory has its own
+    It uses the window in which the array lies, or copies the array to a window and back. None on
+    every rank if the host has no room for a window.
+
+    arithmetic  for arrays in GPU memory; arrays in host memory use NumPy
     """
     if on_device(array):
         return bind_shared_gpu(transport, array, op, tag, arithmetic)
@@ -201,9 +218,12 @@ def bind_shared(
 def bind_in_window(
     transport: Transport, array: np.ndarray, make: Callable[[list[list[np.ndarray]]], Shared]
 ) -> Reduction | None:
-    """What is made of (slots): every rank's part of a window, by rank; two sets of copies if the array is small.
+    """Return the reduction that `make` builds over shared memory; collective, within one host.
 
-    Collective, over the ranks of one host. None on every rank if the host has no room for a window.
+    None on every rank if the host has no room for a window.
+
+    make    takes a list of slots, each the regions of all ranks by rank: two slots of copies for a
+            small array, else one
     """
     is_small = array.nbytes * transport.size <= SMALL
     windows = None if is_small else _window_of(transport, array)
@@ -220,7 +240,7 @@ def bind_in_window(
 
 
 def no_window(transport: Transport, array: np.ndarray) -> ConfigError:
-    """The refusal where this algorithm was asked for by name, and its host has no room for a window."""
+    """Return the error of a request for "shared" by name on a host without room for a window."""
     return ConfigError(
         f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
         f"{transport.hosts[0]} has no room for them.",
@@ -229,12 +249,12 @@ def no_window(transport: Transport, array: np.ndarray) -> ConfigError:
 
 
 def refusal(situation: Topology) -> ConfigError | None:
-    """Memory is shared within one host."""
+    """Return an error unless all ranks are on one host."""
     return hosts_differ(situation, "hierarchical")
 
 
 def hosts_differ(situation: Topology, instead: str) -> ConfigError | None:
-    """The refusal where ranks are on several hosts, which names what to use instead."""
+    """Return an error that recommends algorithm `instead`, unless all ranks are on one host."""
     if len(set(situation.hosts)) == 1:
         return None
     return ConfigError(
@@ -244,12 +264,18 @@ def hosts_differ(situation: Topology, instead: str) -> ConfigError | None:
 
 
 def is_rival(situation: Topology) -> bool:
-    """Of host memory: whether GPUs can open each other's only binding tells, and no tuning knows it."""
+    """Return whether the arrays lie in host memory.
+
+    Only binding shows whether GPUs can open each other's memory, and no tuning covers that case.
+    """
     return not situation.is_on_device
 
 
 def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:
-    """What lies where `array` does in every rank's window; None unless it lies at one location on all ranks. Collective."""
+    """Return the region of every rank's window at the location of `array`; collective.
+
+    None unless the array lies at the same location on all ranks.
+    """
     location = transport.windows.locate(array, transport.members[transport.rank])
     views = (
         None
@@ -263,11 +289,14 @@ def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | No
 def _borrow(
     transport: Transport, array: np.ndarray, copies: int
 ) -> tuple[int, list[list[np.ndarray]], int] | None:
-    """A window that is idle on every rank, or a new one; copies of the array in it, each by rank; its bytes. Collective."""
+    """Find a window that is idle on every rank, or allocate one; collective.
+
+    returns  number of the window, `copies` lists of regions for the array by rank, and bytes of the
+             window; None on every rank if the host has no room
+    """
     apart = -(-array.nbytes // 64) * 64
-    nbytes = 1 << max(
-        12, (copies * apart - 1).bit_length()
-    )  # few sizes, so that they are used again
+    # A power of two has few values, so that windows are reused often.
+    nbytes = 1 << max(12, (copies * apart - 1).bit_length())
     idle = set.intersection(
         *map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members)))
     )

@@ -1,8 +1,10 @@
-"""Reduce-scatter and all-gather without messages: the two halves of the all-reduce in shared.py.
+"""Reduce-scatter and all-gather through shared memory: the two halves of its all-reduce.
 
-Each rank reads what it needs out of all ranks' windows and writes to its own array alone: a barrier before tells that the
-arrays are ready, one after that they have been read. Of a small array it reads copies that take turns, so that one barrier
-is enough. Sums have the all-reduce's order: a reduce-scatter and then an all-gather leave the same bits.
+Each rank reads the windows of all ranks, and writes only to its own array. A first barrier
+ensures that all arrays are ready, a second one that they have been read. For a small array,
+ranks read copies in two slots that take turns, so one barrier is enough.
+
+Sums have the order of the all-reduce. A reduce-scatter and then an all-gather give the same bits.
 """
 
 from functools import partial
@@ -26,19 +28,22 @@ from mpitrain.machine.backend import on_device
 from mpitrain.transport.base import Transport
 
 REDUCE_SCATTER_TAKES, ALL_GATHER_TAKES = (1.0, 0.5), (1.0, 0.7)
-"""Of the all-reduce: as many barriers, and part of what is done for a byte. Rough: with 2 ranks a reduce-scatter of 64 KiB to 64
-MiB in windows took 0.2 to 0.7 of the all-reduce, an all-gather 0.5 to 0.7; in other memory both took 1.0 falling to 0.4."""
+"""Fractions of the two constants of the all-reduce: the fixed time and the time per byte.
+
+They are rough. With 2 ranks and 64 KiB to 64 MiB in windows, a reduce-scatter took 0.2 to 0.7
+of the all-reduce. An all-gather took 0.5 to 0.7. In other memory, both took 1.0 falling to 0.4.
+"""
 
 Views = list[tuple[np.ndarray, np.ndarray]]
-"""(target, source)."""
+"""(target, source) of copies or of combinations."""
 
 
 class Reads(NamedTuple):
-    """One run as data, in its order.
+    """Copies and sums of one run as data, in the order of their execution.
 
-    brought  copied before the ranks meet, to where the others read it
-    copied   copied when all have met
-    summed   combined after that, the target with the source
+    brought  copies before the first barrier, to memory that other ranks read
+    copied   copies after the first barrier
+    summed   combinations after these copies, of the target with the source
     """
 
     brought: Views
@@ -47,10 +52,11 @@ class Reads(NamedTuple):
 
 
 class Half(Shared):
-    """A reduce-scatter or an all-gather through shared memory.
+    """Reduce-scatter or all-gather through shared memory.
 
-    turns   what runs do in turn. One: all ranks meet again before anyone may write to what was read. Two, through copies of
-            their own: a rank that enters the barrier of one run has read the copies of the run before
+    turns   reads of successive runs, in turn. With one entry, a second barrier comes before any
+            rank may overwrite an array that others read. With two entries, each has its own
+            copies: a rank in the barrier of one run has read the copies of the run before
     """
 
     def __init__(
@@ -77,10 +83,10 @@ class Half(Shared):
 def bind_reduce_scatter(
     transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
 ) -> Reduction | None:
-    """Bind a reduce-scatter through shared memory, as `bind_shared` does an all-reduce. Collective.
+    """Bind a reduce-scatter through shared memory, as `bind_shared` an all-reduce; collective.
 
-    order   as in the all-reduce: of a small array ranks 0, 1, 2 ...; of others rank r sums its own part first, then those
-            of ranks r + 1, r + 2 ...
+    order   as in the all-reduce. Small arrays: ranks 0, 1, 2 ...; other arrays: rank r sums its own
+            elements first, then the elements of ranks r + 1, r + 2 ...
     """
     if on_device(array):
         return bind_reduce_scatter_gpu(transport, array, op, tag, arithmetic)
@@ -90,21 +96,24 @@ def bind_reduce_scatter(
 def bind_all_gather(
     transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
 ) -> Reduction | None:
-    """Bind an all-gather through shared memory, as `bind_shared` does an all-reduce. Collective."""
+    """Bind an all-gather through shared memory, as `bind_shared` an all-reduce; collective."""
     if on_device(array):
         return bind_all_gather_gpu(transport, array, tag)
     return bind_in_window(transport, array, partial(_all_gather, transport, array, op, tag))
 
 
 def refusal(situation: Topology) -> ConfigError | None:
-    """Memory is shared within one host."""
+    """Return an error unless all ranks are on one host."""
     return hosts_differ(situation, "ring")
 
 
 def _reduce_scatter(
     transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]
 ) -> Half:
-    """slots: every rank's copy of the array, by rank; two sets of a small array."""
+    """Build the reduce-scatter.
+
+    slots  every rank's copy of the array, by rank; two sets of copies of a small array
+    """
     flat, rank = array.reshape(-1), transport.rank
     start, stop = chunk_bounds(flat.size, transport.size)[rank]
     mine = flat[start:stop]
@@ -143,12 +152,14 @@ def _reduce_scatter(
 def _all_gather(
     transport: Transport, array: np.ndarray, op: str, tag: int, slots: list[list[np.ndarray]]
 ) -> Half:
-    """slots: every rank's copy of the array, by rank; two sets of a small array."""
+    """Build the all-gather.
+
+    slots  every rank's copy of the array, by rank; two sets of copies of a small array
+    """
     flat, rank = array.reshape(-1), transport.rank
     chunks = [slice(*bounds) for bounds in chunk_bounds(flat.size, transport.size)]
-    peers = [
-        (rank + step) % transport.size for step in range(1, transport.size)
-    ]  # each begins with another one's chunk
+    # Each rank begins with the chunk of a different peer.
+    peers = [(rank + step) % transport.size for step in range(1, transport.size)]
     return Half(
         transport,
         array,
@@ -168,5 +179,5 @@ def _all_gather(
 
 
 def _is_copied(flat: np.ndarray, own: np.ndarray) -> bool:
-    """Whether this rank's copy is not the array itself."""
+    """Return whether this rank's region of the window is a copy, not the array itself."""
     return flat.ctypes.data != own.ctypes.data

@@ -1,4 +1,4 @@
-"""Agreement: the ranks compare what they are about to bind, so that a run need not check anything."""
+"""Agreement: ranks compare the arguments of a binding once, so that runs need no checks."""
 
 from collections.abc import Collection
 from typing import Any
@@ -18,10 +18,14 @@ def agree(
     algorithm: str,
     **settings: Any,
 ) -> int:
-    """Compare what the ranks are about to bind, and return the tag it gets.
+    """Compare the arguments of a binding over all ranks, and return the tag of the collective.
 
-    raises   CommError on every rank if anything differs, if any rank's array is not one contiguous, writable block of
-             numbers, or if there is no rank `root`; ConfigError for an unknown op or algorithm
+    array     the array to bind
+    known     names of the algorithms that exist
+    settings  other arguments that must be the same on all ranks
+    raises    CommError on every rank if any argument differs, if any rank's array is not one
+              contiguous, writable block of numbers, or if there is no rank `root`;
+              ConfigError on every rank for an unknown op or algorithm
     """
     problem = unfit(array)
     mine = {
@@ -66,7 +70,10 @@ def agree(
 
 
 def unfit(array: Any) -> str | None:
-    """Why something cannot be reduced, in words that follow "passed"; None for one writable block of numbers."""
+    """Describe why an object cannot be reduced, in words that follow "passed".
+
+    None for one writable, contiguous block of numbers.
+    """
     if not hasattr(array, "flags") or not hasattr(array, "dtype"):
         return f"a {type(array).__name__}, which is no array"
     if array.dtype.name != "bfloat16" and (
@@ -83,7 +90,7 @@ def unfit(array: Any) -> str | None:
 
 
 def check_name(what: str, name: str, known: Collection[str]) -> None:
-    """ConfigError that lists what there is, unless the name is among it."""
+    """Raise ConfigError, with the list of known names, unless `name` is among them."""
     if name not in known:
         raise on_every_rank(
             ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}.")

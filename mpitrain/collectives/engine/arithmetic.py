@@ -1,4 +1,7 @@
-"""What is computed on the way: combining, coding and choosing. Here on the host by NumPy; on_kernels.py on devices."""
+"""Arithmetic of collectives: combining, encoding and selecting elements.
+
+This module computes in NumPy on the host; device_arithmetic.py uses our kernels on a device.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,14 +11,14 @@ import numpy as np
 from mpitrain.collectives.engine.codecs import CODECS, Codec, largest
 
 Combine = Callable[[Any, Any], None]
-"""(target, received): the target becomes their sum, or the larger of both."""
+"""(target, received): replaces the target by the element-wise sum or maximum of both."""
 
 
 class Arithmetic(NamedTuple):
-    """One way to compute.
+    """Implementation of the computations within collectives.
 
-    combining  (array, op) -> what combines parts of that array
-    codecs     by name of the wire format, for float32
+    combining  (array, op) -> function that combines received elements into regions of that array
+    codecs     {name of the wire format: codec for float32}
     largest    (values, k) -> positions of the k elements of largest magnitude, ascending
     """
 
@@ -25,7 +28,10 @@ class Arithmetic(NamedTuple):
 
 
 def by_numpy(array: Any, op: str) -> Combine:
-    """Universal functions, to which CuPy arrays answer too. What is not finite is no error: who asked for the sum looks."""
+    """Return a Combine of NumPy's universal functions, which also dispatch to CuPy arrays.
+
+    Results that are not finite raise no error and no warning: the caller checks the sum.
+    """
     function = {"add": np.add, "maximum": np.maximum}[op]
 
     @np.errstate(over="ignore", invalid="ignore")

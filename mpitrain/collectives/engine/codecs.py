@@ -1,13 +1,16 @@
-"""Wire formats: what an array of float32 becomes on its way.
+"""Wire formats: encodings of a float32 array for its messages.
 
-    fp16           a float16 per element and a scale, a power of two, per block of 256: 11 bits of numbers of any magnitude
-    bf16           half of every number: 2 bytes per element
-    int8           a byte per element and a float32 scale per block of 256
-    topk:R         the R-th part of the elements that is largest, 8 bytes each (index and value)
-    powersgd:K     for each matrix (m, n) two factors of rank K, 4 K (m + n) bytes; the rest as it is
+    fp16           2 bytes per element and a scale, a power of two, per block of 256 elements:
+                   11 significant bits at any magnitude
+    bf16           bfloat16, 2 bytes per element
+    int8           a byte per element and a float32 scale per block of 256 elements
+    topk:R         the fraction R of the elements of largest magnitude, 8 bytes each (index, value)
+    powersgd:K     for each matrix (m, n) two factors of rank K, 4 K (m + n) bytes;
+                   elements outside matrices stay float32
 
-The last two send only what past sums do not predict. A rank remembers what it left out, and adds that to the next array
-(error feedback). lossy.py binds reductions that use these formats.
+The last two send only the difference from a prediction by past sums. A rank remembers the
+elements that it did not send, and adds them to the next array (error feedback).
+compression/bind.py binds reductions that use these formats.
 """
 
 from collections.abc import Callable
@@ -20,31 +23,34 @@ from mpitrain.errors import ConfigError
 from mpitrain.ops.cuda.wire import BLOCK
 
 FP16_BYTES, INT8_BYTES = 4 + 2 * BLOCK, 4 + BLOCK
-"""What a block becomes."""
+"""Bytes of an encoded block of BLOCK elements."""
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 CACHED = 128 * BLOCK
-"""Elements that fp16 takes at a time, so that all its passes but the first find them in a cache."""
+"""Elements that fp16 processes at a time, so that all passes but the first hit the cache."""
 
 DEFAULTS = {"topk": 0.01, "powersgd": 4.0}
-"""What a bare name means."""
+"""Amounts of the formats if only the name is given: a fraction of the elements, or a rank."""
 
 
 class Wire(NamedTuple):
-    """A parsed format: topk's part of the elements, powersgd's rank, 0 for the others."""
+    """Parsed wire format.
+
+    amount  topk: fraction of the elements; powersgd: rank; 0 for the other formats
+    """
 
     name: str
     amount: float = 0.0
 
 
 class Codec(NamedTuple):
-    """A format that codes every block of elements alike.
+    """Wire format that encodes every block of elements in the same way.
 
-    block_bytes  bytes that BLOCK elements become
+    block_bytes  bytes of an encoded block of BLOCK elements
     encode       (float32 array of whole blocks, uint8 array to fill)
     decode       (uint8 array, float32 array to fill)
-    add          (uint8 array, float32 array to add to, float32 scratch like it)
+    add          (uint8 array, float32 array to add to, float32 scratch of the same length)
     """
 
     block_bytes: int
@@ -54,13 +60,16 @@ class Codec(NamedTuple):
 
 
 def parse_wire(text: str) -> Wire:
-    """A format by its name, with or without an amount: "fp16", "topk:0.1", "powersgd:4". ConfigError if there is none."""
+    """Parse a wire format with or without its amount: "fp16", "topk:0.1", "powersgd:4".
+
+    raises  ConfigError for an unknown name or an invalid amount
+    """
     name, _, amount = text.partition(":")
     try:
         value = float(amount) if amount else DEFAULTS.get(name, 0.0)
     except ValueError:
         value = -1.0
-    if "_" in amount or not amount.isascii():  # Python would take 1_0 for 10
+    if "_" in amount or not amount.isascii():  # Python reads 1_0 as 10
         value = -1.0
     valid = {
         "none": not amount,
@@ -79,28 +88,39 @@ def parse_wire(text: str) -> Wire:
 
 
 def _scaled(coded: np.ndarray, block_bytes: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """The two parts of coded blocks: their float32 scales (blocks, 1), and after them their numbers (blocks, BLOCK)."""
+    """Return views of the scales (blocks, 1) and of the numbers (blocks, BLOCK) of encoded blocks.
+
+    The float32 scales of all blocks come first.
+    """
     end = 4 * (coded.size // block_bytes)
     return coded[:end].view(np.float32)[:, None], coded[end:].view(dtype).reshape(-1, BLOCK)
 
 
 MAGNITUDE, EXPONENT, SIGN = (np.int32(mask) for mask in (0x7FFFFFFF, 0x7F800000, -0x80000000))
-"""The bits of a float32."""
+"""Masks of the fields of a float32."""
 
 HIGHEST = np.int32(0x7F7FE000)
-"""The bits of the largest float32 of 11 binary digits: rounding must not make infinity of what is larger."""
+"""Bits of the largest float32 of 11 binary digits.
+
+Larger magnitudes are clipped to it, because rounding would turn them into infinity.
+"""
 
 
 def _field(exponent: int, digits: int = 23) -> np.int32:
-    """The bits of 2 to the power `exponent`: of a float32, or 13 to the right, where a float16 has them."""
+    """Return the float32 bits of 2 to the power `exponent`.
+
+    digits  bits to the right of the exponent: 23, or 10 to shift it to the exponent of a float16
+    """
     return np.int32(exponent + 127 << digits)
 
 
 def _encode_fp16(values: np.ndarray, coded: np.ndarray) -> None:
-    """Scales first, then the numbers: the largest of each block lies in [2^14, 2^15). A NaN for scale if one is not finite.
+    """Encode blocks as scales, then float16 numbers.
 
-    What lies below 2^-14 then is subnormal, and NumPy's own conversion takes 25 times as long for it. Here all take alike:
-    a sum with 2^13 times an element's own power of two rounds the element to 11 binary digits, where the sum ends.
+    A block that is not finite gets NaN as its scale. Any other scale brings the block's largest
+    number into [2^14, 2^15). Numbers below 2^-14 are then subnormal, and NumPy's own conversion
+    takes 25 times as long for them. This one takes the same time for all numbers. It adds 2^13
+    times the element's own power of two, which rounds the element to 11 binary digits.
     """
     scales, halves = _scaled(coded, FP16_BYTES, np.int16)
     blocks = values.reshape(-1, BLOCK)
@@ -112,7 +132,7 @@ def _encode_fp16(values: np.ndarray, coded: np.ndarray) -> None:
         scale = np.maximum((largest & EXPONENT) - (14 << 23), _field(-126))
         np.minimum(sizes, HIGHEST, out=sizes)
         shares = sizes.view(np.float32)
-        shares *= (2 * _field(0) - scale).view(np.float32)  # one over the scale
+        shares *= (2 * _field(0) - scale).view(np.float32)  # this is 1 / scale
         powers = sizes & EXPONENT
         np.maximum(powers, _field(-14), out=powers)
         powers += 13 << 23
@@ -140,14 +160,18 @@ def _decode_fp16(coded: np.ndarray, values: np.ndarray) -> None:
         bits &= 0x7FFF << 13
         bits += _field(-15)
         subnormal = 2 * sizes
-        subnormal -= np.float32(2**-14)  # what such bits stand for; of others more than that
+        # This is the value of a subnormal number; for all others it is at least the value.
+        subnormal -= np.float32(2**-14)
         np.minimum(sizes, subnormal, out=sizes)
         bits |= signs
         sizes *= scales[part]
 
 
 def _cast(dtype: np.dtype) -> Codec:
-    """Every element as another float type; what would be rounded up to infinity becomes it, and the step is skipped."""
+    """Return a codec that casts every element to another float type.
+
+    Overflow gives infinity, which makes the trainer skip the step.
+    """
 
     def encode(values: np.ndarray, coded: np.ndarray) -> None:
         coded.view(dtype)[:] = values
@@ -159,7 +183,10 @@ def _cast(dtype: np.dtype) -> Codec:
 
 
 def _encode_int8(values: np.ndarray, coded: np.ndarray) -> None:
-    """Scales first, then the bytes. A block with a number that is not finite decodes to such numbers again."""
+    """Encode blocks as scales, then int8 numbers.
+
+    A block with a number that is not finite decodes to numbers that are not finite.
+    """
     scales, numbers = _scaled(coded, INT8_BYTES, np.int8)
     blocks = values.reshape(-1, BLOCK)
     np.abs(blocks).max(axis=1, keepdims=True, out=scales)
@@ -178,7 +205,7 @@ def _decode_int8(coded: np.ndarray, values: np.ndarray) -> None:
 def _adding(
     decode: Callable[[np.ndarray, np.ndarray], None],
 ) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
-    """The `add` of a codec."""
+    """Return the `add` of a codec, made of its `decode`."""
 
     def add(coded: np.ndarray, values: np.ndarray, scratch: np.ndarray) -> None:
         decode(coded, scratch)
@@ -192,13 +219,14 @@ CODECS = {
     "bf16": _cast(BFLOAT16),
     "int8": Codec(INT8_BYTES, _encode_int8, _decode_int8, _adding(_decode_int8)),
 }
-"""Formats that code block by block."""
+"""Formats that encode block by block."""
 
 
 def largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Positions of the k elements of largest magnitude, ascending. NaN counts as the largest.
+    """Return the positions of the k elements of largest magnitude, ascending.
 
-    A sample tells a magnitude that somewhat more than k elements reach; only those are searched for the k largest.
+    NaN counts as the largest. A sample yields a threshold that somewhat more than k elements reach.
+    Only these elements are searched for the k largest.
     """
     sizes = np.abs(values)
     candidates = None

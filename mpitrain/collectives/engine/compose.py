@@ -1,4 +1,4 @@
-"""Reductions made of reductions: one after the other, and side by side."""
+"""Reductions composed of reductions: one after the other, or pipelined."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from mpitrain.transport.base import Transport
 
 
 class LocalReduction:
-    """Work between messages, as a link of a lane."""
+    """Local work between messages, as one link of a chain of reductions."""
 
     state = learn = None
     algorithm = ""
@@ -27,11 +27,12 @@ class LocalReduction:
 
 
 class PipelinedChain:
-    """Reductions that run side by side as one: while the messages of one are on their way, another one works.
+    """Several chains as one Reduction: while one chain waits for messages, another one works.
 
-    lanes   the links of each, which run one after the other; as many in every lane
-    width   lanes under way at once: lane i starts when lane i - width has ended, and may use its scratch and its tags
-    scratch bytes of arrays that the links work on, besides those that they count themselves
+    lanes    links of each chain, which run one after the other; every chain has equally many
+    width    chains under way at once: chain i starts when chain i - width has ended, and may
+             use the scratch and the tags of that chain
+    scratch  bytes of arrays that the links use, besides the scratch that the links count
     """
 
     state: dict[str, np.ndarray] | None = None
@@ -47,8 +48,9 @@ class PipelinedChain:
     ):
         self._transport = transport
         self._lanes, self._width, self._length = lanes, width, len(lanes[0])
-        self._ended = [self._length] * len(lanes)  # links of each lane; -1: it has not started
-        self._first = len(lanes)  # the lanes before it have ended
+        # Each chain has ended this many of its links; -1: the chain has not started.
+        self._ended = [self._length] * len(lanes)
+        self._first = len(lanes)  # all chains before this one have ended
         self.is_messages = all(link.is_messages for lane in lanes for link in lane)
         self.scratch_bytes = scratch + sum(
             {id(link): link.scratch_bytes for lane in lanes for link in lane}.values()
@@ -70,12 +72,11 @@ class PipelinedChain:
         return self._first == len(self._lanes)
 
     def wait(self) -> None:
-        self._transport.wait_until(
-            self.poll
-        )  # to block on one lane would hold up what the others can go on with
+        # Blocking on one chain would delay the others.
+        self._transport.wait_until(self.poll)
 
     def _go_on(self) -> None:
-        """Everything that can be done without blocking, the oldest lane first."""
+        """Progress all chains as far as possible without blocking, the oldest chain first."""
         lane, most = self._first, self._length
         while lane < min(self._first + self._width, len(self._lanes)):
             if self._ended[lane] < 0:
@@ -87,14 +88,14 @@ class PipelinedChain:
             lane += 1
 
     def _end_link(self, lane: int) -> None:
-        """Start the next one."""
+        """Start the next link of a chain."""
         self._ended[lane] += 1
         if self._ended[lane] < self._length:
             self._lanes[lane][self._ended[lane]].start()
 
 
 class Chain(PipelinedChain):
-    """Reductions that run one after the other as one."""
+    """Reductions that run one after the other, as one Reduction."""
 
     def __init__(self, transport: Transport, links: Sequence[Reduction], scratch: int = 0):
         super().__init__(transport, [links], 1, scratch)

@@ -1,4 +1,7 @@
-"""The arithmetic of collectives by our own kernels, where the array lies: no element goes to the host to be added."""
+"""Arithmetic of collectives by our own kernels, in the memory of the array.
+
+No element goes to the host to be added.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,9 +17,9 @@ from mpitrain.ops.device import Device
 
 
 def arithmetic_of(device: Device) -> Arithmetic:
-    """What adds and codes the arrays of a device: its kernels, where they compute everything else too.
+    """Return the arithmetic for the arrays of a device: its kernels, or NumPy if it has none.
 
-    Scratch comes from an arena of its own: a thread may reduce while another computes.
+    The scratch comes from a separate arena, because one thread may reduce while another computes.
     """
     if device.kernels is None:
         return HOST
@@ -24,10 +27,10 @@ def arithmetic_of(device: Device) -> Arithmetic:
 
 
 def by_kernels(kernels: Kernels, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:
-    """Our kernels, for the float arrays that are theirs; everything else as on the host.
+    """Return an arithmetic that uses our kernels for float arrays in their memory, else NumPy.
 
-    is_theirs  whether an array lies where the kernels can reach it
-    arena      of the same memory: scratch
+    is_theirs  whether an array lies in memory that the kernels can reach
+    arena      scratch in the same memory
     """
 
     def combining(array: Any, op: str) -> Combine:

@@ -1,4 +1,7 @@
-"""The executor: runs a plan over one array, again and again, through views and scratch it made once."""
+"""The executor: runs a plan over one array any number of times.
+
+The views and the scratch are made once, when the plan is bound.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,62 +15,118 @@ from mpitrain.errors import CommError
 from mpitrain.transport.base import Request, Transport
 
 OPS = ("add", "maximum")
-"""Reductions by name."""
+"""Names of the reduction operators."""
 
 
 BETWEEN_HOSTS = 60 << 10
-"""Bytes of one message between hosts; longer transfers are cut. Just below the 64 KiB up to which MPI's TCP transports send
-at once: a longer message waits for a reply to its announcement, and several short ones keep the link busier."""
+"""Bytes of the longest message between hosts; longer transfers are cut into several messages.
+
+The limit is just below 64 KiB, up to which MPI's TCP transports use the eager protocol. A longer
+message waits for a reply to its announcement, and several short ones use the link better.
+"""
 
 WINDOW = 8
-"""Such messages under way at once, to all peers together: enough to fill a link, few enough not to pile up in front of it."""
+"""Messages under way at once in each direction, to all peers together.
+
+They are enough to fill a link, and few enough not to queue in front of it.
+"""
 
 
 class Reduction(Protocol):
-    """A collective bound to its buffer. Every run does the same thing to whatever the buffer then holds.
+    """Collective bound to a buffer, as an MPI-4 persistent collective.
 
-    Between `start` and the `wait` that returns (or the `poll` that says True) the buffer must not be touched. Several
-    may be under way at once and be polled in any order; `wait` moves only its own, so ranks that wait for several must
-    wait in one order. All ranks `run` it or all `start` it: `shared` and `native` meet differently then.
+    Every run applies the same collective to the present contents of the buffer.
+
+    Attributes
+    ----------
+    algorithm : str
+        Name of the algorithm in use.
+    state : dict of str to ndarray, or None
+        Error feedback of a lossy wire format.
+    learn : callable or None
+        Function that updates `state`.
+    scratch_bytes : int
+        Memory of this reduction, in bytes.
+    is_messages : bool
+        Whether any thread may poll this reduction.
+
+    Notes
+    -----
+    A run lasts from `start` until `wait` returns, or until `poll` returns True. Do not touch the
+    buffer meanwhile.
+
+    Several reductions may be under way at once, and may be polled in any order. `wait` progresses
+    only its own reduction, so all ranks must wait for several reductions in the same order.
+
+    Either all ranks call `run`, or all ranks call `start`. The algorithms "shared" and "native"
+    synchronise differently in the two cases.
     """
 
     @property
     def state(self) -> dict[str, np.ndarray] | None:
-        """What a lossy wire format keeps from run to run, which belongs in a checkpoint; None where nothing is lost.
+        """State of a lossy wire format between runs, for checkpoints; None if there is none.
 
-        `residual` and `prediction` lie like the buffer; the residual is each rank's own, all else is the same on all ranks.
+        `residual` and `prediction` have the layout of the buffer. The residual differs between
+        ranks; all other arrays are the same on all ranks.
         """
 
     algorithm: str
-    """Which algorithm it became: what `auto` chose, or what stood in for one that this machine lacks; "" where nobody chooses."""
+    """Name of the algorithm in use: the choice of "auto", or the substitute for a missing one.
+
+    The name is "" for operations that have no choice of algorithm.
+    """
 
     @property
     def learn(self) -> Callable[[np.ndarray], None] | None:
-        """Where there is state: takes note of a sum over this buffer that another reduction made."""
+        """Function that updates `state` with a sum by another reduction; None without state.
+
+        The function takes the sum, an array with the layout of the buffer.
+        """
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that it has allocated besides its buffer and its state, until it is gone."""
+        """Bytes allocated for the lifetime of this reduction, without its buffer and its state."""
 
     @property
     def is_messages(self) -> bool:
-        """Whether it is made of messages, and of work between them, alone: any thread may then poll it, one at a time."""
+        """Whether this reduction consists only of point-to-point messages and local work.
+
+        If so, any thread may poll it, one thread at a time.
+        """
 
     def run(self) -> None:
-        """`start`, then `wait`."""
+        """Run the collective: `start`, then `wait`.
+
+        Raises
+        ------
+        CommError
+            If the previous run has not ended.
+        """
 
     def start(self) -> None:
-        """Send what can be sent at once. CommError if the last start has not been waited for."""
+        """Start a run, and send the messages that need no other message first.
+
+        Raises
+        ------
+        CommError
+            If the previous run has not ended.
+        """
 
     def poll(self) -> bool:
-        """Go as far as possible without blocking; True once the result is in the buffer, and before any start."""
+        """Progress the run as far as possible without blocking.
+
+        Returns
+        -------
+        bool
+            True once the result is in the buffer, and before the first start.
+        """
 
     def wait(self) -> None:
         """Block until the result is in the buffer."""
 
 
 def started_twice() -> CommError:
-    """The error of a start before the end of the last run."""
+    """Return the error of a start before the end of the previous run."""
     return CommError(
         "A reduction was started again before its last run had ended.",
         "Call wait() first, or bind one reduction per buffer.",
@@ -75,11 +134,11 @@ def started_twice() -> CommError:
 
 
 class _BoundStep(NamedTuple):
-    """A step, or the part of one that is under way at a time, with views in place of bounds.
+    """Step, or slice of a long step, with array views in place of element bounds.
 
-    after            how many of these must have ended before this one begins
+    after            number of bound steps that must have ended before this one begins
     sends, receives  (array, peer)
-    copies           (target, source): what a rank sends to itself
+    copies           (target, source): messages from this rank to itself
     combines         (target, received)
     """
 
@@ -91,7 +150,10 @@ class _BoundStep(NamedTuple):
 
 
 class Execution:
-    """A plan bound to an array and a tag: a Reduction. With `outgoing`, sends come out of that array instead."""
+    """Plan bound to an array and a tag; a Reduction.
+
+    outgoing  array that sends read from; None: `array`
+    """
 
     state = learn = None
     algorithm = ""
@@ -165,7 +227,7 @@ class Execution:
             self._end_step()
 
     def _post(self) -> None:
-        """Begin every step that may begin."""
+        """Start every step that may begin, because enough earlier steps have ended."""
         transport, tag = self._transport, self._tag
         while (
             self._posted < len(self._steps)
@@ -179,7 +241,7 @@ class Execution:
             self._posted += 1
 
     def _end_step(self) -> None:
-        """Combine what the oldest step received, and begin what waited for it."""
+        """Combine the elements that the oldest step received, and start the steps after it."""
         self._requests.popleft()
         for target, received in self._steps[self._ended].combines:
             self._combine(target, received)
@@ -190,7 +252,13 @@ class Execution:
 def bind_plan(
     transport: Transport, plan: Plan, source: np.ndarray, flat: np.ndarray
 ) -> tuple[list[_BoundStep], list[np.ndarray]]:
-    """The plan's steps over these arrays, those between hosts in parts; and the scratch, which it allocates."""
+    """Return the plan's steps as views of these arrays, and the scratch that it allocates.
+
+    Steps with long transfers between hosts become several bound steps.
+
+    source  array that sends read from
+    flat    1-D array that receives and combines write to
+    """
     longest = max(
         (sum(t.stop - t.start for t in step.receives) for step in plan.steps if step.combine),
         default=0,
@@ -214,7 +282,7 @@ def bind_plan(
 
 
 def cut(step: Step, transport: Transport, limit: int) -> list[Step]:
-    """The step in parts, none of which has a transfer to or from another host that is longer than `limit` elements."""
+    """Split a step so that no transfer between hosts is longer than `limit` elements."""
     here, hosts = transport.hosts[transport.rank], transport.hosts
 
     def parts(transfer: Transfer) -> list[Transfer]:
@@ -240,7 +308,7 @@ def cut(step: Step, transport: Transport, limit: int) -> list[Step]:
 def bind_step(
     step: Step, after: int, rank: int, source: np.ndarray, flat: np.ndarray, scratch: np.ndarray
 ) -> _BoundStep:
-    """Views of the arrays, and of the scratch where received elements wait to be combined."""
+    """Return the step with views of the arrays, and of scratch for received elements to combine."""
     sends = [(source[t.start : t.stop], t.peer) for t in step.sends]
     targets = [(flat[t.start : t.stop], t.peer) for t in step.receives]
     own = (

@@ -1,4 +1,4 @@
-"""Who moves started reductions along while something else is computed: whoever polls, or a thread."""
+"""The progress engine of non-blocking reductions: polled between layers, or a background thread."""
 
 import sys
 import threading
@@ -11,32 +11,42 @@ from mpitrain.errors import CommError, MpitrainError
 from mpitrain.transport.base import Transport
 
 PAUSE = 2e-4
-"""Shortest pause of the thread between two rounds of polls, in seconds: a round may take the interpreter from the main
-thread."""
+"""Shortest pause of the thread between two rounds of polls, in seconds.
+
+A round of polls may take the interpreter lock from the main thread.
+"""
 
 TURN = 2e-4
-"""Seconds after which a thread that asks for the interpreter is given it, once a process moves by thread: Python's own 5 ms leave
-links idle whenever the main thread is between two long operations."""
+"""Interval in seconds after which Python passes the interpreter lock to a thread that waits for it.
+
+Python's default of 5 ms leaves links idle whenever the main thread is between two long operations.
+"""
 
 
 class ProgressEngine(Protocol):
-    """Takes reductions of one transport from their start to their end. Called by one thread, in one order on all ranks."""
+    """Progress engine: drives the reductions of one transport from their start to their end.
+
+    One thread calls it, in the same order on all ranks.
+    """
 
     def start(self, reduction: Reduction) -> None:
-        """Start it."""
+        """Start the reduction, and drive it from now on."""
 
     def poll(self) -> None:
-        """Move what can be moved now."""
+        """Progress all started reductions without blocking."""
 
     def wait(self, reduction: Reduction | None = None) -> None:
-        """Block until all that was started has ended, or this one of them; all are moved meanwhile."""
+        """Block until `reduction` has ended, or all started ones if None.
+
+        All started reductions progress meanwhile.
+        """
 
     def leave(self) -> None:
-        """Move nothing any more: whoever has started something waits for it."""
+        """Stop driving the started reductions; the caller waits for each of them itself."""
 
 
 class PolledProgress:
-    """Moves reductions when it is called, and not in between."""
+    """Progress engine that progresses reductions only while the caller is inside its methods."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -61,19 +71,20 @@ class PolledProgress:
 
 
 class ProgressThread:
-    """Moves reductions from a thread of its own, which lives from the first start to the wait.
+    """Progress engine with a background thread, which lives from the first start to the wait.
 
-    The thread calls the transport only to poll started reductions, and polls none that it has seen end.
-    A reduction adds in the order of its plan, so results are those of `PolledProgress`, bit for bit.
-    The thread also ends when the thread that started it does: a job that fails between start and wait
-    is not held up.
-    raises  what was raised in the thread, at the next call, as an error that names the rank
+    The thread calls the transport only to poll started reductions that have not ended. Reductions
+    add in the order of their plans, so the result is bitwise equal to a polled run. The thread also
+    ends when the thread that started it ends. So a job that fails between start and wait can exit.
+
+    raises  any error of the thread, at the next call; an error of an unexpected type becomes a
+            CommError that names the rank
     """
 
     def __init__(self, transport: Transport):
         self._transport = transport
         self._started: list[Reduction] = []
-        self._ended: set[int] = set()  # ids of those that the thread has seen end
+        self._ended: set[int] = set()  # ids of the reductions that have ended in the thread
         self._thread: threading.Thread | None = None
         self._stop = False
         self._error: Exception | None = None
@@ -81,13 +92,14 @@ class ProgressThread:
     def start(self, reduction: Reduction) -> None:
         self.poll()
         reduction.start()
-        self._ended.discard(id(reduction))  # not before: the thread may still look at it
+        # This follows the start: until then, the thread must not poll the reduction.
+        self._ended.discard(id(reduction))
         self._started.append(reduction)
         if self._thread is None:
             self._begin()
 
     def _begin(self) -> None:
-        """Let a thread move what is under way."""
+        """Start the thread."""
         self._stop = False
         sys.setswitchinterval(min(TURN, sys.getswitchinterval()))
         self._transport.admit_thread()
@@ -118,7 +130,7 @@ class ProgressThread:
         self._started = []
 
     def _end(self) -> None:
-        """Have no thread."""
+        """Stop the thread, if there is one."""
         if self._thread is not None:
             self._stop = True
             self._thread.join()
@@ -126,7 +138,7 @@ class ProgressThread:
         self._ended.clear()
 
     def _run(self, owner: threading.Thread) -> None:
-        """The thread."""
+        """Poll started reductions until `_stop` is set, or until the thread `owner` has ended."""
 
         def is_over() -> bool:
             if not self._stop:
@@ -150,20 +162,21 @@ class ProgressThread:
 
 
 def _ended(started: Sequence[Reduction], awaited: Reduction | None = None) -> bool:
-    """Poll everything; True when all have ended, or the one that is awaited has."""
-    ended = {
-        id(reduction): reduction.poll() for reduction in tuple(started)
-    }  # every one, whatever the first says
+    """Poll all reductions; return whether `awaited` has ended, or all of them if None."""
+    # This polls every reduction, even if the first one has not ended.
+    ended = {id(reduction): reduction.poll() for reduction in tuple(started)}
     return all(ended.values()) if awaited is None else ended[id(awaited)]
 
 
 def mover(
     transport: Transport, reductions: Sequence[Reduction], thread: str = "auto"
 ) -> ProgressEngine:
-    """What moves these reductions: a thread, if there are several hosts, MPI takes calls of several threads, and all reductions
-    are messages of host memory; otherwise whoever polls. Within one host a thread would hide little.
+    """Return the progress engine for these reductions: a thread, or an engine that is polled.
 
-    thread  as replication.progress_thread
+    A thread needs an MPI library that supports calls from several threads, and reductions that
+    are messages in host memory. Within one host it would hide little, so it also needs several.
+
+    thread  as replication.progress_thread; "no": never a thread
     """
     can = (
         thread != "no"

@@ -1,4 +1,4 @@
-"""Reductions that a recorder notes: each run from its start to its end, and how long a rank stood still for it."""
+"""Reductions that record each run in a trace, from start to end, and the time a rank blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,10 @@ from mpitrain.transport.base import Transport
 def bind_traced(
     transport: Transport, operation: str, array: Any, bind: Callable[[], Reduction]
 ) -> Reduction:
-    """Bind a reduction under the name that the transport's recorder has for what is bound meanwhile; so are its messages called.
+    """Bind a reduction that records its runs and messages under the present name of the recorder.
 
-    operation  "all-reduce" or the like
+    operation  prefix of that name: "all-reduce" or the like
+    bind       binds the reduction to trace; returned as it is if the recorder is off
     """
     recorder = transport.recorder
     if not recorder.is_on:
@@ -29,7 +30,7 @@ def bind_traced(
 
 
 class TracedReduction:
-    """A Reduction over another one."""
+    """Decorator of a Reduction that records its runs and its waits."""
 
     def __init__(self, inner: Reduction, recorder: Recorder, name: int, nbytes: int):
         self._inner, self._recorder, self._name, self._nbytes = inner, recorder, name, nbytes

@@ -1,1 +1,1 @@
-"""Message plans: what each rank sends, receives and combines in each step, as data."""
+"""Message plans as data: the sends, receives and reductions of each rank in each step."""

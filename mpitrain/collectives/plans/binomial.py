@@ -1,12 +1,15 @@
-"""Binomial trees: the ranks that have the data double with every step."""
+"""Binomial trees: the number of ranks that have the data doubles in every step."""
 
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, reverse
 
 
 def broadcast(rank: int, n: int, count: int, root: int = 0) -> Plan:
-    """ceil(lg n) steps from root to all; the root sends the array ceil(lg n) times, all ranks together n - 1 times.
+    """Plan a broadcast from the root to all ranks in ceil(lg n) steps.
 
-    Seen from the root, rank v receives from v without its highest bit, at the step of that bit, and sends from then on.
+    Number the ranks from the root. Rank v without its highest bit is the rank that sends to v, in
+    the step of that bit. Rank v sends in all later steps.
+
+    traffic  ceil(lg n) arrays from the root, n - 1 arrays from all ranks together
     """
     seen = (rank - root) % n
     steps = []
@@ -21,10 +24,16 @@ def broadcast(rank: int, n: int, count: int, root: int = 0) -> Plan:
 
 
 def reduce(rank: int, n: int, count: int, root: int = 0) -> Plan:
-    """The broadcast backwards: root's array ends as the reduction, the others hold partial ones; each sends it once."""
+    """Plan a reduction, as the broadcast backwards: the root's array ends as the reduction.
+
+    Every other rank sends its array once. Its array ends as a partial reduction.
+    """
     return reverse(broadcast(rank, n, count, root), combine=True)
 
 
 def all_reduce(rank: int, n: int, count: int) -> Plan:
-    """Reduce to rank 0, then broadcast: 2 ceil(lg n) steps, for short arrays on many ranks."""
+    """Plan a reduction to rank 0, then a broadcast, for short arrays on many ranks.
+
+    traffic  2 ceil(lg n) steps
+    """
     return Plan(reduce(rank, n, count).steps + broadcast(rank, n, count).steps)

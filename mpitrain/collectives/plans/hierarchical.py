@@ -1,7 +1,16 @@
-"""Two levels: ranks of one host gather what they have, so that little crosses the links between hosts.
+"""Two-level all-reduce: the ranks of a host reduce first, so that little crosses between hosts.
 
-A host's array is cut among its ranks; the ranks that hold the same cut on every host, a column, form a ring. Hosts may
-have different numbers of ranks: there are as many columns as the smallest host has ranks.
+Each host's array is cut into columns, one per owner rank. The owners of a column, one on each
+host, form a ring. Hosts may have different numbers of ranks; the smallest one sets the number of
+columns.
+
+    host A: ranks 0, 1     host B: ranks 2, 3, 4     2 columns: x and y
+
+    1. within hosts        A  0 <--x-- 1             B  2 <--x-- 3, 4
+       (reduce-scatter)    A  1 <--y-- 0             B  3 <--y-- 2, 4
+    2. between hosts       column x: ring 0, 2       column y: ring 1, 3       (all-reduce)
+    3. within hosts        A  0 --x--> 1             B  2 --x--> 3, 4
+       (all-gather)        A  1 --y--> 0             B  3 --y--> 2, 4
 """
 
 from collections import Counter
@@ -21,11 +30,11 @@ from mpitrain.collectives.plans.topology import Topology
 
 
 def all_reduce(rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, Plan, Plan]:
-    """Three plans to run one after the other: onto the host's columns, around the hosts, back to the host's ranks.
+    """Return three plans that a rank runs in turn: reduce within the host, between hosts, gather.
 
     hosts    host name of every rank
-    traffic  a rank sends its array but for what it keeps, 2(h-1)/h of its column between h hosts, its column to each
-             other rank of the host
+    traffic  an owner sends all other columns within its host, then 2 (h - 1) / h of its column
+             between h hosts, then its column to each other rank of its host
     """
     by_host: dict[str, list[int]] = {}
     for peer, host in enumerate(hosts):
@@ -37,7 +46,7 @@ def all_reduce(rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, Plan,
 
 
 def _to_columns(rank: int, local: list[int], columns: list[tuple[int, int]]) -> Plan:
-    """Every rank of the host sends each column to the rank that owns it, which adds them up."""
+    """Plan the first level: the owners of a host add up their columns of all its ranks' arrays."""
     owners = local[: len(columns)]
     sends = tuple(
         Transfer(owner, *column)
@@ -53,7 +62,10 @@ def _to_columns(rank: int, local: list[int], columns: list[tuple[int, int]]) -> 
 
 
 def _around(rank: int, hosts: list[list[int]], columns: list[tuple[int, int]]) -> Plan:
-    """A ring of the ranks that own one column, one of each host; nothing for a rank that owns none."""
+    """Plan the second level: a ring over the owners of one column, one owner on each host.
+
+    The plan of a rank that owns no column is empty.
+    """
     column = next(ranks.index(rank) for ranks in hosts if rank in ranks)
     if column >= len(columns):
         return Plan(())
@@ -63,11 +75,11 @@ def _around(rank: int, hosts: list[list[int]], columns: list[tuple[int, int]]) -
 
 
 def segments_of(hosts: Sequence[str], count: int) -> int:
-    """Into how many segments the chunks of a column's ring are cut."""
+    """Return the number of segments of each chunk in a column's ring."""
     ranks = Counter(hosts)
     return segments(len(ranks), count // min(ranks.values()))
 
 
 def is_rival(situation: Topology) -> bool:
-    """Of several hosts, one of which has several ranks."""
+    """Return whether there are several hosts, and one of them has several ranks."""
     return 1 < len(set(situation.hosts)) < len(situation.hosts)

@@ -1,14 +1,17 @@
-"""Pairwise exchanges: in step s every rank sends to the rank s further on, so no two messages share a link.
+"""Pairwise exchanges: in step s, rank r sends to rank r + s. No two messages share a link.
 
-Chunks go straight from where they are to where they belong. Nothing is passed on, so nothing is rounded twice when the
-messages are compressed.
+Each chunk goes straight from its source to its destination. No rank forwards a chunk, so
+compressed messages are rounded only once.
 """
 
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, at_once, chunk_bounds
 
 
 def reduce_scatter(rank: int, n: int, count: int) -> Plan:
-    """n - 1 steps; chunk r is summed on rank r alone, its own part first, then from rank r - 1 downwards."""
+    """Plan a reduce-scatter in n - 1 steps: rank r alone sums chunk r.
+
+    Rank r starts with its own elements, and adds the elements of ranks r - 1, r - 2 ... in turn.
+    """
     chunks = chunk_bounds(count, n)
     return Plan(
         tuple(
@@ -23,7 +26,7 @@ def reduce_scatter(rank: int, n: int, count: int) -> Plan:
 
 
 def all_gather(rank: int, n: int, count: int) -> Plan:
-    """n - 1 steps; chunk r goes from rank r to each of the others."""
+    """Plan an all-gather in n - 1 steps: chunk r goes from rank r to each other rank."""
     chunks = chunk_bounds(count, n)
     return Plan(
         tuple(
@@ -37,7 +40,10 @@ def all_gather(rank: int, n: int, count: int) -> Plan:
 
 
 def all_to_all(rank: int, n: int, count: int) -> Plan:
-    """Chunk q of rank p's array becomes chunk p of rank q's: n - 1 steps and a copy. Chunks are of one size."""
+    """Plan an all-to-all in n - 1 steps and a copy, with chunks of one size.
+
+    Chunk q of the array of rank p becomes chunk p of the array of rank q.
+    """
     chunks = chunk_bounds(count, n)
     ahead, behind = ([(rank + sign * step) % n for step in range(n)] for sign in (1, -1))
     return Plan(
@@ -49,12 +55,17 @@ def all_to_all(rank: int, n: int, count: int) -> Plan:
 
 
 def all_to_all_at_once(rank: int, n: int, count: int) -> Plan:
-    """The same messages, all under way together: for short arrays."""
+    """Plan the same all-to-all with all messages under way together, for short arrays."""
     return at_once(all_to_all(rank, n, count))
 
 
 def barrier(rank: int, n: int) -> Plan:
-    """ceil(lg n) steps of empty messages, after which every rank has heard of all. Dissemination barrier."""
+    """Plan a dissemination barrier: ceil(lg n) steps of empty messages.
+
+    A rank that has finished depends on a message from every other rank, directly or not.
+
+    source   Hensgen, Finkel & Manber 1988, Int. J. Parallel Program. 17(1)
+    """
     distances = [1 << bit for bit in range((n - 1).bit_length())]
     return Plan(
         tuple(
@@ -65,7 +76,10 @@ def barrier(rank: int, n: int) -> Plan:
 
 
 def ping_pong(rank: int, n: int, count: int) -> Plan:
-    """Rank 0 sends the array to the last rank and gets it back; the others rest, and a single rank too."""
+    """Plan a ping-pong: rank 0 sends the array to the last rank, which sends it back.
+
+    All other ranks are idle; a single rank is idle too.
+    """
     last = n - 1
     whole = (Transfer(last - rank, 0, count),)
     if n == 1 or rank not in (0, last):

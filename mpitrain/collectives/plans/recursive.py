@@ -1,7 +1,25 @@
-"""Recursive halving and doubling: the distance between partners doubles or halves with every step.
+"""Recursive halving and doubling: the distance between partners halves or doubles in every step.
 
-Both need a power of two. With n = n' + r ranks, n' the largest power of two, the first 2r ranks pair up: the even one
-folds its array into its neighbour's beforehand and gets the result afterwards.
+Partners of 8 ranks, and the elements that each rank sends in a step of an all-reduce:
+
+    recursive doubling        step 1   0-1  2-3  4-5  6-7    count
+                              step 2   0-2  1-3  4-6  5-7    count
+                              step 3   0-4  1-5  2-6  3-7    count
+
+    halving, reduce-scatter   step 1   0-4  1-5  2-6  3-7    count / 2
+                              step 2   0-2  1-3  4-6  5-7    count / 4
+                              step 3   0-1  2-3  4-5  6-7    count / 8
+    doubling, all-gather      step 4   0-1  2-3  4-5  6-7    count / 8
+                              step 5   0-2  1-3  4-6  5-7    count / 4
+                              step 6   0-4  1-5  2-6  3-7    count / 2
+
+Both need a power of two. For n = n' + r ranks, n' is the largest power of two. Of the first 2 r
+ranks, each even rank first sends its array to the odd rank after it. The odd rank adds it to its
+own array, and returns the result at the end. With 6 ranks:
+
+    fold      0 -> 1   2 -> 3
+    plan      for n' = 4 ranks, on ranks 1, 3, 4, 5
+    return    1 -> 0   3 -> 2
 
 source   Thakur, Rabenseifner & Gropp 2005, Int. J. High Perform. Comput. Appl. 19(1)
 """
@@ -13,14 +31,16 @@ from mpitrain.collectives.plans.steps import Plan, Step, Transfer, chunk_bounds,
 
 
 def recursive_doubling(rank: int, n: int, count: int) -> Plan:
-    """lg n' steps, each exchanging the whole array: the fewest steps, for short arrays."""
+    """Plan an all-reduce in lg n' steps that each exchange the whole array: for short arrays."""
     return _folded(_double, rank, n, count)
 
 
 def halving_doubling(rank: int, n: int, count: int) -> Plan:
-    """Reduce-scatter by halving, all-gather by doubling: as few bytes as a ring in 2 lg n' steps. Rabenseifner's.
+    """Plan Rabenseifner's all-reduce: a reduce-scatter by halving, then an all-gather by doubling.
 
-    In segments: while some wait for one partner, others are exchanged with the next, and no link rests between the steps.
+    For powers of two it sends as few bytes as a ring, in 2 lg n' steps. The array is pipelined in
+    segments: while some segments wait for one partner, others travel to the next one. So no link is
+    idle between steps.
     """
     return segmented(partial(_folded, _halve_and_double), rank, n, count)
 
@@ -35,7 +55,8 @@ def _halve_and_double(rank: int, n: int, count: int) -> Plan:
     scatter, gather = [], []
     for bit in reversed(range(n.bit_length() - 1)):
         peer = rank ^ (1 << bit)
-        mine, theirs = (  # 2^bit chunks each: the half that this rank goes on with, and its peer's
+        # Each half has 2^bit chunks: this rank continues with `mine`, its peer with `theirs`.
+        mine, theirs = (
             (chunks[half << bit][0], chunks[(half + 1 << bit) - 1][1])
             for half in (rank >> bit, peer >> bit)
         )
@@ -45,7 +66,10 @@ def _halve_and_double(rank: int, n: int, count: int) -> Plan:
 
 
 def _folded(plan: Callable[[int, int, int], Plan], rank: int, n: int, count: int) -> Plan:
-    """A plan for a power of two, with the ranks above it folded in before and served after."""
+    """Return a plan for n ranks from `plan`, which needs a power of two.
+
+    The ranks outside the power of two send their arrays before it, and receive the result after it.
+    """
     power = 1 << (n.bit_length() - 1)
     folded = n - power
     active = [*range(1, 2 * folded, 2), *range(2 * folded, n)]

@@ -1,6 +1,23 @@
-"""Rings: every rank sends to the next and receives from the one before, so every link works all the time.
+"""Rings: every rank sends to the next rank and receives from the previous one.
 
-source   Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2): no all-reduce sends less from its busiest rank
+All links work all the time, and no all-reduce sends fewer bytes from its busiest rank.
+
+The drawing shows 3 ranks; each step of it is one round. A cell names the ranks that a chunk
+(c0, c1 or c2) sums so far. In each step, rank r sends the chunk in brackets to rank r + 1.
+
+    reduce-scatter    start                after step 1         after step 2
+                      c0    c1    c2       c0    c1    c2       c0    c1    c2
+    rank 0            0     0    [0]       0    [02]   0        012   02    0
+    rank 1           [1]    1     1        1     1    [01]      1     012   01
+    rank 2            2    [2]    2       [12]   2     2        12    2     012
+
+    all-gather        start                after step 1         after step 2
+                      c0    c1    c2       c0    c1    c2       c0    c1    c2
+    rank 0           [012]  .     .        012   .    [012]     012   012   012
+    rank 1            .    [012]  .       [012]  012   .        012   012   012
+    rank 2            .     .    [012]     .    [012]  012      012   012   012
+
+source   Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2)
 """
 
 from mpitrain.collectives.plans.steps import (
@@ -15,29 +32,33 @@ from mpitrain.collectives.plans.steps import (
 
 
 def reduce_scatter(rank: int, n: int, count: int) -> Plan:
-    """n - 1 rounds, after which chunk r is the reduction over all ranks on rank r; the other chunks hold partial sums.
+    """Plan a ring reduce-scatter in n - 1 rounds: chunk r ends as the reduction on rank r.
 
-    Chunk c sets out from rank c + 1 and gathers one rank's part per round, so its order of summation, and with it every
-    bit of the result, depends on nothing but n.
+    The other chunks end as partial sums. Chunk c starts from rank c + 1, and every round adds the
+    elements of one more rank. The order of summation, and so every bit, depends only on n.
     """
     return _rounds(rank, n, count, first=rank - 1, combine=True)
 
 
 def all_gather(rank: int, n: int, count: int) -> Plan:
-    """n - 1 rounds that take chunk r from rank r to everyone."""
+    """Plan a ring all-gather in n - 1 rounds: chunk r of rank r ends on every rank."""
     return _rounds(rank, n, count, first=rank, combine=False)
 
 
 def all_reduce(rank: int, n: int, count: int) -> Plan:
-    """Reduce-scatter, then all-gather: 2(n-1) rounds, 2(n-1)/n of the array sent by each rank."""
+    """Plan a ring all-reduce: a reduce-scatter, then an all-gather.
+
+    traffic  2 (n - 1) rounds, in which each rank sends 2 (n - 1) / n of the array
+    """
     scatter = reduce_scatter(rank, n, count)
     return Plan(scatter.steps + all_gather(rank, n, count).steps, scatter.depth)
 
 
 def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:
-    """n - 1 rounds that begin by sending chunk `first`, and send on in each what came in the one before.
+    """Plan n - 1 rounds: send chunk `first`, then in each round the chunk received in the last one.
 
-    A segment that is sent arrived `segments` steps earlier, hence no more than that many steps may be under way.
+    A rank received the segment that it sends `segments` steps earlier. Hence at most `segments`
+    steps may be under way at once.
     """
     chunks, per_round = chunk_bounds(count, n), segments(n, count)
     after, before = (rank + 1) % n, (rank - 1) % n

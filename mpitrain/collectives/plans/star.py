@@ -1,11 +1,17 @@
-"""Star: everything to or from one rank. What rings and trees are compared with: that rank's link carries it all."""
+"""Star: rank 0 or the root sends and receives everything.
+
+Its link carries all messages; rings and trees are compared with it.
+"""
 
 from mpitrain.collectives.plans import ring
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, chunk_bounds, reverse
 
 
 def all_reduce(rank: int, n: int, count: int) -> Plan:
-    """Two steps; rank 0 reduces in the order of ranks, sends n - 1 times the array, and needs scratch for as much."""
+    """Plan an all-reduce in two steps: every rank sends to rank 0, which sends the result to all.
+
+    Rank 0 reduces in the order of ranks. It sends n - 1 arrays, and needs scratch of the same size.
+    """
     if rank > 0:
         whole = (Transfer(0, 0, count),)
         return Plan((Step(sends=whole), Step(receives=whole)))
@@ -14,7 +20,7 @@ def all_reduce(rank: int, n: int, count: int) -> Plan:
 
 
 def scatter(rank: int, n: int, count: int, root: int = 0) -> Plan:
-    """One step; chunk r goes from root to rank r."""
+    """Plan a scatter in one step: chunk r goes from the root to rank r."""
     chunks = chunk_bounds(count, n)
     if rank != root:
         return Plan((Step(receives=(Transfer(root, *chunks[rank]),)),))
@@ -24,12 +30,18 @@ def scatter(rank: int, n: int, count: int, root: int = 0) -> Plan:
 
 
 def broadcast(rank: int, n: int, count: int, root: int = 0) -> Plan:
-    """Scatter, then a ring all-gather: 2 (n-1)/n of the array from the root, for long arrays. van de Geijn's."""
+    """Plan van de Geijn's broadcast for long arrays: a scatter, then a ring all-gather.
+
+    traffic  the root sends 2 (n - 1) / n of the array
+    """
     gather = ring.all_gather(rank, n, count)
     return Plan(scatter(rank, n, count, root).steps + gather.steps)
 
 
 def reduce(rank: int, n: int, count: int, root: int = 0) -> Plan:
-    """A ring reduce-scatter, then every chunk to the root: 2 (n-1)/n of the array at most, for long arrays."""
+    """Plan a reduction for long arrays: a ring reduce-scatter, then every chunk goes to the root.
+
+    traffic  a rank sends at most the array once; the root receives 2 (n - 1) / n of it
+    """
     scattered = ring.reduce_scatter(rank, n, count)
     return Plan(scattered.steps + reverse(scatter(rank, n, count, root), combine=False).steps)

@@ -1,7 +1,7 @@
-"""Plans: what one rank sends, receives and combines, step by step, as data.
+"""Plans: the sends, receives and reductions of one rank in each step of a collective, as data.
 
-A plan is a pure function of (rank, n, count): no transport, no arrays. `execute.py` runs it; a test can add up what it
-moves without running anything.
+A plan is a pure function of (rank, n, count): it needs no transport and no arrays.
+`engine/executor.py` runs it. A test can add up its traffic without running anything.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 
 class Transfer(NamedTuple):
-    """Elements start to stop of the array, to or from a peer. A transfer to oneself is a copy and no message."""
+    """Elements [start, stop) of the array that travel to or from a peer.
+
+    A transfer from a rank to itself is a copy, not a message.
+    """
 
     peer: int
     start: int
@@ -20,7 +23,8 @@ class Transfer(NamedTuple):
 class Step(NamedTuple):
     """Messages that are under way together; the step ends when all of them are complete.
 
-    combine   received elements are reduced into the array, in the order of `receives`; otherwise they replace it
+    combine  True: received elements are reduced into the array, in the order of `receives`;
+             False: they replace the array's elements
     """
 
     sends: tuple[Transfer, ...] = ()
@@ -29,38 +33,55 @@ class Step(NamedTuple):
 
 
 SEGMENT = 1 << 15
-"""Elements of a chunk that travel in one message. Plans of long arrays are many short ones in turn: while one segment is
-reduced and sent on, the next ones arrive."""
+"""Least number of elements in a segment, where a chunk is long enough for several segments.
+
+Each segment is one message. While one segment is reduced and sent on, the next ones arrive.
+"""
 
 DEPTH = 8
-"""Segments under way at once: enough to hide the reduction, few enough for their scratch to stay in cache."""
+"""Segments under way at once.
+
+They are enough to hide the reduction, and few enough for their scratch to stay in cache.
+"""
 
 
 class Plan(NamedTuple):
-    """Steps, of which `depth` may be under way at once: step i begins when step i - depth has ended."""
+    """Steps of one rank; at most `depth` of them are under way at once.
+
+    depth  step i begins when step i - depth has ended
+    """
 
     steps: tuple[Step, ...]
     depth: int = 1
 
 
 def pieces(start: int, stop: int, n: int) -> list[tuple[int, int]]:
-    """(start, stop) of each of n runs from start to stop, as even as can be; some are empty when there are fewer."""
+    """Return (start, stop) of n runs that divide [start, stop) as evenly as possible.
+
+    Some runs are empty if there are fewer than n elements.
+    """
     count = stop - start
     return [(start + piece * count // n, start + (piece + 1) * count // n) for piece in range(n)]
 
 
 def chunk_bounds(count: int, n: int) -> list[tuple[int, int]]:
-    """(start, stop) of the n chunks of a whole array of `count` elements."""
+    """Return (start, stop) of the n chunks of a whole array of `count` elements."""
     return pieces(0, count, n)
 
 
 def segments(n: int, count: int) -> int:
-    """Into how many segments the chunks of an array are cut: one number for all n ranks, whatever their chunks."""
+    """Return the number of segments of each chunk of an array of `count` elements on n ranks.
+
+    The number is the same on all ranks, even where their chunks differ in length.
+    """
     return max(1, count // (n * SEGMENT))
 
 
 def segmented(plan: Callable[[int, int, int], Plan], rank: int, n: int, count: int) -> Plan:
-    """The plans of the segments of an array in turn: the first steps of all of them, then the second ones ..."""
+    """Return a pipelined plan: the plans of the segments of an array, interleaved.
+
+    The first steps of all segments come first, then the second steps of all segments, and so on.
+    """
     bounds = pieces(0, count, segments(n, count))
     plans = [relabel(plan(rank, n, stop - start), range(n), start) for start, stop in bounds]
     return Plan(
@@ -70,14 +91,20 @@ def segmented(plan: Callable[[int, int, int], Plan], rank: int, n: int, count: i
 
 
 def reverse(plan: Plan, combine: bool) -> Plan:
-    """The plan played backwards: what was received is sent. A broadcast becomes a reduction this way."""
+    """Return the plan backwards in time: each receive becomes a send, and each send a receive.
+
+    A broadcast becomes a reduction this way.
+    """
     return Plan(
         tuple(Step(step.receives, step.sends, combine) for step in reversed(plan.steps)), plan.depth
     )
 
 
 def at_once(plan: Plan) -> Plan:
-    """The same messages, all under way together, for plans whose steps do not build on each other."""
+    """Return the messages of a plan as one step; received elements replace the array's.
+
+    The steps of the plan must not depend on each other.
+    """
     steps = plan.steps
     return Plan(
         (
@@ -90,7 +117,10 @@ def at_once(plan: Plan) -> Plan:
 
 
 def relabel(plan: Plan, ranks: Sequence[int], offset: int = 0) -> Plan:
-    """A plan made for ranks 0 to n - 1 and elements from 0, moved to these ranks and to elements from `offset`."""
+    """Return the plan with rank i replaced by `ranks[i]`, and all elements shifted by `offset`.
+
+    plan  a plan for ranks 0 to n - 1 and for elements from 0
+    """
 
     def moved(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         return tuple(Transfer(ranks[t.peer], t.start + offset, t.stop + offset) for t in transfers)

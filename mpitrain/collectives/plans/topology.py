@@ -1,15 +1,16 @@
-"""The topology of a group of ranks: on which hosts they are, and what kind of arrays they reduce."""
+"""The topology of a group of ranks: their hosts, and the kind of the arrays that they reduce."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Topology(NamedTuple):
-    """Where arrays are to be reduced.
+    """Hosts of the ranks and type of their arrays: the properties that algorithms depend on.
 
     hosts         host name of every rank
+    dtype         name of the elements' NumPy dtype
     is_native     whether MPI reduces the dtype
-    is_on_device  whether the arrays lie in memory of a GPU
+    is_on_device  whether the arrays lie in GPU memory
     """
 
     hosts: Sequence[str]

@@ -1,1 +1,1 @@
-"""Selection: the table of algorithms, the cost model, tuning files and the choice `auto`."""
+"""Selection: the table of algorithms, the cost model, tuning files and the choice "auto"."""

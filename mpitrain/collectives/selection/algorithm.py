@@ -1,4 +1,4 @@
-"""What an algorithm is to the rest of the house: how it binds, where it runs, and what it costs."""
+"""Descriptor of an algorithm: its binding, the topologies that it supports, and its cost."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,41 +15,41 @@ from mpitrain.transport.base import Transport
 
 
 def anywhere(situation: Topology) -> None:
-    """The refusal of an algorithm that refuses nothing."""
+    """Return None: the algorithm supports every topology."""
 
 
 def always(situation: Topology) -> bool:
-    """Of an algorithm that may be the fastest in every situation."""
+    """Return True: "auto" may choose the algorithm in every topology."""
     return True
 
 
 def never(situation: Topology) -> bool:
-    """Of an algorithm that others are compared with."""
+    """Return False: the algorithm is only a baseline for comparisons."""
     return False
 
 
 def one_piece(hosts: Sequence[str], count: int) -> int:
-    """Of plans without segments."""
+    """Return 1, for plans without segments."""
     return 1
 
 
 def chunks_in_segments(hosts: Sequence[str], count: int) -> int:
-    """Of plans that cut the chunks of all ranks into segments."""
+    """Return the number of segments of each chunk, for plans that pipeline all chunks."""
     return segments(len(hosts), count)
 
 
 class Algorithm(NamedTuple):
-    """An all-reduce, a reduce-scatter or an all-gather: a line of a table in algorithms.py.
+    """Descriptor of an all-reduce, a reduce-scatter or an all-gather; an entry of table.py.
 
-    bind           (transport, array, op, tag, arithmetic) -> Reduction; None on every rank if this machine turns out to lack
-                   what it takes, which nothing but binding tells. Collective
-    plans          (rank, hosts, count) -> what a rank runs, one after the other, from which the cost follows; None: it is no
-                   plan, and the cost of the all-reduce of that name is measured whole
-    refusal        (situation) -> why it cannot run there, in words that begin with "algorithm"; None if it can
-    is_rival       (situation) -> whether `auto` considers it there, if it can run
-    segments       (hosts, count) -> how often the plan of a long array repeats that of a short one
-    of_all_reduce  what it takes of the two measured constants of the all-reduce of that name, the time of an empty array and
-                   the time of a byte, if it is no plan
+    bind           (transport, array, op, tag, arithmetic) -> Reduction; collective. None on every
+                   rank if this machine turns out not to support it, which only binding shows
+    plans          (rank, hosts, count) -> plans that a rank runs in turn, which determine the cost;
+                   None: the algorithm has no plan, and its all-reduce is measured as a whole
+    refusal        (topology) -> error that explains why it cannot run there, or None
+    is_rival       (topology) -> whether "auto" considers it there, if it can run
+    segments       (hosts, count) -> repetitions of a short array's plan in the plan of a long array
+    of_all_reduce  if it has no plan: fractions of the two constants measured for the all-reduce of
+                   the same name, the time of an empty array and the time per byte
     """
 
     bind: Callable[[Transport, np.ndarray, str, int, Arithmetic], Reduction | None]
@@ -65,7 +65,10 @@ def of_plans(
     is_rival: Callable[[Topology], bool] = always,
     segments: Callable[[Sequence[str], int], int] = one_piece,
 ) -> Algorithm:
-    """An algorithm that is plans, a function of (rank, hosts, count): it runs anywhere."""
+    """Return the descriptor of an algorithm that runs plans, functions of (rank, hosts, count).
+
+    It supports every topology.
+    """
 
     def bind(
         transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
@@ -84,5 +87,5 @@ def of_plan(
     is_rival: Callable[[Topology], bool] = always,
     segments: Callable[[Sequence[str], int], int] = one_piece,
 ) -> Algorithm:
-    """An algorithm that is one plan, a function of (rank, n, count), wherever the ranks are."""
+    """Return the descriptor of an algorithm that runs one plan, a function of (rank, n, count)."""
     return of_plans(lambda rank, hosts, count: (plan(rank, len(hosts), count),), is_rival, segments)

@@ -1,4 +1,4 @@
-"""Which algorithm to use, and how much to reduce at a time: pure functions of the tuning, where the ranks are, and the size."""
+"""The choice of an algorithm and of a bucket size, from tuning, topology and array size."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES
 
 
 def candidates(situation: Topology, operation: str = "allreduce") -> list[str]:
-    """The algorithms that `auto` considers."""
+    """Return the algorithms that "auto" considers."""
     return [
         name
         for name, algorithm in TABLES[operation].items()
@@ -24,7 +24,7 @@ def choose(
     memory: str = "window",
     operation: str = "allreduce",
 ) -> str:
-    """The algorithm that the model expects to be fastest, for an array in a class of host memory, or on a GPU."""
+    """Return the algorithm with the shortest predicted time for an array in this memory class."""
 
     def seconds(algorithm: str) -> float:
         predicted = predict(tuning, operation, algorithm, situation.hosts, count, itemsize, memory)
@@ -34,17 +34,19 @@ def choose(
 
 
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of parts that a buffer may be cut into."""
+"""Numbers of buckets that a buffer may be cut into."""
 
 
 def part_bytes(
     tuning: Tuning, algorithm: str, hosts: Sequence[str], count: int, itemsize: int
 ) -> float:
-    """Bytes of the parts in which a buffer is reduced soonest that fills, or is needed, while it is being reduced.
+    """Return the best bucket size in bytes, for reductions that overlap with computation.
 
-    The parts follow each other; beside all of them one more counts, that is computed before the first can begin or reduced
-    after the last was computed. Many parts pay for many latencies, few for a long last one.
-    algorithm  one that is a plan, or ring in its place
+    It corresponds to DDP's `bucket_cap_mb`. Buckets are reduced one after the other. One more
+    bucket does not overlap: it is computed before the first reduction, or reduced after the last
+    computation. Many buckets cost latency; few buckets make this exposed one long.
+
+    algorithm  an algorithm without plans counts as ring
     """
     algorithm = algorithm if algorithm in ALL_REDUCE and ALL_REDUCE[algorithm].plans else "ring"
 

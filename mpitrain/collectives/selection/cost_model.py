@@ -1,15 +1,21 @@
-"""The alpha-beta-gamma model: how long an algorithm takes, from what its plan moves and what this machine needs for it.
+"""The alpha-beta-gamma model: predicts the time of an algorithm from the traffic of its plan.
 
-    time = alpha x messages + beta x bytes sent + gamma x bytes reduced          of the busiest rank, or core
+    time = alpha x messages + beta x bytes sent + gamma x bytes reduced
 
-with an alpha and a beta for messages within a host and for messages between hosts. Ranks that share the cores of a host
-take turns: what all of them do, divided by the cores, is a bound as well. The constants hold for a number of
-ranks (which share memory, and sometimes cores) and a class of memory: MPI moves what lies in a shared window otherwise
-than other memory. They change with the size of the array, as caches end: each is known at a few sizes, and in between it
-follows a straight line over the logarithm of the size. An all-reduce that is not a plan has two constants of its own: a + b x
-bytes of the array. Its halves, reduce-scatter and all-gather, take a part of each that their entries name.
+These are the numbers of the busiest rank. Messages within a host and messages between hosts have
+different alpha and beta. Ranks that share the cores of a host take turns. So the work of all
+ranks of a host, divided by its cores, is a bound too.
 
-source   Hockney 1994, Parallel Computing 20(3); Thakur, Rabenseifner & Gropp 2005, Int. J. High Perform. Comput. Appl. 19(1)
+Constants hold for a number of ranks, which share memory and sometimes cores. They also hold for a
+class of memory, because MPI moves arrays in a shared window differently. They change with the
+size of the array, as caches overflow. They are measured at a few sizes, and interpolated linearly
+over the logarithm of the size.
+
+An all-reduce without a plan has two constants of its own: a + b x bytes of the array. Its halves,
+reduce-scatter and all-gather, take fractions of these constants, which their descriptors state.
+
+source   Hockney 1994, Parallel Computing 20(3);
+         Thakur, Rabenseifner & Gropp 2005, Int. J. High Perform. Comput. Appl. 19(1)
 """
 
 import math
@@ -22,26 +28,42 @@ from mpitrain.collectives.plans.steps import DEPTH, Plan, Transfer
 from mpitrain.collectives.selection.table import PLANS, TABLES
 
 KNOTS = (1 << 8, 1 << 12, 1 << 16, 1 << 21, 1 << 24)
-"""Bytes of the array at which the constants are known; the first hold below, the last above."""
+"""Array sizes in bytes at which the constants are known; outside, the nearest knot counts."""
 
 EAGER = 4000
-"""Bytes of a message within a host up to which MPI sends it at once; a longer one waits for its receiver first."""
+"""Largest message within a host, in bytes, that MPI sends eagerly.
+
+A longer one waits for its receiver first (rendezvous protocol).
+"""
 
 TERMS = ("host_alpha", "host_long", "host_beta", "net_alpha", "net_beta", "gamma")
-"""Constants of the plans: seconds per message, per long message beside that, per byte, per message, per byte, per byte."""
+"""Constants of the plans, in seconds.
+
+host_alpha  per message within a host
+host_long   per message within a host that is longer than EAGER, in addition
+host_beta   per byte within a host
+net_alpha   per message between hosts
+net_beta    per byte between hosts
+gamma       per byte reduced
+"""
 
 MEMORY = ("window", "plain")
-"""Where arrays lie: in memory shared by the ranks of a host, or anywhere else."""
+"""Classes of memory: windows shared by the ranks of a host, and all other memory."""
 
 ENDS = 2
-"""Hosts at either end of a job that are looked at, and the one with most ranks: plans treat the others as one of them."""
+"""Number of hosts at either end of a job that `work` evaluates, plus the host of most ranks.
+
+Plans treat all other hosts like one of these.
+"""
 
 
 class Work(NamedTuple):
-    """What the busiest rank does, in the order of TERMS: counts and bytes. host_long are those longer than EAGER.
+    """Work of the busiest rank, in the order of TERMS: counts and bytes.
 
-    Of messages to other hosts under way at once (a plan's depth) one counts: the others' latency hides behind it.
-    net_bytes is what its whole host sends to others: the ranks of a host share its link.
+    host_long      messages longer than EAGER
+    net_messages   messages to other hosts; of those under way at once (a plan's depth) only one
+                   counts, because the latency of the others overlaps with it
+    net_bytes      bytes that its whole host sends to others, because its ranks share one link
     """
 
     host_messages: float = 0
@@ -57,11 +79,11 @@ Constants = dict[int, tuple[float, ...]]
 
 
 class Tuning(NamedTuple):
-    """What was measured on one machine.
+    """Measured constants of one machine.
 
-    machine   what identifies it: number of hosts, processor, cores, MPI
+    machine   description: number of hosts, processor, cores, MPI
     plans     {ranks: {memory: constants in the order of TERMS}}
-    whole     {ranks: {memory: {algorithm: constants a and b}}} of those that are no plan
+    whole     {ranks: {memory: {algorithm: constants a and b}}} of algorithms without a plan
     """
 
     machine: dict[str, Any]
@@ -70,7 +92,10 @@ class Tuning(NamedTuple):
 
 
 def shares(nbytes: int) -> list[float]:
-    """How much the constants at each knot count for an array of that size: one or two of them, 1 in all."""
+    """Return the interpolation weight of each knot for an array of that size.
+
+    One or two weights are not 0; their sum is 1.
+    """
     if not KNOTS[0] < nbytes < KNOTS[-1]:
         return [float(knot == (KNOTS[0] if nbytes <= KNOTS[0] else KNOTS[-1])) for knot in KNOTS]
     above = bisect_right(KNOTS, nbytes)
@@ -81,16 +106,16 @@ def shares(nbytes: int) -> list[float]:
 def work(
     operation: str, algorithm: str, hosts: Sequence[str], count: int, itemsize: int, cores: int
 ) -> Work:
-    """What the busiest rank does in one run, or what each core has to do for all ranks of its host, if that is more.
+    """Return the work of the busiest rank in one run.
 
-    hosts   the host name of every rank, in blocks or not
-    cores   of a host
+    If the work of all ranks of its host, divided by the cores, is more, this counts instead.
+
+    hosts   host name of every rank; ranks of a host need not be adjacent
+    cores   number of cores of a host
     """
     distinct, times = list(dict.fromkeys(hosts)), _segments(operation, algorithm, hosts, count)
-    short, busiest = (
-        count // times,
-        Work(),
-    )  # an array of one segment, which tells of all: a long plan takes seconds to make
+    # One segment stands for all of them, because a long plan takes seconds to make.
+    short, busiest = count // times, Work()
     longer = count / short if short else 1.0
     for host in dict.fromkeys(
         [*distinct[:ENDS], *distinct[-ENDS:], max(distinct, key=hosts.count)]
@@ -131,35 +156,39 @@ def work(
 
 
 def _segments(operation: str, algorithm: str, hosts: Sequence[str], count: int) -> int:
-    """How often the plan of one segment is repeated in that of the array; 1 where there are no segments."""
+    """Return how often the plan of an array repeats the plan of one segment; 1 without segments."""
     return TABLES[operation][algorithm].segments(hosts, count) if operation in TABLES else 1
 
 
 def plans_of(
     operation: str, algorithm: str, rank: int, hosts: Sequence[str], count: int
 ) -> tuple[Plan, ...]:
-    """The plans a rank runs one after the other."""
+    """Return the plans that a rank runs in turn."""
     if operation in TABLES:
         plans = TABLES[operation][algorithm].plans
-        assert plans is not None  # asked only of what `is_whole` denies
+        assert plans is not None  # callers exclude algorithms that `is_whole` accepts
         return plans(rank, hosts, count)
     return (PLANS[operation][algorithm](rank, len(hosts), count),)
 
 
 def is_whole(operation: str, algorithm: str) -> bool:
-    """Whether an algorithm is no plan, so that its cost is measured whole."""
+    """Return whether an algorithm has no plan, so that its cost is measured as a whole."""
     return operation in TABLES and TABLES[operation][algorithm].plans is None
 
 
 def _of_rank(
     plans: Sequence[Plan], rank: int, hosts: Sequence[str], width: float, times: int
 ) -> Work:
-    """Sum over steps. A step costs as much as the larger of what it sends and receives, since both go on at once; but within
-    a host a message is mostly work for its two ranks: each counts that is sent or received, and hides behind no other.
+    """Return the work of one rank: the sum over the steps of its plans.
 
-    plans  of one segment; of three, only the middle one is repeated, and the others move all segments at once
-    width  bytes of the array that an element of the segment stands for
-    times  how many segments there are
+    A step costs the larger of its sends and receives, because both progress at once. Messages
+    within a host are mostly work for their two ranks. So each message sent or received counts
+    there.
+
+    plans  plans of one segment; of three plans, only the middle one is repeated for each segment,
+           and the others move all segments at once
+    width  bytes of the array for each element of the segment
+    times  number of segments
     """
     host_messages = host_long = host_bytes = net_messages = reduced = 0.0
     for place, plan in enumerate(plans):
@@ -183,7 +212,7 @@ def _of_rank(
 
 
 def _moved(transfers: Sequence[Transfer], hosts: Sequence[str], host: str) -> int:
-    """Elements that cross the link of a host."""
+    """Return the number of elements that cross the link of a host."""
     return sum(t.stop - t.start for t in transfers if hosts[t.peer] != host)
 
 
@@ -196,16 +225,15 @@ def predict(
     itemsize: int,
     memory: str = "plain",
 ) -> float:
-    """Seconds that a run takes on arrays in that memory; NaN for an algorithm that the tuning knows nothing about."""
+    """Return the predicted seconds of one run; NaN for an algorithm that the tuning lacks."""
     n, nbytes = len(hosts), count * itemsize
     plans, whole = (_nearest(found, n) for found in (tuning.plans, tuning.whole))
     memory = memory if memory in plans else "plain"
     amounts: tuple[float, ...]
     if is_whole(operation, algorithm):
         if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
-            return (
-                math.nan
-            )  # measured within a host, or between hosts, and says nothing about the other
+            # A measurement within a host does not apply between hosts, nor the other way round.
+            return math.nan
         once, per_byte = TABLES[operation][algorithm].of_all_reduce
         constants, amounts = whole[memory].get(algorithm), (once, per_byte * nbytes)
     else:
@@ -218,9 +246,11 @@ def predict(
         for knot, share in zip(KNOTS, shares(nbytes), strict=True)
         if share
     )
-    return seconds / 2 if operation == "sendrecv" else seconds  # one way of a ping-pong
+    return (
+        seconds / 2 if operation == "sendrecv" else seconds
+    )  # a ping-pong sends the array two ways
 
 
 def _nearest(by_ranks: dict[int, Any], n: int) -> Any:
-    """The entry of the nearest number of ranks, in ratio."""
+    """Return the entry for the number of ranks with the smallest ratio to n."""
     return by_ranks[min(by_ranks, key=lambda ranks: abs(math.log(ranks / n)))]

@@ -1,4 +1,4 @@
-"""Every algorithm there is, by operation and name."""
+"""Tables of all algorithms, by operation and name."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,11 @@ ALL_GATHER = {
 }
 
 TABLES = {"allreduce": ALL_REDUCE, "reduce-scatter": REDUCE_SCATTER, "all-gather": ALL_GATHER}
-"""A line there is all it takes: configuration, help, `auto`, cost model and benchmarks read these tables."""
+"""Algorithms with a choice by "auto".
+
+Configuration, help texts, the cost model and benchmarks read these tables, so a new algorithm
+needs only one entry.
+"""
 
 PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
     "broadcast": {"binomial": binomial.broadcast, "scatter-ring": star.broadcast},
@@ -59,14 +63,20 @@ PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
     "all-to-all": {"pairwise": pairwise.all_to_all, "at-once": pairwise.all_to_all_at_once},
     "sendrecv": {"ping-pong": pairwise.ping_pong},
 }
-"""The other operations: functions of (rank, n, count), and of the root where there is one. Nobody chooses for the caller."""
+"""Plans of the other operations: functions of (rank, n, count), and of the root if there is one.
+
+"auto" does not choose among them.
+"""
 
 
 def choices(operation: str) -> tuple[str, ...]:
-    """What can be asked for: an algorithm by name, or, if there is a choice, the one that is predicted to be fastest."""
+    """Return the algorithm names that a caller may pass, with "auto" where it can choose."""
     return (*TABLES[operation], "auto") if operation in TABLES else tuple(PLANS[operation])
 
 
 def half_of(operation: str, algorithm: str) -> str:
-    """What a group that reduces by this algorithm reduce-scatters or all-gathers by: one of that name, or else "auto"."""
+    """Return the reduce-scatter or all-gather that belongs to an all-reduce algorithm.
+
+    It is the algorithm of the same name, or "auto" if there is none.
+    """
     return algorithm if algorithm in TABLES[operation] else "auto"

@@ -1,4 +1,4 @@
-"""The tuning file: what `bench fit` measured on this machine, as JSON."""
+"""The tuning file: the cost constants that `bench fit` measured on this machine, as JSON."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from mpitrain.strict_json import validated
 
 MOST_RANKS = 10**6
 SLOWEST = 1e3
-"""Seconds that a message, a byte or a run takes at most: what is above was never measured."""
+"""Upper limit of a constant, in seconds per message, byte or run; no machine is slower."""
 
 Seconds = Annotated[float, Field(ge=0, le=SLOWEST)]
 Ranks = Annotated[str, Field(pattern=r"\A[1-9][0-9]{0,5}\z")]
@@ -25,7 +25,7 @@ Table = dict[Knot, list[Seconds]]
 
 
 class _Machine(BaseModel):
-    """What identifies a machine; and more, which is for people."""
+    """Machine that a tuning describes; further entries are information for people."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -34,7 +34,7 @@ class _Machine(BaseModel):
 
 
 class _File(BaseModel):
-    """A tuning as text; `Tuning` has the meaning of each entry."""
+    """Schema of a tuning file; `Tuning` documents each entry."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -44,7 +44,7 @@ class _File(BaseModel):
 
 
 def read_tuning(path: Path) -> Tuning:
-    """The constants in a file; ConfigError if it is none of ours."""
+    """Read the constants in a file; ConfigError if it is not a valid tuning file."""
     try:
         found = validated(_File, contents(path))
     except OSError as error:
@@ -93,7 +93,7 @@ def _constants(found: dict[str, list[float]]) -> Constants:
 
 
 def _is_complete(tuning: Tuning) -> bool:
-    """Whether `predict` finds what it looks for."""
+    """Return whether the tuning has every entry that `predict` reads."""
     plans, whole = tuning.plans, tuning.whole
     tables = [(at, len(TERMS)) for memories in plans.values() for at in memories.values()]
     tables += [
@@ -115,18 +115,18 @@ def _is_complete(tuning: Tuning) -> bool:
 
 
 def tuning_text(tuning: Tuning) -> str:
-    """What the file holds, a line for the constants of a knot."""
+    """Return the text of the tuning file, with one line for the constants of each knot."""
     text = json.dumps(tuning._asdict(), indent=1, allow_nan=False)
     return re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
 
 
 def write_tuning(path: Path, tuning: Tuning) -> None:
-    """Write the file whole."""
+    """Write the tuning file atomically."""
     write_whole(path, tuning_text(tuning))
 
 
 def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
-    """One line of advice if the tuning was measured on one host, but the ranks are on several; else nothing."""
+    """Return one line of advice if the tuning of one host serves ranks on several; else ""."""
     if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
         return ""
     return (
@@ -136,5 +136,8 @@ def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
 
 
 DEFAULT = read_tuning(Path(__file__).with_name("default.json"))
-"""For machines that have not been measured: 2 ranks on 2 cores of a server of 2023, 4 ranks on the same 2 cores, and for
-links between hosts 30 us and 1 GB/s."""
+"""Constants for machines without a tuning file.
+
+They were measured with 2 and with 4 ranks on 2 cores of a server of 2023. Links between hosts are
+assumed to have 30 us and 1 GB/s.
+"""
