@@ -44,7 +44,7 @@ class AllReduce(Replication):
             config.optimizer, storage, self._owned(), device.ops, device.backend, arena
         )
         self.buckets = self._reductions()
-        self._control = np.zeros(4)  # lies on the host
+        self._control = np.zeros(4)  # the control message always lies on the host
         self._recorder = recorder = grid.transport.recorder
         with recorder.called("the control message"):
             self._agree = grid.world.bind(self._control)
@@ -55,7 +55,7 @@ class AllReduce(Replication):
             recorder.name("the norm"),
             recorder.name("the parameters"),
         )
-        self._exchanged_s = 0.0  # this is the value of tp.exchanged_s at the start of the step
+        self._exchanged_s = 0.0  # `begin` copies tp.exchanged_s to here
         # Padding may contain non-finite numbers: blocks of wire formats include it.
         self._is_spoiled = False
         self._squared = [self._gradients_of(piece) for piece in self._counted()]

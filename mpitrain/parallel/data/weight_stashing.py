@@ -1,17 +1,17 @@
 """Asynchronous pipelines by weight stashing: a micro-batch uses one version of the parameters.
 
 Each stage updates its parameters by itself, and no step drains the pipeline. A micro-batch uses the
-same version in forward and backward. A step is one batch, as in every mode: it has one learning
-rate, one line of metrics, and its micro-batches. An update uses one micro-batch (`async`), as a
-mean over its rows in all replicas, or the whole batch (`async-2bw`). A stage clips by the norm of
-its own gradient, and skips an update with a non-finite gradient. AdamW's step count includes
-skipped updates.
+same version in forward and backward. A step is one batch, as in every mode. It has one learning
+rate, one line of metrics, and its micro-batches. In `async` an update uses one micro-batch, as a
+mean over its rows in all replicas. In `async-2bw` it uses the whole batch. A stage clips by the
+norm of its own gradient, and skips an update with a non-finite gradient. AdamW's step count
+includes skipped updates.
 
 The control all-reduce of each micro-batch is asynchronous. A stage starts it after the backward of
 the micro-batch. It reads the result as many micro-batches later as there are stages, before their
 backward. So ranks learn the result of a step some steps later. A stop request ends training after a
-later step, chosen so that all ranks know it in time. All of them have read the request before the
-first stage begins the last backward of that step.
+later step, which all ranks choose alike. All of them have read the request before the first stage
+begins the last backward of that step.
 
 source  Narayanan et al. 2019, PipeDream, SOSP; Narayanan et al. 2021, Memory-Efficient
         Pipeline-Parallel DNN Training, ICML (2BW)
@@ -73,7 +73,8 @@ class WeightStashing(AllReduce):
             *(backend.zeros(storage.length, replica.computed) for _ in range(self.versions - 1)),
         ]
         self._views = [storage.weights(version) for version in self._held]
-        self._of_stage = np.zeros(2)  # these are the stage's squares and non-finite elements
+        # The two numbers are the stage's squares and its non-finite elements.
+        self._of_stage = np.zeros(2)
         self._sum_of_stage = grid.tp.bind(self._of_stage)
         with self._recorder.called("the control message"):
             self._messages = [np.zeros(4) for _ in range(self._stages)]
@@ -82,21 +83,24 @@ class WeightStashing(AllReduce):
         self._losses, self._parts_of_mean = backend.zeros(m, np.float64), [0.0] * m
         self._newest = StepResult(math.nan, math.nan, 0, 0.0, True, False)
         self._known: dict[int, StepResult] = {}
-        # {step: the time at which its last backward had ended}
+        # The value is the time at which the last backward of a step had ended.
         self._ended: dict[int, float] = {}
         self._waited_s, self._wish = 0.0, False
         self._empty()
 
     def _empty(self) -> None:
         """Restart all counts; the pipeline is empty."""
-        self._numbers: list[int] = []  # lists the steps that have begun
-        self._turns = 0  # counts the backwards that have begun
-        self._made = 0  # counts the versions
-        # Control messages of all micro-batches that belong to steps without a known result.
+        # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
+        # `_turns` counts the backwards begun, `_made` the versions, `_released` the known results.
+        # `_told` contains the control messages of all steps that have no known result yet.
+        # `_unread` lists the micro-batches that have a running control message.
+        self._numbers: list[int] = []
+        self._turns = 0
+        self._made = 0
         self._told: deque[list[float]] = deque()
-        self._released = 0  # counts the steps with a known result
-        self._unread: deque[int] = deque()  # lists the micro-batches with a running control message
-        self._stop_after: int | None = None  # is an index of `_numbers`: the last step
+        self._released = 0
+        self._unread: deque[int] = deque()
+        self._stop_after: int | None = None
 
     def _counted(self) -> Sequence[Piece]:
         return self._runs()
@@ -113,7 +117,7 @@ class WeightStashing(AllReduce):
         """Return the updates of a step."""
         return self._micro_batches // self.every
 
-    # Called by the training step.
+    # The training step calls the following methods.
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         while step not in self._known:
@@ -201,7 +205,7 @@ class WeightStashing(AllReduce):
         self._of_stage[:] = squares, nonfinite
         self._waited_s += waited
         self._sum_of_stage.run()
-        found = self._of_stage.tolist()  # sums over the stage's tensor-parallel group
+        found = self._of_stage.tolist()  # these are sums over the stage's tensor-parallel group
         span = self._recorder.compute(self._update_name, UPDATE)
         source, target = (
             self._held[version % self.versions] for version in (self._made, self._made + 1)

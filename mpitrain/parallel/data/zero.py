@@ -50,7 +50,7 @@ class ZeroBase(AllReduce):
     A rank has the optimizer state of its s-th alone. With replication.shard "all", s is the number
     n of replicas. With "host" it is the number of replicas on a host (as FSDP's hybrid sharding).
     Parameters then never travel between hosts. The h = n/s replicas with the same shard all-reduce
-    its gradient once a step, after the reduce-scatter on each host.
+    its gradient once a step. They do so after the reduce-scatter on each host.
 
     dividing  the sharding group of s replicas
     alike     the replication group of h replicas

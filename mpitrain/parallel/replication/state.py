@@ -11,7 +11,7 @@ class StateBuffer(NamedTuple):
 
     name    "parameters", "residual", or an optimizer buffer such as "first_moment"
     array   1-D, in the memory of the backend
-    pieces  elements of the flat buffer and their offsets in `array`; empty if `array` has none of them
+    pieces  elements of the flat buffer and their offsets in `array`; may be empty
     kind    "agreed": equal on all ranks that store the same elements of a tensor
             "own": different on each rank; a new number of replicas preserves the sum over ranks
             "mean": different on each rank; a new number of replicas, or an "agreed" buffer of that
