@@ -102,9 +102,7 @@ class Column(Linear):
         return self._rows.summed(lease, arena), pending
 
     def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
-        """Return the gradient of the input; its reduction overlaps with the weight half of
-        backward.
-        """
+        """Return the gradient of the input. Its reduction overlaps with the weight half."""
         lease, pending = self._summands(w, dy, saved, arena)
         with self._rows.reduction(lease).beside():
             self.backward_weight(pending, dw, arena)
@@ -145,10 +143,6 @@ class ColumnParallelLinear(Column):
     ------
     ConfigError
         If n does not divide outputs, or if gather_output meets layout.sequence_parallel.
-
-    References
-    ----------
-    .. [1] Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053.
     """
 
     def __init__(
@@ -213,10 +207,6 @@ class RowParallelLinear(Linear):
     ------
     ConfigError
         If n does not divide inputs, or if input_is_parallel=False meets layout.sequence_parallel.
-
-    References
-    ----------
-    .. [1] Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053.
     """
 
     def __init__(

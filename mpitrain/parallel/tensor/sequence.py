@@ -1,7 +1,7 @@
 """The activations between tensor-parallel layers: replicated, or sharded by rows.
 
-Inside a tensor-parallel layer every rank has all B T rows and some of the columns. The drawing
-shows the rows on each rank in the forward pass, for B T = 8 and n = 2:
+Inside a tensor-parallel layer every rank has all B T rows and some of the columns. The following
+rows are on each rank in the forward pass, for B T = 8 and n = 2:
 
                              between               inside                    between
                              layers                a layer                   layers
