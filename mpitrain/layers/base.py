@@ -7,7 +7,8 @@
 A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -> dx`. The function
 `backward` below then calls it. This is not possible where other work comes between the halves.
 
-**Optional fusions.** A layer offers more work in the same pass over memory by a true attribute:
+**Optional fusions.** With one of these attributes, if it is true, a layer offers to do more work in
+the same pass over memory:
 
     adds_to_output  y, saved = layer.forward(w, x, arena, residual=r)
                     y includes r in its sum
@@ -40,7 +41,7 @@ import numpy as np
 from mpitrain.machine.arena import Arena
 
 Rectangle = tuple[slice, ...]
-"""A region of a tensor: one slice per dim, 0 <= start < stop, without a step."""
+"""A region of a tensor: one slice per dim, with start >= 0, a stop, and no step."""
 
 
 class Parameter(NamedTuple):

@@ -47,7 +47,7 @@ class ModelAveraging(AllReduce, ABC):
             storage.weights(self._average) if self.mirror is None else self._weights
         )
         self._sum_of_all = grid.dp.bind(self._average)
-        self._is_settled = True  # whether the second buffer holds the average
+        self._is_settled = True  # the second buffer contains the average
         # The first two of five numbers are the loss and squared norm of this step. The others are
         # sums since the last exchange: non-finite elements, skipped updates and stop requests.
         self._news = np.zeros(5)
@@ -91,7 +91,7 @@ class ModelAveraging(AllReduce, ABC):
         """Combine the parameters of all workers after their updates of step `step`, from 0."""
 
     def _mirror_of(self, piece: Piece) -> None:
-        """Return None: `begin` writes the mirror, since parameters still change after the update."""
+        """Return None: `begin` writes the mirror, as parameters change after the update."""
 
     def begin(self, step: int) -> None:
         super().begin(step)

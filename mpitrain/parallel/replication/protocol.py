@@ -132,7 +132,7 @@ class Replication:
 
     @property
     def _computed(self) -> Any:
-        """The flat buffer with which layers compute: the mirror, or `parameters` if there is none."""
+        """The flat buffer with which layers compute: the mirror if there is one."""
         return self.parameters if self.mirror is None else self.mirror
 
     def _write_mirror(self) -> None:

@@ -4,7 +4,7 @@ newer than its pull.
 A worker takes a ticket from the first server and pulls the parameters from all servers. It computes
 the ticket's rows and pushes its gradient to all servers, which apply it at once. `work_queue.py`
 has the rules for tickets. Workers wait for each other only at the bound of `replication.staleness`,
-and where all ranks meet. Norm, clipping and skipped updates are each worker's own.
+and where all ranks synchronize. Norm, clipping and skipped updates are each worker's own.
 
 source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Distributed ML via a
         Stale Synchronous Parallel Parameter Server, NIPS 26
@@ -25,7 +25,7 @@ from mpitrain.transport.base import Request
 
 DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
 """The request, as the first number of a header; answers have none. SETTLE is the last pull before
-all ranks meet.
+all ranks synchronize.
 """
 
 NO_TICKET = -1

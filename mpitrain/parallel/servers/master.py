@@ -41,7 +41,7 @@ class Master(AllReduce):
         with dp.transport.recorder.called("logits or their gradient"):
             self._logits_tag = dp.transport.claim_tag()
         self._broadcast = dp.bind_broadcast(self.parameters, ROOT)
-        self._is_current = True  # whether all ranks have the parameters of rank 0
+        self._is_current = True  # all ranks have the parameters of rank 0
         # The two entries are dtype and shape of a row of inputs, and of targets.
         self._forms: list[tuple[str, list[int]]] = []
         self._part = 0

@@ -1,10 +1,11 @@
-"""The work queue of asynchronous parameter servers: tickets for workers, and the results of steps.
-No messages.
+"""The work queue of asynchronous parameter servers: tickets for workers, and results of steps.
 
 Ticket t is the (t mod workers)-th run of the rows of step t // workers. A step is finished when the
 gradients of all its tickets are applied. The queue withholds tickets before a pause. A pause
-follows a request to stop, a non-finite gradient, or a step after which all ranks meet. All steps
-that have begun are finished before the pause.
+follows a request to stop, a non-finite gradient, or the last step before a checkpoint, an
+evaluation or the end. All steps that have begun are finished before the pause.
+
+This module sends no messages.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class WorkQueue:
 
     bound  a worker starts step k when every worker has finished step k - 1 - bound; None: any
            worker takes the next ticket
-    pause  (step) -> the next step before which all ranks meet
+    pause  (step) -> the next number of finished steps at which all ranks synchronize
     """
 
     def __init__(self, workers: int, first: int, bound: int | None, pause: Callable[[int], int]):
