@@ -142,7 +142,7 @@ class ColumnParallelLinear(Column):
     Raises
     ------
     ConfigError
-        If n does not divide outputs, or if gather_output is combined with sequence_parallel.
+        If n does not divide outputs, or if gather_output is True with sequence_parallel.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class RowParallelLinear(Linear):
     Raises
     ------
     ConfigError
-        If n does not divide inputs, or if input_is_parallel=False is combined with sequence_parallel.
+        If n does not divide inputs, or if input_is_parallel is False with sequence_parallel.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """The activations between tensor-parallel layers: replicated, or sharded by rows.
 
-Inside a tensor-parallel layer every rank has all B T rows and some of the columns. The following
-rows are on each rank in the forward pass, for B T = 8 and n = 2:
+Inside a tensor-parallel layer every rank has all B T rows and some of the columns. Each
+rank has the following rows in the forward pass, for B T = 8 and n = 2:
 
-                             between               inside                    between
-                             layers                a layer                   layers
+                             between                inside                     between
+                             layers                 a layer                    layers
 
     SequenceSharded  rank 0  rows 0-3 -all-gather-> rows 0-7 -reduce-scatter-> rows 0-3
                      rank 1  rows 4-7 -all-gather-> rows 0-7 -reduce-scatter-> rows 4-7
