@@ -1,1 +1,1 @@
-"""Layers: what a network is made of. They know nothing of ranks, own no arrays and keep no state."""
+"""Layers: the building blocks of a network. They know no ranks, own no arrays and have no state."""

@@ -1,29 +1,36 @@
-"""What a layer is: parameter descriptions, one forward and two backward halves.
+"""The Layer protocol: descriptions of parameters, one forward, and two halves of backward.
 
     y, saved    = layer.forward(w, x, arena)
     dx, pending = layer.backward_input(w, dy, saved, arena)
     layer.backward_weight(pending, dw, arena)
 
-A layer may have both halves in one as well, `backward(w, dy, saved, dw, arena) -> dx`, which is then used wherever nothing is to
-come between them: see `backward` below.
+A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -> dx`. The function
+`backward` below then calls it. This is not possible where other work comes between the halves.
 
-A layer may offer to do more in the same pass over memory, by an attribute that is true:
+**Optional fusions.** With one of these attributes, if it is true, a layer offers to do more work in
+the same pass over memory:
 
-    adds_to_output    y, saved = layer.forward(w, x, arena, residual=r): y has r in its sum
-    adds_to_input     dx, pending = layer.backward_input(w, dy, saved, arena, residual=r), and so `backward`: dx has r in its sum
-    without_gelu      of y = gelu(z): the layer of the same weights that ends in z; what that would have saved is saved[0]
-    takes_gelu        dz, pending = layer.backward_input(w, dy, saved, arena, gelu=s[1]) of a layer whose x was gelu(z), saved
-                      with s: what follows is the backward of `without_gelu`, and s[1] is used up
+    adds_to_output  y, saved = layer.forward(w, x, arena, residual=r)
+                    y includes r in its sum
+    adds_to_input   dx, pending = layer.backward_input(w, dy, saved, arena, residual=r)
+                    dx includes r in its sum; the same holds for `backward`
+    without_gelu    of a layer y = gelu(z): a layer with the same weights that ends in z;
+                    saved[0] is the state that this other layer would have saved
+    takes_gelu      dz, pending = layer.backward_input(w, dy, saved, arena, gelu=s[1])
+                    for a layer with input x = gelu(z), which the layer before saved as s;
+                    backward then continues with `without_gelu`, and s[1] is consumed
 
-A layer whose x is tokens says how many there are, as `vocab`: a trainer lets no other token reach it.
+A layer that takes tokens has an attribute `vocab`, the number of tokens. A trainer checks that all
+tokens are below it.
 
-A layer borrows its arguments: it never writes to x or dy. `saved` may refer to x and y, and `pending` to dy; a reference
-keeps an array alive. So the caller writes into none of them until the halves have run, with two exceptions: dx, to which
-`pending` never refers, and y of a layer whose `output_is_free` belong to the caller.
-`backward_input` may overwrite what `saved` alone holds, and never the residual; `saved` and `pending` are each used once.
+**Ownership of buffers.** A layer never writes to x, dy or the residual. `saved` may refer to x and
+y, and `pending` to dy. A reference keeps an array alive. So the caller must not write to these
+arrays before both halves have run. Two arrays are exceptions, and belong to the caller: dx, to
+which `pending` never refers, and y of a layer with a true `output_is_free`. `backward_input` may
+overwrite arrays that only `saved` refers to. `saved` and `pending` are each used once.
 """
 
-from __future__ import annotations  # so that help() prints signatures as they are written here
+from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,22 +41,26 @@ import numpy as np
 from mpitrain.machine.arena import Arena
 
 Rectangle = tuple[slice, ...]
-"""Part of a tensor: one slice per dim, from 0 <= start to stop, without a step."""
+"""A region of a tensor: one slice per dim, with start >= 0, a stop, and no step."""
 
 
 class Parameter(NamedTuple):
-    """One logical tensor, or the part of it that this rank holds.
+    """A logical tensor, or the region of it on this rank.
 
-    name      dotted, relative to the layer that lists it; never depends on the layout
-    shape     of the whole logical tensor
-    draw      (generator, shape) -> float64 array: the initial value of the whole tensor
-    decayed   whether weight decay applies
-    slices    the part held here: rectangles that differ in one dim at most, joined along it (queries, keys and values of some
-              heads are three); None for the whole
-    trainable whether the optimizer updates it
-    holders   the ranks of one replica that hold the same part: "tp", or of a tied tensor its full name; empty: this rank alone
-    partial   whether each holder computes only part of the gradient: their parts are summed before replicas are
-    is_copy   of a tied tensor that another stage owns: with the same bits, and counted there
+    name       dotted, relative to the layer that lists it; independent of the layout
+    shape      of the whole logical tensor
+    draw       (generator, shape) -> float64 array: the initial value of the whole tensor
+    decayed    whether weight decay applies
+    slices     the region on this rank, as rectangles that differ in at most one dim and are joined
+               along it; queries, keys and values of some heads are three rectangles; None: the
+               whole tensor
+    trainable  whether the optimizer updates it
+    holders    ranks of one replica with the same region: "tp" for replicated tensors, the full name
+               for a tied tensor; empty: this rank alone
+    partial    whether each of these ranks computes only a summand of the gradient; the summands are
+               added before replicas reduce
+    is_copy    whether this is a copy of a tied tensor that another stage owns and counts; its bits
+               are equal
     """
 
     name: str
@@ -64,7 +75,7 @@ class Parameter(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part held here."""
+        """Shape of the region on this rank."""
         if self.slices is None:
             return self.shape
         shapes = [tuple(s.stop - s.start for s in rectangle) for rectangle in self.slices]
@@ -75,14 +86,14 @@ class Parameter(NamedTuple):
         )
 
     def part_of(self, whole: np.ndarray) -> np.ndarray:
-        """The part held here of the whole tensor."""
+        """Return this rank's region of the whole tensor."""
         if self.slices is None:
             return whole
         return np.concatenate([whole[rectangle] for rectangle in self.slices], self._joined_along)
 
     @property
     def _joined_along(self) -> int:
-        """The dim in which the rectangles differ; 0 if there is but one."""
+        """The dim in which the rectangles differ; 0 for a single rectangle."""
         assert self.slices is not None
         first = self.slices[0]
         return next(
@@ -93,47 +104,121 @@ class Parameter(NamedTuple):
 
 @dataclass
 class Gradient:
-    """Where one parameter's gradient is summed. The first writer of a step overwrites, later ones add."""
+    """The buffer of one parameter's gradient. The first writer of a step overwrites it, later
+    writers add.
+    """
 
     array: np.ndarray
     filled: bool = False
 
     def claim(self) -> bool:
-        """Announce a write: True if the writer must add to what is there, False if it must overwrite."""
+        """Announce a write, and return whether the writer must add (True) or overwrite (False)."""
         accumulate, self.filled = self.filled, True
         return accumulate
 
 
 Weights = Mapping[str, Any]
-"""Named views of one unit's parameters, nested by the dots of their names: w["norm"]["gain"] is an array."""
+"""Named views of one unit's parameters, nested by the dots of their names: w["norm"]["gain"] is an
+array.
+"""
 
 Gradients = Mapping[str, Any]
-"""The same nesting, with a Gradient at every leaf."""
+"""The same nesting as `Weights`, with a Gradient at every leaf."""
 
 
 class Layer(Protocol):
-    """One forward and two backward halves, as the head of this file says."""
+    """A layer without state: one forward, and backward in two halves (as torch.autograd.Function).
+
+    A pipeline may schedule the gradients of weights later than the gradients of inputs. The head of
+    this file lists optional attributes and the ownership of buffers.
+
+    Notes
+    -----
+    Shapes have leading dims for rows, such as (B, T), and one dim of features at the end.
+    """
 
     @property
     def output_is_free(self) -> bool:
-        """Whether the caller may write into y as soon as it is returned: `saved` does not refer to it."""
+        """Whether the caller may write into y at once, because `saved` does not refer to it."""
 
     def parameters(self) -> list[Parameter]:
-        """The tensors this layer computes with, named relative to it."""
+        """Return the tensors that this layer computes with.
+
+        Returns
+        -------
+        list of Parameter
+            With names relative to this layer.
+        """
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of y for an x of this shape."""
+        """Return the shape of y.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            The shape of x.
+
+        Returns
+        -------
+        tuple of int
+        """
 
     def forward(self, w: Weights, x: np.ndarray, arena: Arena) -> tuple[np.ndarray, Any]:
-        """The output, and whatever `backward_input` will need."""
+        """Compute the output.
+
+        Parameters
+        ----------
+        w : Weights
+            Views of this layer's parameters, by name.
+        x : ndarray
+            The input, which stays unchanged.
+        arena : Arena
+            Allocates y and scratch.
+
+        Returns
+        -------
+        y : ndarray
+            Of shape `output_shape(x.shape)`.
+        saved : object
+            The state for one call of `backward_input`.
+        """
 
     def backward_input(
         self, w: Weights, dy: np.ndarray, saved: Any, arena: Arena
     ) -> tuple[np.ndarray | None, Any]:
-        """The gradient of the input (None where the input has none), and whatever the weight half still needs."""
+        """Compute the gradient of the input.
+
+        Parameters
+        ----------
+        w : Weights
+            As in `forward`.
+        dy : ndarray
+            The gradient of y, which stays unchanged.
+        saved : object
+            The second result of `forward`.
+        arena : Arena
+            Allocates dx and scratch.
+
+        Returns
+        -------
+        dx : ndarray or None
+            Of the shape of x; None if the input has no gradient, as tokens.
+        pending : object
+            The state for one call of `backward_weight`.
+        """
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write or add the gradients of the parameters, as `Gradient.claim` says."""
+        """Write the gradients of the parameters, or add to them.
+
+        Parameters
+        ----------
+        pending : object
+            The second result of `backward_input`.
+        dw : Gradients
+            One `Gradient` for each parameter. `Gradient.claim` decides between writing and adding.
+        arena : Arena
+            Allocates scratch.
+        """
 
 
 def backward(
@@ -145,9 +230,10 @@ def backward(
     arena: Arena,
     residual: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """Both halves of a layer, in its own way where it has one; returns the gradient of the input.
+    """Run both halves of a layer's backward, by its own `backward` if it has one.
 
-    residual: where the layer `adds_to_input`, or None
+    residual  added to dx, for a layer with `adds_to_input`; None otherwise
+    returns   dx, or None if the input has no gradient
     """
     both, half = getattr(layer, "backward", None), cast(Any, layer).backward_input
     if both:
@@ -161,43 +247,86 @@ def backward(
         if residual is None
         else half(w, dy, saved, arena, residual=residual)
     )
-    del saved  # its buffers may serve the weight half
+    del saved  # the weight half may reuse these buffers
     layer.backward_weight(pending, dw, arena)
     return dx
 
 
 class Loss(Protocol):
-    """The end of a model: what its logits (N, V) say of the right classes, the targets (N,).
+    """The loss of logits (N, V) and their target classes (N,).
 
-    Sums over the rows are numbers, or arrays without dims that the device may still be computing.
+    Sums over rows are numbers, or arrays without dims that the device may still compute.
     """
 
     def gradient(
         self, logits: np.ndarray, targets: np.ndarray, scale: float, arena: Arena
     ) -> tuple[Any, np.ndarray]:
-        """The summed loss, and the gradient of scale x that sum, which may be written over the logits."""
+        """Compute the summed loss and the gradient of the logits.
+
+        Parameters
+        ----------
+        logits : ndarray
+            (N, V). The gradient may overwrite them.
+        targets : ndarray
+            (N,) int64, from 0 to V - 1.
+        scale : float
+            Factor of the gradient, but not of the returned loss.
+        arena : Arena
+            Allocates scratch.
+
+        Returns
+        -------
+        loss : number or array without dims
+            The sum over all rows.
+        dlogits : ndarray
+            (N, V), the gradient of scale times the sum.
+        """
 
     def value(self, logits: np.ndarray, targets: np.ndarray, arena: Arena) -> Any:
-        """The summed loss alone; logits stay as they are."""
+        """Compute the summed loss alone.
+
+        Parameters
+        ----------
+        logits, targets, arena
+            As in `gradient`, but the logits stay unchanged.
+
+        Returns
+        -------
+        number or array without dims
+        """
 
     def correct(self, logits: np.ndarray, targets: np.ndarray, arena: Arena) -> Any:
-        """How many rows have their largest logit at the target; logits stay as they are."""
+        """Count the rows that have their largest logit at the target.
+
+        Parameters
+        ----------
+        logits, targets, arena
+            As in `gradient`, but the logits stay unchanged.
+
+        Returns
+        -------
+        number or array without dims
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One entry of a model's list: what ZeRO gathers and pipelines place as a whole (as FSDP's wrapped module).
+    """One entry of a model's list of layers (as a module that FSDP wraps).
+
+    ZeRO gathers a unit, and a pipeline places it, as a whole.
 
     Parameters
     ----------
     name : str
-        Prefix of the full names of its parameters: unit "hidden" of a linear layer has "hidden.weight".
+        Prefix of the full names of the parameters: unit "hidden" with a linear layer has
+        "hidden.weight".
     layer : Layer
-        For example one that `Plain` makes.
+        For example one that `Plain` constructs.
     tied : mapping, optional
-        {parameter of this layer: full name of the tensor, in an earlier unit, in its place}.
+        {parameter of this layer: full name of a tensor in an earlier unit}: the layer uses that
+        tensor instead.
     held : mapping, optional
-        Set by a pipeline, for tied tensors that other stages hold, too.
+        Set by a pipeline, for tied tensors on several stages.
     """
 
     name: str
@@ -206,5 +335,5 @@ class Unit:
     held: Mapping[str, Parameter] = field(default_factory=dict)
 
     def full_name(self, parameter: Parameter) -> str:
-        """The name of the tensor that is this parameter of the layer."""
+        """Return the name of a parameter's tensor; for a tied one it is in the other unit."""
         return self.tied.get(parameter.name, f"{self.name}.{parameter.name}")

@@ -1,6 +1,6 @@
-"""Layers made of layers: one after another, and around a shortcut. They take what these offer: see base.py."""
+"""Layers made of layers: sequences, and residual connections. They use the fusions of base.py."""
 
-from __future__ import annotations  # so that help() prints signatures as they are written here
+from __future__ import annotations  # help() then prints signatures as they are written here
 
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,8 @@ NOTHING: dict = {}
 
 
 class Sequential:
-    """Layers one after another (as torch.nn.Sequential): `Sequential(a, b)`, or with names `Sequential(up=a, down=b)`.
+    """Layers one after another (as torch.nn.Sequential): `Sequential(a, b)` or `Sequential(up=a,
+    down=b)`.
 
     Parameters
     ----------
@@ -26,7 +27,7 @@ class Sequential:
     Raises
     ------
     ConfigError
-        If there is no layer, if only some have names, or if a child is no layer.
+        If there is no layer, if only some layers have names, or if a child is no layer.
     """
 
     def __init__(self, *layers: Any, **children: Any):
@@ -60,7 +61,7 @@ class Sequential:
                 self._takers.add(after)
 
     def parameters(self) -> list[Parameter]:
-        """The parameters of all children."""
+        """Return the parameters of all children, with the children's names as prefixes."""
         return [
             parameter._replace(name=f"{name}.{parameter.name}")
             for name, child in self.children.items()
@@ -68,13 +69,16 @@ class Sequential:
         ]
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the output for an input of this shape."""
+        """Return the shape of the output for an input of this shape."""
         for child in self.children.values():
             shape = child.output_shape(shape)
         return shape
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
-        """The output for x, and what `backward_input` needs."""
+        """Return the output for x, and the state for `backward_input`.
+
+        residual is added to the output if the last child has `adds_to_output`.
+        """
         saved = []
         for name, child in self.children.items():
             own = w.get(name, NOTHING)
@@ -90,10 +94,14 @@ class Sequential:
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, residual: Any = None
     ) -> tuple[Any, Any]:
-        """The gradient of the input, and what `backward_weight` needs."""
+        """Return the gradient of the input, and the state for `backward_weight`.
+
+        residual is added to the gradient if the first child has `adds_to_input`.
+        """
         pending = {}
         for name, child in reversed(self._back.items()):
-            # Popped, so that each child's buffers return to the arena before the next child asks for some.
+            # `_popped` drops the last reference, so this child's buffers return to the arena
+            # before the next child allocates.
             own = w.get(name, NOTHING)
             if name in self._takers:
                 dy, pending[name] = child.backward_input(
@@ -108,7 +116,7 @@ class Sequential:
         return dy, pending
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write or add the gradients of the parameters."""
+        """Write the gradients of all parameters, or add to them."""
         while pending:
             name, wanted = pending.popitem()
             self.children[name].backward_weight(wanted, dw.get(name, NOTHING), arena)
@@ -116,7 +124,7 @@ class Sequential:
     def backward(
         self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, residual: Any = None
     ) -> Any:
-        """Both halves of backward, child by child; returns the gradient of the input."""
+        """Run both halves of backward, child by child, and return the gradient of the input."""
         for name, child in reversed(self._back.items()):
             own, gradients = w.get(name, NOTHING), dw.get(name, NOTHING)
             if name in self._takers:
@@ -131,20 +139,24 @@ class Sequential:
         return dy
 
     def _popped(self, name: str, saved: list) -> Any:
-        """What the child saved, which is the last in the list; of one that goes back without its GELU, what concerns the rest."""
+        """Remove a child's saved state from the end of the list, and return it.
+
+        For a child that runs backward without its GELU, return the state of the rest.
+        """
         own = saved.pop()
         return own[0] if name in self._gelus else own
 
 
 class Residual:
-    """x + inner(x); the names of the parameters are those of the inner layer.
+    """A residual connection, x + inner(x), with the parameter names of the inner layer.
 
     Parameters
     ----------
     inner : Layer
         Its output has the shape of its input.
     add : callable, optional
-        (a, b, sum, arena) writes a + b; None: NumPy's, on the host. `Plain.residual` passes the device's.
+        (a, b, sum, arena) writes a + b to sum. By default NumPy's on the host; `Plain.residual`
+        passes the device's.
     """
 
     output_is_free = True
@@ -157,15 +169,15 @@ class Residual:
         )
 
     def parameters(self) -> list[Parameter]:
-        """The parameters of the inner layer."""
+        """Return the parameters of the inner layer."""
         return self.inner.parameters()
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the input."""
+        """Return the shape of the input."""
         return shape
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """The output for x, and what `backward_input` needs."""
+        """Return the output for x, and the state for `backward_input`."""
         if self._output_is_sum:
             return self.inner.forward(w, x, arena, residual=x)
         y, saved = self.inner.forward(w, x, arena)
@@ -174,7 +186,7 @@ class Residual:
         return total, saved
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        """The gradient of the input, and what `backward_weight` needs."""
+        """Return the gradient of the input, and the state for `backward_weight`."""
         if self._input_is_sum:
             return self.inner.backward_input(w, dy, saved, arena, residual=dy)
         dx, pending = self.inner.backward_input(w, dy, saved, arena)
@@ -182,11 +194,11 @@ class Residual:
         return dx, pending
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write or add the gradients of the parameters."""
+        """Write the gradients of the parameters, or add to them."""
         self.inner.backward_weight(pending, dw, arena)
 
     def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
-        """Both halves of backward; returns the gradient of the input."""
+        """Run both halves of backward, and return the gradient of the input."""
         if self._input_is_sum:
             return backward(self.inner, w, dy, saved, dw, arena, dy)
         dx = backward(self.inner, w, dy, saved, dw, arena)

@@ -1,12 +1,16 @@
-"""Flat storage: every parameter of a model in one buffer, cut in units; gradients and optimizer state lie alike.
+"""Flat storage: all parameters of a model in one buffer, with gradients and optimizer state alike.
 
-`Storage` says where each tensor lies; `weights` turns a flat buffer into the nested names that layers compute with. Within a
-unit tensors are ordered by (trainable, decayed), so that the optimizer walks a few runs instead of many tensors. Every tensor
-starts at a multiple of 32 elements, and a unit is padded to a multiple of dp x 32: tensors and every rank's share of a unit are
-whole cache lines in a mirror of 16 bits as well. Padding stays zero: its gradient is.
+`Storage` computes the offset of each tensor. `weights` returns named views of a flat buffer, with
+which layers compute.
 
-Tensors that several ranks of a replica hold alike follow behind all others, sorted by who holds them: all holders lay them out
-and divide them alike, and so sum them in one order, whatever else each of them has.
+Tensors of a unit are sorted by (trainable, decayed), so the optimizer walks a few runs instead of
+many tensors. Every tensor starts at a multiple of 32 elements, and a unit is padded to a multiple
+of dp x 32. Tensors, and each rank's shard of a unit, are therefore whole cache lines, even in a
+16-bit mirror. The padding stays zero, because its gradient is zero.
+
+Tensors that several ranks of a replica share come last, sorted by their group. All ranks of such a
+group lay out and shard these tensors alike. So they sum them in the same order, whatever other
+tensors each rank has.
 """
 
 import math
@@ -19,11 +23,13 @@ import numpy as np
 from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights
 from mpitrain.machine.backend import Backend
 
-GRAIN = 32  # elements
+GRAIN = 32  # tensors start at multiples of this number of elements
 
 
 class Entry(NamedTuple):
-    """One stored tensor: its full name, its description, its unit, and where its part lies in the flat buffer (elements)."""
+    """A stored tensor: full name, description, unit, and offset of its region in the flat buffer,
+    in elements.
+    """
 
     name: str
     parameter: Parameter
@@ -32,17 +38,17 @@ class Entry(NamedTuple):
 
     @property
     def stop(self) -> int:
-        return self.start + math.prod(
-            self.parameter.local_shape
-        )  # NumPy's product would wrap at 64 bits
+        # NumPy's product would wrap at 64 bits.
+        return self.start + math.prod(self.parameter.local_shape)
 
     def view(self, flat: np.ndarray) -> np.ndarray:
-        """This tensor's part of a flat buffer, in its shape."""
+        """Return this tensor's view of a flat buffer, in its own shape."""
         return flat[self.start : self.stop].reshape(self.parameter.local_shape)
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a flat buffer, and where they lie in the compact buffer of the rank that owns them.
+    """Elements [start, stop) of a flat buffer, and their offset `place` in the owner's compact
+    buffer.
 
     The whole buffer is Piece(0, length, 0).
     """
@@ -53,7 +59,9 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring trainable tensors that the optimizer treats alike (elements), with the padding between them."""
+    """A run of adjacent trainable tensors with equal weight decay, padding included (offsets in
+    elements).
+    """
 
     start: int
     stop: int
@@ -61,9 +69,12 @@ class Run(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a unit has of the flat buffer (elements), padding included: of the tensors that one set of ranks holds alike.
+    """The range of a unit in the flat buffer, padding included (offsets in elements).
 
-    partial  whether these ranks have only parts of the gradients, to be summed
+    A unit has one span for each set of ranks that share some of its tensors.
+
+    holders  the set of ranks, as `Parameter.holders`
+    partial  whether each of these ranks computes only a summand of the gradient
     """
 
     start: int
@@ -74,7 +85,10 @@ class Span(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A run of whole spans that is reduced together (elements); ready when the gradients of all its units are."""
+    """A run of whole spans that is reduced as one (offsets in elements).
+
+    It is ready when the gradients of all its units are ready.
+    """
 
     start: int
     stop: int
@@ -84,11 +98,13 @@ class Bucket(NamedTuple):
 
 
 class Storage:
-    """Where every tensor of a list of units lies.
+    """The layout of all tensors of a list of units (as FSDP's flat parameter).
 
-    entries   all stored tensors, in order of storage; a tied tensor is stored once, in its first unit
-    spans     in order of storage; every unit has one of the tensors it alone holds, if they be none
-    length    of a flat buffer, in elements
+    entries  all stored tensors, in order of storage; a tied tensor is stored once, in its first
+             unit
+    spans    in order of storage; each unit has a span, perhaps empty, of the tensors that only this
+             rank has
+    length   of a flat buffer, in elements
     """
 
     def __init__(self, units: Sequence[Unit], dtype: Any, dp: int = 1):
@@ -120,7 +136,7 @@ class Storage:
 
     @property
     def parameter_count(self) -> int:
-        """Elements of all logical tensors, each counted once, whatever part of them is held here, and none that is a copy."""
+        """Number of elements of all logical tensors; whole shapes count, and copies do not."""
         return sum(
             math.prod(entry.parameter.shape)
             for entry in self.entries
@@ -130,11 +146,13 @@ class Storage:
     def initialize(
         self, flat: Any, seed: int, backend: Backend, pieces: Sequence[Piece] | None = None
     ) -> None:
-        """Fill a buffer with initial values, which depend on (seed, full name) alone: draw the whole, keep the part.
+        """Fill a buffer with initial values, which depend only on (seed, full name).
 
-        They are drawn on the host whatever the backend, so that they are the same on any device; a `flat` of another dtype holds
-        them rounded to the storage's, then to that.
-        pieces  what of the flat buffer lies where in `flat`; None: all of it
+        Each rank draws the whole tensor on the host and copies its region. So the values are equal
+        on all devices and layouts. They are rounded to the storage's dtype, and then to the dtype
+        of `flat`.
+
+        pieces  pieces of the flat buffer in `flat`; None: the whole buffer
         """
         flat[:] = 0
         for entry in self.entries:
@@ -156,16 +174,20 @@ class Storage:
                     )
 
     def used(self, unit: int) -> list[Entry]:
-        """The tensors that a unit computes with, tied ones included."""
+        """Return the tensors that a unit computes with, including tied ones."""
         names = {self.units[unit].full_name(p) for p in self.units[unit].layer.parameters()}
         return [entry for entry in self.entries if entry.name in names]
 
     def weights(self, flat: np.ndarray) -> list[Weights]:
-        """Views of a flat buffer for each unit, nested by name."""
+        """Return views of a flat buffer for each unit, nested by name."""
         return self.nested({entry.name: entry.view(flat) for entry in self.entries})
 
     def gradients(self, flat: np.ndarray) -> tuple[list[Gradients], list[list[Gradient]]]:
-        """Gradient leaves over a flat buffer: nested for each unit, and those that each unit stores. Tied tensors share one."""
+        """Return gradient leaves over a flat buffer; a tied tensor has one leaf for all its units.
+
+        returns  the leaves of each unit, nested by name; and a list of the leaves that each unit
+                 stores
+        """
         leaves = {entry.name: Gradient(entry.view(flat)) for entry in self.entries}
         stored = [
             [leaves[entry.name] for entry in self.entries if entry.unit == unit]
@@ -174,7 +196,10 @@ class Storage:
         return self.nested(leaves), stored
 
     def nested(self, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """What belongs to each tensor, by full name, as each unit's names see it."""
+        """Return, for each unit, a mapping nested by its parameter names.
+
+        leaves  {full name of a tensor: leaf}
+        """
         trees: list[Mapping[str, Any]] = []
         for unit in self.units:
             tree: dict[str, Any] = {}
@@ -188,7 +213,10 @@ class Storage:
         return trees
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """The optimizer's runs within [start, stop): neighbours with equal `decayed` joined, frozen tensors left out."""
+        """Yield the optimizer's runs within [start, stop).
+
+        Adjacent tensors with equal `decayed` are joined, and frozen tensors are left out.
+        """
         run: Run | None = None
         for entry in self.entries:
             low, high = max(entry.start, start), min(entry.stop, stop)
@@ -204,10 +232,13 @@ class Storage:
             yield run
 
     def buckets(self, nbytes: float, firsts: Collection[int] = ()) -> list[Bucket]:
-        """Whole spans joined from the last to the first until a bucket holds `nbytes`: the order in which they become ready.
+        """Return the buckets, in the order in which backward makes them ready: from the last span
+        to the first.
 
-        Those of one set of holders alone are joined.
-        firsts  units that are not joined with those before them
+        A bucket takes whole spans until it has `nbytes`. Spans of different groups are never in one
+        bucket.
+
+        firsts  units at which a bucket must start: first units of model chunks
         """
         buckets: list[Bucket] = []
         units: list[int] = []
@@ -229,7 +260,10 @@ def _padded(count: int, grain: int) -> int:
 
 
 def _stored(unit: Unit) -> list[Parameter]:
-    """The tensors that a unit stores, named in full: its own, and of tied ones those that no earlier unit of this rank does."""
+    """Return the tensors that a unit stores, with their full names.
+
+    They are its own tensors, and each tied tensor that no earlier unit of this rank stores.
+    """
     own = unit.layer.parameters()
     return [
         unit.held.get(p.name, p._replace(name=f"{unit.name}.{p.name}"))
@@ -239,7 +273,11 @@ def _stored(unit: Unit) -> list[Parameter]:
 
 
 def dealt(spans: Sequence[Span], hands: int) -> list[list[Piece]]:
-    """Whole spans shared out by size, the largest first, each to whoever has least; of each hand neighbours are one piece."""
+    """Distribute whole spans by size: the largest first, each to the least loaded of `hands`
+    owners.
+
+    returns  the pieces of each owner; adjacent spans are one piece
+    """
     held: list[list[Span]] = [[] for _ in range(hands)]
     lengths = [0] * hands
     for span in sorted(spans, key=lambda span: span.start - span.stop):
@@ -262,7 +300,10 @@ def _joined(spans: Sequence[Span]) -> list[Piece]:
 
 
 def shard(buckets: Sequence[Bucket], rank: int, ranks: int) -> list[Piece]:
-    """The rank-th of `ranks` equal parts of every bucket, in order of storage: what a reduce-scatter of each leaves there."""
+    """Return the rank-th of `ranks` equal shards of every bucket, in order of storage.
+
+    This is the chunk that a reduce-scatter of the bucket leaves on this rank.
+    """
     pieces, place = [], 0
     for bucket in sorted(buckets):
         length = (bucket.stop - bucket.start) // ranks

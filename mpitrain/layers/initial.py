@@ -1,6 +1,8 @@
-"""How parameters begin: functions (generator, shape) -> float64 array, as `Parameter.draw` wants them."""
+"""Initial values of parameters: functions (generator, shape) -> float64 array, for
+`Parameter.draw`.
+"""
 
-from __future__ import annotations  # so that help() prints signatures as they are written here
+from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable
 
@@ -10,15 +12,17 @@ Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
 def normal(std: float) -> Draw:
-    """Gaussian initial values with mean 0 and this standard deviation."""
+    """Return a function that draws Gaussian initial values with mean 0 and standard deviation
+    `std`.
+    """
     return lambda generator, shape: generator.standard_normal(shape) * std
 
 
 def zeros(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """All 0; the generator is not used."""
+    """Return all zeros; the generator is not used."""
     return np.zeros(shape)
 
 
 def ones(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """All 1; the generator is not used."""
+    """Return all ones; the generator is not used."""
     return np.ones(shape)

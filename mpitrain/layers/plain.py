@@ -1,9 +1,10 @@
-"""The layers of one rank, and the set of constructors that a model builds with.
+"""The layers of one rank, and their factory, with which models are built.
 
-B batch, T tokens, C channels, H heads, V vocabulary. A sharded set has the same constructors with the same arguments.
+A tensor-parallel factory has the same constructors with the same arguments. B batch, T tokens, C
+channels, H heads, V vocabulary.
 """
 
-from __future__ import annotations  # so that help() prints signatures as they are written here
+from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Sequence
 from copy import copy
@@ -18,10 +19,11 @@ from mpitrain.ops import Ops
 
 
 class Linear:
-    """activation(x weight^T + bias) over the last dim.
+    """A linear layer with optional activation, activation(x weight^T + bias), over the last dim.
 
-    weight: (outputs, inputs); bias: (outputs,), absent if `bias` is False
-    activation: None, "gelu" (tanh form) or "relu"
+    weight      (outputs, inputs)
+    bias        (outputs,), absent if `bias` is False
+    activation  None, "gelu" (tanh form) or "relu"
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Linear:
         }[activation]
 
     def parameters(self) -> list[Parameter]:
-        """The weight and, where there is one, the bias."""
+        """Return the weight and, if there is one, the bias."""
         weight = Parameter("weight", (self.outputs, self.inputs), self.draw, decayed=True)
         return (
             [weight, Parameter("bias", (self.outputs,), zeros, decayed=False)]
@@ -52,12 +54,12 @@ class Linear:
         )
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the output for an input of this shape."""
+        """Return the shape of the output for an input of this shape."""
         return (*shape[:-1], self.outputs)
 
     @property
     def without_gelu(self) -> Linear | None:
-        """This layer without its GELU; None if it has another activation or none."""
+        """This layer without its GELU; None if it has no GELU."""
         if self.activation != "gelu":
             return None
         bare = copy(self)
@@ -65,37 +67,39 @@ class Linear:
         return bare
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """The output for rows x, and what `backward_input` needs."""
+        """Return the output for x, and the state for `backward_input`."""
         y, saved = self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
         return y.reshape(*x.shape[:-1], self.outputs), saved
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        """The gradient of the input, and what `backward_weight` needs."""
+        """Return the gradient of the input, and the state for `backward_weight`."""
         dx, pending = self.product_backward_input(flat_rows(dy), w["weight"], saved, arena)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_input_through_gelu(
         self, w: Weights, dy: Any, saved: Any, gelu: Any, arena: Arena
     ) -> tuple[Any, Any]:
-        """As `backward_input`, times the derivative of the GELU before this layer."""
+        """Return the results of `backward_input`, times the derivative of the GELU before this
+        layer.
+        """
         dx, pending = self.ops.gelu_linear_backward_input(
             flat_rows(dy), w["weight"], saved, gelu, arena
         )
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        """Write or add the gradients of weight and bias."""
+        """Write the gradients of weight and bias, or add to them."""
         self.ops.linear_backward_weight(pending, dw["weight"].array, dw["weight"].claim(), arena)
         if self.bias:
             self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
 
 
 class FusedLinear(Linear):
-    """A linear layer that offers what its products can do beside: see base.py."""
+    """A linear layer with fused kernels for a residual and for the GELU before it: see base.py."""
 
     @property
     def adds_to_output(self):
-        """Not after an activation."""
+        """Whether `forward` accepts a residual: only without an activation."""
         return self.activation is None
 
     takes_gelu = adds_to_output
@@ -115,7 +119,7 @@ class FusedLinear(Linear):
 
 
 class Logits(Linear):
-    """x weight^T, which the loss and nobody else takes."""
+    """The output head, x weight^T. Only the loss reads its output."""
 
     def __init__(self, ops: Ops, width: int, vocab: int, draw: Draw):
         super().__init__(ops, width, vocab, draw, bias=False)
@@ -123,7 +127,10 @@ class Logits(Linear):
 
 
 class LayerNorm:
-    """(x - mean) / standard deviation * gain + bias over the last dim; gain, bias: (width,)."""
+    """Layer normalisation, (x - mean) / standard deviation * gain + bias, over the last dim.
+
+    gain, bias  (width,)
+    """
 
     output_is_free, adds_to_input = False, True
 
@@ -131,7 +138,7 @@ class LayerNorm:
         self.ops, self.width = ops, width
 
     def parameters(self):
-        """gain and bias."""
+        """Return gain and bias."""
         return [
             Parameter("gain", (self.width,), ones, decayed=False),
             Parameter("bias", (self.width,), zeros, decayed=False),
@@ -157,7 +164,7 @@ class LayerNorm:
 
 
 class Embedding:
-    """tokens (B, T) -> tokens' rows + positions' rows, (B, T, C). Its input has no gradient."""
+    """Token and position embedding, tokens (B, T) -> (B, T, C). The input has no gradient."""
 
     output_is_free = False
 
@@ -165,7 +172,7 @@ class Embedding:
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
 
     def parameters(self):
-        """tokens (vocab, width) and positions (context, width)."""
+        """Return tokens (vocab, width) and positions (context, width)."""
         return [
             Parameter("tokens", (self.vocab, self.width), self.draw, decayed=True),
             Parameter("positions", (self.context, self.width), self.draw, decayed=True),
@@ -191,7 +198,7 @@ class Embedding:
 
 
 class Attention:
-    """Causal multi-head attention, (B, T, 3C) -> (B, T, C); it has no parameters."""
+    """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters."""
 
     output_is_free = False
 
@@ -199,7 +206,7 @@ class Attention:
         self.ops, self.heads = ops, heads
 
     def parameters(self):
-        """None."""
+        """Return no parameters."""
         return []
 
     def output_shape(self, shape):
@@ -212,11 +219,13 @@ class Attention:
         return self.ops.attention_backward(dy, saved, arena), None
 
     def backward_weight(self, pending, dw, arena):
-        """Nothing to do."""
+        """Do nothing: there are no parameters."""
 
 
 class CrossEntropy:
-    """Softmax cross-entropy over whole rows of logits: the `Loss` of a rank that holds the whole vocabulary."""
+    """Softmax cross-entropy over whole rows of logits: the `Loss` of a rank with the whole
+    vocabulary.
+    """
 
     def __init__(self, ops: Ops):
         self.gradient, self.value, self.correct = (
@@ -227,11 +236,11 @@ class CrossEntropy:
 
 
 class Plain:
-    """Constructors of layers (as torch.nn); no layer shares anything with another rank.
+    """The layer factory of one rank (as torch.nn): its layers are not split over ranks.
 
-    A `Trainer` with layout.tp above 1 passes a set with the same constructors, whose layers are split.
-    Linear layers map (..., inputs) to (..., outputs); `draw` makes the weight, of shape (outputs, inputs),
-    and biases begin at 0.
+    With layout.tp above 1 a `Trainer` passes a factory with the same constructors, for split
+    layers. Linear layers map (..., inputs) to (..., outputs). `draw` makes the weight, of shape
+    (outputs, inputs); biases are 0 at first.
 
     Parameters
     ----------
@@ -243,23 +252,28 @@ class Plain:
         self.ops = ops
 
     def embedding(self, vocab: int, context: int, width: int) -> Embedding:
-        """Tokens (B, T) to rows (B, T, width), with learned positions; both drawn with deviation 0.02."""
+        """Return an embedding, tokens (B, T) to (B, T, width), with learned positions.
+
+        Both tables are drawn with deviation 0.02.
+        """
         return Embedding(self.ops, vocab, context, width, normal(0.02))
 
     def norm(self, width: int) -> LayerNorm:
-        """LayerNorm over the last dim, with gain 1 and bias 0."""
+        """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
         return LayerNorm(self.ops, width)
 
     def qkv(self, width: int, heads: int, draw: Draw) -> Linear:
-        """A linear layer from width to 3 width: queries, keys and values of all heads."""
+        """Return a linear layer from width to 3 width: queries, keys and values of all heads."""
         return FusedLinear(self.ops, width, 3 * width, draw)
 
     def residual(self, inner: Layer) -> Residual:
-        """x + inner(x)."""
+        """Return a residual connection, x + inner(x)."""
         return Residual(inner, self.ops.add)
 
     def attention(self, width: int, heads: int) -> Attention:
-        """Causal attention, (B, T, 3 width) to (B, T, width); ConfigError if heads do not divide width."""
+        """Return causal attention, (B, T, 3 width) to (B, T, width); ConfigError if heads do not
+        divide width.
+        """
         if heads < 1 or width % heads:
             near = min(
                 (h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads)
@@ -272,30 +286,32 @@ class Plain:
     def column_linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> Linear:
-        """A linear layer; layout.tp splits its outputs. activation: "gelu", "relu" or None."""
+        """Return a linear layer; layout.tp splits its outputs. activation: "gelu", "relu" or
+        None.
+        """
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def row_linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> Linear:
-        """A linear layer; layout.tp splits its inputs."""
+        """Return a linear layer; layout.tp splits its inputs."""
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> Linear:
-        """A linear layer that layout.tp does not split."""
+        """Return a linear layer that layout.tp does not split."""
         return FusedLinear(self.ops, inputs, outputs, draw, activation)
 
     def head(self, width: int, vocab: int, draw: Draw) -> Linear:
-        """A linear layer without bias, from rows to logits (..., vocab)."""
+        """Return a linear layer without bias, from rows (..., width) to logits (..., vocab)."""
         return Logits(self.ops, width, vocab, draw)
 
     def loss(self) -> Loss:
-        """Softmax cross-entropy over logits (N, V), for targets (N,) from 0 to V - 1."""
+        """Return the softmax cross-entropy over logits (N, V), for targets (N,) from 0 to V - 1."""
         return CrossEntropy(self.ops)
 
 
 def flat_rows(x):
-    """(..., C) seen as (rows, C)."""
+    """Return (..., C) reshaped to (rows, C)."""
     return x.reshape(-1, x.shape[-1])

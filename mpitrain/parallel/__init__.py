@@ -1,1 +1,1 @@
-"""How several ranks train one model."""
+"""Parallelism: the grid of ranks, and the ways in which several ranks train one model."""

@@ -1,4 +1,4 @@
-"""The grid of ranks: which place each rank has on the axes, and the groups along them."""
+"""The grid of ranks: each rank's coordinates and process groups (as torch's DeviceMesh)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from mpitrain.transport.base import Transport
 
 
 class Coords(NamedTuple):
-    """Where a rank lies: its number along each axis."""
+    """The coordinates of a rank: its index along each axis."""
 
     tp: int
     dp: int
@@ -26,10 +26,10 @@ class Coords(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """How many ranks lie along each axis.
+    """The number of ranks along each axis.
 
-    tp varies fastest from rank to rank, so that the chattiest neighbours share a host, then dp, then pp. The servers are the
-    last ranks, and lie on no axis.
+    tp varies fastest with the rank, then dp, then pp. So tensor-parallel neighbours, which
+    communicate most, share a host. The servers are the last ranks and have no coordinates.
     """
 
     tp: int = 1
@@ -39,20 +39,21 @@ class Axes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """The number of all ranks, servers included."""
         return self.tp * self.dp * self.pp + self.servers
 
     def place(self, rank: int) -> Coords:
-        """Where a rank that is no server lies."""
+        """Return the coordinates of a rank, which must not be a server."""
         rest, tp = divmod(rank, self.tp)
         pp, dp = divmod(rest, self.dp)
         return Coords(tp, dp, pp)
 
 
 def axes(config: Config, ranks: int) -> Axes:
-    """The axes for `ranks` ranks, with dp filled in.
+    """Return the axes for `ranks` ranks; layout.dp 0 is replaced by the number that fits.
 
-    raises  ConfigError if they are not dp x tp x pp + servers, if rows are too few, or if a rank to be delayed computes none
+    raises  ConfigError if ranks are not dp x tp x pp + servers, if a micro-batch would have no row,
+            or if run.delay names a rank that computes no rows
     """
     layout = config.layout
     servers = config.replication.servers if config.replication.mode == "server" else 0
@@ -97,10 +98,11 @@ def axes(config: Config, ranks: int) -> Axes:
 
 
 def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
-    """How many replicas divide among them what ZeRO divides: with `shard` "all" all of them, with "host" those of each host.
+    """Return the number of replicas in a ZeRO sharding group: all with shard "all", a host's with
+    "host".
 
-    hosts   of every rank, by rank
-    raises  ConfigError if hosts have different numbers of them
+    hosts   host of every rank, by rank
+    raises  ConfigError if hosts have different numbers of replicas
     """
     if shard == "all":
         return axes.dp
@@ -117,16 +119,21 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
 
 
 class Grid:
-    """This rank's place on the axes, and a group of ranks along each, split off once. Construction and `close` are collective.
+    """This rank's coordinates, and its process group along each axis. Construction and `close` are
+    collective.
 
-    world       all ranks
-    tp, dp, pp  the ranks that differ from this one along that axis alone; of a server itself alone
-    servers     the servers; None on all other ranks
-    speaks      whether this rank tells what all ranks of a replica know, such as its loss: one of the last part's stage does
-    holders     {name: the ranks of this replica that hold the same part of some tensors}: "tp" of tensors that are whole on each
-                rank of tp, and each tied tensor's full name, on the stages that hold it
-    arena       counts what the groups lease (Group.exchange)
-    algorithm   of all groups but tp, whose own may be named
+    world         all ranks
+    tp, dp, pp    the group along that axis: all ranks that share this rank's other two coordinates;
+                  on a server, itself alone
+    servers       the servers; None on all other ranks
+    speaks        whether this rank reports its replica's loss: one rank of the stage with the last
+                  model chunk does
+    holders       {name: tied group}: the ranks of this replica with the same elements of some
+                  tensors. "tp": tensors replicated in the tensor-parallel group. A tied tensor's
+                  full name: the stages that use it.
+    arena         counts the bytes that the groups lease (Group.exchange)
+    algorithm     all-reduce algorithm of all groups except tp
+    tp_algorithm  all-reduce algorithm of tp; empty: `algorithm`
     """
 
     def __init__(
@@ -151,12 +158,12 @@ class Grid:
 
         def group_of(part: Transport) -> Group:
             groups.append(Group(part, algorithm, tuning, arithmetic, arena, progress_thread))
-            return groups[-1]  # without a reference to the grid, which would then refer to itself
+            return groups[-1]  # no reference to `self`: it would make a reference cycle
 
         self._group_of = group_of
 
         def axis(others: int) -> Group:
-            """The ranks with the same `others`, of which each rank has one."""
+            """Return the group along one axis; `others` numbers the other two coordinates."""
             group = self._along(axes.ranks + rank if self.is_server else others)
             assert group is not None
             return group
@@ -166,13 +173,17 @@ class Grid:
         self.tp.algorithm = tp_algorithm or algorithm
         self.dp = axis(here.tp + axes.tp * here.pp)
         if axes.tp > 1 and not self._lie_alike(self.dp):
-            self.dp.algorithm = "ring"  # sums in one order, whatever hosts there are
+            self.dp.algorithm = "ring"  # a ring's order of summation does not depend on the hosts
         self.pp = axis(here.tp + axes.tp * here.dp)
         self.servers = self._along(0 if self.is_server else None)
         self.holders: dict[str, Group] = {"tp": self.tp}
 
     def _along(self, color: int | None, among: Transport | None = None) -> Group | None:
-        """A group of the ranks that name one colour, of all or of those of a transport; collective there."""
+        """Split a transport by colour (as MPI_Comm_split) and return this rank's group; collective.
+
+        color  None: this rank joins no group, and None is returned
+        among  the transport to split; None: all ranks
+        """
         part = (among or self.transport).split(color)
         if part is None:
             return None
@@ -180,10 +191,11 @@ class Grid:
         return self._group_of(part)
 
     def deal(self, place: Sequence[int], tied: Mapping[str, Sequence[int]]) -> None:
-        """Learn where the parts of a model lie; collective.
+        """Set `speaks` and build the tied groups, once the partition of the model is known;
+        collective.
 
-        place  the stage of each part
-        tied   {full name of a tied tensor: the stages that hold it}, where several do
+        place  the stage of each model chunk
+        tied   {full name of a tied tensor: its stages}, for tensors on several stages
         """
         here = self.place
         self.speaks = not self.is_server and here.tp == 0 and here.pp == place[-1]
@@ -194,9 +206,11 @@ class Grid:
                 self.holders[name] = group
 
     def check(self) -> None:
-        """Raise the refusal of an algorithm that cannot run where the ranks of one of this rank's groups are.
+        """Raise ConfigError if an algorithm does not support the hosts of one of this rank's
+        groups.
 
-        Other groups may lie elsewhere, on one host for example: whoever calls this sees to it that all ranks hear of it.
+        Not collective: other groups may have supported hosts. The caller must make all ranks agree
+        on the error.
         """
         for group in {
             id(group): group for group in (self.tp, self.dp, *self.holders.values())
@@ -206,15 +220,23 @@ class Grid:
                 raise refusal
 
     def _lie_alike(self, group: Group) -> bool:
-        """Whether on all ranks such a group lies on hosts in the same way, so that it sums in the same order; collective."""
+        """Return whether all groups of this kind have the same pattern of hosts; collective.
+
+        Only then do they all sum in the same order.
+        """
         hosts = group.transport.hosts
         ways = self.transport.gather_text([hosts.index(host) for host in hosts])
         return all(way == ways[0] for way in ways)
 
     def divided(self, shard: str) -> tuple[Group, Group]:
-        """The replicas that divide among them what ZeRO divides, and those that have the same part as this one; collective.
+        """Return the ZeRO sharding group and the replication group (as FSDP's hybrid sharding);
+        collective.
 
-        shard  "all": all divide, and none has another's part; "host": those of a host do, and all hosts have all parts
+        The replication group has the same shard on every rank.
+
+        shard  "all": the sharding group has all replicas, the replication group this rank alone;
+               "host": the sharding group has the replicas of this host, and there is one complete
+               set of shards on each host
         """
         transport = self.dp.transport
         here = transport.hosts[transport.rank]
@@ -228,20 +250,29 @@ class Grid:
         return dividing, alike
 
     def counts(self, holders: str) -> bool:
-        """Whether this rank counts, in norms and the like, the tensors that `holders` hold together; "": it alone holds them."""
+        """Return whether this rank includes the tensors of a tied group in norms and similar sums.
+
+        One rank of each group does.
+        holders  key of `holders`; "": the tensors of this rank alone
+        """
         return not holders or self.holders[holders].rank == 0
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that all collectives of this rank's groups have allocated besides the arrays they work on."""
+        """Bytes of scratch that the collectives of this rank's groups have allocated."""
         return sum(group.scratch_bytes for group in self._groups)
 
     def close(self) -> None:
-        """Give the groups' communicators back, but for the world's, which somebody else has made."""
+        """Free the groups' communicators. The world's belongs to the caller of the constructor and
+        stays open.
+        """
         while self._parts:
             self._parts.pop().close()
 
 
 def share(rows: int, part: int, parts: int) -> range:
-    """The part-th of `parts` nearly equal runs of rows: any parts <= rows leaves none empty."""
+    """Return the part-th of `parts` nearly equal runs of rows.
+
+    No run is empty if parts <= rows.
+    """
     return range(part * rows // parts, (part + 1) * rows // parts)

@@ -1,4 +1,4 @@
-"""Every way of keeping replicas in step that there is."""
+"""The table of all replication modes."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from mpitrain.parallel.servers.synchronous import Server, Worker
 
 
 def server_or_worker(replica: ReplicationContext) -> Replication:
-    """What this rank is of parameter servers; collective."""
+    """Return this rank's role in parameter-server training, a server or a worker; collective."""
     settings, is_server = replica.config.replication, replica.grid.is_server
     if settings.has_common_step:
         return Server(replica) if is_server else Worker(replica)
@@ -32,17 +32,19 @@ MODES: dict[tuple[str, int], Callable[[ReplicationContext], Replication]] = {
     ("local", 0): LocalSGD,
     ("gossip", 0): Gossip,
 }
-"""By replication.mode and replication.zero. A line here is all it takes for the trainer to know a mode."""
+"""Constructors by (replication.mode, replication.zero). A new mode needs no more than a line here.
+"""
 
 
 STREAMS: dict[str, Callable[[ReplicationContext], Replication]] = {
     "async": PipeDream,
     "async-2bw": PipeDream2BW,
 }
-"""By pipeline.schedule, where stages update by themselves; they reduce as all-reduce does."""
+"""Constructors by pipeline.schedule, for asynchronous pipelines. Their replicas use an all-reduce.
+"""
 
 
 def replication_for(replica: ReplicationContext) -> Replication:
-    """The configured mode; collective."""
+    """Return the configured replication mode; collective."""
     settings, stream = replica.config.replication, STREAMS.get(replica.config.pipeline.schedule)
     return stream(replica) if stream else MODES[settings.mode, settings.zero](replica)

@@ -1,4 +1,6 @@
-"""Workers that train apart: each updates parameters of its own, and their average is the model."""
+"""The base of model averaging: each worker updates its own parameters, and the model is their
+average.
+"""
 
 import math
 import time
@@ -17,16 +19,22 @@ from mpitrain.parallel.replication.state import StateBuffer
 
 
 class ModelAveraging(AllReduce, ABC):
-    """Each worker updates from the mean gradient of its own rows, clipped by its own norm; `_mix` brings workers together.
+    """Local updates with model averaging; subclasses define `_mix`.
 
-    A worker leaves out an update from numbers that are not finite. The others hear of that, and of a request to stop, at the
-    end of a period, of replication.period steps, or of the run. Then the outcome of a step is the same on all ranks: the mean
-    loss over the global batch, and the root of the mean square of the workers' norms. In every other step loss and norm are
-    this worker's own, and nothing else is told.
+    Each worker updates from the mean gradient of its own rows, clipped by its own norm. It skips an
+    update if a number is not finite. `_mix` then combines the parameters of the workers.
 
-    Evaluations and checkpoints use an average in a second buffer, and training goes on from the workers' own parameters. This
-    holds at the end of a run, too: a finished run that is extended equals a run that was planned that long. In half
-    precision the mirror is of what is used: it is written before each step, and once settled.
+    At the end of a period, and of the run, all ranks exchange skipped updates and stop requests. A
+    period has replication.period steps. Only then does a step have the same result on all ranks.
+    Its loss is the mean over the global batch, its norm the root mean square of the workers' norms.
+    In all other steps loss and norm are this worker's own.
+
+    Evaluations and checkpoints use the average, in a second buffer. Training continues from the
+    workers' own parameters, also after the last step. So a finished run that is extended equals a
+    run of the full length.
+
+    In half precision the mirror follows the parameters in use. It is written at the start of each
+    step and by `settle`.
     """
 
     def __init__(self, replica: ReplicationContext):
@@ -39,38 +47,40 @@ class ModelAveraging(AllReduce, ABC):
             storage.weights(self._average) if self.mirror is None else self._weights
         )
         self._sum_of_all = grid.dp.bind(self._average)
-        self._is_settled = True  # whether the second buffer holds the average
-        self._news = np.zeros(
-            5
-        )  # loss, square of the norm; since the last: elements not finite, updates left out, stops
+        self._is_settled = True  # the second buffer contains the average
+        # The first two of five numbers are the loss and squared norm of this step. The others are
+        # sums since the last exchange: non-finite elements, skipped updates and stop requests.
+        self._news = np.zeros(5)
         self._tell = grid.world.bind(self._news)
 
     def _peers(self) -> Group:
-        """Nobody else's gradients are summed: where tp is 1, the ranks along it are this one alone."""
+        """Return a group of one: gradients are not summed over workers. With tp 1 that is the tp
+        group.
+        """
         return self.replica.grid.tp
 
     def _add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
-        """As `weighted_sum` of the operations."""
+        """Write alpha a + beta b to `out`, as the operation `weighted_sum`."""
         self.replica.device.ops.weighted_sum(a, alpha, b, beta, out, self.replica.arena)
 
     def _counted(self) -> Sequence[Piece]:
         return self._owned()
 
     def _agreed(self, *numbers: float) -> list[float]:
-        """This worker's own."""
+        """Return this worker's own numbers: workers do not agree on each step."""
         return list(numbers)
 
     def scale(self, predictions: int, part: int) -> float:
-        """As of all modes, but one update uses this worker's own rows alone."""
+        """Return the factor as in all modes, for an update from this worker's own rows."""
         return 1 / (len(self.share(self.replica.config.batch.size)) * predictions)
 
     def _weight(self) -> float:
-        """What this worker counts in a mean over the rows of the global batch."""
+        """Return this worker's weight in a mean over the rows of the global batch."""
         size = self.replica.config.batch.size
         return len(self.share(size)) / size
 
     def _weight_in_average(self) -> float:
-        """What this worker's parameters count in their average."""
+        """Return the weight of this worker's parameters in the average."""
         return self._weight()
 
     def _is_end_of_period(self, step: int) -> bool:
@@ -78,10 +88,10 @@ class ModelAveraging(AllReduce, ABC):
 
     @abstractmethod
     def _mix(self, step: int) -> None:
-        """Bring workers together after their updates of step `step`, from 0."""
+        """Combine the parameters of all workers after their updates of step `step`, from 0."""
 
     def _mirror_of(self, piece: Piece) -> None:
-        """Not written with an update, after which workers mix."""
+        """Return None: `begin` writes the mirror, as parameters change after the update."""
 
     def begin(self, step: int) -> None:
         super().begin(step)
@@ -100,7 +110,9 @@ class ModelAveraging(AllReduce, ABC):
         return told._replace(comm_s=own.comm_s + time.perf_counter() - began)
 
     def _told(self, own: StepResult) -> StepResult:
-        """What all ranks agree on."""
+        """Exchange the news since the last exchange, and return the result on which all ranks
+        agree.
+        """
         self._news[:2] = self._weight() * own.loss, self._weight() * own.grad_norm**2
         self._tell.run()
         loss, squares, nonfinite, left_out, stops = self._news.tolist()
@@ -117,7 +129,7 @@ class ModelAveraging(AllReduce, ABC):
         self._write_mirror()
 
     def scalars(self) -> dict[str, float]:
-        """What each worker has skipped, for it skips by itself, and the mean; collective."""
+        """Return the skipped updates of each worker, and their mean; collective."""
         told = self.replica.grid.dp.transport.gather_text(self._skipped)
         return {
             "skipped_updates": sum(told) // len(told),
@@ -127,14 +139,18 @@ class ModelAveraging(AllReduce, ABC):
     def restore(self, scalars: Mapping[str, float]) -> None:
         super().restore(scalars)
         workers, me = self.replica.grid.dp.size, self.replica.grid.dp.rank
+        # This is true if the checkpoint has as many workers as this run.
         if [_skipped_by(worker) in scalars for worker in (workers - 1, workers)] == [
             True,
             False,
-        ]:  # as many as there were
+        ]:
             self._skipped = int(scalars[_skipped_by(me)])
 
     def kept(self) -> list[StateBuffer]:
-        """The average, which any other layout starts from, each worker's own parameters, and its optimizer's state."""
+        """Return the average, each worker's own parameters, and each worker's optimizer state.
+
+        Another layout starts all workers from the average.
+        """
         self.settle()
         average, *state = super().kept()
         own = StateBuffer("own_parameters", self._own, average.pieces, "bound", like=average.name)

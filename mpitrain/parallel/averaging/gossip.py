@@ -1,4 +1,4 @@
-"""Gossip: after each step a worker averages its parameters with those of one neighbour, and neighbours change."""
+"""Gossip: after each step every worker averages its parameters with one neighbour, in turn."""
 
 from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
@@ -7,21 +7,26 @@ from mpitrain.parallel.replication.protocol import ReplicationContext
 
 
 def distances(n: int) -> list[int]:
-    """How far away neighbours are in successive steps of n workers, over and over: 1, 2, 4 ... below n.
+    """Return the distances to the neighbours of successive steps, repeated in turn: 1, 2, 4 ...
+    below n.
 
-    After that many steps of averaging alone, n a power of two, all workers have the average of all.
+    If n is a power of two, len(distances) averages without updates give all n workers the global
+    average.
     """
     return [1 << bit for bit in range(max(1, (n - 1).bit_length()))]
 
 
 class Gossip(ModelAveraging):
-    """In step k worker r takes the mean of its parameters and those of worker r - d, where d = 2^(k mod ceil(lg n)).
+    """Gossip averaging over an exponential graph: worker r averages with worker r - d in each step.
 
-    Workers send to the one d above. The mean over all workers, which count alike whatever their rows, stays what it is.
+    In step k the distance d is 2^(k mod ceil(lg n)); worker r sends to worker r + d. All workers
+    have equal weight, whatever their rows, so an average leaves the mean over all workers
+    unchanged.
 
-    bytes sent  the parameters' in each step; at the end of a period an all-reduce of 40 bytes
+    bytes sent  the parameters' bytes in each step; at the end of a period an all-reduce of 40 bytes
     memory      twice the parameters
-    source      Ying et al. 2021, Exponential Graph is Provably Efficient for Decentralized Deep Training, NeurIPS 34
+    source      Ying et al. 2021, Exponential Graph is Provably Efficient for Decentralized Deep
+                Training, NeurIPS 34
     """
 
     def __init__(self, replica: ReplicationContext):
@@ -52,7 +57,6 @@ class Gossip(ModelAveraging):
         return 1 / self.replica.grid.dp.size
 
     def _mix(self, step: int) -> None:
-        self._shifts[
-            step % len(self._shifts)
-        ].run()  # the second buffer holds the neighbour's parameters until then
+        # The second buffer receives the neighbour's parameters.
+        self._shifts[step % len(self._shifts)].run()
         self._add(self._own, 0.5, self._average, 0.5, self._own)

@@ -1,4 +1,6 @@
-"""Local steps: every so many of them the workers meet, and all go on from the average of their parameters."""
+"""Local SGD and DiLoCo: after each period all workers continue from the average of their
+parameters.
+"""
 
 import numpy as np
 
@@ -9,23 +11,34 @@ from mpitrain.parallel.replication.state import StateBuffer
 
 
 def has_outer(settings: Settings) -> bool:
-    """Whether the average is a proposal, for which two more buffers of the parameters' length are held."""
+    """Return whether there is an outer optimizer, which needs two more buffers of the parameters'
+    length.
+    """
     return settings.outer_lr != 1 or settings.outer_momentum != 0
 
 
 class LocalSGD(ModelAveraging):
-    """After each full period all parameters become their average, which weighs each worker by its rows.
+    """Local SGD, or DiLoCo with an outer momentum: a full period ends with the average of all
+    parameters.
 
-    Where a run ends within a period, its model is the plain average, and no worker takes it over: the run may be extended.
-    An outer momentum takes that average for a proposal. With `start`, which all had before the period, and zero for m:
-    delta = start - average;  m = outer_momentum m + delta;  all go on from start - outer_lr (delta + outer_momentum m).
-    The default, outer_lr 1 and outer_momentum 0, is the average itself.
+    The average weighs each worker by its rows. A run that ends within a period saves the plain
+    average as its model. If that run is extended, its workers continue from their own parameters.
 
-    bytes sent  at the end of a period an all-reduce of the parameters' bytes, and one of 40; in other steps none but for the
-                average of a checkpoint or an evaluation
-    memory      twice the parameters; four times with an outer momentum
-    source      Stich 2019, Local SGD Converges Fast and Communicates Little, ICLR; for the outer momentum, which is
-                Nesterov's, Douillard et al. 2023, DiLoCo, arXiv:2311.08105
+    The outer optimizer takes the average for a proposal. With `start`, the parameters before the
+    period, and m, at first 0:
+
+        delta = start - average
+        m     = outer_momentum m + delta
+        start = start - outer_lr (delta + outer_momentum m)       all workers continue from here
+
+    The defaults, outer_lr 1 and outer_momentum 0, give the average itself.
+
+    bytes sent  at the end of a period an all-reduce of the parameters' bytes and one of 40; in
+                other steps an all-reduce of the parameters' bytes for a checkpoint or an
+                evaluation, otherwise none
+    memory      twice the parameters; four times with an outer optimizer
+    source      Stich 2019, Local SGD Converges Fast and Communicates Little, ICLR; for the outer
+                Nesterov momentum Douillard et al. 2023, DiLoCo, arXiv:2311.08105
     """
 
     def __init__(self, replica: ReplicationContext):
@@ -51,7 +64,7 @@ class LocalSGD(ModelAveraging):
             self._own[:] = self._average
 
     def _propose(self, average: np.ndarray) -> None:
-        """Make of an average what the outer momentum makes of it, in place."""
+        """Apply the outer optimizer to an average, in place."""
         settings, ops, arena = (
             self.replica.config.replication,
             self.replica.device.ops,

@@ -1,4 +1,4 @@
-"""Data parallelism by all-reduce."""
+"""Data parallelism by bucketed all-reduce (as DDP)."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,20 @@ from mpitrain.trace.ring_buffer import UPDATE
 
 
 class AllReduce(Replication):
-    """Data parallelism without a master: every rank computes its rows, gradients are summed by an all-reduce.
+    """Data parallelism by all-reduce (as torch's DistributedDataParallel): each rank computes its
+    rows.
 
-    Buckets of whole units lie in the flat gradient buffer; each is reduced in place, from the last unit to the first,
-    while earlier layers still compute. With a lossy wire format replicas still end equal, bit for bit.
+    `Buckets` reduces the flat gradient buffer bucket by bucket, in place. The order is from the
+    last unit to the first, while earlier layers still compute. Replicas end equal bit for bit, also
+    with a lossy wire format.
+
     source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
     """
 
     def __init__(self, replica: ReplicationContext):
         config, grid, storage, _, device, arena, *_ = self.replica = replica
-        # Ranks that share layers cut alike what all of them hold, or they would sum it in different orders.
+        # A tensor-parallel group must cut its replicated tensors into the same buckets.
+        # Otherwise its ranks would sum them in different orders.
         self._bucket_bytes = max(
             grid.tp.transport.gather_text(bucket_bytes(config, self._peers(), storage))
         )
@@ -40,7 +44,7 @@ class AllReduce(Replication):
             config.optimizer, storage, self._owned(), device.ops, device.backend, arena
         )
         self.buckets = self._reductions()
-        self._control = np.zeros(4)  # on the host
+        self._control = np.zeros(4)  # the control message always lies on the host
         self._recorder = recorder = grid.transport.recorder
         with recorder.called("the control message"):
             self._agree = grid.world.bind(self._control)
@@ -51,17 +55,18 @@ class AllReduce(Replication):
             recorder.name("the norm"),
             recorder.name("the parameters"),
         )
-        self._exchanged_s = 0.0  # when the step began
-        self._is_spoiled = False  # whether padding may hold what is not finite: blocks of wire formats lie over it, too
+        self._exchanged_s = 0.0  # `begin` copies tp.exchanged_s to here
+        # Padding may contain non-finite numbers: blocks of wire formats include it.
+        self._is_spoiled = False
         self._squared = [self._gradients_of(piece) for piece in self._counted()]
 
     @cached_property
     def _cut(self) -> Sequence[Bucket]:
-        """The flat buffer in buckets, in the order in which they are reduced."""
+        """The buckets of the flat buffer, in the order of their reduction."""
         return self.replica.storage.buckets(self._bucket_bytes)
 
     def _reductions(self) -> Buckets | ShardedGradients:
-        """The reductions of all buckets."""
+        """Return the reductions of all buckets."""
         config, _, storage, wire, *_ = self.replica
         return Buckets(
             self._peers(),
@@ -75,19 +80,22 @@ class AllReduce(Replication):
         )
 
     def _peers(self) -> Group:
-        """The ranks whose gradients are summed: all replicas."""
+        """Return the group over which gradients are summed: all replicas."""
         return self.replica.grid.dp
 
     def _owned(self) -> Sequence[Piece]:
-        """What this rank updates: everything."""
+        """Return the pieces of the flat buffer that this rank updates: here all of it."""
         return [Piece(0, self.replica.storage.length, 0)]
 
     def _sum(self, gradients: np.ndarray) -> Reduction:
-        """What sums a bucket over the peers."""
+        """Bind the reduction that sums one bucket over the peers."""
         return self._peers().bind(gradients)
 
     def _parts(self) -> Iterator[Reduction]:
-        """What sums gradients over their holders that have only parts of them: once a step for each set of holders."""
+        """Yield the sums of partial gradients over their tied groups, one for each group.
+
+        They run once a step, before the reduction over replicas.
+        """
         for (holders, partial), found in groupby(
             self.replica.storage.spans, lambda span: (span.holders, span.partial)
         ):
@@ -98,12 +106,17 @@ class AllReduce(Replication):
                 )
 
     def _counted(self) -> Sequence[Piece]:
-        """What this rank squares: its share of the reduced gradient, so that each element is squared once, on one rank."""
+        """Return the pieces of the reduced gradient that this rank squares for the norm.
+
+        The replicas divide the squaring evenly: each element is squared on one rank.
+        """
         shares = [(piece.start, self.share(piece.stop - piece.start)) for piece in self._runs()]
         return [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
 
     def _runs(self) -> Sequence[Piece]:
-        """The runs of the flat buffer that count in norms here, and not on another rank of this replica."""
+        """Return the runs of the flat buffer that this rank, and no other of its replica, counts in
+        norms.
+        """
         runs: list[list[int]] = []
         for span in self.replica.storage.spans:
             if not self.replica.grid.counts(span.holders):
@@ -145,11 +158,17 @@ class AllReduce(Replication):
         return self._control.tolist()
 
     def _agreed(self, *numbers: float) -> list[float]:
-        """The control message: loss, squares, elements that are not finite and requests to stop, summed over all ranks."""
+        """Sum the control message over all ranks: loss, squares, non-finite elements and stop
+        requests.
+        """
         return self.total(*numbers)
 
     def _sum_gradients(self, mine: StepInput | None) -> tuple[float, float, int, float]:
-        """Wait until gradients are summed: the loss, squares and elements not finite of what counts here, seconds it took."""
+        """Wait for the summed gradients.
+
+        returns  this rank's loss, its squares and its non-finite elements for the norm, and the
+                 seconds of exposed communication
+        """
         began = time.perf_counter()
         wait = self._recorder.wait(self._gradients_name)
         if self._overlap:
@@ -176,7 +195,7 @@ class AllReduce(Replication):
         return self._concluded(outcome)
 
     def _update(self, scale: float, mine: StepInput) -> None:
-        """Update the parameters from scale x their gradients."""
+        """Update the parameters from `scale` times their gradients."""
         for piece in self.optimizer.pieces:
             self._update_piece(piece, scale, mine)
 

@@ -1,4 +1,21 @@
-"""The reduction of a flat gradient buffer, bucket by bucket: whole numbers, or in a wire format after some first steps."""
+"""The bucketed reduction of a flat gradient buffer, exact or in a lossy wire format.
+
+A bucket is a run of whole units (as in DDP). Buckets are filled from the last unit to the first, in
+the order of backward. A bucket's all-reduce starts when all its units have their gradients. It
+overlaps with the backward of earlier units:
+
+    flat buffer            | unit 0 | unit 1 |   unit 2    | unit 3 | unit 4 |
+    buckets                |    bucket 2     |  bucket 1   |    bucket 0     |
+
+    backward, time -->     | unit 4 | unit 3 |   unit 2    | unit 1 | unit 0 |
+    all-reduce, bucket 0                     |=======|
+    all-reduce, bucket 1                                   |=====|
+    all-reduce, bucket 2                                                     |=======|
+                                                                             ^ wait
+
+Gradients of earlier micro-batches are added to the buffer; the last micro-batch starts the
+reductions. A bucket with a tied tensor also waits for the other units that use this tensor.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -16,14 +33,16 @@ from mpitrain.parallel.data.unsharded_buffers import users
 from mpitrain.parallel.replication.state import StateBuffer
 
 SUMMED = -1
-"""In place of a unit: gradients of which holders had parts are whole."""
+"""An entry of `Buckets._missing` in place of a unit: the pending sum over a tied group."""
 
 WITHIN_A_HOST = 4e6
-"""Bytes of a bucket between ranks of one host, where a reduction is short beside the layers of its units."""
+"""Bytes of a bucket if all ranks share a host. Its reduction is short compared to the backward of
+its units.
+"""
 
 
 def bucket_bytes(config: Config, group: Group, storage: Storage) -> float:
-    """Bytes of a bucket: as configured, or what suits where the ranks of the group are."""
+    """Return the bytes of a bucket: as configured, or the best size for the hosts of the group."""
     if config.replication.bucket_mb:
         return 1e6 * config.replication.bucket_mb
     hosts = group.transport.hosts
@@ -33,10 +52,13 @@ def bucket_bytes(config: Config, group: Group, storage: Storage) -> float:
 
 
 class Buckets:
-    """Reductions in place of buckets, each started when the gradients are ready of all units that have tensors there or use them.
+    """The in-place reductions of all buckets, each started when its gradients are ready (as DDP's
+    reducer).
 
-    Ranks that reduce together make their units' gradients ready in one order.
-    bytes sent  as the bound reductions say; in a wire format, as its formula does
+    A bucket is ready when all units with tensors in it, and all units that use these tensors, are
+    ready. The units must become ready in the same order on all ranks of the group.
+
+    bytes sent  as stated by the bound reductions; in a wire format, by the formula of the format
     """
 
     def __init__(
@@ -50,10 +72,10 @@ class Buckets:
         bind: Callable[[np.ndarray], Reduction],
         parts: Sequence[Reduction] = (),
     ):
-        """Collective.
+        """Bind all reductions; collective.
 
-        bind   what sums a bucket, where it does not travel in the wire format
-        parts  what sums the buckets that are `partial` over their holders, before they are reduced
+        bind   binds the reduction of a bucket that has no wire format
+        parts  sums over tied groups, which precede the reduction of `partial` buckets
         """
         self._parts = parts
         self._storage, self._buckets, self._dense_steps = storage, buckets, config.dense_steps
@@ -92,7 +114,9 @@ class Buckets:
         return len(self._buckets)
 
     def begin(self, step: int) -> None:
-        """Choose the reductions of step `step`, from 0; no unit's gradient is ready."""
+        """Choose exact or lossy reductions for step `step`, from 0, and mark all units as not
+        ready.
+        """
         first, second = (
             (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
         )
@@ -102,11 +126,15 @@ class Buckets:
 
     @property
     def delay(self) -> bool:
-        """Whether this step's reductions keep something for later ones."""
+        """Whether this step's reductions leave state for later steps, such as the residual of error
+        feedback.
+        """
         return any(reduction.state for reduction in self._active)
 
     def ready(self, unit: int, is_last: bool) -> None:
-        """A micro-batch's gradient of the unit is complete; with the last one start the buckets that waited for it alone."""
+        """Report a unit's gradient of one micro-batch; the last one starts each bucket that it
+        completes.
+        """
         for missing, reduction in zip(self._missing, self._active, strict=True):
             if is_last and unit in missing:
                 missing.remove(unit)
@@ -114,18 +142,18 @@ class Buckets:
                     self._mover.start(reduction)
 
     def poll(self) -> None:
-        """Move what is under way."""
+        """Progress the started reductions."""
         self._mover.poll()
 
     def wait(self) -> None:
-        """Block until everything is reduced; every unit is ready."""
+        """Block until all buckets are reduced. The caller must have reported all units as ready."""
         self._sum_parts()
         self.ready(SUMMED, True)
         self._mover.wait()
         self._learn()
 
     def run(self) -> None:
-        """Reduce everything now."""
+        """Reduce all buckets now, without overlap."""
         self._sum_parts()
         for reduction in self._active:
             reduction.run()
@@ -136,13 +164,15 @@ class Buckets:
             reduction.run()
 
     def _learn(self) -> None:
-        """Whole sums teach the wire format that will follow what to expect."""
+        """Pass the sums of exact steps to the wire format, which adapts its expectation before it
+        takes over.
+        """
         for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
             if lossy and used is not lossy and lossy.learn:
                 lossy.learn(view)
 
     def kept(self) -> list[StateBuffer]:
-        """What this rank's wire format still owes, what it expects, and its factors."""
+        """Return the state of the wire format: residuals, expected gradients, low-rank factors."""
         found = []
         for number, (bucket, reduction) in enumerate(zip(self._buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]

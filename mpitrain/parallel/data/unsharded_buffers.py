@@ -1,4 +1,7 @@
-"""Slots: a few buffers in which the buckets of a model take turns, and the gradients that are summed there."""
+"""Full-size buffers for sharded buckets, and the gradients that are summed in them.
+
+A model has more buckets than buffers. A buffer is called a slot, and its buckets use it in turn.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
@@ -14,20 +17,23 @@ from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.transport.base import Transport
 
 TURNS = 2
-"""Slots that neighbours take turns in: one is computed with while what lies in the other travels."""
+"""Slots for alternating buckets (double buffering): one bucket computes while the other one is
+communicated.
+"""
 
 
 class UnshardedBuffers:
-    """Where buckets lie that no rank keeps whole. A bucket's slot is always the same: what is bound to it there stays bound.
+    """Full-size buffers for sharded buckets (as FSDP's unsharded flat parameter).
 
-    Of a model in one part neighbours take turns. Of one in several parts one part lies there at a time: the n-th buckets of all
-    parts have the n-th slot. Buckets of different kinds, of which a unit may have one each (holders, `partial`), have different
-    slots, and each of `alone` has one of its own.
+    A bucket always uses the same slot, so its bound collectives stay valid. With one model chunk,
+    consecutive buckets alternate. With several chunks, one chunk is unsharded at a time: the n-th
+    buckets of all chunks share the n-th slot. Buckets of different kinds (holders, `partial`) never
+    share a slot, since one unit may need both. Each bucket of `alone` has its own slot.
 
     slot     {bucket: number of its slot}
-    views    {bucket: its elements, there}
-    tensors  {full name: the tensor, there}
-    nbytes   of all slots
+    views    {bucket: its elements in the slot}
+    tensors  {full name: the tensor in the slot}
+    nbytes   bytes of all slots
     """
 
     def __init__(
@@ -39,10 +45,11 @@ class UnshardedBuffers:
         parts: Sequence[range] = (),
         dtype: Any = None,
     ):
-        """Collective: slots lie in a window, where there are windows.
+        """Allocate the slots; collective, since shared-memory transports allocate them in windows.
 
-        parts  see `ReplicationContext`; no bucket has units of two
-        dtype  None for that of the storage
+        alone  buckets with a slot of their own
+        parts  as in `ReplicationContext`; no bucket has units of two chunks
+        dtype  None: the dtype of the storage
         """
         numbers: dict[Any, int] = {}
         turns: dict[Any, count] = {}
@@ -76,7 +83,10 @@ class UnshardedBuffers:
                     ].reshape(shape)
 
     def bind(self, bind: Callable[[Any], Reduction]) -> dict[Bucket, Reduction]:
-        """A reduction for each bucket; those of one length in one slot have one, and its scratch, in turn. Collective."""
+        """Bind a reduction for each bucket; collective.
+
+        Buckets of equal length in one slot share a reduction and its scratch.
+        """
         bound: dict[tuple[int, int], Reduction] = {}
         for bucket, view in self.views.items():
             key = self.slot[bucket], view.size
@@ -86,7 +96,7 @@ class UnshardedBuffers:
 
 
 def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """By unit: the buckets that hold its tensors, tied ones included; in order of storage."""
+    """Return, for each unit, the buckets of its tensors in order of storage. Tied tensors count."""
     starts = [[entry.start for entry in storage.used(unit)] for unit in range(len(storage.units))]
     return [
         [b for b in sorted(buckets) if any(b.start <= start < b.stop for start in mine)]
@@ -95,7 +105,10 @@ def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucke
 
 
 def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
-    """The units that compute with tensors of each bucket, those of other units that are tied to one included."""
+    """Return, for each bucket, the units that compute with its tensors.
+
+    Units that only use a tied tensor of the bucket count as well.
+    """
     used = buckets_used(storage, buckets)
     return {
         bucket: {unit for unit, mine in enumerate(used) if bucket in mine} for bucket in buckets
@@ -103,20 +116,24 @@ def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]
 
 
 def shared_by_ties(storage: Storage, buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The buckets with tensors that units outside of them use too."""
+    """Return the buckets with tensors that units of other buckets use as well."""
     return [
         bucket for bucket, units in users(storage, buckets).items() if not units <= {*bucket.units}
     ]
 
 
 class ShardedGradients:
-    """Gradients of a few buckets at a time: each is reduce-scattered for every micro-batch, and this rank's part of the sum added
-    to a compact buffer. With the last micro-batch that part is summed over those who have the same.
+    """Reduce-scattered gradients in a few full-size buffers (as FSDP's post-backward hook).
 
-    Of a model in several parts a bucket is reduce-scattered once: all micro-batches go back through a part before the next.
-    A bucket with a tied tensor waits for all units that use the tensor, in a slot of its own. Where holders have only parts of
-    gradients, they sum what is left of these at the end.
-    mover  moves these reductions, and those `beside` them
+    Each micro-batch reduce-scatters each bucket and adds this rank's chunk to a compact buffer. The
+    last micro-batch also sums that chunk over the replication group. With several model chunks a
+    bucket is reduce-scattered once a step. This is possible because all micro-batches finish the
+    backward of one chunk before the next chunk begins.
+
+    A bucket with a tied tensor has a slot of its own. It waits for all units that use the tensor.
+    Partial gradients are summed over their tied group at the end, in the compact buffer.
+
+    mover  the progress engine of these reductions and of those in the argument `beside`
     """
 
     delay = False
@@ -131,11 +148,13 @@ class ShardedGradients:
         beside: Sequence[Reduction],
         held: Sequence[Reduction],
     ):
-        """Collective.
+        """Allocate the slots and bind the reductions; collective.
 
-        dividing, alike  the ranks that have a part each of every bucket, and those that have the same
-        pieces           what this rank has of each bucket, and its place in `compact`
-        held             what sums there what is `partial` over its holders
+        dividing  the sharding group: each rank has one chunk of every bucket
+        alike     the replication group: all ranks have the same chunks
+        pieces    this rank's chunk of each bucket, and its offset in `compact`
+        beside    other reductions for the same progress engine
+        held      sums over tied groups, in `compact`
         """
         buckets, storage = list(pieces), replica.storage
         self._is_once, self._held = bool(replica.parts), held
@@ -165,19 +184,22 @@ class ShardedGradients:
             [*self._reductions.values(), *self._totals.values(), *beside],
             replica.config.replication.progress_thread,
         )
-        self._under_way: dict[
-            int, tuple[Bucket, bool]
-        ] = {}  # by slot; and whether it is the last of a step
+        # The key is the slot; the flag tells whether this is the last micro-batch of a step.
+        self._under_way: dict[int, tuple[Bucket, bool]] = {}
         self._totalled: list[Reduction] = []
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Step `step` begins: nothing has been summed."""
+        """Begin a step: mark all sums as empty."""
         self._summed: set[Bucket] = set()
         self._missing: dict[Bucket, set[int]] = {}
 
     def gradients(self, unit: int) -> Gradients:
-        """Where the unit writes; waits until the slot is free. What is tied was claimed, where another unit has written."""
+        """Return the leaves in which a unit writes its gradients, and wait until their slots are
+        free.
+
+        Leaves of a tied tensor stay claimed if another unit has written there in this micro-batch.
+        """
         for bucket in self._used[unit]:
             if bucket not in self._missing:
                 self._end(self.slots.slot[bucket])
@@ -189,7 +211,7 @@ class ShardedGradients:
         return self._trees[unit]
 
     def ready(self, unit: int, is_last: bool) -> None:
-        """The unit has written, in the last micro-batch or before: start the buckets that waited for it alone."""
+        """Report a unit's gradient of one micro-batch, and start each bucket that it completes."""
         for bucket in self._used[unit] if is_last or not self._is_once else ():
             self._missing[bucket].remove(unit)
             if not self._missing[bucket]:
@@ -201,7 +223,9 @@ class ShardedGradients:
                 self._under_way[self.slots.slot[bucket]] = bucket, is_last
 
     def _end(self, slot: int) -> None:
-        """Wait for the reduction in the slot, if any, and add what it leaves."""
+        """Wait for the running reduction in a slot, if there is one, and add its result to the
+        sums.
+        """
         if slot not in self._under_way:
             return
         bucket, is_last = self._under_way.pop(slot)
@@ -216,18 +240,18 @@ class ShardedGradients:
             self._totalled.append(self._totals[bucket])
 
     def poll(self) -> None:
-        """Move what is under way."""
+        """Progress the started reductions."""
         self.mover.poll()
 
     def settle(self) -> None:
-        """Block until all that was started is summed."""
+        """Block until all started reductions are summed."""
         for slot in [*self._under_way]:
             self._end(slot)
         while self._totalled:
             self.mover.wait(self._totalled.pop(0))
 
     def wait(self) -> None:
-        """Block until everything is reduced; every unit is ready."""
+        """Block until all gradients are reduced; all units must have been reported as ready."""
         self.settle()
         for reduction in self._held:
             reduction.run()
@@ -235,12 +259,14 @@ class ShardedGradients:
     run = wait
 
     def kept(self) -> list[StateBuffer]:
-        """Nothing: a step leaves nothing to later ones."""
+        """Return no state: a step leaves nothing to later steps."""
         return []
 
 
 def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
-    """What lies between the tensors of a bucket: other buckets write there."""
+    """Return the views of the padding between a bucket's tensors, which other buckets of the slot
+    overwrite.
+    """
     gaps, end = [], bucket.start
     for start, stop in [
         *((e.start, e.stop) for e in storage.entries if bucket.start <= e.start < bucket.stop),

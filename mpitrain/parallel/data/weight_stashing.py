@@ -1,14 +1,20 @@
-"""Stages that update by themselves: no step waits until all gradients are there, and each micro-batch keeps its parameters.
+"""Asynchronous pipelines by weight stashing: a micro-batch uses one version of the parameters.
 
-A step is a batch, as in every mode: it has one learning rate, one line of metrics, and its micro-batches. What one update uses is
-one of these (`async`), and the mean is over its rows in all replicas; or the whole batch (`async-2bw`). AdamW counts the updates
-that were due. A stage clips by its own norm, and leaves out an update whose gradient is not finite.
+Each stage updates its parameters by itself, and no step drains the pipeline. A micro-batch uses the
+same version in forward and backward. A step is one batch, as in every mode. It has one learning
+rate, one line of metrics, and its micro-batches. In `async` an update uses one micro-batch, as a
+mean over its rows in all replicas. In `async-2bw` it uses the whole batch. A stage clips by the
+norm of its own gradient, and skips an update with a non-finite gradient. AdamW's step count
+includes skipped updates.
 
-Nobody waits for what all ranks are told: the message of a micro-batch starts after its backward on each stage, and a stage reads
-it before the backward of as many micro-batches later as there are stages. So an outcome is known some steps later, and a request
-to stop ends the stream after the step whose last backward on the first stage all have read it before.
+The control all-reduce of each micro-batch is asynchronous. A stage starts it after the backward of
+the micro-batch. It reads the result as many micro-batches later as there are stages, before their
+backward. So ranks learn the result of a step some steps later. A stop request ends training after a
+later step, which all ranks choose alike. All of them have read the request before the first stage
+begins the last backward of that step.
 
-source  Narayanan et al. 2019, PipeDream, SOSP; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training, ICML (2BW)
+source  Narayanan et al. 2019, PipeDream, SOSP; Narayanan et al. 2021, Memory-Efficient
+        Pipeline-Parallel DNN Training, ICML (2BW)
 """
 
 import math
@@ -31,40 +37,44 @@ from mpitrain.trace.ring_buffer import UPDATE
 
 
 class WeightStashing(AllReduce):
-    """What both kinds have in common. All counts of micro-batches and versions begin where the pipe was empty.
+    """The base of PipeDream and PipeDream-2BW. Micro-batches and versions are counted from the last
+    drained pipeline.
 
-    bytes sent  as by all-reduce, once for each update; and for each micro-batch an all-reduce of 32 over all ranks
-    memory      `versions` times the parameters (in half precision, their rounded copies)
+    bytes sent  for each update as all-reduce; for each micro-batch an all-reduce of 32 bytes over
+                all ranks
+    memory      `versions` times the parameters, in half precision the rounded ones
     """
 
     @property
     @abstractmethod
     def every(self) -> int:
-        """Micro-batches that one update uses."""
+        """Micro-batches of one update."""
 
     @property
     @abstractmethod
     def versions(self) -> int:
-        """Of the parameters that are held: micro-batches that are under way use old ones."""
+        """Versions of the parameters in memory: micro-batches between forward and backward use old
+        ones.
+        """
 
     @abstractmethod
     def _version_of(self, micro: int) -> int:
-        """The version that a micro-batch uses."""
+        """Return the version of the parameters that a micro-batch uses."""
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
         config, grid, storage, *_ = replica
         world, backend, self._stages = grid.world, replica.device.backend, grid.axes.pp
         self._micro_batches = m = config.batch.micro_batches
-        self._late = -(
-            -(2 * self._stages - 1) // m
-        )  # steps that all have computed before they know a step's outcome
+        # All ranks have computed this number of steps before they know the result of a step.
+        self._late = -(-(2 * self._stages - 1) // m)
         self._held = [
             self._computed,
             *(backend.zeros(storage.length, replica.computed) for _ in range(self.versions - 1)),
         ]
         self._views = [storage.weights(version) for version in self._held]
-        self._of_stage = np.zeros(2)  # squares, elements not finite
+        # The two numbers are the stage's squares and its non-finite elements.
+        self._of_stage = np.zeros(2)
         self._sum_of_stage = grid.tp.bind(self._of_stage)
         with self._recorder.called("the control message"):
             self._messages = [np.zeros(4) for _ in range(self._stages)]
@@ -73,27 +83,30 @@ class WeightStashing(AllReduce):
         self._losses, self._parts_of_mean = backend.zeros(m, np.float64), [0.0] * m
         self._newest = StepResult(math.nan, math.nan, 0, 0.0, True, False)
         self._known: dict[int, StepResult] = {}
-        self._ended: dict[int, float] = {}  # when the last micro-batch of a step had gone back
+        # The value is the time at which the last backward of a step had ended.
+        self._ended: dict[int, float] = {}
         self._waited_s, self._wish = 0.0, False
         self._empty()
 
     def _empty(self) -> None:
-        """The pipe is empty: count anew."""
-        self._numbers: list[int] = []  # of the steps that were begun
-        self._turns = 0  # backwards begun
-        self._made = 0  # versions made
-        self._told: deque[list[float]] = (
-            deque()
-        )  # by micro-batch of the steps whose outcome is not known: what all were told
-        self._released = 0  # steps whose outcome is known
-        self._unread: deque[int] = deque()  # the messages under way
-        self._stop_after: int | None = None  # the last step, counted
+        """Restart all counts; the pipeline is empty."""
+        # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
+        # `_turns` counts the backwards begun, `_made` the versions, `_released` the known results.
+        # `_told` contains the control messages of all steps that have no known result yet.
+        # `_unread` lists the micro-batches that have a running control message.
+        self._numbers: list[int] = []
+        self._turns = 0
+        self._made = 0
+        self._told: deque[list[float]] = deque()
+        self._released = 0
+        self._unread: deque[int] = deque()
+        self._stop_after: int | None = None
 
     def _counted(self) -> Sequence[Piece]:
         return self._runs()
 
     def _rows(self, part: int) -> int:
-        """Rows of a micro-batch, those of all replicas."""
+        """Return the rows of a micro-batch, over all replicas."""
         size, n = self.replica.config.batch.size, self.replica.grid.axes.dp
         return sum(
             len(share(len(share(size, replica, n)), part, self._micro_batches))
@@ -101,10 +114,10 @@ class WeightStashing(AllReduce):
         )
 
     def _updates(self) -> int:
-        """In a step."""
+        """Return the updates of a step."""
         return self._micro_batches // self.every
 
-    # Called by the training step.
+    # The training step calls the following methods.
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         while step not in self._known:
@@ -115,14 +128,20 @@ class WeightStashing(AllReduce):
 
     @property
     def ends(self) -> bool:
-        """Whether the step that was begun last ends with an empty pipe: all meet after it, or a rank was asked to stop."""
+        """Whether the current step ends with an empty pipeline: for a checkpoint, an evaluation,
+        the end or a stop request.
+        """
         here, asked = len(self._numbers) - 1, self._stop_after
         return self._numbers[-1] + 1 >= self.replica.config.next_pause(self._numbers[0]) or (
             asked is not None and here >= asked
         )
 
     def open(self, unit: int, part: int) -> Weights:
-        """The parameters that the micro-batch uses, forward and back. part: as `Stream` numbers them"""
+        """Return the parameters of a micro-batch, for its forward and its backward.
+
+        part  the micro-batch, modulo twice the micro-batches of a step (as in
+              pipeline/async_pipeline.py)
+        """
         last = max(1, len(self._numbers)) * self._micro_batches - 1
         return self._views[
             self._version_of(last - (last - part) % (2 * self._micro_batches)) % self.versions
@@ -130,10 +149,8 @@ class WeightStashing(AllReduce):
 
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         value, gradient = super().loss(logits, targets, scale)
-        at, size = (
-            self._turns % self._micro_batches,
-            self.replica.config.batch.size,
-        )  # what went forward last goes back next
+        # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
+        at, size = self._turns % self._micro_batches, self.replica.config.batch.size
         self._losses[at : at + 1] = value
         self._parts_of_mean[at] = len(share(len(self.share(size)), at, self._micro_batches)) / (
             size * len(targets)
@@ -141,7 +158,10 @@ class WeightStashing(AllReduce):
         return value, gradient
 
     def turn(self) -> bool:
-        """The next micro-batch is about to go back: read what was told then. Whether gradients begin anew with it."""
+        """Begin the backward of the next micro-batch, and read the control message that is due.
+
+        returns  whether a new gradient begins with this micro-batch
+        """
         if self._turns >= self._stages:
             self._read()
         is_new = self._turns % self.every == 0
@@ -150,7 +170,9 @@ class WeightStashing(AllReduce):
         return is_new
 
     def turned(self) -> None:
-        """Its gradients are there: update, where these are all of an update; begin to tell all ranks."""
+        """End the backward of a micro-batch: update if a gradient is complete, and start the
+        control message.
+        """
         micro, self._turns = self._turns, self._turns + 1
         grid, at, squares, nonfinite = self.replica.grid, micro % self._micro_batches, 0.0, 0.0
         mine = StepInput(
@@ -174,13 +196,16 @@ class WeightStashing(AllReduce):
             self._ended[self._numbers[micro // self._micro_batches]] = time.perf_counter()
 
     def _make(self, micro: int, mine: StepInput) -> tuple[float, float, float]:
-        """Make the next version; the loss of what is mine, and the squares and elements not finite of the stage's gradient."""
+        """Make the next version of the parameters.
+
+        returns  this rank's loss, and the squares and non-finite elements of the stage's gradient
+        """
         step, config = self._numbers[micro // self._micro_batches], self.replica.config
         loss, squares, nonfinite, waited = self._sum_gradients(mine)
         self._of_stage[:] = squares, nonfinite
         self._waited_s += waited
         self._sum_of_stage.run()
-        found = self._of_stage.tolist()  # of all ranks that share the stage's layers
+        found = self._of_stage.tolist()  # these are sums over the stage's tensor-parallel group
         span = self._recorder.compute(self._update_name, UPDATE)
         source, target = (
             self._held[version % self.versions] for version in (self._made, self._made + 1)
@@ -209,7 +234,7 @@ class WeightStashing(AllReduce):
         )
 
     def _read(self) -> None:
-        """Wait for the oldest message under way."""
+        """Wait for the oldest running control message."""
         micro = self._unread.popleft()
         began, wait = time.perf_counter(), self._recorder.wait(self._control_name)
         self._telling[micro % self._stages].wait()
@@ -225,7 +250,9 @@ class WeightStashing(AllReduce):
             self._telling[micro % self._stages].poll()
 
     def finish(self, mine: StepInput) -> StepResult:
-        """The newest outcome that all know, which is of an earlier step unless the pipe is empty."""
+        """Return the newest known result. It belongs to an earlier step, unless the pipeline is
+        empty.
+        """
         self._wish |= mine.stop
         self._release(len(self._numbers) - self._late)
         for late in (self._known, self._ended):
@@ -234,7 +261,7 @@ class WeightStashing(AllReduce):
         return self._newest
 
     def _release(self, steps: int, is_end: bool = False) -> None:
-        """Make up the outcomes of so many steps."""
+        """Compute the results of the first `steps` steps."""
         config, m = self.replica.config, self._micro_batches
         for at in range(self._released, steps):
             step = self._numbers[at]
@@ -257,7 +284,9 @@ class WeightStashing(AllReduce):
         return self._known.pop(step)._replace(comm_s=waited, ended=self._ended.pop(step))
 
     def settle(self) -> None:
-        """The pipe is empty: read what is left to read, and let the newest version be the first."""
+        """Read all remaining control messages, and make the newest version the first; the pipeline
+        is empty.
+        """
         if not self._numbers:
             return
         while self._unread:
@@ -272,7 +301,9 @@ class WeightStashing(AllReduce):
 
 
 class PipeDream(WeightStashing):
-    """PipeDream: one update for each micro-batch. Stage s of p holds p - s versions."""
+    """PipeDream (Narayanan et al. 2019): one update for each micro-batch; stage s of p has p - s
+    versions.
+    """
 
     @property
     def every(self) -> int:
@@ -290,9 +321,10 @@ class PipeDream(WeightStashing):
 
 
 class PipeDream2BW(WeightStashing):
-    """PipeDream-2BW: W(t+1) = W(t) - lr g(W(t-1)), one batch for each update. Every stage holds two versions.
+    """PipeDream-2BW (Narayanan et al. 2021): one update for each batch, W(t+1) = W(t) - lr
+    g(W(t-1)).
 
-    Of a stream the first batch uses W(0), as the second does.
+    Every stage has two versions. After a drained pipeline, the first two batches both use W(0).
     """
 
     @property

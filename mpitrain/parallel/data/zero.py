@@ -1,6 +1,25 @@
-"""ZeRO: what replicas hold alike is divided among them. What all stages have in common, and stages 1 and 2.
+"""ZeRO stages 1 and 2, and the base of all stages: replicas shard state instead of replicating it.
 
-source  Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC'20
+This is the memory of the sharding group of s = 3 ranks, for one bucket. Rank r updates the r-th
+third of every bucket:
+
+                               rank 0           rank 1           rank 2
+    stage 1   parameters       [ 0 | 1 | 2 ]    [ 0 | 1 | 2 ]    [ 0 | 1 | 2 ]
+              gradients        [ 0 | 1 | 2 ]    [ 0 | 1 | 2 ]    [ 0 | 1 | 2 ]
+              optimizer state  [ 0 ]                [ 1 ]                [ 2 ]
+
+    stage 2   parameters       [ 0 | 1 | 2 ]    [ 0 | 1 | 2 ]    [ 0 | 1 | 2 ]
+              gradients        [ 0 ]                [ 1 ]                [ 2 ]
+              optimizer state  [ 0 ]                [ 1 ]                [ 2 ]
+
+    one step  reduce-scatter of gradients --> update of third r --> all-gather of parameters
+
+In stage 2 full-size gradients exist for a few buckets at a time (unsharded_buffers.py). In half
+precision "parameters" above are the rounded ones with which layers compute. The float32 parameters
+are then sharded like the optimizer state.
+
+source  Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter
+        Models, SC'20
 """
 
 import time
@@ -26,13 +45,17 @@ from mpitrain.parallel.replication.state import StateBuffer
 
 
 class ZeroBase(AllReduce):
-    """Each of s replicas updates the s-th part of every bucket, and keeps the optimizer's state of that part alone.
+    """The base of all ZeRO stages: each of s replicas updates its s-th of every bucket.
 
-    With replication.shard all they are all n replicas. With host they are those of a host: nothing is gathered between hosts, and
-    the h = n/s replicas that have the same part sum its gradient once a step, after that of their own host.
+    A rank has the optimizer state of its s-th alone. With replication.shard "all", s is the number
+    n of replicas. With "host" it is the number of replicas on a host (as FSDP's hybrid sharding).
+    Parameters then never travel between hosts. The h = n/s replicas with the same shard all-reduce
+    its gradient once a step. They do so after the reduce-scatter on each host.
 
-    dividing, alike  the s replicas, and the h
-    source           Zhao et al. 2023, PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 16(12)
+    dividing  the sharding group of s replicas
+    alike     the replication group of h replicas
+    source    Zhao et al. 2023, PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel,
+              VLDB 16(12)
     """
 
     def __init__(self, replica: ReplicationContext):
@@ -42,7 +65,7 @@ class ZeroBase(AllReduce):
 
     @cached_property
     def _pieces(self) -> dict[Bucket, Piece]:
-        """What this rank has of each bucket; in order of storage."""
+        """This rank's shard of each bucket, in order of storage."""
         return dict(
             zip(
                 sorted(self._cut),
@@ -63,7 +86,7 @@ class ZeroBase(AllReduce):
         return found
 
     def _divide_parameters(self) -> None:
-        """Make room for this rank's pieces of the parameters alone, and let them begin."""
+        """Allocate and initialise this rank's shard of the parameters."""
         storage, backend, pieces = self.replica.storage, self.replica.device.backend, self._owned()
         self.parameters = backend.zeros(
             sum(piece.stop - piece.start for piece in pieces), storage.dtype
@@ -82,14 +105,16 @@ class ZeroBase(AllReduce):
 
 
 class ZeroOne(ZeroBase):
-    """Stage 1: the state of the optimizer is divided.
+    """ZeRO stage 1: the optimizer state is sharded.
 
-    Gradients are reduce-scattered; what each rank has updated is gathered while the next forward computes, and a unit's
-    parameters are waited for when they are opened. In half precision the parameters are divided as well, and what is gathered is
-    their mirror. In a lossy wire format every rank has all sums, which is what it carries.
+    Gradients are reduce-scattered. The all-gather of the updated parameters overlaps with the next
+    forward: `open` waits for the buckets of its unit. In half precision the float32 parameters are
+    sharded too, and the all-gather sends their mirror. A lossy wire format is an all-reduce, so
+    each rank receives all sums.
 
-    bytes sent  a reduce-scatter and an all-gather by s ranks, an all-reduce of 1/s of the gradient by h: if s = n as all-reduce
-    state       of the optimizer: 1/s of it, to the padding
+    bytes sent  a reduce-scatter and an all-gather by s ranks, and an all-reduce of 1/s of the
+                gradient by h; with s = n this equals one all-reduce
+    state       1/s of the optimizer's, up to padding
     """
 
     def _hold_parameters(self) -> None:
@@ -99,9 +124,8 @@ class ZeroOne(ZeroBase):
             return
         self._divide_parameters()
         self.mirror = grid.world.transport.allocate(storage.length, self.replica.computed)
-        storage.initialize(
-            self.mirror, config.run.seed, device.backend
-        )  # whole: nobody has to gather it
+        # Each rank initialises the whole mirror, which saves an all-gather.
+        storage.initialize(self.mirror, config.run.seed, device.backend)
         if not device.half:
             device.mirror(self.mirror, self.mirror, arena)
         self._weights = storage.weights(self.mirror)
@@ -185,11 +209,13 @@ class ZeroOne(ZeroBase):
 
 
 class ZeroShardedGradients(ZeroBase):
-    """No rank holds all gradients: a bucket's lie in a slot until they are reduce-scattered, for every micro-batch anew.
+    """The base of ZeRO stages 2 and 3: each micro-batch reduce-scatters its gradients out of
+    full-size buffers.
 
-    Of a model in several parts they are reduce-scattered once: all micro-batches go back through a part before the next.
+    With several model chunks gradients are reduce-scattered once a step. This is possible because
+    all micro-batches finish the backward of one chunk before the next chunk begins.
 
-    gradient_buffer  what this rank updates with, one piece behind the other
+    gradient_buffer  this rank's shards of the summed gradient, one behind the other
     """
 
     buckets: ShardedGradients
@@ -203,7 +229,7 @@ class ZeroShardedGradients(ZeroBase):
     def _hold_gradients(self) -> None:
         length = sum(piece.stop - piece.start for piece in self._pieces.values())
         self.gradient_buffer = self.replica.device.backend.zeros(length, self.replica.storage.dtype)
-        self._leaves = []  # those in slots are claimed for every micro-batch
+        self._leaves = []  # ShardedGradients resets its own leaves with every micro-batch
 
     def _reductions(self) -> ShardedGradients:
         return ShardedGradients(
@@ -221,12 +247,12 @@ class ZeroShardedGradients(ZeroBase):
             self._pieces.items(), lambda each: (each[0].holders, each[0].partial)
         ):
             if partial:
-                pieces = [piece for _, piece in found]  # neighbours, here as in storage
+                pieces = [piece for _, piece in found]  # these are neighbours, here as in storage
                 start, stop = pieces[0].place, pieces[-1].place + pieces[-1].stop - pieces[-1].start
                 yield self.replica.grid.holders[holders].bind(self.gradient_buffer[start:stop])
 
     def _beside(self) -> Sequence[Reduction]:
-        """What is under way at the same time."""
+        """Return other reductions for the progress engine of the gradients."""
         return ()
 
     def held(self) -> int:
@@ -250,10 +276,10 @@ class ZeroShardedGradients(ZeroBase):
 
 
 class ZeroTwo(ZeroShardedGradients, ZeroOne):
-    """Stage 2: gradients are divided, too.
+    """ZeRO stage 2: optimizer state and gradients are sharded.
 
-    bytes sent  with m micro-batches m reduce-scatters and an all-gather by s ranks, and an all-reduce of 1/s of the gradient by
-                h; of a model in several parts one reduce-scatter
-    gradients   1/s of them to the padding, two buckets on their way, and the bucket of a tied tensor; of a model in several parts
-                one part instead of two buckets
+    bytes sent  with m micro-batches m reduce-scatters and an all-gather by s ranks, and an
+                all-reduce of 1/s of the gradient by h; with several model chunks one reduce-scatter
+    gradients   1/s of them up to padding, two buckets in full size, and each bucket with a tied
+                tensor; with several model chunks one chunk instead of the two buckets
     """

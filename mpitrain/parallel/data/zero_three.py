@@ -1,4 +1,21 @@
-"""ZeRO, stage 3: no rank holds the whole model. Units are gathered before they are used, and freed."""
+"""ZeRO stage 3 (as FSDP): parameters are sharded as well, and units are gathered before each use.
+
+This is the memory of rank r of s. Consecutive units alternate between two full-size slots:
+
+    parameters        [ r ] of each unit: one s-th, float32
+    gradients         [ r ] of each unit, summed over ranks and micro-batches
+    optimizer state   [ r ] of each unit
+    slot 0            [ 0 | ... | s - 1 ] of one even unit, whole
+    slot 1            [ 0 | ... | s - 1 ] of one odd unit, whole
+
+    forward, time -->
+    compute      |          | unit 0   | unit 1   | unit 2   | unit 3   |
+    slot 0       | gather 0 | unit 0   | gather 2 | unit 2   | gather 4 |
+    slot 1       |          | gather 1 | unit 1   | gather 3 | unit 3   |
+
+Backward runs in the opposite direction. Its full-size gradients have two more slots
+(unsharded_buffers.py).
+"""
 
 import time
 from collections.abc import Sequence
@@ -16,21 +33,27 @@ from mpitrain.parallel.replication.state import StateBuffer
 
 
 class ZeroThree(ZeroShardedGradients):
-    """Stage 3: a bucket is a unit, gathered into one of two slots while the unit before it computes, forward and backward.
+    """ZeRO stage 3: each bucket is a unit, gathered while the previous unit computes, forward and
+    backward.
 
-    A unit stays where it is until another one comes to its slot, or it is updated: the last two units are not gathered again for
-    backward, nor the first two for the next micro-batch. A unit with a tied tensor, or of at most replication.zero_keep
-    elements, has a slot of its own, and is gathered once a step.
+    A unit stays in its slot until another unit needs the slot, or until it is updated. So backward
+    does not gather the last two units again. The next micro-batch does not gather the first two
+    again. Units with a tied tensor have a slot of their own, as do units of at most
+    replication.zero_keep elements. They are gathered once a step.
 
-    Of a model in several parts one part lies in the slots, while all micro-batches go through it. Its other units are gathered
-    while its first one computes. A rank with v parts gathers 2 v - 1 of them, for the last one stays until it has gone back.
+    With several model chunks the slots contain one whole chunk, while all micro-batches pass
+    through it. Its other units are gathered while its first unit computes. A rank with v chunks
+    gathers 2 v - 1 chunks, since the last one stays for its backward.
 
-    With replication.gather units travel in that format, and all compute with what is decoded, the rank that has a piece too. It
-    updates the piece itself, which stays as it is in float32: nothing that is lost on the way adds up.
+    With replication.gather units travel in a wire format. All ranks compute with the decoded
+    values, also the owner of a shard. The owner updates its exact float32 shard, so rounding errors
+    do not accumulate.
 
-    bytes sent  with m micro-batches at most 2 m all-gathers and m reduce-scatters by s ranks, and an all-reduce of 1/s of the
-                gradient by h; of a model in several parts at most 2 all-gathers, 1 of the last part here, and 1 reduce-scatter
-    parameters  1/s of them to the padding, two units or one part, and those with a slot of their own
+    bytes sent  with m micro-batches at most 2 m all-gathers and m reduce-scatters by s ranks, and
+                an all-reduce of 1/s of the gradient by h; with several model chunks at most 2
+                all-gathers, 1 of this rank's last chunk, and 1 reduce-scatter
+    parameters  1/s of them up to padding, two units or one chunk in full size, and all units with a
+                slot of their own
     """
 
     @cached_property
@@ -90,21 +113,27 @@ class ZeroThree(ZeroShardedGradients):
         return self._weights[unit]
 
     def _following(self, unit: int) -> Sequence[int]:
-        """What is gathered while the unit computes: the next one, or of a model in several parts the rest of its part."""
+        """Return the units to gather while this unit computes.
+
+        They are the next unit, or with several model chunks the rest of its chunk.
+        """
         part = next((units for units in self.replica.parts if unit in units), None)
         if part is None:
             return [self._next(unit)]
         return part if unit == part.start else part[::-1]
 
     def _next(self, unit: int) -> int:
-        """The unit that will be opened after this one: on in the direction in which units were opened last, back at the ends."""
+        """Return the unit that `open` will receive next.
+
+        It continues in the direction of the last two units, and turns back at both ends.
+        """
         last = len(self._needed) - 1
         if unit in (0, last):
             return min(1, last) if unit == 0 else last - 1
         return unit + 1 if unit > self._opened else unit - 1
 
     def _gather(self, bucket: Bucket) -> None:
-        """Start to gather a bucket that is not in its slot."""
+        """Start to gather a bucket, unless its slot already contains it."""
         slot, piece = self.slots.slot[bucket], self._pieces[bucket]
         if self._there.get(slot) == bucket:
             return
@@ -137,18 +166,18 @@ class ZeroThree(ZeroShardedGradients):
         return super().held() + self.slots.nbytes
 
     def kept(self) -> list[StateBuffer]:
-        self._there.clear()  # what is loaded goes to this rank's pieces
+        self._there.clear()  # a checkpoint may be loaded into this rank's shards
         return super().kept()
 
     def _places(self) -> Sequence[Piece]:
         return self._owned()
 
     def _write_mirror(self) -> None:
-        """Units are rounded when they are gathered."""
+        """Do nothing: `_gather` rounds the parameters of each unit."""
 
 
 def _elements(entries: Sequence[Any], bucket: Bucket) -> int:
-    """Of the tensors in a bucket, padding left out."""
+    """Return the number of elements of a bucket's tensors, without padding."""
     return sum(
         entry.stop - entry.start for entry in entries if bucket.start <= entry.start < bucket.stop
     )

@@ -1,1 +1,1 @@
-"""The Replication protocol, the state a checkpoint saves, and loss scaling."""
+"""The Replication protocol, the state that checkpoints save, and loss scaling."""

@@ -1,4 +1,4 @@
-"""The loss scale: what losses are multiplied by, so that small gradients are not rounded to zero in float16."""
+"""The loss scale: a factor against underflow of float16 gradients (as torch.amp.GradScaler)."""
 
 import math
 from collections.abc import Mapping
@@ -7,30 +7,35 @@ from mpitrain.parallel.replication.records import StepResult
 
 
 class LossScale:
-    """Where gradients of any size are held: none is needed."""
+    """The constant loss scale 1, for dtypes with the range of float32."""
 
     value = 1.0
 
     def after(self, outcome: StepResult) -> StepResult:
-        """A step's outcome as this scale makes it, which adapts to it: alike on all ranks, for they know the same outcome."""
+        """Adapt the scale to a step's result, and return the result with the scale's fields filled.
+
+        All ranks pass the same result and so end with the same scale.
+        """
         return outcome
 
     def numbers(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """Return the numbers that a checkpoint saves."""
         return {}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Go on from what a checkpoint kept; as in a new run if that is nothing."""
+        """Continue from the numbers of a checkpoint; from the initial scale if there are none."""
 
 
 class DynamicLossScale(LossScale):
-    """As large as gradients in float16 bear: it doubles after GOOD steps without an overflow, and halves with one.
+    """The dynamic loss scale of float16: it doubles after GOOD steps without overflow, and halves
+    on overflow.
 
-    An overflow is a gradient that is not finite under a loss that is: the step is skipped, and not the run's fault.
+    An overflow is a gradient that is not finite although its loss is. The step is skipped, and the
+    run continues.
 
-    value      by which losses are multiplied now
+    value      current factor of the loss
     good       steps without overflow since the value changed
-    overflows  steps in a row that overflowed
+    overflows  consecutive steps with an overflow
     source     Micikevicius et al. 2018, Mixed Precision Training, ICLR, section 3.2
     """
 
@@ -70,5 +75,5 @@ class DynamicLossScale(LossScale):
 
 
 def loss_scale_for(compute: str) -> LossScale:
-    """What precision.compute asks for."""
+    """Return the loss scale that the setting precision.compute needs."""
     return DynamicLossScale() if compute == "float16" else LossScale()

@@ -1,4 +1,8 @@
-"""The Replication protocol: how replicas of one model stay equal, and the context that every mode is made from."""
+"""The Replication protocol: how data-parallel replicas of one model stay equal.
+
+`ReplicationContext` is the argument from which every mode is constructed. `Replication` lists the
+calls of the training step.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,12 +24,13 @@ from mpitrain.parallel.replication.state import StateBuffer
 
 
 class ReplicationContext(NamedTuple):
-    """One rank's part of a replica: what every mode of replication is made from.
+    """The constructor argument of every replication mode: the context of one rank.
 
-    storage  where its tensors lie in a flat buffer
-    wire     in which format gradients travel
-    loss     of this rank's logits
-    parts    of a model in several parts: the units of each part that lies here, numbered as in `storage`
+    storage  layout of this rank's tensors in a flat buffer
+    wire     wire format of the gradients
+    loss     the loss of this rank's logits
+    parts    with several model chunks on this stage: the units of each chunk, numbered as in
+             `storage`; otherwise empty
     """
 
     config: Config
@@ -39,17 +44,21 @@ class ReplicationContext(NamedTuple):
 
     @property
     def computed(self) -> np.dtype:
-        """The dtype of what layers compute with, and of activations."""
+        """The dtype in which layers compute, and the dtype of activations."""
         return self.device.half or self.storage.dtype
 
     def facts(
         self, mine: StepInput | None, gradients: Sequence[np.ndarray]
     ) -> tuple[float, float, int]:
-        """A step's loss, the sum of these arrays' squares and how many of their elements are not finite.
+        """Return a step's loss, the sum of squares of the arrays, and their number of non-finite
+        elements.
 
-        What the device knows of all this is read at once. In a step nothing else is, and nobody else waits for it: from this
-        and what other ranks say the host knows whether there is an update, and a step that is skipped launches none.
-        mine  None for one without a loss
+        All these numbers are copied from the device in one read, the only blocking read of a step.
+        The host combines them with the numbers of other ranks. A skipped update therefore launches
+        no kernel.
+
+        mine       None if the step has no loss on this rank
+        gradients  flat arrays on the device, of any lengths
         """
         ops, losses = self.device.ops, mine.losses if mine else ()
         if not len(losses) and not len(gradients):
@@ -66,13 +75,29 @@ class ReplicationContext(NamedTuple):
 
 
 class Replication:
-    """What the training step calls, unit by unit; units count within this rank's list, `part` is the micro-batch.
+    """The strategy that keeps replicas equal (as DDP's reducer, or FSDP's runtime).
 
-    Every method has a default: one replica whose parameters lie whole on each of its ranks, and which is not trained.
+    The training step calls it unit by unit. Units are numbered within this rank's list. The
+    argument `part` is the index of the micro-batch. The default methods serve one replica, with all
+    parameters on each of its ranks; they never update it.
 
-    parameters, gradient_buffer  flat; in a mode that divides them what this rank has of them, one piece behind the other
-    mirror                       flat: in half precision the parameters, rounded, which layers compute with; None elsewhere, and
-                                 where units are gathered before they are used
+    Attributes
+    ----------
+    parameters, gradient_buffer : array
+        Flat, 1-D. A mode that shards them stores this rank's pieces one behind the other.
+    mirror : array or None
+        Flat. In half precision: the rounded parameters, with which layers compute. None in full
+        precision, and in ZeRO stage 3, where units are gathered before each use.
+
+    Notes
+    -----
+    The calls of one step, in their order:
+
+        begin
+        each micro-batch, unit by unit   forward: open, close, poll
+        at the end of the model          loss
+        each micro-batch, unit by unit   backward: open, gradients, close, gradient_ready, poll
+        finish
     """
 
     mirror: Any = None
@@ -87,12 +112,12 @@ class Replication:
         self._hold_gradients()
 
     def _count_from_zero(self) -> None:
-        """No update was made or skipped, and no gradient was beyond its type."""
+        """Reset the loss scale and the number of skipped updates."""
         self._scale = loss_scale_for(self.replica.config.precision.compute)
-        self._skipped = 0  # updates, which AdamW does not count
+        self._skipped = 0  # AdamW's step count leaves skipped updates out
 
     def _hold_parameters(self) -> None:
-        """Make room for the parameters, and let them begin."""
+        """Allocate and initialise the parameters, and their mirror in half precision."""
         storage = self.replica.storage
         self.parameters = self.replica.grid.world.transport.allocate(storage.length, storage.dtype)
         storage.initialize(
@@ -107,7 +132,7 @@ class Replication:
 
     @property
     def _computed(self) -> Any:
-        """Flat: what layers compute with."""
+        """The flat buffer with which layers compute: the mirror if there is one."""
         return self.parameters if self.mirror is None else self.mirror
 
     def _write_mirror(self) -> None:
@@ -116,7 +141,7 @@ class Replication:
             self.replica.device.mirror(self.parameters, self.mirror, self.replica.arena)
 
     def _hold_gradients(self) -> None:
-        """Make room for the gradients."""
+        """Allocate the gradients."""
         storage = self.replica.storage
         self.gradient_buffer = self.replica.grid.world.transport.allocate(
             storage.length, storage.dtype
@@ -124,75 +149,205 @@ class Replication:
         self._gradients, self._leaves = storage.gradients(self.gradient_buffer)
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
-        """The steps in which this rank computes rows until step `step` is finished; the next is asked for when one is computed.
+        """Yield the steps that this rank must compute until step `step` is finished.
 
-        stop_requested  whether this rank is asked to stop; who computes in a step brings it to `finish`
+        Parameters
+        ----------
+        step : int
+            The step that the caller waits for, from 0.
+        stop_requested : callable
+            () -> bool: whether this rank has received a request to stop. A rank that computes rows
+            passes the same fact to `finish`.
+
+        Returns
+        -------
+        iterator of int
+            The caller computes each step before it takes the next one. By default `step` alone.
+            Asynchronous workers may compute several other steps first; servers compute none.
         """
         return iter((step,))
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        """The outcome of a finished step. own: what `finish` made of the last step that this rank computed, if any."""
+        """Return the result of a finished step.
+
+        Parameters
+        ----------
+        step : int
+            A step that `steps` has finished.
+        own : StepResult or None
+            The result of `finish` for the last step that this rank computed; None if it computed
+            none.
+
+        Returns
+        -------
+        StepResult
+        """
         assert own is not None
         return own
 
     def share(self, rows: int) -> range:
-        """Which of so many rows of all replicas this rank computes."""
+        """Return this rank's rows of a batch.
+
+        Parameters
+        ----------
+        rows : int
+            Rows of the batch, over all replicas.
+
+        Returns
+        -------
+        range
+            By default the dp-th of nearly equal runs; empty on a server.
+        """
         grid = self.replica.grid
         return share(rows, grid.place.dp, grid.axes.dp)
 
     def batch(
         self, source: Source, step: int, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The inputs and targets of this rank in step `step`, from 0; before: see `Source.batch`."""
+        """Return this rank's rows of the global batch of a step.
+
+        Parameters
+        ----------
+        source : Source
+            The training data.
+        step : int
+            From 0.
+        before : int, optional
+            As in `Source.batch`: the number of samples in the batches of all earlier steps.
+
+        Returns
+        -------
+        inputs, targets : ndarray
+            On the host; the first dim is the row.
+        """
         config = self.replica.config
         return source.batch(
             config.run.seed, step, config.batch.size, self.share(config.batch.size), before
         )
 
     def scale(self, predictions: int, part: int) -> float:
-        """What the gradient of a summed loss is multiplied by: the mean over the rows that one update uses is taken here alone.
+        """Return the factor of a micro-batch's summed loss, which makes the gradient that of a
+        mean.
 
-        predictions  in a row
-        part         the micro-batch that the loss is of
+        No other code divides by the number of rows: the reductions of gradients are plain sums.
+
+        Parameters
+        ----------
+        predictions : int
+            Targets in one row.
+        part : int
+            The micro-batch of this loss.
+
+        Returns
+        -------
+        float
+            1 / (rows of one update x predictions). By default the rows are the global batch.
         """
         return 1 / (self.replica.config.batch.size * predictions)
 
     def begin(self, step: int) -> None:
-        """Step `step`, from 0, is about to be computed: nobody has written a gradient."""
+        """Begin a step: mark all gradients as empty.
+
+        Parameters
+        ----------
+        step : int
+            From 0.
+        """
         for leaf in chain.from_iterable(self._leaves):
             leaf.filled = False
 
     def open(self, unit: int, part: int) -> Weights:
-        """The unit's parameters, about to be used; good until `close`."""
+        """Return a unit's parameters, and wait for them if they are still being gathered.
+
+        Parameters
+        ----------
+        unit : int
+            Index in this rank's list.
+        part : int
+            The micro-batch.
+
+        Returns
+        -------
+        Weights
+            Views, valid until `close`.
+        """
         return self._weights[unit]
 
     def close(self, unit: int, part: int) -> None:
-        """They have been used."""
+        """End the use of a unit's parameters that `open` returned.
+
+        Parameters
+        ----------
+        unit, part : int
+            As in `open`.
+        """
 
     def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[Any, np.ndarray]:
-        """As `Loss.gradient`: the summed loss of a micro-batch, and the gradient of scale x that sum; x the loss scale, too."""
+        """Return a micro-batch's summed loss and the gradient of its logits, as `Loss.gradient`.
+
+        Parameters
+        ----------
+        logits : array
+            (N, V). The gradient may overwrite them.
+        targets : array
+            (N,)
+        scale : float
+            The result of `Replication.scale`. The current loss scale multiplies the gradient as
+            well.
+
+        Returns
+        -------
+        loss : number or array without dims
+            The sum over the N rows, unscaled.
+        gradient : array
+            (N, V)
+        """
         return self.replica.loss.gradient(
             logits, targets, scale * self.loss_scale, self.replica.arena
         )
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by until parameters are updated from them."""
+        """The factor of all gradients until the update divides by it."""
         return self._scale.value
 
     def _concluded(self, outcome: StepResult) -> StepResult:
-        """A step's outcome, known to all ranks alike: whether its update counts, and what becomes of the loss scale."""
+        """Count a skipped update, and adapt the loss scale. All ranks must pass the same result."""
         self._skipped += not outcome.updated
         return self._scale.after(outcome)
 
     def gradients(self, unit: int, part: int) -> Gradients:
-        """Where the unit's gradient is summed."""
+        """Return the buffers in which a unit's gradients are summed.
+
+        Parameters
+        ----------
+        unit : int
+            Index in this rank's list.
+        part : int
+            The micro-batch.
+
+        Returns
+        -------
+        Gradients
+            Nested as the weights of `open`; each leaf is a `Gradient`.
+        """
         return self._gradients[unit]
 
     def gradient_ready(self, unit: int, is_last: bool) -> None:
-        """A micro-batch's gradient of the unit is complete on this rank; with the last one, the step's.
+        """Report a unit's gradient of one micro-batch as complete on this rank (as DDP's autograd
+        hook).
 
-        What nobody wrote in the step has no gradient, and not the one of the step before.
+        Parameters
+        ----------
+        unit : int
+            Index in this rank's list.
+        is_last : bool
+            Whether this is the unit's last micro-batch of the step. Its reduction may then start.
+
+        Notes
+        -----
+        With the last micro-batch, tensors that no layer has written in this step are set to zero.
+        Otherwise the gradient of the previous step would remain there.
         """
         if is_last:
             for leaf in self._leaves[unit]:
@@ -200,41 +355,90 @@ class Replication:
                     leaf.array.fill(0)
 
     def poll(self) -> None:
-        """Move communication along; called between layers."""
+        """Progress the non-blocking communication; called between layers."""
 
     def total(self, *numbers: float) -> list[float]:
-        """Four numbers summed over all ranks, in one small message; collective."""
+        """Sum four numbers over all ranks, in one small all-reduce; collective.
+
+        Parameters
+        ----------
+        *numbers : float
+            Four numbers of this rank.
+
+        Returns
+        -------
+        list of float
+            The four sums, equal on all ranks.
+        """
         return list(numbers)
 
     def finish(self, mine: StepInput) -> StepResult:
-        """Wait for the gradients, agree on the outcome, update the parameters."""
+        """Wait for the gradients, agree on the result, and update the parameters; collective.
+
+        Parameters
+        ----------
+        mine : StepInput
+            This rank's losses, learning rate and stop request.
+
+        Returns
+        -------
+        StepResult
+            Equal on all ranks, but for the fields that `StepResult` excepts.
+        """
         return StepResult(mine.loss, 0.0, 0, mine.lr, False, mine.stop)
 
     def settle(self) -> None:
-        """Make the parameters current on all ranks: before evaluations, checkpoints and comparisons. Collective."""
+        """Make the parameters current on all ranks; collective.
+
+        Evaluations, checkpoints and comparisons of replicas call this first.
+        """
 
     def kept(self) -> list[StateBuffer]:
-        """What checkpoints keep, once settled."""
+        """Return the state that checkpoints save. The caller must call `settle` first.
+
+        Returns
+        -------
+        list of StateBuffer
+            Loading a checkpoint writes into their arrays.
+        """
         return [StateBuffer("parameters", self.parameters, self._places())]
 
     def _places(self) -> Sequence[Piece]:
-        """Which elements of the flat buffer lie where in `parameters`."""
+        """Return the pieces of the flat buffer in `parameters`, with their offsets there."""
         return [Piece(0, self.replica.storage.length, 0)]
 
     def scalars(self) -> dict[str, float]:
-        """Numbers by name, alike on all ranks, that checkpoints keep; collective."""
+        """Return the numbers that checkpoints save besides arrays; collective.
+
+        Returns
+        -------
+        dict
+            {name: number}, equal on all ranks.
+        """
         return {"skipped_updates": self._skipped, **self._scale.numbers()}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        """What `kept` lists was filled from a checkpoint with these scalars: go on from there. Collective."""
+        """Continue from a checkpoint; collective.
+
+        The arrays that `kept` lists have already been filled.
+
+        Parameters
+        ----------
+        scalars : mapping
+            The result of `scalars` when the checkpoint was saved.
+        """
         self._skipped = int(scalars.get("skipped_updates", 0))
         self._scale.restore(scalars)
         self._write_mirror()
 
     def held(self) -> int:
-        """Bytes of parameters, gradients and optimizer state on this rank, once settled, and of the scratch of reductions.
+        """Return this rank's bytes of parameters, gradients, optimizer state and reduction scratch.
 
-        What is on its way is included; activations are not.
+        Returns
+        -------
+        int
+            Includes buffers of running reductions, but no activations. The caller must call
+            `settle` first.
         """
         arrays = [
             self.parameters,

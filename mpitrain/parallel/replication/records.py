@@ -1,4 +1,4 @@
-"""The input and the result of the end of a training step."""
+"""The input and the result at the end of a training step."""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 
 class StepInput(NamedTuple):
-    """What a rank brings to the end of a step, when its backward pass is done.
+    """One rank's input to `Replication.finish`, after its backward pass.
 
-    number of the step, from 0
-    losses of its micro-batches, perhaps an array on the device, which may still compute it; none if others tell them
-    lr     learning rate
-    stop   whether this rank was asked to stop
-    weights what each loss is multiplied by; none: 1
+    number   of the step, from 0
+    losses   summed losses of its micro-batches, perhaps an array that the device still computes;
+             empty if other ranks report the loss
+    lr       learning rate
+    stop     whether this rank has received a request to stop
+    weights  factor of each loss; empty: 1 each
     """
 
     number: int
@@ -23,28 +24,35 @@ class StepInput(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """This rank's part of the mean loss over the global batch; waits for the device."""
+        """This rank's summand of the mean loss over the global batch. The first read waits for the
+        device.
+        """
         weights = self.weights or [1.0] * len(self.losses)
         return sum(weight * float(loss) for weight, loss in zip(weights, self.losses, strict=False))
 
 
 class StepResult(NamedTuple):
-    """What every rank knows after a step: the same values on all of them, but for comm_s and ended.
+    """The result of a training step, equal on all ranks except for `comm_s` and `ended`.
 
-    Workers that train apart know loss and grad_norm of their own alone, until a period ends.
+    With local SGD and gossip, loss and grad_norm are the worker's own until the end of a period.
 
-    loss       mean over the global batch
-    grad_norm  global 2-norm of the gradient, before clipping
-    nonfinite  gradient elements that are infinite or NaN
-    lr         learning rate of the step
-    updated    whether the parameters were updated
-    stop       whether any rank was asked to stop
-    comm_s     seconds this rank stood still for messages in the step: communication that nothing hid
-    lead       of asynchronous servers: steps that a worker was ahead of the last one when it began this step, at most
-    staleness  of asynchronous servers: updates applied between a gradient's pull and its push, at most
-    loss_scale of float16: by which this step's loss was multiplied
-    overflows  of float16: steps in a row, this one included, that were skipped for gradients beyond it under a finite loss
-    ended      of asynchronous pipelines, which know of a step some steps later: this rank's `perf_counter` when it had done it
+    loss        mean over the global batch
+    grad_norm   2-norm of the global gradient, before clipping
+    nonfinite   gradient elements that are infinite or NaN
+    lr          learning rate of the step
+    updated     whether the parameters were updated
+    stop        whether any rank has received a request to stop
+    comm_s      seconds that this rank was blocked on communication in the step: the exposed, not
+                overlapped, communication
+    lead        asynchronous servers: the largest number of steps by which a worker was ahead of the
+                last one when it began the step
+    staleness   asynchronous servers: the largest number of updates between a gradient's pull and
+                its push
+    loss_scale  float16: factor of this step's loss
+    overflows   float16: consecutive skipped steps, this one included, whose gradients overflowed
+                under a finite loss
+    ended       asynchronous pipelines: this rank's `perf_counter` at the end of the step, which all
+                ranks learn some steps later
     """
 
     loss: float
@@ -62,9 +70,10 @@ class StepResult(NamedTuple):
 
 
 def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float) -> StepResult:
-    """The outcome of a step; the parameters are updated if loss and norm are finite.
+    """Return the result of a step; its `updated` is true if loss and norm are finite.
 
-    totals  over all ranks: loss, sum of squares, elements that are not finite, requests to stop
+    totals  over all ranks: loss, sum of squares, non-finite elements, requests to stop
+    comm_s  seconds that this rank was blocked on communication
     """
     loss, squares, nonfinite, stop = totals
     norm = math.sqrt(squares) if squares >= 0 else math.nan
@@ -80,5 +89,8 @@ def outcome_of(mine: StepInput, totals: Sequence[float], comm_s: float) -> StepR
 
 
 def clipping(clip: float, norm: float) -> float:
-    """What gradients of this norm are multiplied by, so that none is longer than `clip`; 0: whatever the norm, 1."""
+    """Return the factor that clips a gradient of this norm (as torch.nn.utils.clip_grad_norm_).
+
+    clip  largest norm; 0: do not clip, the factor is 1
+    """
     return clip / norm if 0 < clip < norm else 1.0

@@ -1,4 +1,4 @@
-"""What a run keeps in its checkpoints, as each rank holds it."""
+"""The items of the training state that checkpoints save, as each rank stores them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -7,17 +7,20 @@ from mpitrain.layers.flat import Piece
 
 
 class StateBuffer(NamedTuple):
-    """An array of this rank's that checkpoints keep. Loading writes into it.
+    """An array of this rank that checkpoints save, and into which loading writes.
 
-    name    what it is: "parameters", a buffer of the optimizer's such as "first_moment", "residual" ...
+    name    "parameters", "residual", or an optimizer buffer such as "first_moment"
     array   1-D, in the memory of the backend
-    pieces  which elements of the flat buffer lie where in it; none if it is no part of one
-    kind    "agreed": equal on all ranks that hold the same elements of a tensor;
-            "own": each rank's own; with another number of replicas what counts is its sum over them;
-            "mean": each rank's own; with another number of replicas, or where it is "agreed", what counts is its mean over them;
-            "bound": means something to the same rank of the same layout alone, and starts anew elsewhere
-    needed  whether a checkpoint is refused that has none of it, if it is "agreed"; else it starts as in a new run then
-    like    if there is none of it, or it is "bound" elsewhere, it starts as a copy of what has this name, and is "agreed"
+    pieces  elements of the flat buffer and their offsets in `array`; may be empty
+    kind    "agreed": equal on all ranks that store the same elements of a tensor
+            "own": different on each rank; a new number of replicas preserves the sum over ranks
+            "mean": different on each rank; a new number of replicas, or an "agreed" buffer of that
+                    name, starts from the mean over ranks
+            "bound": valid only for the same rank of the same layout; other layouts start it anew
+    needed  whether loading fails if the checkpoint lacks this "agreed" buffer;
+            otherwise the buffer starts as in a new run
+    like    name of an "agreed" buffer: this one starts as a copy of it if the checkpoint lacks this
+            one, or has it "bound" to another layout
     """
 
     name: str

@@ -1,11 +1,13 @@
-"""Asynchronous parameter servers: each gradient is applied as it comes, to parameters that may have changed since its pull.
+"""Asynchronous parameter servers: each gradient is applied on arrival, to parameters that may be
+newer than its pull.
 
-A worker draws a ticket from the first server, pulls the parameters from all servers, computes the ticket's rows and pushes its
-gradient to all; each server applies it at once. `tickets.py` has the rules. No worker waits for another but at the bound of
-`replication.staleness` and where all ranks meet. The norm is the worker's own, and so are clipping and what is not finite.
+A worker takes a ticket from the first server and pulls the parameters from all servers. It computes
+the ticket's rows and pushes its gradient to all servers, which apply it at once. `work_queue.py`
+has the rules for tickets. Workers wait for each other only at the bound of `replication.staleness`,
+and where all ranks synchronize. Norm, clipping and skipped updates are each worker's own.
 
-source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel
-        Parameter Server, NIPS 26
+source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Distributed ML via a
+        Stale Synchronous Parallel Parameter Server, NIPS 26
 """
 
 import time
@@ -22,7 +24,9 @@ from mpitrain.parallel.servers.work_queue import Report, WorkQueue
 from mpitrain.transport.base import Request
 
 DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
-"""The first number of a header, but of answers: what it asks for. SETTLE is the last pull before all ranks meet."""
+"""The request, as the first number of a header; answers have none. SETTLE is the last pull before
+all ranks synchronize.
+"""
 
 NO_TICKET = -1
 
@@ -34,7 +38,7 @@ def _filled(*numbers: float) -> np.ndarray:
 
 
 def _numbers(step: int, outcome: StepResult) -> tuple[float, ...]:
-    """A step's outcome, as a header tells it."""
+    """Pack a step's result into the numbers of a header."""
     return (
         step,
         outcome.loss,
@@ -56,7 +60,7 @@ def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
 
 
 class AsyncWorker(WorkerBase):
-    """A worker that computes whatever ticket it draws."""
+    """An asynchronous worker: it computes the rows of each ticket that it receives."""
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
@@ -84,7 +88,7 @@ class AsyncWorker(WorkerBase):
         self._is_current = False
         while step not in self._known:
             if self._ticket is None:
-                self._ticket = self._draw()  # and what has finished meanwhile, perhaps this step
+                self._ticket = self._draw()  # this also receives results, perhaps of this step
                 continue
             self._pull_as(PULL)
             yield self._ticket // len(self._workers)
@@ -132,7 +136,10 @@ class AsyncWorker(WorkerBase):
         return own
 
     def _draw(self) -> int | None:
-        """Report what is done and draw a ticket; None: there is a pause, and whatever was begun is finished."""
+        """Report the finished ticket and receive the next one.
+
+        returns  None at a pause; all steps that had begun are then finished
+        """
         first = self._servers[0]
         self._wait(self._line.start_send(self._report, [], first))
         self._report = _filled(DRAW, NO_TICKET)
@@ -145,7 +152,7 @@ class AsyncWorker(WorkerBase):
             self._known[step] = outcome
 
     def _pull_as(self, kind: int) -> None:
-        """Pull the parameters of all servers, each as they are at some time from now on."""
+        """Pull the parameters of all servers. Each server sends its current version."""
         asked = _filled(kind)
         requests = []
         for server in self._servers:
@@ -154,9 +161,8 @@ class AsyncWorker(WorkerBase):
         self._wait(requests)
         self._write_mirror()
         self._versions = {server: int(told[0]) for server, told in self._told.items()}
-        self._skipped = int(
-            self._told[self._servers[0]][1]
-        )  # all servers' own, once all have settled
+        # After `settle` this number is equal on all servers.
+        self._skipped = int(self._told[self._servers[0]][1])
 
     def _wait(self, requests: Sequence[Request]) -> None:
         began = time.perf_counter()
@@ -171,7 +177,9 @@ class AsyncWorker(WorkerBase):
 
 
 class AsyncServer(ServerBase):
-    """A server that applies each gradient as it comes; the first of them has the tickets."""
+    """An asynchronous server: it applies each gradient on arrival. The first server also has the
+    work queue.
+    """
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
@@ -181,9 +189,11 @@ class AsyncServer(ServerBase):
             servers.rank,
             settings.staleness if settings.update == "bounded" else None,
         )
-        self._updates = 0  # of this process
-        self._applied_before = -1  # updates before those; not known before the first step
-        self._tickets: WorkQueue | None = None  # of the first server
+        # `_updates` counts the updates of this process, and `_applied_before` all earlier ones.
+        # The latter is -1 until the first step, which makes it known.
+        self._updates = 0
+        self._applied_before = -1
+        self._tickets: WorkQueue | None = None  # only the first server has one
         self._waiting: list[int] = []
         self._untold: dict[int, list[tuple[int, StepResult]]] = {
             worker: [] for worker in self._workers
@@ -192,12 +202,11 @@ class AsyncServer(ServerBase):
         self._pulls: list[Request] = []
         self._answers: list[Request] = []
         self._is_current, self._stops = True, False
-        self._settled = (
-            0  # workers that have: one may before this server hears that a pause has begun
-        )
+        # This counts workers. One may settle before this server learns that a pause has begun.
+        self._settled = 0
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
-        """Serve until the step is finished; a server computes rows of none."""
+        """Serve until the step is finished. The iterator is empty: a server computes no rows."""
         self._is_current = False
         if self._applied_before < 0:
             self._applied_before = step * len(self._workers) - self._skipped
@@ -216,7 +225,7 @@ class AsyncServer(ServerBase):
         return self._known.pop(step)
 
     def _serve(self) -> None:
-        """Do what the next header asks for."""
+        """Wait for the next header and serve its request."""
         source = self._line.wait_for_header(self._heard)
         asked, *numbers = self._heard.tolist()
         self._answers = [request for request in self._answers if not request.test()]
@@ -239,28 +248,27 @@ class AsyncServer(ServerBase):
         self._answers += self._line.start_send(_filled(*numbers), [], to)
 
     def _apply(self, worker: int, numbers: Sequence[float]) -> int:
-        """Update from the gradient that a worker pushes; returns its staleness."""
-        _, scale, lr, version = numbers[:4]  # first the ticket
+        """Update from the gradient that a worker pushes, and return its staleness."""
+        _, scale, lr, version = numbers[:4]  # the first number is the ticket
         for request in self._line.start_recv_pieces(self._gradients_held, worker):
             request.wait()
         for request in self._pulls:
-            request.wait()  # nobody gets half of one version and half of another
+            request.wait()  # the update must not overwrite parameters that are still being sent
         self._pulls = []
         staleness = self._updates - int(version)
-        self._update(
-            scale, lr * self._factor(staleness), self._applied_before + self._updates
-        )  # of those made, to AdamW
+        # AdamW's step count is the number of updates made.
+        self._update(scale, lr * self._factor(staleness), self._applied_before + self._updates)
         self._updates += 1
         return staleness
 
     def _factor(self, staleness: int) -> float:
-        """What the learning rate of a gradient is multiplied by."""
+        """Return the factor of the learning rate for a gradient of this staleness."""
         chosen = self.replica.config.replication.async_lr
         named = {"1/workers": 1 / len(self._workers), "staleness": 1 / (1 + staleness)}
         return named[chosen] if chosen in named else float(chosen)
 
     def _take(self, worker: int, numbers: Sequence[float]) -> None:
-        """Take a worker's report, and hand out what tickets there are now."""
+        """Record a worker's report, and grant all tickets that are available now."""
         assert self._tickets is not None
         ticket, rows, loss, norm, lr, nonfinite, updated, stop, staleness = numbers[:9]
         if ticket != NO_TICKET:
@@ -296,7 +304,7 @@ class AsyncServer(ServerBase):
             self._waiting.remove(waiting)
 
     def _tell(self) -> None:
-        """Tell the other servers what has finished, and remember to tell the workers."""
+        """Send newly finished results to the other servers, and store them for the workers."""
         assert self._tickets is not None
         for step, outcome in self._tickets.outcomes():
             self._known[step] = outcome

@@ -1,4 +1,4 @@
-"""Data parallelism as textbooks draw it: rank 0 owns the model, the others compute for it."""
+"""Data parallelism by a master: rank 0 owns the model, the other ranks compute for it."""
 
 import time
 from collections.abc import Sequence
@@ -19,15 +19,18 @@ ROOT = 0
 
 
 class Master(AllReduce):
-    """Rank 0 scatters rows and broadcasts weights, takes the loss of all logits, updates from the sum of all gradients.
+    """Master-worker data parallelism (as torch.nn.DataParallel): rank 0 takes the loss and updates.
 
-    The other ranks keep no optimizer's state. Everything travels in messages, by binomial trees where all get the same.
-    In a step of n ranks, of parameters of S bytes, with r's rows of X(r) bytes, targets included, logits of L(r) and targets of
-    Y(r), the control message aside:
+    Rank 0 scatters rows and broadcasts parameters. It gathers all logits and sends back their
+    gradients. It updates from the sum of all gradients, and only rank 0 has optimizer state.
+    Broadcasts and sums use binomial trees.
+
+    A step of n ranks sends the following bytes, without the control message. The parameters have S
+    bytes. Rank r has X(r) bytes of rows, targets included, L(r) of logits and Y(r) of targets.
 
     rank 0 sends  S ceil(lg n) + sum over r > 0 of X(r) + L(r)
-    rank r sends  S + L(r) + Y(r), and S for each child it has in the tree
-    rank 0 holds  the logits of all rows of a micro-batch, and alone takes their loss
+    rank r sends  S + L(r) + Y(r), and S for each child in the tree
+    rank 0 holds  the logits of all rows of a micro-batch
     """
 
     def __init__(self, replica: ReplicationContext):
@@ -38,10 +41,9 @@ class Master(AllReduce):
         with dp.transport.recorder.called("logits or their gradient"):
             self._logits_tag = dp.transport.claim_tag()
         self._broadcast = dp.bind_broadcast(self.parameters, ROOT)
-        self._is_current = True  # whether all ranks have the parameters of rank 0
-        self._forms: list[
-            tuple[str, list[int]]
-        ] = []  # dtype and shape of a row of inputs, and of targets
+        self._is_current = True  # all ranks have the parameters of rank 0
+        # The two entries are dtype and shape of a row of inputs, and of targets.
+        self._forms: list[tuple[str, list[int]]] = []
         self._part = 0
         self._waited_s = 0.0
 
@@ -61,7 +63,7 @@ class Master(AllReduce):
     def batch(
         self, source: Source, step: int, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank 0 alone reads the source; collective."""
+        """Scatter the rows of a batch, which rank 0 alone reads; collective."""
         began = time.perf_counter()
         config, dp = self.replica.config, self.replica.grid.dp
         size, transport = config.batch.size, dp.transport
@@ -105,7 +107,11 @@ class Master(AllReduce):
         return super().open(unit, part)
 
     def loss(self, logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[Any, np.ndarray]:
-        """The loss of all ranks' logits on rank 0, and 0 on the others; the gradient, over the logits, of this rank's own."""
+        """Compute the loss of all ranks' logits on rank 0.
+
+        returns  the loss, which is 0 on all other ranks, and the gradient of this rank's logits,
+                 written over them
+        """
         dp = self.replica.grid.dp
         transport, tag = dp.transport, self._logits_tag
         began = time.perf_counter()
@@ -143,7 +149,7 @@ class Master(AllReduce):
         return loss, logits
 
     def _packed(self, logits: Any) -> Any:
-        """The logits without the room that a device may leave between their rows: a message is one block."""
+        """Return contiguous logits for a message, without a device's padding between rows."""
         if logits.flags.c_contiguous:
             return logits
         packed = self.replica.arena.take(logits.shape, logits.dtype)
@@ -151,7 +157,10 @@ class Master(AllReduce):
         return packed
 
     def _bounds(self, mine: int) -> list[range]:
-        """Which of all logits of this micro-batch are whose. mine: how many are rank 0's"""
+        """Return the rows of each rank among all logits of this micro-batch.
+
+        mine  number of rank 0's logits
+        """
         batch, ranks = self.replica.config.batch, self.replica.grid.dp.size
         rows = [
             len(share(len(share(batch.size, rank, ranks)), self._part, batch.micro_batches))
@@ -177,9 +186,9 @@ class Master(AllReduce):
             self._broadcast.run()
             self._is_current = True
             if not self._is_root:
-                self._write_mirror()  # rank 0's was with the update
+                self._write_mirror()  # the update has already written rank 0's mirror
 
     def kept(self) -> list[StateBuffer]:
-        """The optimizer's state is on rank 0 alone."""
+        """Return the state of all modes; only rank 0 has optimizer state."""
         self.settle()
         return [kept for kept in super().kept() if kept.pieces]

@@ -1,10 +1,13 @@
-"""Parameter servers: ranks that hold and update the parameters, for workers that compute their gradients.
+"""Synchronous parameter servers: ranks that store and update the parameters, for workers that
+compute.
 
-The servers are the last ranks; each holds whole units, shared out among the servers by size. Every step each worker pushes its
-gradient to the servers, unit by unit while earlier layers still compute. They sum the workers' gradients in the workers' order,
-agree on norm and clipping, update once and send the new parameters back.
+The servers are the last ranks. Whole units are distributed over the servers by size. In each step
+every worker pushes its gradient to the servers, unit by unit while earlier layers still compute.
+The servers sum the gradients in the order of the workers. They agree on norm and clipping, update
+once, and send the new parameters back.
 
-bytes sent  by a worker S a step, S the bytes of all parameters; by all K servers together S a step for each worker
+bytes sent  by a worker S a step, with S the bytes of all parameters; by all K servers together S a
+            step for each worker
 source      Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI 11
 """
 
@@ -22,10 +25,12 @@ from mpitrain.transport.base import Request
 
 
 class _Member(Replication):
-    """What workers and servers have in common."""
+    """The common base of workers and servers."""
 
     def _join(self) -> None:
-        """Bind what carries sums over all ranks in evaluations; collective, after the buffers are allocated."""
+        """Bind the all-reduce of evaluations; collective. The caller must have allocated the
+        buffers.
+        """
         world, axes = self.replica.grid.world, self.replica.grid.axes
         self._workers, self._servers = (
             range(axes.ranks - axes.servers),
@@ -42,7 +47,10 @@ class _Member(Replication):
 
 
 class WorkerBase(_Member):
-    """A rank that computes gradients; it holds whole parameters and gradients, and no state."""
+    """The base of workers: ranks that compute gradients.
+
+    A worker stores whole parameters and gradients, but no optimizer state.
+    """
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
@@ -57,7 +65,9 @@ class WorkerBase(_Member):
 
 
 class Worker(WorkerBase):
-    """A rank that pushes the gradient of each unit as soon as it is complete, and what there is to say behind them."""
+    """A synchronous worker: it pushes a unit's gradient as soon as it is complete, and its loss at
+    the end.
+    """
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
@@ -79,7 +89,9 @@ class Worker(WorkerBase):
             self._push_from(unit)
 
     def _push_from(self, unit: int) -> None:
-        """Begin to send the gradients of this unit, and of those behind it which are not on their way yet: the last first."""
+        """Start to send the gradients of this unit and of all later unsent ones, the last unit
+        first.
+        """
         while self._unpushed and self.replica.storage.spans[self._unpushed[-1]].unit >= unit:
             for server, view in self._push[self._unpushed.pop()]:
                 self._pushes += self._line.start_send_pieces([view], server)
@@ -103,18 +115,19 @@ class Worker(WorkerBase):
             request.wait()
         self._unpushed, self._pushes = [*range(len(self._push))], []
         self._write_mirror()
-        first = self._told[self._servers[0]]  # all servers tell the same
+        first = self._told[self._servers[0]]  # all servers send the same numbers
         return self._concluded(outcome_of(mine, first[:4].tolist(), time.perf_counter() - began))
 
 
 class ServerBase(_Member):
-    """A rank that holds a share of the parameters, their gradients and their state, and computes no rows.
+    """The base of servers: ranks that store a shard of parameters, gradients and optimizer state,
+    and compute no rows.
 
-    parameters, gradient_buffer  compact: of `optimizer.pieces` alone
+    parameters, gradient_buffer  compact: the pieces of `optimizer.pieces`, one behind the other
     """
 
     def __init__(self, replica: ReplicationContext):
-        self.replica = replica  # nothing of Replication's own: that holds whole buffers
+        self.replica = replica  # Replication's constructor would allocate whole buffers
         config, grid, storage, _, device, arena, *_ = replica
         assert grid.servers is not None
         self._count_from_zero()
@@ -122,9 +135,8 @@ class ServerBase(_Member):
         length = sum(piece.stop - piece.start for piece in pieces)
         self.parameters = grid.world.transport.allocate(length, storage.dtype)
         if device.mirror:
-            grid.world.transport.allocate(
-                0, replica.computed
-            )  # with the workers, who allocate their mirrors
+            # Allocation is collective, and the workers allocate their mirrors here.
+            grid.world.transport.allocate(0, replica.computed)
         self.gradient_buffer = grid.world.transport.allocate(length, storage.dtype)
         self._join()
         self.optimizer = Optimizer(
@@ -143,7 +155,7 @@ class ServerBase(_Member):
         pass
 
     def _update(self, scale: float, lr: float, number: int) -> None:
-        """Update the parameters from scale x the gradients held."""
+        """Update the parameters from `scale` times the gradient buffer."""
         for piece, held, gradients in zip(
             self.optimizer.pieces, self._held, self._gradients_held, strict=True
         ):
@@ -158,7 +170,7 @@ class ServerBase(_Member):
 
 
 class Server(ServerBase):
-    """A server that updates once a step, from the summed gradients of all workers."""
+    """A synchronous server: one update a step, from the sum of all workers' gradients."""
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica)
@@ -172,18 +184,19 @@ class Server(ServerBase):
             compact(flat, parts) for flat in (self.gradient_buffer, self._arrived)
         )
         self._add = servers.arithmetic.combining(self.gradient_buffer, "add")
-        self._squares = np.zeros(
-            3
-        )  # and what is not finite, and whether a server was asked to stop
+        # The three numbers are squares, non-finite elements, and stop requests of servers.
+        self._squares = np.zeros(3)
         self._agree_on_squares = servers.bind(self._squares)
         self._said, self._told = {worker: header() for worker in self._workers}, header()
 
     def held(self) -> int:
-        """Its share of what it holds, once more: where the gradient of a worker arrives."""
+        """Return the bytes as in all modes, plus the receive buffer for a worker's gradient."""
         return super().held() + self._arrived.nbytes
 
     def finish(self, mine: StepInput) -> StepResult:
-        """Sum, agree, update and answer: a server's part of a step."""
+        """Sum the gradients, agree on the result, update, and answer all workers with the
+        parameters.
+        """
         began = time.perf_counter()
         self._sum()
         for _ in self._workers:
@@ -206,11 +219,14 @@ class Server(ServerBase):
             self._line.start_send(self._told, self._held, worker) for worker in self._workers
         ]
         for request in [request for requests in answers for request in requests]:
-            request.wait()  # before the next update: no worker gets half of one and half of another
+            request.wait()  # the next update must not overwrite parameters still being sent
         return self._concluded(outcome)
 
     def _sum(self) -> None:
-        """Receive the gradients and sum them in the workers' order; a worker's are received while those before are added."""
+        """Receive the gradients and sum them in the order of the workers.
+
+        The gradient of the next worker arrives while the previous one is added.
+        """
         first, second = self._workers[0], self._workers[1:2]
         begun = self._line.start_recv_pieces(self._summed, first)
         arriving = [

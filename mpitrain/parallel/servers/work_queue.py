@@ -1,8 +1,11 @@
-"""WorkQueue: which worker of asynchronous parameter servers computes what next, and which steps are finished. No messages.
+"""The work queue of asynchronous parameter servers: tickets for workers, and results of steps.
 
-Ticket t is share t % workers of the rows of step t // workers. A step is finished when the gradients of all its tickets are
-applied. WorkQueue are withheld at a pause: before a step after which all ranks meet, after a request to stop, and after a
-gradient that is not finite; then the steps that were begun are finished first.
+Ticket t is the (t mod workers)-th run of the rows of step t // workers. A step is finished when the
+gradients of all its tickets are applied. The queue withholds tickets before a pause. A pause
+follows a request to stop, a non-finite gradient, or the last step before a checkpoint, an
+evaluation or the end. All steps that have begun are finished before the pause.
+
+This module sends no messages.
 """
 
 from collections.abc import Callable
@@ -12,11 +15,13 @@ from mpitrain.parallel.replication.records import StepResult
 
 
 class Report(NamedTuple):
-    """What a worker says of a ticket whose gradient all servers have applied, or left out if it is not finite.
+    """A worker's report of a finished ticket. All servers have applied its gradient, or skipped it
+    as non-finite.
 
-    loss       mean over the ticket's rows, of which there are `rows`
-    grad_norm  of this gradient, before clipping
-    staleness  updates that were applied between its pull and its push, at most, on any server
+    loss       mean over the ticket's rows
+    rows       number of rows of the ticket
+    grad_norm  norm of this gradient, before clipping
+    staleness  the largest number of updates on any server between its pull and its push
     """
 
     ticket: int
@@ -31,20 +36,20 @@ class Report(NamedTuple):
 
 
 class WorkQueue:
-    """The rules of granting, from step `first` on.
+    """The rules that grant tickets, from step `first` on (stale-synchronous parallel, Ho et al.
+    2013).
 
-    bound  a worker starts step k when every worker has finished step k - 1 - bound; None: any worker draws any ticket
-    pause  (step) -> the next step before which all ranks meet
+    bound  a worker starts step k when every worker has finished step k - 1 - bound; None: any
+           worker takes the next ticket
+    pause  (step) -> the next number of finished steps at which all ranks synchronize
     """
 
     def __init__(self, workers: int, first: int, bound: int | None, pause: Callable[[int], int]):
         self._workers, self._bound, self._pause = workers, bound, pause
         self._limit, self._highest = pause(first), first - 1
         self._next = first * workers
-        self._begun, self._ended = (
-            [first] * workers,
-            [first] * workers,
-        )  # by worker: steps granted to it, and finished by it
+        # For each worker, `_begun` is its next step, and `_ended` its first unfinished step.
+        self._begun, self._ended = [first] * workers, [first] * workers
         self._outstanding = 0
         self._reports: dict[int, list[Report]] = {}
         self._first_open = first
@@ -52,7 +57,7 @@ class WorkQueue:
         self._stops = False
 
     def grant(self, worker: int) -> int | None:
-        """The worker's next ticket; None: it has to wait."""
+        """Return the worker's next ticket; None if it must wait."""
         ticket = self._next if self._bound is None else self._begun[worker] * self._workers + worker
         step = ticket // self._workers
         lead = step - min(self._ended)
@@ -66,7 +71,7 @@ class WorkQueue:
         return ticket
 
     def report(self, worker: int, report: Report) -> None:
-        """The worker has finished a ticket."""
+        """Record a finished ticket."""
         self._outstanding -= 1
         step = report.ticket // self._workers
         self._ended[worker] = step + 1
@@ -76,25 +81,28 @@ class WorkQueue:
             self.withhold()
 
     def stop(self) -> None:
-        """Somebody was asked to stop."""
+        """Record a request to stop, and withhold further steps."""
         self._stops = True
         self.withhold()
 
     def withhold(self) -> None:
-        """Begin no further step."""
+        """Let no further step begin."""
         self._limit = min(self._limit, max(self._highest, self._first_open) + 1)
 
     @property
     def is_pause(self) -> bool:
-        """Whether every step that was begun is finished, and none may begin."""
+        """Whether every step that has begun is finished, and none may begin."""
         return self._outstanding == 0 and self._next >= self._limit * self._workers
 
     def go_on(self) -> None:
-        """The pause is over."""
+        """End the pause."""
         self._limit = self._pause(self._first_open)
 
     def outcomes(self) -> list[tuple[int, StepResult]]:
-        """Newly finished steps, in order. One whose update was left out, on which a run may end, waits for the pause."""
+        """Return the newly finished steps and their results, in order.
+
+        A step with a skipped update waits for the pause, since the run may end on it.
+        """
         found = []
         while len(reports := self._reports.get(self._first_open, ())) == self._workers:
             outcome = _outcome(sorted(reports), self._leads[self._first_open])
@@ -108,7 +116,7 @@ class WorkQueue:
 
 
 def _outcome(reports: list[Report], lead: int) -> StepResult:
-    """Means over the rows of a step, or over its gradients."""
+    """Return the result of a step: means over its rows, or over its gradients."""
     rows = sum(report.rows for report in reports)
     return StepResult(
         sum(report.rows / rows * report.loss for report in reports),

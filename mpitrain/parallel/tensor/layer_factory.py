@@ -1,4 +1,6 @@
-"""The sets of layers that a trainer hands out: the plain one, and the same constructors for layers that ranks share."""
+"""Layer factories: the constructors with which a model builds its layers, for one rank or a
+tensor-parallel group.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -27,40 +29,49 @@ from mpitrain.parallel.tensor.vocabulary import VocabParallelCrossEntropy, Vocab
 
 
 class LayerFactory(Plain):
-    """The plain layers, with what sharded ones in a list of one's own ask for. rows: of a group of one."""
+    """The layer factory of a single rank; its layers are the plain ones.
+
+    It also has the attributes that sharded layers need. So a model that names
+    `ColumnParallelLinear` runs on one rank, too.
+
+    rows  replicated rows of a group of one
+    """
 
     def __init__(self, ops: Ops, rows: ReplicatedRows):
         super().__init__(ops)
         self.rows = rows
 
     def whole(self, logits: Any, arena: Arena) -> Any:
-        """All columns of what the last layer has returned, on every rank."""
+        """Return all columns of the last layer's output, on every rank."""
         return logits
 
     def columns(self, own: int) -> int:
-        """How many columns `whole` has, where this rank has so many of its own."""
+        """Return the number of columns that `whole` returns, for this rank's number of columns."""
         return own
 
 
 class ShardedLayerFactory(LayerFactory):
-    """The constructors of `Plain`, for layers of which each rank of a group holds a part.
+    """The layer factory of a tensor-parallel group: the constructors of `Plain`, for sharded
+    layers.
 
-    Heads, and the widths between a column- and a row-parallel layer, must divide by the ranks; a vocabulary is split raggedly.
-    raises  ConfigError, by every constructor that splits what does not divide
+    The ranks must divide the heads, and the width between a column- and a row-parallel layer. They
+    need not divide the vocabulary.
+
+    raises  ConfigError, by each constructor with a number that the ranks do not divide
     """
 
     _split: VocabParallelCrossEntropy | None = None
 
     def embedding(self, vocab: int, context: int, width: int) -> VocabParallelEmbedding:
-        """Its rows are split, and the positions held by all."""
+        """Return an embedding with split rows of tokens and replicated positions."""
         return VocabParallelEmbedding(self, vocab, context, width, normal(0.02))
 
     def norm(self, width: int) -> ReplicatedNorm:
-        """Held by all."""
+        """Return a replicated LayerNorm."""
         return ReplicatedNorm(self, width)
 
     def qkv(self, width: int, heads: int, draw: Draw) -> Column:
-        """Queries, keys and values of this rank's heads: three runs of the outputs."""
+        """Return the queries, keys and values of this rank's heads: three runs of the outputs."""
         mine, each = part(self.rows.group, heads, "heads"), width // heads
         runs = [
             range(start + mine.start * each, start + mine.stop * each)
@@ -69,30 +80,32 @@ class ShardedLayerFactory(LayerFactory):
         return Column(self, runs, width, 3 * width, draw)
 
     def attention(self, width: int, heads: int) -> HeadAttention:
-        """Of this rank's heads."""
+        """Return the attention of this rank's heads."""
         super().attention(width, heads)
         return HeadAttention(self, heads)
 
     def column_linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> ColumnParallelLinear:
-        """Its outputs are split."""
+        """Return a linear layer with split outputs."""
         return ColumnParallelLinear(self, inputs, outputs, draw, activation)
 
     def row_linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> RowParallelLinear:
-        """Its inputs are split."""
+        """Return a linear layer with split inputs."""
         return RowParallelLinear(self, inputs, outputs, draw, activation)
 
     def linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> ReplicatedLinear:
-        """Held whole by all."""
+        """Return a replicated linear layer."""
         return ReplicatedLinear(self.ops, inputs, outputs, draw, activation)
 
     def head(self, width: int, vocab: int, draw: Draw) -> Head:
-        """Logits of this rank's part of the vocabulary; from now on `loss` and `whole` take these."""
+        """Return the logits of this rank's run of the vocabulary; `loss` and `whole` then expect
+        such logits.
+        """
         group = self.rows.group
         if vocab < group.size:
             raise ConfigError(
@@ -103,7 +116,9 @@ class ShardedLayerFactory(LayerFactory):
         return Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw)
 
     def loss(self) -> Loss:
-        """Of logits of which each rank has a part, if `head` has made them; else of whole ones, which every rank has."""
+        """Return the vocabulary-parallel loss if `head` has been called, otherwise the loss of
+        whole logits.
+        """
         return self._split or super().loss()
 
     def whole(self, logits: Any, arena: Arena) -> Any:
@@ -114,14 +129,14 @@ class ShardedLayerFactory(LayerFactory):
 
 
 class Seat(NamedTuple):
-    """A rank among so many, without the others."""
+    """A rank and a size in place of a Group, for layers that are described but never computed."""
 
     rank: int
     size: int
 
 
 def layers_for(ops: Ops, group: Group, layout: Layout) -> LayerFactory:
-    """The set of layers that this group's ranks share: the plain one for a single rank."""
+    """Return the layer factory of a group: the plain one for a single rank."""
     if group.size == 1:
         return LayerFactory(ops, ReplicatedRows(group))
     return ShardedLayerFactory(
@@ -133,16 +148,23 @@ def layers_for(ops: Ops, group: Group, layout: Layout) -> LayerFactory:
 
 
 def described(ops: Ops, layout: Layout) -> LayerFactory:
-    """The set of layers of the last of the ranks that share them, which holds most: it says what is held, and nothing else."""
+    """Return the layer factory of the last tensor-parallel rank, without a group.
+
+    The last rank has the largest shards. The layers list their parameters and shapes, but cannot
+    compute.
+    """
     return layers_for(ops, cast(Group, Seat(layout.tp - 1, layout.tp)), layout)
 
 
 def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:
-    """ConfigError if units cannot be trained together.
+    """Check that a trainer can train these units together.
 
-    The loss writes over the last one's output; ranks that share layers compute none as if they were alone there; and where they
-    have rows of their own between layers, one of them has divided the model's input.
-    rows  of the set of layers
+    The loss overwrites the last output, so the last layer must leave it free. With several
+    tensor-parallel ranks each tensor must be sharded or replicated. With sequence-parallel rows one
+    unit must be an embedding, which splits the rows.
+
+    rows    of the layer factory
+    raises  ConfigError
     """
     ranks, last = rows.group.size, units[-1]
     if not last.layer.output_is_free:

@@ -1,13 +1,36 @@
-"""Sharded layers: every rank of a group holds part of each layer, and they compute on the same rows together.
+"""Tensor-parallel linear layers (as Megatron-LM's): each rank of a group stores a slice of every
+weight.
 
-A column-parallel layer has all inputs and some outputs on each rank, a row-parallel one some inputs and all outputs, so that a
-row-parallel layer takes what a column-parallel one returns: one sum forward and one backward for the two of them.
+A linear layer computes y = x W^T + b, with W of shape (O, I): O outputs, I inputs. "Column" and
+"row" refer to W^T, as in Megatron. So a column-parallel layer splits the rows of W, and a
+row-parallel layer the columns. For n = 2 ranks:
+
+    ColumnParallelLinear                         RowParallelLinear
+
+                I                                        I
+        +---------------+                        +-------+-------+
+        |    rank 0     |  O / n rows            |       |       |
+    O   +---------------+                    O   | rank0 | rank1 |
+        |    rank 1     |  O / n rows            |       |       |
+        +---------------+                        +-------+-------+
+                                                   I / n columns each
+
+    b         O / n elements on each rank        replicated
+    x         (..., I), on every rank            (..., I / n) on each rank
+    y         (..., O / n) on each rank          (..., O), on every rank
+    forward   y_r = x W_r^T + b_r                y    = ALL-REDUCE(x_r W_r^T) + b
+    backward  dx  = ALL-REDUCE(dy_r W_r)         dx_r = dy W_r
+
+The output of a column-parallel layer is the input of a row-parallel one. So the pair needs one
+all-reduce forward and one backward. With layout.sequence_parallel an all-gather and a
+reduce-scatter replace each all-reduce: see sequence.py.
+
 source  Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 
 B batch, T tokens, C channels, n ranks of the group.
 """
 
-from __future__ import annotations  # so that help() prints signatures as they are written here
+from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -25,16 +48,20 @@ from mpitrain.parallel.tensor.sequence import ReplicatedRows
 
 
 class Layers(Protocol):
-    """What sharded layers need of a set of layers: a `Trainer` hands in one that has it."""
+    """The part of a layer factory that sharded layers need.
+
+    A `Trainer` passes such a factory to its argument `units`.
+    """
 
     ops: Ops
     rows: ReplicatedRows
 
 
 class Column(Linear):
-    """activation(x weight^T + bias), of which each rank has some outputs; every rank has all of x.
+    """The base of column-parallel layers: activation(x W^T + b), with some of the outputs on each
+    rank.
 
-    runs  this rank's outputs: some of the rows of the weight
+    runs  this rank's outputs: runs of rows of the whole weight
     """
 
     def __init__(
@@ -51,7 +78,7 @@ class Column(Linear):
         self._rows, self._runs, self._whole = layers.rows, runs, outputs
 
     def parameters(self) -> list[Parameter]:
-        """This rank's rows of the weight and of the bias."""
+        """Return this rank's rows of the weight and of the bias."""
         found = []
         for p in super().parameters():
             rest = p.shape[1:]
@@ -75,14 +102,14 @@ class Column(Linear):
         return self._rows.summed(lease, arena), pending
 
     def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
-        """Both halves of backward: the weight half is computed while the input's gradient is summed."""
+        """Return the gradient of the input. Its reduction overlaps with the weight half."""
         lease, pending = self._summands(w, dy, saved, arena)
         with self._rows.reduction(lease).beside():
             self.backward_weight(pending, dw, arena)
         return self._rows.summed(lease, arena)
 
     def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[ActivationBuffer, Any]:
-        """This rank's part of the gradient of the input, and what the weight half needs."""
+        """Return this rank's summand of the input's gradient, and input of `backward_weight`."""
         saved = self._rows.regained(saved)
         lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
         _, pending = self.product_backward_input(
@@ -92,14 +119,15 @@ class Column(Linear):
 
 
 class ColumnParallelLinear(Column):
-    """A linear layer whose outputs are split over the ranks of layout.tp (as Megatron's).
+    """A linear layer with its outputs split over the ranks of layout.tp (as Megatron's).
 
-    Every rank has all of x (..., inputs); rank r returns the r-th run of outputs / n columns.
+    Rank r stores the r-th run of outputs / n rows of the weight. Every rank has all of x (...,
+    inputs) and returns its outputs / n columns of y.
 
     Parameters
     ----------
     layers : Plain
-        The set of layers that a `Trainer` passes to its argument `units`.
+        The layer factory that a `Trainer` passes to its argument `units`.
     inputs, outputs : int
         Columns of the whole input and output, over all n ranks.
     draw : callable
@@ -107,14 +135,14 @@ class ColumnParallelLinear(Column):
     activation : str, optional
         "gelu", "relu" or None.
     bias : bool
-        Whether a bias, at first 0, is added.
+        Whether to add a bias, which is 0 at first.
     gather_output : bool
-        Return all outputs on every rank; not with layout.sequence_parallel.
+        Whether to return all outputs on every rank. Not allowed with layout.sequence_parallel.
 
     Raises
     ------
     ConfigError
-        If n does not divide outputs.
+        If n does not divide outputs, or if gather_output is True with sequence_parallel.
     """
 
     def __init__(
@@ -143,7 +171,9 @@ class ColumnParallelLinear(Column):
 
     @property
     def without_gelu(self) -> Linear | None:
-        """This layer without its GELU; None if it gathers, or has another activation or none."""
+        """This layer without its GELU, for a fused backward; None if it has no GELU or gathers its
+        output.
+        """
         return None if self._gathers else super().without_gelu
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -160,21 +190,23 @@ class ColumnParallelLinear(Column):
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose inputs are split over the ranks of layout.tp (as Megatron's).
+    """A linear layer with its inputs split over the ranks of layout.tp (as Megatron's).
 
-    Rank r takes the r-th run of inputs / n columns; every rank returns all outputs. The other parameters are
-    those of `ColumnParallelLinear`.
+    Rank r stores the r-th run of inputs / n columns of the weight, and takes these columns of x. An
+    all-reduce sums the products, and every rank returns all outputs. The bias is replicated.
 
     Parameters
     ----------
+    layers, inputs, outputs, draw, activation, bias
+        As in `ColumnParallelLinear`.
     input_is_parallel : bool
-        x is this rank's columns, as a column-parallel layer returns them; False: all columns, which is not
-        possible with layout.sequence_parallel.
+        True: x has this rank's columns, as a column-parallel layer returns them. False: x has all
+        columns. False is not allowed with layout.sequence_parallel.
 
     Raises
     ------
     ConfigError
-        If n does not divide inputs.
+        If n does not divide inputs, or if input_is_parallel is False with sequence_parallel.
     """
 
     def __init__(
@@ -206,7 +238,7 @@ class RowParallelLinear(Linear):
         }[activation]
 
     def parameters(self) -> list[Parameter]:
-        """This rank's columns of the weight, and the whole bias."""
+        """Return this rank's columns of the weight, and the whole bias."""
         (weight,) = super().parameters()
         columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
         weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
@@ -251,7 +283,9 @@ class RowParallelLinear(Linear):
 
 
 class Head(Column):
-    """A column-parallel layer without bias whose outputs are logits of sequences."""
+    """The output head: a column-parallel layer without bias that returns logits in the shape of
+    sequences.
+    """
 
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
         super().__init__(layers, runs, width, vocab, draw, bias=False)
@@ -283,27 +317,34 @@ class HeadAttention(Attention):
 
 
 class ReplicatedLinear(FusedLinear):
-    """A linear layer that all ranks of the group hold whole, and compute alike."""
+    """A linear layer that is replicated: every rank of the group computes the same product."""
 
     def parameters(self):
-        """Marked as held by all."""
+        """Return the parameters, marked as replicated in the tensor-parallel group."""
         return [p._replace(holders="tp") for p in super().parameters()]
 
 
 class ReplicatedNorm(LayerNorm):
-    """A LayerNorm that all ranks of the group hold."""
+    """A LayerNorm with replicated gain and bias.
+
+    With sequence-parallel rows, each rank computes a summand of their gradient (`partial`).
+    """
 
     def __init__(self, layers: Layers, width: int):
         super().__init__(layers.ops, width)
         self._partial = layers.rows.partial
 
     def parameters(self):
-        """Marked as held by all."""
+        """Return the parameters, marked as replicated in the tensor-parallel group."""
         return [p._replace(holders="tp", partial=self._partial) for p in super().parameters()]
 
 
 def part(group: Group, count: int, what: str) -> range:
-    """This rank's run of `count` things; ConfigError if they do not divide by the ranks."""
+    """Return this rank's run of `count` features, heads or outputs.
+
+    what    the noun for the error
+    raises  ConfigError if the ranks do not divide the count
+    """
     n = group.size
     if count % n:
         raise ConfigError(
@@ -314,7 +355,10 @@ def part(group: Group, count: int, what: str) -> range:
 
 
 def _check_rows(rows: ReplicatedRows, needs_all: bool, what: str) -> None:
-    """ConfigError for whole rows of whole columns, where ranks have rows of their own. what: needs them, said with a verb."""
+    """Raise ConfigError if a layer needs all columns of all rows, but rows are sequence-parallel.
+
+    what  the argument that needs them, and a verb, for the error
+    """
     if needs_all and rows.partial:
         raise ConfigError(
             f"With layout.sequence_parallel each rank has rows of its own between layers, but {what} all columns.",
@@ -323,7 +367,7 @@ def _check_rows(rows: ReplicatedRows, needs_all: bool, what: str) -> None:
 
 
 def _gathered(group: Group, own: Any, arena: Arena) -> Any:
-    """All columns of an array (..., K), of which each rank has K / n."""
+    """All-gather the columns of an array (..., K / n) to (..., K)."""
     rows, width = flat_rows(own).shape
     lease = group.exchange((group.size, rows, width), own.dtype)
     lease.array[group.rank] = flat_rows(own)
@@ -334,7 +378,7 @@ def _gathered(group: Group, own: Any, arena: Arena) -> Any:
 
 
 def _own(group: Group, whole: Any, arena: Arena) -> Any:
-    """This rank's K / n columns of an array (..., K)."""
+    """Return this rank's K / n columns of an array (..., K)."""
     mine = share(whole.shape[-1], group.rank, group.size)
     own = arena.take((*whole.shape[:-1], len(mine)), whole.dtype)
     own[...] = whole[..., mine.start : mine.stop]

@@ -1,7 +1,23 @@
-"""What lies between sharded layers: all rows on every rank, or its share of them; and the messages that take one to the other.
+"""The activations between tensor-parallel layers: replicated, or sharded by rows.
+
+Inside a tensor-parallel layer every rank has all B T rows and some of the columns. Each
+rank has the following rows in the forward pass, for B T = 8 and n = 2:
+
+                             between                inside                     between
+                             layers                 a layer                    layers
+
+    SequenceSharded  rank 0  rows 0-3 -all-gather-> rows 0-7 -reduce-scatter-> rows 0-3
+                     rank 1  rows 4-7 -all-gather-> rows 0-7 -reduce-scatter-> rows 4-7
+
+    ReplicatedRows   rank 0  rows 0-7 ------------> rows 0-7 -all-reduce-----> rows 0-7
+                     rank 1  rows 0-7 ------------> rows 0-7 -all-reduce-----> rows 0-7
+
+Backward is the mirror image: the gradient of the output is gathered, and the gradient of the input
+is scattered.
 
 B batch, T tokens, C channels, n ranks of the group.
-source  Shoeybi et al. 2019, arXiv:1909.08053; with rows of its own Korthikanti et al. 2022, arXiv:2205.05198
+source  Shoeybi et al. 2019, arXiv:1909.08053; SequenceSharded: Korthikanti et al. 2022,
+        arXiv:2205.05198
 """
 
 import math
@@ -17,10 +33,15 @@ from mpitrain.parallel.grid import Axes
 
 
 class ReplicatedRows:
-    """Between sharded layers all ranks have all rows: these enter a layer as they are, and leave it as a sum over the ranks.
+    """Replicated activations: between layers every rank has all rows, and an all-reduce sums each
+    output.
 
-    partial  whether each rank sees only part of the gradient of a norm that all of them hold: no, they see the same
-    context  T of every sequence, but of one alone, which may be shorter
+    The methods come in inverse pairs: `whole` gathers rows into a layer. `lease`, `reduction` and
+    `summed` scatter them out of it. `entered` and `left` are the corresponding pair for shapes.
+
+    partial  whether each rank computes only a summand of the gradient of a replicated norm; False,
+             since all see the same rows
+    context  T of every sequence, for `sequences`; a single sequence may be shorter
     """
 
     partial = False
@@ -30,76 +51,92 @@ class ReplicatedRows:
         self.group = group
 
     def lease(self, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
-        """Where this rank writes what will be summed."""
+        """Lease the buffer in which this rank writes its summand."""
         return self.group.exchange(shape, dtype)
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
-        """What sums it."""
+        """Return the reduction that sums the lease out of a layer."""
         return lease.all_reduce()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
-        """The sum, once it is made, and where it may be written to with what is added to it; these may be one array."""
+        """Return the finished sum, and an output buffer for the sum plus bias and residual.
+
+        Both may be the same array.
+        """
         return lease.array, lease.array
 
     def summed(self, lease: ActivationBuffer, arena: Arena) -> Any:
-        """The sum, once it is made, with nothing added."""
+        """Return the finished sum in an output buffer."""
         sums, y = self.ends(lease, arena)
         if y is not sums:
             y[...] = sums
         return y
 
     def whole(self, x: Any) -> Any:
-        """All rows, of what lies between layers."""
+        """Gather all rows of x into a layer."""
         return x
 
     def kept(self, saved: Any, x: Any) -> Any:
-        """What a product saved of all rows of x, until the backward."""
+        """Return the state to save for backward, from a product's saved state with all rows of its
+        input.
+        """
         return saved
 
     def regained(self, saved: Any) -> Any:
-        """What the product saved, again."""
+        """Return the product's saved state again, with all rows of its input: the inverse of
+        `kept`.
+        """
         return saved
 
     def sequences(self, x: Any) -> Any:
-        """(..., C) of all rows as (B, T, C)."""
+        """Reshape all rows (..., C) to (B, T, C)."""
         return x.reshape(self.as_sequences(x.shape))
 
     def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape (B, T, C), of one of all rows."""
+        """Return the shape (B, T, C) for a shape of all rows."""
         return tuple(shape)
 
     def entered(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of all rows, of one between layers."""
+        """Return the shape of all rows inside a layer, for a shape between layers."""
         return tuple(shape)
 
     def left(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape between layers, of one of all rows."""
+        """Return the shape between layers, for a shape of all rows inside a layer."""
         return tuple(shape)
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a model's input, at least this one, whose rows the ranks can have between layers."""
+        """Return an input shape (B, T), not below this one, with rows that the ranks can divide."""
         return tuple(shape)
 
 
 class SequenceSharded(ReplicatedRows):
-    """Between sharded layers each rank has B T / n of the rows of (B T, C): they enter a layer gathered, and leave it scattered.
+    """Sequence-parallel activations: between layers each rank has B T / n of the rows of (B T, C).
 
-    source   Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198
+    Rows are all-gathered into a layer and reduce-scattered out of it. The norms and residuals
+    between layers then need 1/n of the activation memory.
+
+    source  Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
+            arXiv:2205.05198
     """
 
     partial = True
 
     def __init__(self, group: Group, keep_gathered: bool):
-        """keep_gathered: keep what a layer has gathered for its backward, instead of gathering it again."""
+        """Start without a context, which the embedding sets.
+
+        keep_gathered  True: save a layer's gathered input for backward; False: save own rows and
+                       gather them again
+        """
         super().__init__(group)
-        self._keeps, self.context = keep_gathered, 0  # until an embedding says it
+        self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets the context
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
         return lease.reduce_scatter()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
         own = lease.own_rows
-        return own, arena.take(own.shape, own.dtype)  # a view would keep the memory of all rows
+        # A view of `own` would keep the buffer of all rows alive, so this returns a new array.
+        return own, arena.take(own.shape, own.dtype)
 
     def whole(self, x: Any) -> Any:
         lease = self.group.exchange(self.entered(x.shape), x.dtype)
@@ -134,12 +171,16 @@ class SequenceSharded(ReplicatedRows):
 
 
 def sequences_together(tokens: int, ranks: int) -> int:
-    """The least number of sequences of so many tokens whose rows the ranks can divide: its multiples are all such numbers."""
+    """Return the least number of sequences with a total of rows that the ranks divide.
+
+    The valid numbers of sequences are exactly its multiples.
+    tokens  in each sequence
+    """
     return ranks // math.gcd(tokens, ranks)
 
 
 def sequences_of(config: Config) -> int:
-    """The number of which every micro-batch of training has a multiple."""
+    """Return the number that must divide the sequences of each training micro-batch."""
     return (
         sequences_together(config.model.context, config.layout.tp)
         if config.layout.sequence_parallel
@@ -148,9 +189,9 @@ def sequences_of(config: Config) -> int:
 
 
 def check_rows(config: Config, axes: Axes) -> None:
-    """Refuse micro-batches of training whose rows the ranks that share layers cannot divide.
+    """Check that the tensor-parallel ranks divide the rows of each training micro-batch.
 
-    config  with batch.micro_batches settled
+    config  a configuration with a resolved batch.micro_batches
     raises  ConfigError with the nearest numbers that work
     """
     size, tokens, fitting, parts = (
@@ -164,7 +205,8 @@ def check_rows(config: Config, axes: Axes) -> None:
     if not odd:
         return
     ways = [
-        f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",  # of equal shares
+        # This size gives all micro-batches the same number of sequences.
+        f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",
         f"model.context to {multiples_near(tokens, sequences_together(math.gcd(*shares), axes.tp))}",
     ]
     most, left = divmod(size, fitting * axes.dp)
@@ -180,15 +222,18 @@ def check_rows(config: Config, axes: Axes) -> None:
 
 
 def _shares(count: int, parts: int) -> tuple[int, int]:
-    """How long shares of so many rows are: the shortest and the longest, one apart at most."""
+    """Return the lengths of the shortest and the longest of `parts` nearly equal runs of rows."""
     return count // parts, -(-count // parts)
 
 
 def _input_of(saved: Any) -> Any:
-    """The input of a linear operation in what it saved, which is the input, or a tuple whose first entry is such."""
+    """Return the input in a linear operation's saved state.
+
+    The state is the input itself, or a tuple; the first entry of the tuple is again such a state.
+    """
     return _input_of(saved[0]) if isinstance(saved, tuple) else saved
 
 
 def _with_input(saved: Any, x: Any) -> Any:
-    """What a linear operation saved, with this input."""
+    """Return a linear operation's saved state with its input replaced by x."""
     return (_with_input(saved[0], x), *saved[1:]) if isinstance(saved, tuple) else x

@@ -1,6 +1,21 @@
-"""A vocabulary that is split over the ranks of a group, raggedly: its embedding, and the loss. No rank has whole logits.
+"""Vocabulary parallelism (as Megatron-LM's): an embedding and a loss with a split vocabulary.
 
-B batch, T tokens, C channels, V vocabulary, M = B T rows of logits.
+Rank r owns a run of the V entries. The runs need not be equal. Training never gathers whole logits;
+`whole` does, for callers that need them. For V = 10 and n = 3 ranks:
+
+    entries of the vocabulary     0   1   2 | 3   4   5 | 6   7   8   9
+    owner                          rank 0   |  rank 1   |    rank 2
+
+    tokens (V, C)                  rows of the table
+    positions (context, C)         replicated; rank 0 adds them
+    logits (M, V)                  columns
+
+    embedding      each rank looks up its own tokens, zero elsewhere; all-reduce (B, T, C)
+    loss, per row  all-reduce of the maximum, then of two sums:
+                   exp(logit - maximum), and the target's logit - maximum
+
+B batch, T tokens, C channels, V vocabulary, M = B T rows of logits, n ranks of the group.
+source  Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
 
 from typing import Any
@@ -13,9 +28,11 @@ from mpitrain.parallel.tensor.linear import Layers
 
 
 class VocabParallelEmbedding(Embedding):
-    """tokens (B, T) -> (B, T, C): each rank has some rows of the tokens' table, and all of the positions.
+    """A vocabulary-parallel embedding, tokens (B, T) -> (B, T, C) (as Megatron's
+    VocabParallelEmbedding).
 
-    The first rank adds the positions, and all have their whole gradient.
+    Each rank has its rows of the token table, and all positions. Rank 0 alone adds the positions,
+    but every rank computes their whole gradient.
     """
 
     def __init__(self, layers: Layers, vocab: int, context: int, width: int, draw: Any):
@@ -25,7 +42,7 @@ class VocabParallelEmbedding(Embedding):
         self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
 
     def parameters(self):
-        """Rows of `tokens`, and all of `positions`."""
+        """Return this rank's rows of `tokens`, and all of `positions`."""
         tokens, positions = super().parameters()
         rows = (slice(self._entries.start, self._entries.stop), slice(0, self.width))
         return [tokens._replace(slices=(rows,)), positions._replace(holders="tp")]
@@ -53,9 +70,12 @@ class VocabParallelEmbedding(Embedding):
 
 
 class VocabParallelCrossEntropy:
-    """Softmax cross-entropy of logits of which each rank has some columns: three numbers a row travel, one maximum and two sums.
+    """Softmax cross-entropy of vocabulary-parallel logits (as Megatron's); the `Loss` of a sharded
+    head.
 
-    Every rank of the group is told the loss of whole rows, the same bits.
+    Three numbers a row are all-reduced: one maximum and two sums. Every rank returns the loss of
+    whole rows, bit for bit the same.
+
     vocab  entries of the whole vocabulary
     """
 
@@ -84,25 +104,24 @@ class VocabParallelCrossEntropy:
         return self._ops.count_correct_split(places.array, targets, arena)
 
     def _maxima(self, logits: Any, arena: Arena) -> Any:
-        """The largest logit of every whole row."""
+        """Return the maximum of every whole row of logits, (M,)."""
         maxima = self._group.exchange((len(logits),), _dtype_of_facts(logits))
         self._ops.row_maximum(logits, arena, maxima.array)
         maxima.all_reduce("maximum").run()
         return maxima.array
 
     def whole(self, logits: Any, arena: Arena) -> Any:
-        """All columns of logits (..., V), on every rank."""
+        """Return all columns of the logits, (..., V), on every rank."""
         lease = self._group.exchange((*logits.shape[:-1], self.vocab), logits.dtype)
         lease.array[...] = 0
         lease.array[..., self._first : self._first + logits.shape[-1]] = logits
         lease.all_reduce().run()
-        whole = arena.take(
-            lease.array.shape, logits.dtype
-        )  # a lease would have to end at the same time on all ranks
+        # The caller gets a copy: a lease would have to end at the same time on all ranks.
+        whole = arena.take(lease.array.shape, logits.dtype)
         whole[...] = lease.array
         return whole
 
 
 def _dtype_of_facts(logits: Any) -> str:
-    """What is said of a row of these logits is summed in: float32, but of float64 in that."""
+    """Return the dtype for maxima and sums of rows: float64 for float64 logits, else float32."""
     return "float64" if logits.dtype == "float64" else "float32"
