@@ -5,7 +5,7 @@ from mpitrain.run.checkpoint import save_load
 
 def save(folder, trainer, done, keep):
     """Write one as a run does."""
-    trainer.settle()
+    trainer.sync_parameters()
     return save_load.save(
         folder,
         trainer.replication.kept(),

@@ -126,7 +126,7 @@ class Grid:
     tp, dp, pp    the group along that axis: all ranks that share this rank's other two coordinates;
                   on a server, itself alone
     servers       the servers; None on all other ranks
-    speaks        whether this rank reports its replica's loss: one rank of the stage with the last
+    reports_loss  whether this rank reports its replica's loss: one rank of the stage with the last
                   model chunk does
     holders       {name: tied group}: the ranks of this replica with the same elements of some
                   tensors. "tp": tensors replicated in the tensor-parallel group. A tied tensor's
@@ -154,7 +154,7 @@ class Grid:
         rank = transport.rank
         self.is_server = rank >= axes.ranks - axes.servers
         self.place = here = axes.place(0 if self.is_server else rank)
-        self.speaks = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
+        self.reports_loss = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
 
         def group_of(part: Transport) -> Group:
             groups.append(Group(part, algorithm, tuning, arithmetic, arena, progress_thread))
@@ -190,15 +190,15 @@ class Grid:
         self._parts.append(part)
         return self._group_of(part)
 
-    def deal(self, place: Sequence[int], tied: Mapping[str, Sequence[int]]) -> None:
-        """Set `speaks` and build the tied groups, once the partition of the model is known;
+    def place_model(self, place: Sequence[int], tied: Mapping[str, Sequence[int]]) -> None:
+        """Set `reports_loss` and build the tied groups, once the partition of the model is known;
         collective.
 
         place  the stage of each model chunk
         tied   {full name of a tied tensor: its stages}, for tensors on several stages
         """
         here = self.place
-        self.speaks = not self.is_server and here.tp == 0 and here.pp == place[-1]
+        self.reports_loss = not self.is_server and here.tp == 0 and here.pp == place[-1]
         for name, stages in sorted(tied.items()):
             is_holder = here.pp in stages and not self.is_server
             group = self._along(here.tp + self.axes.tp * here.dp if is_holder else None)
@@ -228,7 +228,7 @@ class Grid:
         ways = self.transport.gather_text([hosts.index(host) for host in hosts])
         return all(way == ways[0] for way in ways)
 
-    def divided(self, shard: str) -> tuple[Group, Group]:
+    def shard_groups(self, shard: str) -> tuple[Group, Group]:
         """Return the ZeRO sharding group and the replication group (as FSDP's hybrid sharding);
         collective.
 

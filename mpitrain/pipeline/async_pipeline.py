@@ -133,7 +133,7 @@ class AsyncPipeline(Pipeline):
             self._steps -= 1
             self._run(self._pieces.last, _nothing, _nothing)
             self._steps = 0
-            self._stashed.settle()
+            self._stashed.sync_parameters()
 
     def _run(
         self,

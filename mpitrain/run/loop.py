@@ -422,7 +422,7 @@ class _Run:
         self._watchdog.alive(f"the checkpoint of step {step}")
         trainer = self._trainer
         with self._recorder.pausing("checkpoint"):
-            trainer.settle()
+            trainer.sync_parameters()
             save_load.save(
                 self._folder / CHECKPOINTS,
                 trainer.replication.kept(),

@@ -131,7 +131,7 @@ class Trainer:
                 model, cut(model, len(place), self.config.pipeline.partition), place
             ),
         )
-        grid.deal(place, tied)
+        grid.place_model(place, tied)
         on_all_ranks(self.transport, grid.check)
         mine = [parts[part] for part in own(place, grid.place.pp)]
         self.units = [unit for part in mine for unit in part]
@@ -169,7 +169,7 @@ class Trainer:
         """
         if self._own is None:
             return
-        self.settle()  # No operation may be in flight.
+        self.sync_parameters()  # No operation may be in flight.
         del self.pipe, self.replication  # They own arrays that lie in windows.
         self.grid.close()
         self._own.close()
@@ -189,7 +189,7 @@ class Trainer:
         return self.replication.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copy this rank's parameters to host memory; call `settle` before.
+        """Copy this rank's parameters to host memory; call `sync_parameters` before.
 
         Returns
         -------
@@ -284,15 +284,15 @@ class Trainer:
                 loss,
             )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
-        losses = self._loss_sums if self.grid.speaks else ()
+        losses = self._loss_sums if self.grid.reports_loss else ()
         return self.replication.finish(
             StepInput(index, losses, lr, bool(stop_requested and stop_requested()), scales)
         )
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""
         self.pipe.drain()
-        self.replication.settle()
+        self.replication.sync_parameters()
 
     def _straggle(self, step: int) -> None:
         """Sleep for the delay of this rank in this step, as run.delay defines it."""
@@ -387,7 +387,7 @@ class Trainer:
         """
         # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
         # the same number of batches. A rank without rows computes one row that does not count.
-        self.settle()
+        self.sync_parameters()
         rows, replicas = evaluated_rows(self.config, source), self.grid.axes.dp
         together = replicas * max(
             1, self.config.batch.size // (replicas * self.config.batch.micro_batches)
@@ -398,7 +398,7 @@ class Trainer:
             is_asked = stop_requested is not None and stop_requested()
             numbers = [(start + i) * source.held_out // rows for i in mine] or [0]
             found = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
-            does_count = bool(mine) and self.grid.speaks
+            does_count = bool(mine) and self.grid.reports_loss
             *sums, stop = self.replication.total(*(found if does_count else (0.0, 0, 0)), is_asked)
             if stop:
                 return None
@@ -449,7 +449,7 @@ def replicas_equal(trainer: Trainer) -> bool:
     bool
         The same on every rank.
     """
-    trainer.settle()
+    trainer.sync_parameters()
     grid = trainer.grid
     parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
     flat = trainer.backend.to_host(parameters.array)

@@ -170,7 +170,7 @@ def _measured(
         outcomes.append(outcome)
         ends.append(time.perf_counter() - began)
         stepped(word, outcome.loss)
-    trainer.settle()
+    trainer.sync_parameters()
     sent = transport.traffic.nbytes - sent
     watchdog.alive(f"the evaluation of {word}")
     evaluated = trainer.evaluate(job.data)

@@ -34,7 +34,7 @@ class ModelAveraging(AllReduce, ABC):
     run of the full length.
 
     In half precision the mirror follows the parameters in use. It is written at the start of each
-    step and by `settle`.
+    step and by `sync_parameters`.
     """
 
     def __init__(self, replica: ReplicationContext):
@@ -120,7 +120,7 @@ class ModelAveraging(AllReduce, ABC):
         norm = math.sqrt(squares) if squares >= 0 else math.nan
         return StepResult(loss, norm, int(nonfinite), own.lr, left_out == 0, stops > 0)
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         if not self._is_settled:
             self._add(self._own, self._weight_in_average(), None, 0.0, self._average)
             self._sum_of_all.run()
@@ -151,7 +151,7 @@ class ModelAveraging(AllReduce, ABC):
 
         Another layout starts all workers from the average.
         """
-        self.settle()
+        self.sync_parameters()
         average, *state = super().kept()
         own = StateBuffer("own_parameters", self._own, average.pieces, "bound", like=average.name)
         return [average, own, *(buffer._replace(kind="mean") for buffer in state)]

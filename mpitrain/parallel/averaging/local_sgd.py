@@ -58,7 +58,7 @@ class LocalSGD(ModelAveraging):
 
     def _mix(self, step: int) -> None:
         if self._is_end_of_period(step):
-            self.settle()
+            self.sync_parameters()
             if self._outer:
                 self._propose(self._average)
             self._own[:] = self._average

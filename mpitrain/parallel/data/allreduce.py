@@ -178,7 +178,7 @@ class AllReduce(Replication):
         self._recorder.go_on(wait)
         comm_s = time.perf_counter() - began + self.replica.grid.tp.exchanged_s - self._exchanged_s
         span = self._recorder.compute(self._norm_name)
-        loss, squares, nonfinite = self.replica.facts(mine, self._squared)
+        loss, squares, nonfinite = self.replica.gradient_stats(mine, self._squared)
         self._recorder.end(span)
         return loss, squares, nonfinite, comm_s
 

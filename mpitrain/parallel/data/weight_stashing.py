@@ -177,14 +177,14 @@ class WeightStashing(AllReduce):
         grid, at, squares, nonfinite = self.replica.grid, micro % self._micro_batches, 0.0, 0.0
         mine = StepInput(
             micro,
-            self._losses[at : at + 1] if grid.speaks else (),
+            self._losses[at : at + 1] if grid.reports_loss else (),
             0.0,
             weights=self._parts_of_mean[at : at + 1],
         )
         if self._turns % self.every == 0:
             loss, squares, nonfinite = self._make(micro, mine)
         else:
-            loss = self.replica.facts(mine, ())[0]
+            loss = self.replica.gradient_stats(mine, ())[0]
         message = self._messages[micro % self._stages]
         message[:] = loss, 0, 0, 0
         if grid.place.tp == grid.place.dp == 0:
@@ -283,7 +283,7 @@ class WeightStashing(AllReduce):
         waited, self._waited_s = self._waited_s, 0.0
         return self._known.pop(step)._replace(comm_s=waited, ended=self._ended.pop(step))
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         """Read all remaining control messages, and make the newest version the first; the pipeline
         is empty.
         """

@@ -59,7 +59,7 @@ class ZeroBase(AllReduce):
     """
 
     def __init__(self, replica: ReplicationContext):
-        self.dividing, self.alike = replica.grid.divided(replica.config.replication.shard)
+        self.dividing, self.alike = replica.grid.shard_groups(replica.config.replication.shard)
         super().__init__(replica)
         self._waited_s = 0.0
 
@@ -94,13 +94,13 @@ class ZeroBase(AllReduce):
         storage.initialize(self.parameters, self.replica.config.run.seed, backend, pieces)
 
     def finish(self, mine: StepInput) -> StepResult:
-        self.settle()
+        self.sync_parameters()
         outcome = super().finish(mine)
         waited, self._waited_s = self._waited_s, 0.0
         return outcome._replace(comm_s=outcome.comm_s + waited)
 
     def kept(self) -> list[StateBuffer]:
-        self.settle()
+        self.sync_parameters()
         return super().kept()
 
 
@@ -188,7 +188,7 @@ class ZeroOne(ZeroBase):
             self._start(gather)
         if not self._overlap:
             began = time.perf_counter()
-            self.settle()
+            self.sync_parameters()
             self._waited_s += time.perf_counter() - began
 
     def _start(self, gather: Reduction) -> None:
@@ -203,7 +203,7 @@ class ZeroOne(ZeroBase):
                 )
                 self._start(gather)
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         for gather in [*self._open]:
             self._finish(gather)
 

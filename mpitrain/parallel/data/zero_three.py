@@ -154,7 +154,7 @@ class ZeroThree(ZeroShardedGradients):
             self.buckets.mover.wait(self._gathers[bucket])
             self._under_way.remove(bucket)
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         for bucket in [*self._under_way]:
             self._wait(bucket)
 

@@ -47,7 +47,7 @@ class ReplicationContext(NamedTuple):
         """The dtype in which layers compute, and the dtype of activations."""
         return self.device.half or self.storage.dtype
 
-    def facts(
+    def gradient_stats(
         self, mine: StepInput | None, gradients: Sequence[np.ndarray]
     ) -> tuple[float, float, int]:
         """Return a step's loss, the sum of squares of the arrays, and their number of non-finite
@@ -387,14 +387,14 @@ class Replication:
         """
         return StepResult(mine.loss, 0.0, 0, mine.lr, False, mine.stop)
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         """Make the parameters current on all ranks; collective.
 
         Evaluations, checkpoints and comparisons of replicas call this first.
         """
 
     def kept(self) -> list[StateBuffer]:
-        """Return the state that checkpoints save. The caller must call `settle` first.
+        """Return the state that checkpoints save. The caller must call `sync_parameters` first.
 
         Returns
         -------
@@ -438,7 +438,7 @@ class Replication:
         -------
         int
             Includes buffers of running reductions, but no activations. The caller must call
-            `settle` first.
+            `sync_parameters` first.
         """
         arrays = [
             self.parameters,

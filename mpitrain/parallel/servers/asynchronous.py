@@ -100,7 +100,7 @@ class AsyncWorker(WorkerBase):
     def finish(self, mine: StepInput) -> StepResult:
         """Push the gradient, and wait until all servers have applied it."""
         assert self._ticket is not None
-        loss, squares, nonfinite = self.replica.facts(mine, [self.gradient_buffer])
+        loss, squares, nonfinite = self.replica.gradient_stats(mine, [self.gradient_buffer])
         own = outcome_of(mine, (loss, squares, nonfinite, mine.stop), 0.0)
         scale = clipping(self.replica.config.optimizer.clip, own.grad_norm)
         requests = []
@@ -161,7 +161,7 @@ class AsyncWorker(WorkerBase):
         self._wait(requests)
         self._write_mirror()
         self._versions = {server: int(told[0]) for server, told in self._told.items()}
-        # After `settle` this number is equal on all servers.
+        # After `sync_parameters` this number is equal on all servers.
         self._skipped = int(self._told[self._servers[0]][1])
 
     def _wait(self, requests: Sequence[Request]) -> None:
@@ -170,7 +170,7 @@ class AsyncWorker(WorkerBase):
             request.wait()
         self._waited_s += time.perf_counter() - began
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         if not self._is_current:
             self._pull_as(SETTLE)
             self._is_current = True
@@ -313,7 +313,7 @@ class AsyncServer(ServerBase):
             for untold in self._untold.values():
                 untold.append((step, outcome))
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         if not self._is_current:
             while self._settled < len(self._workers):
                 self._serve()

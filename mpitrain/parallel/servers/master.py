@@ -99,7 +99,7 @@ class Master(AllReduce):
     def begin(self, step: int) -> None:
         super().begin(step)
         began = time.perf_counter()
-        self.settle()
+        self.sync_parameters()
         self._waited_s += time.perf_counter() - began
 
     def open(self, unit: int, part: int) -> Any:
@@ -181,7 +181,7 @@ class Master(AllReduce):
         super()._update(scale, mine)
         self._is_current = False
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         if not self._is_current:
             self._broadcast.run()
             self._is_current = True
@@ -190,5 +190,5 @@ class Master(AllReduce):
 
     def kept(self) -> list[StateBuffer]:
         """Return the state of all modes; only rank 0 has optimizer state."""
-        self.settle()
+        self.sync_parameters()
         return [kept for kept in super().kept() if kept.pieces]

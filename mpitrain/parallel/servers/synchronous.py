@@ -102,7 +102,7 @@ class Worker(WorkerBase):
     def finish(self, mine: StepInput) -> StepResult:
         began = time.perf_counter()
         self._push_from(0)
-        self._said[:2] = self.replica.facts(mine, ())[0], mine.stop
+        self._said[:2] = self.replica.gradient_stats(mine, ())[0], mine.stop
         pulls = [
             self._line.start_recv(self._told[server], self._pull[server], server)
             for server in self._servers
@@ -204,7 +204,7 @@ class Server(ServerBase):
             self._said[source][:] = self._heard
         comm_s = time.perf_counter() - began
         loss, stop = (sum(float(said[number]) for said in self._said.values()) for number in (0, 1))
-        _, squares, nonfinite = self.replica.facts(None, [self.gradient_buffer])
+        _, squares, nonfinite = self.replica.gradient_stats(None, [self.gradient_buffer])
         self._squares[:] = squares / self.loss_scale**2, nonfinite, mine.stop
         self._agree_on_squares.run()
         *found, servers_stop = self._squares.tolist()

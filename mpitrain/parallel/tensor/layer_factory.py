@@ -128,7 +128,7 @@ class ShardedLayerFactory(LayerFactory):
         return self._split.vocab if self._split else own
 
 
-class Seat(NamedTuple):
+class GroupShape(NamedTuple):
     """A rank and a size in place of a Group, for layers that are described but never computed."""
 
     rank: int
@@ -153,7 +153,7 @@ def described(ops: Ops, layout: Layout) -> LayerFactory:
     The last rank has the largest shards. The layers list their parameters and shapes, but cannot
     compute.
     """
-    return layers_for(ops, cast(Group, Seat(layout.tp - 1, layout.tp)), layout)
+    return layers_for(ops, cast(Group, GroupShape(layout.tp - 1, layout.tp)), layout)
 
 
 def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:

@@ -243,7 +243,7 @@ def test_a_stop_of_any_rank_ends_all_after_one_step_and_a_nan_is_no_update(updat
                     stop_requested=lambda: transport.rank == asked,
                 )
             if replication.outcome(index, own).stop:
-                replication.settle()
+                replication.sync_parameters()
                 return index
         return None
 

@@ -237,7 +237,7 @@ def test_an_average_between_is_used_by_all_that_ask_the_model_and_changes_no_tra
                         *islice(tokens(trainer, [65], 0.8, 40, 0), 4),
                     )
                 )
-        trainer.replication.settle()
+        trainer.replication.sync_parameters()
         return said, trainer.parameters.copy()
 
     asked, quiet = run_ranks(3, run, True), run_ranks(3, run, False)
@@ -442,7 +442,7 @@ def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
             sent.append(transport.traffic.nbytes - before)
         before = transport.traffic.nbytes
         for _ in range(2):
-            trainer.replication.settle()  # once: what has been averaged stays so until the next step
+            trainer.replication.sync_parameters()  # once: what has been averaged stays so until the next step
         return trainer.storage.length * 8, sent, transport.traffic.nbytes - before
 
     for ranks in (1, 2, 5):

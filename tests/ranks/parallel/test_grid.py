@@ -36,7 +36,7 @@ from mpitrain.transport.threads import run_ranks
 def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
     def groups(transport):
         grid = Grid(transport, axes)
-        grid.deal(
+        grid.place_model(
             (*range(axes.pp), *reversed(range(axes.pp))) if is_vee else range(axes.pp),
             {"embedding": (0, axes.pp - 1)},
         )
@@ -45,7 +45,7 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
         }
         found |= {
             "servers": grid.servers.transport.members if grid.servers else None,
-            "speaks": grid.speaks,
+            "reports_loss": grid.reports_loss,
         }
         found |= {
             "tied": grid.holders["embedding"].transport.members
@@ -57,7 +57,7 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
 
     workers = np.arange(axes.ranks - axes.servers).reshape(axes.pp, axes.dp, axes.tp)
     every = run_ranks(axes.ranks, groups)
-    assert sum(found["speaks"] for found, _ in every) == axes.dp
+    assert sum(found["reports_loss"] for found, _ in every) == axes.dp
     for rank, (found, parts) in enumerate(every):
         assert parts == 0 and found["world"] == tuple(range(axes.ranks))
         if rank >= workers.size:
@@ -71,7 +71,7 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
         assert found["tp"] == tuple(workers[pp, dp]) and found["dp"] == tuple(workers[pp, :, tp])
         assert found["pp"] == tuple(workers[:, dp, tp])
         holds = pp in (0, axes.pp - 1)
-        assert found["speaks"] == (tp == 0 and pp == (0 if is_vee else axes.pp - 1))
+        assert found["reports_loss"] == (tp == 0 and pp == (0 if is_vee else axes.pp - 1))
         assert found["tied"] == (
             tuple(dict.fromkeys(map(int, workers[[0, -1], dp, tp]))) if holds else None
         )
@@ -203,7 +203,7 @@ def test_what_several_ranks_of_a_replica_hold_is_counted_once_travels_whole_and_
                 leaf.claim()
             replication.gradient_ready(unit, is_last=True)
         outcome = replication.finish(StepInput(0, [], 0.01))
-        replication.settle()
+        replication.sync_parameters()
         shared = {
             e.name: e.view(replication.parameters).copy()
             for e in storage.entries
@@ -287,7 +287,7 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_grad
         stages, tied = assign_units(tied_units(here.tp), (2, 2), (0, 1))
         assert tied == {"embedding.tokens": [0, 1]}
         grid = Grid(transport, axes, "ring")
-        grid.deal((0, 1), tied)
+        grid.place_model((0, 1), tied)
         storage = Storage(stages[here.pp], "float64", dp)
         replication = replication_for(
             ReplicationContext(
@@ -314,7 +314,7 @@ def test_a_tied_tensor_has_one_start_one_gradient_and_one_owner_and_partial_grad
             replication.gradient_ready(unit, is_last=True)
             replication.poll()
         outcome = replication.finish(StepInput(0, [], 0.01))
-        replication.settle()
+        replication.sync_parameters()
         every = [
             {entry.name: (entry.parameter, entry.view(flat).copy()) for entry in storage.entries}
             for flat in (replication.gradient_buffer, replication.parameters)

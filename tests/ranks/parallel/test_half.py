@@ -147,7 +147,7 @@ def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeyp
             for number in mode.steps(index, lambda: False):
                 own = trainer.step(number, *mode.batch(source, number))
             mode.outcome(index, own)
-        mode.settle()
+        mode.sync_parameters()
         return sorted(set(made[threading.get_ident()])), mode.scalars().get("skipped_updates", 0)
 
     with np.errstate(all="ignore"):

@@ -116,7 +116,7 @@ def test_bytes_per_parameter_are_those_of_the_published_formulas(zero):
         ).trainer.replication
         slots = [replication.buckets.slots] if zero > 1 else []
         slots += [replication.slots] if zero > 2 else []
-        replication.settle()
+        replication.sync_parameters()
         beside = sum(slot.nbytes for slot in slots) + replication.replica.grid.scratch_bytes
         return (replication.held() - beside) / replication.replica.storage.length
 

@@ -55,7 +55,7 @@ def together(transport, axes):
     layers = Sharded(grid.tp)
     units = gpt(layers, **GPT)
     stages, tied = assign_units(units, [2, 2] if axes.pp == 2 else [4], range(axes.pp))
-    grid.deal(range(axes.pp), tied)
+    grid.place_model(range(axes.pp), tied)
     storage = Storage(stages[place.pp], "float64", axes.dp)
     replication = replication_for(
         ReplicationContext(config, grid, storage, parse_wire("none"), device, arena, layers.loss())
@@ -94,7 +94,9 @@ def together(transport, axes):
                 grid.pp.transport.send(dx, place.pp - 1)
             del y, dy, dx
         lr = learning_rate(config.optimizer, index, STEPS)
-        outcomes.append(replication.finish(StepInput(index, [loss] if grid.speaks else [], lr)))
+        outcomes.append(
+            replication.finish(StepInput(index, [loss] if grid.reports_loss else [], lr))
+        )
     assert arena.live == 0
     return (
         [(o.loss, o.grad_norm) for o in outcomes],

@@ -128,7 +128,7 @@ def test_a_nan_on_one_rank_skips_the_update_and_a_stop_of_one_reaches_all():
         if transport.rank == 2:
             inputs[0, 0] = np.nan
         outcome = trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == 1)
-        trainer.replication.settle()
+        trainer.replication.sync_parameters()
         return (
             outcome.updated,
             outcome.nonfinite > 0,

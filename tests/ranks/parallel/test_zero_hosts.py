@@ -72,11 +72,11 @@ def test_between_hosts_a_rank_sends_gradients_of_its_part_once_a_step_and_nothin
         trainer, mode = job.trainer, job.trainer.replication
         batch, told = mode.batch(job.data, 0), []
         trainer.step(0, *batch)
-        mode.settle()
+        mode.sync_parameters()
         transport.barrier()
         for work in (
             lambda: mode.total(0, 0, 0, 0),
-            lambda: (trainer.step(1, *batch), mode.settle()),
+            lambda: (trainer.step(1, *batch), mode.sync_parameters()),
         ):
             before = crossed[transport.rank]
             sent = measured(transport, work)[1]

@@ -76,7 +76,7 @@ class Strict(ZeroThree):
 
     def open(self, unit, part):
         found = super().open(unit, part)
-        self.settle()
+        self.sync_parameters()
         return found
 
     def close(self, unit, part):

@@ -372,7 +372,7 @@ def everything(transport, settings, folder, saved=None):
     if not saved:
         for index in range(2):
             trainer.step(index, *trainer.replication.batch(source, index))
-        trainer.replication.settle()
+        trainer.replication.sync_parameters()
         save(folder, trainer, Done(2, 2 * ROWS, "run"), keep=1)
     found = {}
     for kept in trainer.replication.kept():

@@ -33,7 +33,7 @@ def slept(monkeypatch, ranks, *settings):
                 here.now = transport.rank, number, trainer.share().start
                 own = trainer.step(number, *replication.batch(source, number))
             losses.append(replication.outcome(index, own).loss)
-        replication.settle()
+        replication.sync_parameters()
         return losses
 
     return run_ranks(ranks, train), dict(naps)

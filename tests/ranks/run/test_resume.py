@@ -56,7 +56,7 @@ def go(transport, settings, folder, steps, saved):
     losses = [
         trainer.step(index, *trainer.replication.batch(source, index)).loss for index in indices
     ]
-    trainer.replication.settle()
+    trainer.replication.sync_parameters()
     if not saved:
         save(folder, trainer, Done(steps, 12 * steps, "run"), keep=1)
     return losses, before, whole(trainer)

@@ -138,7 +138,7 @@ def test_of_servers_without_a_common_step_a_worker_reads_once_for_each_gradient_
                 trainer.step(number, *mode.batch(source, number))
                 computed += 1
             assert mode.outcome(index, None).updated
-        trainer.settle()
+        trainer.sync_parameters()
         return reads.count(me) - before, computed
 
     found = run_ranks(4, run)

@@ -130,7 +130,7 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
 def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(ranks, replication):
     def held(transport):
         replication = build.build(transport, config, source=SOURCES["gpt"]).trainer.replication
-        replication.settle()
+        replication.sync_parameters()
         return replication.held() - replication.replica.grid.scratch_bytes
 
     config = config_of(replication=replication)
