@@ -256,9 +256,14 @@ def mend(error: OSError) -> str:
     return f"Remove {error.filename}" if is_named else "Look at what is there"
 
 
-def cannot_write(path: Path, error: OSError, other: str = OTHER) -> ConfigError:
-    """The refusal of a path that the system did not write. other: the way out of any other reason."""
-    at = f" {error.filename}:" if error.filename and error.filename != str(path) else ""
+def cannot_write(what: Path | str, error: OSError, other: str = OTHER) -> ConfigError:
+    """The refusal of a path that the system did not write.
+
+    what   the path, or words that end with it
+    other  the way out if neither room is missing nor something is in the way
+    """
+    is_named = error.errno in NO_ROOM + IN_THE_WAY and not str(what).endswith(str(error.filename))
+    at = f" {error.filename}:" if error.filename and is_named else ""
     way_out = (
         "Choose a shorter name."
         if error.errno == errno.ENAMETOOLONG
@@ -266,7 +271,7 @@ def cannot_write(path: Path, error: OSError, other: str = OTHER) -> ConfigError:
         if error.errno in NO_ROOM + IN_THE_WAY
         else other
     )
-    return ConfigError(f"{path} cannot be written:{at} {error.strerror or error}.", way_out)
+    return ConfigError(f"{what} cannot be written:{at} {error.strerror or error}.", way_out)
 
 
 def _regular(descriptor: int) -> BinaryIO:

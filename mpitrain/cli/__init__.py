@@ -45,7 +45,9 @@ COMMANDS = {
 
 @cache
 def _loaded(name: str) -> click.Command:
-    return with_plain_numbers(importlib.import_module(f"mpitrain.cli.{name}").command)
+    return with_plain_numbers(
+        importlib.import_module(f"mpitrain.cli.{HOMES.get(name, name)}").command
+    )
 
 
 HOMES = {"launch": "launch.command", "bench": "bench.collectives", "plan": "plan.command"}

@@ -125,11 +125,10 @@ def command(
 ) -> None:
     """Train a network on all ranks of the MPI job.
 
-    Without arguments, it trains a small GPT on the text of Python's own documentation, for 400
-    steps (run.steps). A step takes 32 sequences of 128 tokens over all ranks (batch.size,
-    model.context). The optimizer is AdamW with betas 0.8 and 0.95. The learning rate is 0.002 after
-    20 steps of warm-up, with cosine decay to a tenth. Matrices have weight decay 0.1; gradients are
-    clipped to norm 1.
+    Without arguments, it trains a small GPT on the text of Python's own documentation. The
+    defaults are batches of 32 sequences of 128 tokens over all ranks (batch.size, model.context),
+    400 steps (run.steps). AdamW: learning rate 0.002 after 20 steps of warm-up, cosine decay to a
+    tenth, betas 0.8 and 0.95, weight decay 0.1 of matrices, gradients clipped to norm 1.
     """
     if described is not None:
         print_keys(described)

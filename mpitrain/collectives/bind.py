@@ -105,7 +105,7 @@ def _bind(
         raise on_every_rank(refusal)
     reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
     if reduction is None:
-        if asked == "shared" and transport.size > 1 and not on_device(array):
+        if asked == "shared" and transport.size > 1 and not transport.allocates_on_device:
             raise on_every_rank(no_window(transport, array))
         algorithm = "ring"
         reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)

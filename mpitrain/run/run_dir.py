@@ -248,7 +248,9 @@ def claim(
                 os.close(lock)
                 raise
     except OSError as error:
-        raise cannot_write(folder or Path("runs"), error, "Choose another --out.") from None
+        raise cannot_write(
+            f"The run directory {folder or 'runs'}", error, "Choose another --out."
+        ) from None
     return folder, lock
 
 

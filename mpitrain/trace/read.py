@@ -110,9 +110,7 @@ def _head(
             else:
                 what, ranks = found
                 among = range(*ranks) if isinstance(ranks, list) else tuple(map(int, ranks.split()))
-                if len(among) > MOST or (
-                    among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST
-                ):
+                if among and not 0 <= min(among[0], among[-1]) <= max(among[0], among[-1]) < MOST:
                     break
                 names.append((str(what), among))
         except (ValueError, TypeError, AttributeError, OverflowError):

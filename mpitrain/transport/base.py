@@ -126,6 +126,8 @@ class Transport(Protocol):
     """What notes this rank's messages and waits: SILENT but on a transport that is recorded."""
     admits_threads: bool
     """Whether a second thread may send and receive beside the main one."""
+    allocates_on_device: bool
+    """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 
     def aside(self, array: Any) -> Any:
         """What orders a reduction of the array and the computation: `device.Aside`; None in host memory, all in order there."""

@@ -68,6 +68,7 @@ class MpiTransport(Transport):
     """
 
     recorder: Recorder = SILENT
+    allocates_on_device = False
     native_dtypes = frozenset(
         (
             "float32",

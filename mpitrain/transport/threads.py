@@ -38,6 +38,7 @@ class ThreadTransport(Transport):
     recorder: Recorder = SILENT
     native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
     admits_threads = True
+    allocates_on_device = False
 
     def __init__(
         self,

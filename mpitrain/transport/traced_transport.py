@@ -27,6 +27,7 @@ class Recorded(Transport):
         )
         self.traffic, self.windows, self.tenants = inner.traffic, inner.windows, inner.tenants
         self.native_dtypes, self.admits_threads = inner.native_dtypes, inner.admits_threads
+        self.allocates_on_device = inner.allocates_on_device
         self._named: dict[int, int] = {}
         self._messages, self._barrier, self._text, self._native = (
             recorder.name(what, inner.members)

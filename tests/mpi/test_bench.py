@@ -157,8 +157,9 @@ def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
 
 def test_a_wrong_element_is_counted_and_is_a_failure(tmp_path):
     code = (
-        "from mpitrain.collectives import algorithms, ring\n"
-        "algorithms.ALL_REDUCE['ring'] = algorithms.of_plan(ring.all_gather)\n"
+        "from mpitrain.collectives.plans import ring\n"
+        "from mpitrain.collectives.selection import table\n"
+        "table.ALL_REDUCE['ring'] = table.of_plan(ring.all_gather)\n"
         "from mpitrain.cli import main; main(['bench', 'allreduce', '--algorithm', 'ring', '--max-bytes', '4K'])"
     )
     done = python_ranks(2, code, None)

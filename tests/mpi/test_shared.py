@@ -90,10 +90,7 @@ def test_on_a_nearly_full_shared_memory_ranks_fall_back_on_messages(tmp_path):
         pytest.skip("MPICH keeps nothing free")
     if shutil.which("unshare") is None or run([*private, mounts]).returncode:
         pytest.skip("nothing can be mounted here")
-    words, _ = launch_command.command_line(2, [], ["doctor"])
-    line = shlex.join(
-        [*words[: words.index(sys.executable)], sys.executable, str(tmp_path / "main.py")]
-    )
-    done = run([*private, f"{mounts} && {line}"], env=process.environment_of_one())
+    words, _ = launch_command.command_line(2, [], [sys.executable, str(tmp_path / "main.py")])
+    done = run([*private, f"{mounts} && {shlex.join(words)}"], env=process.environment_of_one())
     assert done.returncode == 0, done.stderr
     assert done.stdout == "plain {3}\n" * 2 and "using plain memory" in done.stderr

@@ -8,7 +8,7 @@ from tests.processes import mpitrain
 
 def test_of_a_run_whose_rank_was_killed_report_says_what_each_rank_did_last(tmp_path):
     code = (
-        "import os, signal; from mpi4py import MPI; from mpitrain.ops import host; from mpitrain.parallel import allreduce\n"
+        "import os, signal; from mpi4py import MPI; from mpitrain.ops import host; from mpitrain.parallel.data import allreduce\n"
         "update = allreduce.AllReduce._update\n"
         "def _update(self, scale, mine):\n"
         "    if mine.number == 4 and MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -31,8 +31,11 @@ class Bar(tqdm):
         return draw
 
 
-def bar(steps: int, first: int = 0, unit: str = "step") -> Bar:
-    """Return a bar of `steps` steps, `first` of them done; hidden unless stderr is a terminal."""
+def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
+    """Return a bar of `steps` steps, `first` of them done; hidden unless stderr is a terminal.
+
+    form  tqdm's `bar_format`
+    """
 
     def size(_: TextIO | None = None) -> tuple[int, None]:
         # In a line that fills the last column, the terminal would erase its end.
@@ -41,10 +44,11 @@ def bar(steps: int, first: int = 0, unit: str = "step") -> Bar:
     shown = Bar(
         total=steps,
         initial=first,
-        unit=unit,
+        unit="step",
         disable=width() is None,
         file=sys.stderr,
         ncols=size()[0],
+        bar_format=form,
     )
     shown.dynamic_ncols = size  # tqdm calls it each time it draws the bar
     return shown

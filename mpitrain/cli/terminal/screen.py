@@ -50,7 +50,8 @@ def output_columns() -> int:
     told = os.environ.get(OUTPUT_TERMINAL, "")
     if told.isdecimal():
         return int(told)
-    return columns(1) if os.isatty(1) else 0
+    # The terminal that mpirun makes for its ranks has no columns.
+    return os.get_terminal_size(1).columns if os.isatty(1) else 0
 
 
 def is_one_terminal() -> bool:

@@ -10,10 +10,8 @@ class Rows:
 
     def __init__(self, total: int, unit: str = "rows"):
         """total: rows, or other units, to be measured at most."""
-        self._bar = bar(total, unit=unit)
-        self._bar.bar_format = (
-            "{percentage:3.0f}% |{bar}| {n}/{total} " + unit + ", {remaining} left"
-        )
+        form = "{percentage:3.0f}% |{bar}| {n}/{total} " + unit + ", {remaining} left"
+        self._bar = bar(total, form=form)
 
     def say(self, text: str) -> None:
         """Print lines above the bar."""

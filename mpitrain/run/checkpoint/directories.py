@@ -54,7 +54,7 @@ def steps(folder: Path) -> list[Path]:
     try:
         with opened(folder, inner=1) as found:
             return [folder / name for name in _finished(found)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

@@ -72,7 +72,7 @@ class Header(BaseModel):
     tensor.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Tensor] = Field(init=False)
 
     metadata: dict[str, str] | None = Field(None, alias="__metadata__")

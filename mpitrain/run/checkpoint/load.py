@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mpitrain.errors import CheckpointError
 from mpitrain.files import contents, reading
@@ -116,8 +116,6 @@ def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
 
 class _Index(BaseModel):
     """What an index of safetensors files says: the file of each tensor; and more, which is for other tools."""
-
-    model_config = ConfigDict(strict=True)
 
     weight_map: dict[str, str]
 

@@ -142,6 +142,7 @@ class DeviceTransport(Transport):
     """
 
     admits_threads = False
+    allocates_on_device = True
 
     def __init__(self, host: Transport, backend: DeviceBackend, carrier: Carrier):
         self._host, self.backend, self._carrier = host, backend, carrier

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands, compare
 from mpitrain.cli.bench import collectives as bench_collectives
-from mpitrain.cli.bench import kernels, train
+from mpitrain.cli.bench import fit, kernels, train
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.transport.threads import run_ranks
@@ -37,6 +37,9 @@ SWEEP = {
     "warmup": 1,
     "sweeps": 1,
     "tuning": None,
+    "csv_file": None,
+    "wide": False,
+    "fail_below": None,
 }
 
 
@@ -68,7 +71,9 @@ MEASURED = {
         "wrong elements 0",
     ),
     "fit": (
-        lambda transport, file: bench_collectives._fit(transport, file, 64, 128, 1, None),
+        lambda transport, file: fit._fit(
+            transport, file, 64, 128, 1, {"json_file": None, "csv_file": None, "wide": False}
+        ),
         2,
         "us of a message",
     ),
@@ -81,7 +86,7 @@ MEASURED = {
     ),
     "train": (
         lambda transport, file: train._measure(
-            transport, [*SMALL, "run.steps=7"], [], False, None, 1, 2, file
+            transport, [*SMALL, "run.steps=7"], [], False, None, 1, 2, file, None
         ),
         1,
         "blocks of 2 steps",
@@ -130,7 +135,7 @@ def test_products_are_printed_although_they_cannot_be_written(fills, tmp_path, c
     fills(1)
     row = type("Row", (), {"wrong": 0, "_asdict": lambda self: {"a": 1.0}})()
     with pytest.raises(ConfigError, match="No space left"):
-        kernels._printed([row], tmp_path / "a.json", "here", lambda row: "a row")
+        kernels._printed([row], (tmp_path / "a.json", None), "here", lambda row: "a row")
     assert capsys.readouterr().out == "a row\n" and not list(tmp_path.iterdir())
 
 

@@ -93,7 +93,9 @@ class Manifests:
     def damage(self, rng: random.Random, folder: Path) -> Damaged:
         path = folder / self.whole.name
         shutil.copytree(self.whole, path)
-        kind = rng.choice([*OF_VALUES, *OF_TEXTS, "in the way", "bounds", "overlap", "swap"])
+        kind = rng.choice(
+            [*OF_VALUES, *OF_TEXTS, "in the way", "bounds", "overlap", "swap", *["relations"] * 5]
+        )
         if kind == "in the way":
             in_the_way(rng, path / MANIFEST)  # links below a run directory are not followed, either
             return Damaged(kind, path, MANIFEST, INVALID)
@@ -113,14 +115,15 @@ class Manifests:
         if not is_valid or not self._is_whole(body):
             return Damaged(kind, path, str(path), INVALID)
         done, _, arrays = self.truth
-        same = all(
-            of(body) == of(self.body)
-            for of in (
-                lambda one: one["layout"],
-                lambda one: [stored[3] for stored in one["stored"]],
-                lambda one: [writer for writer, _, _ in one["files"].values()],
+        facts = [
+            (
+                one["layout"],
+                [kind for _, _, _, kind, _ in one["stored"]],
+                [listed[0] for listed in one["files"].values()],
             )
-        )
+            for one in (body, self.body)
+        ]
+        same = facts[0] == facts[1]
         done = done._replace(samples=body["samples"], run=body["run"])
         return Damaged(kind, path, "", (done, body["scalars"], arrays if same else loaded(path)[2]))
 
@@ -152,7 +155,7 @@ class Manifests:
         stored = rng.choice(body["stored"])
         _, shape, _, pieces = stored[4]
         size = int(np.prod(shape))
-        change = rng.choice(["piece", "rectangle", "file", "negative", "place", "empty"])
+        change = rng.choice(["piece", "rectangle", "file", "negative", "place", "empty", "shape"])
         if change == "piece":
             pieces[-1][1] += rng.choice([1, 2**40, 10**30])
         elif change == "rectangle":
@@ -160,6 +163,10 @@ class Manifests:
         elif change == "file":
             name = rng.choice(sorted(body["files"]))
             body["files"][name][1] += rng.choice([1, -1, 2**40])
+        elif change == "shape":  # of all that is stored of a tensor
+            for one in body["stored"]:
+                if (one[2], one[4][0]) == (stored[2], stored[4][0]):
+                    one[4][1] = [size, *[1] * len(shape)]
         elif change == "negative":
             pieces[0][0] = -rng.choice([1, size, 2**70])
         elif change == "place":
@@ -184,6 +191,66 @@ class Manifests:
             stored[4][3][:] = [first, [first[0], first[1], length]]
         else:
             stored[4][2] = [[[0, length] for length in stored[4][1]]] * 2
+        return body, False
+
+    def relations(self, rng):
+        """Entries of the right types that do not fit together."""
+        body, change = deepcopy(self.body), rng.randrange(14)
+        stored, name = rng.choice(body["stored"]), rng.choice(sorted(body["files"]))
+        several = [one for one in body["stored"] if one[2] == "residual"]
+        if change == 0:
+            body["layout"]["dp"] = 0
+        elif change == 1:
+            del body["layout"]["dp"]
+        elif change == 2:
+            body["scalars"]["loss_scale"] = rng.choice([0, 0.5, 2**25])
+        elif change == 3:
+            del body["files"][INDEX]
+        elif change == 4:
+            body["files"][name][2] *= rng.choice([0, 2])
+        elif change == 5:
+            body["files"]["nothing"] = [0, 0, []]
+        elif change == 6:
+            body["files"][rng.choice(["../elsewhere", "/etc/passwd", "", ".hidden", "a\x1bb"])] = (
+                body["files"][name]
+            )
+        elif change == 7:
+            stored[0] = rng.choice(["nowhere.safetensors", INDEX, "../" + STATE])
+        elif change == 8:
+            body["stored"].append([STATE, "more", "parameters", "agreed", stored[4]])
+        elif change == 9:
+            several[0][3] = "agreed"
+            body["stored"].append([STATE, "more", "residual", "own", several[0][4]])
+        elif change == 10:
+            more = (
+                ["", [4], None, [[0, 4, 0]]]
+                if not stored[4][0]
+                else [stored[4][0], [4], None, [[0, 4, 0]]]
+            )
+            body["stored"].append([STATE, "more", stored[2], "mean", more])
+        elif change == 11:
+            body["stored"].append([STATE, "more", "unread", "bound", ["", [4], None, []]])
+        elif change == 12:
+            rectangles = rng.choice(
+                [[], [[[0, 2]], [[0, 2]]], [[[0, 4], [0, 1]]], [[[1, 5]]], [[[3, 2]]], [[]]]
+            )
+            body["stored"].append(
+                [STATE, "more", "unread", "bound", ["a", [4], rectangles, [[0, 1, 0]]]]
+            )
+        else:
+            twice = [
+                [STATE, "more", "unread", kind, [tensor, shape, None, [[0, 1, 0]]]]
+                for kind, tensor, shape in rng.choice(
+                    [
+                        (("own", "a", [4]), ("own", "a", [5])),
+                        (("own", "a", [4]), ("mean", "a", [4])),
+                        (("own", "a", [4]), ("own", "b", [4])),
+                    ]
+                )
+            ]
+            body["stored"] += twice
+            if twice[0][4][0] == twice[1][4][0]:  # else they are of one key
+                twice[1][1] = "other"
         return body, False
 
     def swap(self, rng):

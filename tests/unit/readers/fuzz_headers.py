@@ -170,23 +170,25 @@ class Headers:
         """The same tensors by another writer: in another order, wider, with more of them, or with
         more space.
         """
-        change = rng.choice(["library", "wider", "more", "space", "indented"])
+        change = rng.choice(["library", "wider", "more", "space", "indented", "renamed"])
         texts = header["__metadata__"]
         if change == "wider":
             name = rng.choice(sorted(tensors))
             tensors[name] = tensors[name].astype("f8")
+        if change == "renamed":
+            tensors["another"] = tensors.pop(rng.choice(sorted(tensors)))
         if change == "more":
             tensors[rng.choice(["metadata", "zz", "\u00e9"])] = np.zeros(
                 rng.choice([(0,), (3,), ()]), rng.choice(["i2", "u4", "f4", "?"])
             )
-        if change in ("library", "wider", "more"):
+        if change in ("library", "wider", "more", "renamed"):
             file.write_bytes(safetensors.save(tensors, texts if rng.random() < 0.5 else None))
         else:
             text = json.dumps(
                 header, indent=2 if change == "indented" else None
             ).encode() + b" " * rng.randrange(1, 9)
             file.write_bytes(len(text).to_bytes(8, "little") + text + body)
-        return True
+        return change != "renamed"
 
     def metadata(self, rng, path, file, header, body, tensors):
         header["__metadata__"] = rng.choice(

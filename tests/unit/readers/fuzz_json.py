@@ -228,7 +228,7 @@ def of_another_type(rng: Any, value: Any, wanted: Any) -> tuple[Any, bool]:
     place, leaf = one_of(rng, nodes(value, wanted))
     before = at(value, place)
     alike = [str(before), float(before)] if isinstance(before, int) and before < 2**53 else []
-    new = rng.choice(alike) if alike and rng.random() < 0.3 else rng.choice(VALUES)
+    new = rng.choice(alike) if alike and rng.random() < 0.5 else rng.choice(VALUES)
     changed = put(value, place, new)
     return changed, says(new, leaf, at(value, place)) and _is_text(changed)
 
