@@ -111,7 +111,7 @@ def collective(name: str) -> click.Command:
         type=click.IntRange(1, MOST),
         default=3,
         show_default=True,
-        help="Untimed runs before them.",
+        help="Untimed runs of each row before the timed ones.",
     )
     @click.option(
         "--sweeps",

@@ -92,7 +92,7 @@ def kernels(
     """Measure every operation of a training step on this device.
 
     \b
-    percent  rate, relative to a plain copy (GB/s) or to the first product (GFLOP/s)
+    percent  rate, relative to a copy (GB/s) or to the first product (GFLOP/s)
     peer us  time of the alternative, measured in turns: PyTorch's attention, or
              two operations of ours in place of a fused one
     #wrong   elements that differ from the reference
