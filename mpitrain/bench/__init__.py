@@ -1,1 +1,1 @@
-"""Measurements: what the machine's network, memory and processors can do."""
+"""Benchmarks of collectives, links, kernels and training steps, and plots of losses."""

@@ -1,4 +1,4 @@
-"""Pictures of runs: the loss of each, over steps, tokens, samples or time; needs matplotlib (the `report` extra)."""
+"""Pictures of losses over steps, tokens, samples or time. They need matplotlib (`report` extra)."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,21 +17,27 @@ AXES = {
     "samples": "samples seen",
     "time": "seconds, evaluations included",
 }
-LONG = 180  # seconds from which time is drawn in minutes
-LARGEST = 1e300  # a log may hold a whole number that no float can be
-SMOOTHED = 60  # a curve of many points is drawn as a moving mean over this part of it, the points themselves pale behind
+LONG = 180
+"""Seconds above which the time axis is in minutes."""
+LARGEST = 1e300
+"""Largest number that is drawn: a log may contain an integer that no float can represent."""
+SMOOTHED = 60
+"""A curve of 2 SMOOTHED points or more is a moving mean over 1 / SMOOTHED of them.
+
+The points themselves are drawn pale behind it.
+"""
 
 
 def draw(
     runs: Mapping[str, list[dict[str, Any]]], over: str, is_log: bool, path: Path, title: str = ""
 ) -> None:
-    """Training losses as lines, validation losses as marked points, one colour per run.
+    """Draw training losses as lines and validation losses as marked points, in one colour per run.
 
     runs    records of metrics.jsonl by the name in the legend
     over    a key of AXES
-    is_log  a logarithmic axis of losses
-    title   empty: the names of the runs
-    raises  ConfigError if a run has no losses, or nothing of what is asked for
+    is_log  whether the loss axis is logarithmic
+    title   default: the names of the runs
+    raises  ConfigError if a run has no losses over this quantity
     """
     pyplot = painter()
     from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
@@ -81,7 +87,7 @@ def draw(
     if over == "steps":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if over in ("tokens", "samples"):
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1M
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # it writes 500k or 1M
     if is_log:
         axes.set_yscale("log")
         for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
@@ -89,19 +95,22 @@ def draw(
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     for text in axes.legend(fontsize="small").get_texts():
-        text.set_parse_math(False)  # a dollar sign is one
+        text.set_parse_math(False)  # a dollar sign stays a dollar sign
     save(figure, path, 120)
     pyplot.close(figure)
 
 
 def titled(runs: Iterable[str]) -> str:
-    """The names of some runs as a title: of many, the first ones and how many there are more."""
+    """Return a title with the names of the runs, or the first three and the number of others."""
     names = [*map(legible, runs)]
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"])
 
 
 def legible(name: str) -> str:
-    """A path as matplotlib shows it: bytes that are not UTF-8 escaped, and not taken for a label to be hidden."""
+    """Return a path as a matplotlib label, with escapes for bytes that are not UTF-8.
+
+    matplotlib hides labels that begin with an underscore, so such a path begins with "./".
+    """
     return ("./" if name.startswith("_") else "") + name.encode(
         "utf-8", "backslashreplace"
     ).decode()
@@ -110,10 +119,10 @@ def legible(name: str) -> str:
 def points(
     records: Iterable[Mapping[str, Any]], field: str, over: str
 ) -> list[tuple[float, float]]:
-    """(place on the axis, loss) of every record with a finite loss; what has no place lies between its neighbours by step.
+    """Return (x, loss) of every record with a finite loss; a missing x is interpolated by step.
 
-    A validation loss lies at the time when its step was done: that of the step's own line, or what the evaluation took, `eval_s`,
-    before its end. An older version has not said what it took.
+    The time of a validation loss is the end of its training step, from the step's own record. Else
+    it is the end of the evaluation minus `eval_s`, which records of older versions lack.
     """
     name = {"steps": "step", "time": "wall_s"}.get(over, f"{over}_seen")
     steps, places = [0.0], [0.0]
@@ -145,7 +154,7 @@ def points(
 
 
 def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> Any:
-    """The seconds after which the step of an evaluation was done. trained: those of lines on steps."""
+    """Return the seconds at which the step of an evaluation ended. trained: {step: seconds}."""
     if record["step"] in trained or not all(
         is_number(record.get(key)) for key in ("wall_s", "eval_s")
     ):
@@ -154,16 +163,15 @@ def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> An
 
 
 def is_number(value: Any) -> bool:
-    """Whether it can be drawn."""
+    """Return whether the value is a number that can be drawn."""
     return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
 def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The curve with every loss the mean of those around it, as far as it has more than 2 SMOOTHED points."""
+    """Return the curve with every loss replaced by a moving mean; short curves stay unchanged."""
     widest = len(curve) // (2 * SMOOTHED)
-    reach = [
-        min(widest, i) for i in range(len(curve))
-    ]  # a steep start would be bent by a lopsided mean
+    # A one-sided mean would bend a steep start, so the reach grows from 0.
+    reach = [min(widest, i) for i in range(len(curve))]
     return [
         (x, fmean(y for _, y in curve[i - r : i + r + 1]))
         for i, ((x, _), r) in enumerate(zip(curve, reach, strict=True))

@@ -1,4 +1,4 @@
-"""The command line. Each command lives in a file of its own, loaded only when it is called."""
+"""The command line: a Click group that imports the module of a command only when it is called."""
 
 import importlib
 import os
@@ -14,26 +14,33 @@ from mpitrain.cli.terminal.output import open_output
 from mpitrain.errors import ConfigError, MpitrainError, brief
 from mpitrain.machine.process import launched
 
-USAGE = 2  # exit code of wrong usage or configuration
-STOPPED = 85  # exit code of a run that stopped on request: run it again to go on
-LAUNCHED = "MPITRAIN_LAUNCHED"  # set by `launch`, which stops a run without ending its launcher
-# What rank 0 of `train` says on its standard output, and `launch` hears: the run has its directory, ended, or was stopped.
+USAGE = 2
+"""Exit code of wrong usage or configuration."""
+STOPPED = 85
+"""Exit code of a run that stopped on request; `--resume` continues it."""
+LAUNCHED = "MPITRAIN_LAUNCHED"
+"""Environment variable set by `launch`, which can stop a run without ending its launcher."""
 BEGAN, ENDED, STOPPED_AT = "; run directory ", "done: parameters bitwise equal", "stopped at step "
+"""Phrases that rank 0 of `train` prints and `launch` reads: a run began, ended, or was stopped."""
 NOT_BEGUN = "stopped before the run began: there is nothing to save"
+"""The phrase of a run that was stopped before it had a run directory."""
 
 COMMANDS = {
-    "train": "Train a network, on all the ranks this was started with.",
+    "train": "Train a network on all ranks of the MPI job.",
     "launch": "Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train",
     "eval": "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.",
-    "generate": "Write text with the newest checkpoint of RUN_DIR.",
-    "doctor": "Say what is here: Python, MPI, GPUs, BLAS, ranks and hosts; what works, what will go wrong, and the way out.",
-    "bench": "Measure collectives, with all the ranks this was started with: mpitrain launch -n 4 -- bench allreduce",
-    "compare": "Train one job under several modes of replication, one after the other, on all the ranks this was started with.",
-    "plan": "Print what would happen: the order of a pipeline, the steps of an all-reduce.",
+    "generate": "Generate text with the newest checkpoint of RUN_DIR.",
+    "doctor": "Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.",
+    "bench": "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce",
+    "compare": "Train one job under several modes of replication, one after the other, on all ranks of the MPI job.",
+    "plan": "Print simulated pipeline schedules, the steps of collectives, and the best number of micro-batches.",
     "plot": "Draw the training and validation losses of runs.",
-    "report": "Say where the time of runs went, by what their ranks noted last; of a run that died, what each rank did.",
+    "report": "Print where the time of runs went, from the traces of their ranks.",
 }
-"""The first sentence of each command's own help, for `mpitrain --help`, which loads no command: ten take as long as Click."""
+"""The first sentence of each command's help, for `mpitrain --help`.
+
+`mpitrain --help` imports no command: importing all ten takes as long as importing Click.
+"""
 
 
 @cache
@@ -44,11 +51,14 @@ def _loaded(name: str) -> click.Command:
 
 
 HOMES = {"launch": "launch.command", "bench": "bench.collectives", "plan": "plan.command"}
-"""Modules below mpitrain.cli of the commands that are packages; any other command is a module of its name."""
+"""Modules below mpitrain.cli of commands that are packages.
+
+Any other command is a module of the same name.
+"""
 
 
 class Group(click.Group):
-    """Lists each command with its whole first sentence, on as many lines as it takes."""
+    """A Click group whose help lists the whole first sentence of each command."""
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -63,14 +73,14 @@ class Group(click.Group):
 
 
 def similar(name: str) -> str | None:
-    """The command that is spelt most like this."""
+    """Return the command with the most similar spelling, or None."""
     import difflib
 
     return next(iter(difflib.get_close_matches(name, COMMANDS, 1, 0.5)), None)
 
 
 class LazyGroup(Group):
-    """Finds the command `name` as the object `command` of its module in mpitrain.cli."""
+    """A group that imports a command on first use: the object `command` of its module."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -94,23 +104,24 @@ class LazyGroup(Group):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: run a command, and let all ranks leave together if its usage is wrong."""
+    """Run a command (the entry point). If its usage is wrong, all ranks exit together."""
     open_output()
     if launched().rank > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives): rank 0 speaks for all
+        # Only rank 0 prints. The file stays open until the process ends.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         sys.exit(commands.main(arguments, prog_name="mpitrain", standalone_mode=False) or 0)
     except click.ClickException as error:
         error.message = brief(error.message)  # type: ignore[misc]  # final, but `show` of every subclass reads it
         leave_usage(error.show, error.exit_code)
-    except (
-        MpitrainError
-    ) as error:  # of a command that is rank 0's alone: no other rank would meet it at a barrier
+    except MpitrainError as error:
+        # Only rank 0 runs such a command, so no other rank would reach a barrier: exit alone.
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
-    except OSError as error:  # a path of the user's that the system refuses
+    except OSError as error:
+        # The system refuses a path that the user named.
         print(
             ConfigError(
                 f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",

@@ -1,4 +1,4 @@
-"""`mpitrain compare`: one training job under several modes of replication, side by side."""
+"""`mpitrain compare`: trains one job under several modes of replication, and tabulates them."""
 
 import sys
 from contextlib import closing
@@ -10,40 +10,44 @@ import click
 from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.cli.session import MOST, mpi_session, settings_of
 
-EVALUATED = 512  # rows: an evaluation of all would take longer than the steps
+EVALUATED = 512
+"""Rows of the evaluation: evaluating all of them would take longer than the steps."""
 
 
 @click.command()
 @click.option(
     "--modes",
     metavar="A,B",
-    help="What to compare: all-reduces such as star, ring or auto; zero1, zero2, zero3, "
-    "and zero1-host ..., divided within each host; other modes. Default: star, ring, "
-    "auto and every mode that is no all-reduce, but for those that end in -host.",
+    help="Modes to compare: all-reduce algorithms such as star, ring or auto; zero1, zero2, zero3, "
+    "also as zero1-host ..., sharded within each host; other modes of replication. Default: star, "
+    "ring, auto, and every mode that is neither an all-reduce algorithm nor ends in -host.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(2, MOST),
     default=30,
     show_default=True,
-    help="Optimizer steps of each.",
+    help="Optimizer steps of each mode.",
 )
 @click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Change the job, for all modes (repeatable).",
+    help="Set one configuration key for all modes (repeatable).",
 )
-@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
+@click.option("--device", metavar="KIND", help="Kind of device: auto, cpu, cuda, cuda-sim.")
 @click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
-    help="Write rows there, as they are measured.",
+    help="Write the rows to this JSON file as they are measured.",
 )
 @click.option(
-    "--plot", "plot_file", type=click.Path(path_type=Path), help="Draw loss over time, at the end."
+    "--plot",
+    "plot_file",
+    type=click.Path(path_type=Path),
+    help="Draw loss over time to this file, at the end.",
 )
 def command(
     modes: str | None,
@@ -53,12 +57,19 @@ def command(
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Train one job under several modes of replication, one after the other, on all the ranks this was started with.
+    """Train one job under several modes of replication, one after the other, on all ranks of the
+    MPI job.
 
-    Model, seed, order of the data and global batch are the same. The table has a step's time, how much of it a worker stood
-    still for messages, and the bytes that the busiest rank sent in it, beside the formula; what moves in shared memory or in
-    the MPI library's own reductions is not counted. `held` are parameters, gradients, optimizer state and what reductions
-    allocate besides, on the rank that holds most; activations are not.
+    All modes have the same model, seed, order of the data and global batch. The columns are:
+
+    \b
+    step ms     time of a step
+    exposed ms  time in a step that a worker waits for messages
+    sent bytes  bytes that the busiest rank sends in a step, also by formula;
+                without shared memory and the MPI library's own reductions
+    held MB     parameters, gradients, optimizer state and reduction buffers
+                on the fullest rank, without activations
+    stale       largest staleness of a gradient, in updates
     """
     changes = [
         f"run.steps={steps}",

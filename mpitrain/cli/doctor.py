@@ -1,4 +1,4 @@
-"""`mpitrain doctor`: what this machine offers, and what will not work on it."""
+"""`mpitrain doctor`: prints the software and hardware of this machine, and warns of problems."""
 
 import os
 import platform
@@ -18,24 +18,25 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
 
-SMALL_SHM = (
-    64 << 20
-)  # bytes: what containers are given by default, too little for ranks that share memory
-MKL = "mkl"  # a library without a module of its name
-EXTRAS = {  # module: what it is for
+SMALL_SHM = 64 << 20
+"""Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
+MKL = "mkl"
+"""A name in EXTRAS that is a library, not a Python module."""
+EXTRAS = {
     "matplotlib": "pictures",
     "sklearn": "data.source=digits",
     "torch": "bench train --peer torch",
     MKL: "faster products on Intel processors",
     "cupy": "--device cuda",
 }
+"""{optional module: its use}."""
 
 
 @click.command()
 def command() -> None:
-    """Say what is here: Python, MPI, GPUs, BLAS, ranks and hosts; what works, what will go wrong, and the way out.
+    """Print Python, MPI, GPUs, BLAS, ranks and hosts, and warn of problems and their remedies.
 
-    Ask it in the way you will train, for example: mpitrain launch -n 4 -- doctor
+    Start it as you will start training, for example: mpitrain launch -n 4 -- doctor
     """
     with mpi_session(allow_alone=True) as transport:
         from mpitrain.transport.device.cuda_aware import cuda_messages
@@ -63,7 +64,15 @@ def command() -> None:
 
 
 class Rank(NamedTuple):
-    """What one rank sees: the cores it may use and how many its host has, free bytes, and what --device may be."""
+    """The environment of one rank.
+
+    cores       cores that it may use
+    processors  cores of its host
+    threads     BLAS threads
+    shared      free bytes of /dev/shm
+    memory      free bytes of main memory
+    kinds       usable values of --device
+    """
 
     host: str
     cores: list[int]
@@ -75,7 +84,7 @@ class Rank(NamedTuple):
 
 
 def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
-    """(name, value) lines."""
+    """Yield the lines of the report as (name, value)."""
     from importlib.metadata import version
 
     import numpy
@@ -127,14 +136,14 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
 
 
 def extras() -> set[str]:
-    """Which of the extras can be used here. MKL is there if products are by MKL."""
+    """Return the usable modules of EXTRAS. MKL is usable if matrix products use it."""
     from mpitrain.ops.host.product import mkl
 
     return {module for module in EXTRAS if (mkl() if module == MKL else find_spec(module))}
 
 
 def share_of_cores(sets: list[list[int]]) -> str:
-    """Which cores the ranks of one host may use, in words."""
+    """Return in words whether the ranks of one host have cores of their own or share them."""
     together = len(set().union(*sets))
     if sum(map(len, sets)) == together:
         return f"{', '.join(sorted({str(len(cores)) for cores in sets}))} core(s) of its own each"
@@ -142,7 +151,7 @@ def share_of_cores(sets: list[list[int]]) -> str:
 
 
 def verdict(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
-    """What works, then what will go wrong with the way out."""
+    """Yield the lines of the verdict: usable devices, then each problem with its remedy."""
     found = list(warnings(everyone, started))
     kinds = [kind for kind in everyone[0].kinds if all(kind in rank.kinds for rank in everyone)]
     if started.size > len(everyone):
@@ -158,7 +167,7 @@ def verdict(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
 
 
 def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
-    """What will go wrong, and the way out."""
+    """Yield one message for each problem, with its remedy."""
     if started.size > len(everyone):
         yield (
             f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
@@ -191,7 +200,7 @@ def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
 
 
 def _kinds() -> list[str]:
-    """The kinds of device that this rank can use."""
+    """Return the kinds of device that this rank can use."""
     from mpitrain.machine.devices import backend_for
 
     found: list[str] = []
@@ -203,7 +212,7 @@ def _kinds() -> list[str]:
 
 
 def _compiler() -> str:
-    """The g++ that compiles kernels for the simulator."""
+    """Return the version of the g++ that compiles kernels for the simulator."""
     if not shutil.which("g++"):
         return "none; only --device cuda-sim needs it"
     return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.split("\n")[
@@ -212,7 +221,7 @@ def _compiler() -> str:
 
 
 def gpus() -> str:
-    """What nvidia-smi lists, and whether CuPy can use it."""
+    """Return the GPUs that nvidia-smi lists, and whether CuPy can use them."""
     if not shutil.which("nvidia-smi"):
         return "none (there is no nvidia-smi); everything else works without"
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -222,7 +231,7 @@ def gpus() -> str:
 
 
 def _cupy() -> str:
-    """Whether CuPy can use a GPU that is there, and the way out if not."""
+    """Return in words whether CuPy can use the GPUs, with the remedy if it cannot."""
     from mpitrain.machine.devices import backend_for
 
     try:
@@ -233,8 +242,8 @@ def _cupy() -> str:
 
 
 def _blas() -> tuple[str, int]:
-    """NumPy's BLAS and the threads it will use here."""
-    import numpy  # noqa: F401 (its BLAS must be loaded to be asked)
+    """Return the name of NumPy's BLAS, and its number of threads."""
+    import numpy  # noqa: F401 (threadpoolctl finds only libraries that are loaded)
     from threadpoolctl import threadpool_info
 
     found = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]

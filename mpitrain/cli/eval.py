@@ -1,4 +1,4 @@
-"""`mpitrain eval`: the held-out loss of a checkpoint."""
+"""`mpitrain eval`: computes the held-out loss of a checkpoint."""
 
 import math
 from pathlib import Path
@@ -16,13 +16,11 @@ from mpitrain.errors import TrainingError, on_every_rank, visible
     "--rows",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Held-out rows to take, spread evenly; 0: all (default: as in training).",
+    help="Held-out rows to evaluate, spread evenly; 0: all (default: as in training).",
 )
-@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
+@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option(
-    "--device", metavar="KIND", help="Compute on this kind of device instead of the run's own."
-)
+@click.option("--device", metavar="KIND", help="Kind of device (default: the run's own).")
 def command(
     run: Path,
     data: str | None,
@@ -46,7 +44,7 @@ def command(
 
         job = open_run(transport, run, settings)
         found = job.trainer.evaluate(job.data)
-        assert found is not None  # nobody asks it to stop
+        assert found is not None  # `evaluate` returns None only after a stop request
         loss, accuracy = found
         if transport.rank == 0:
             held_out = job.trainer.config.data.validation

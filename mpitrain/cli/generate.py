@@ -1,4 +1,4 @@
-"""`mpitrain generate`: text from a checkpoint."""
+"""`mpitrain generate`: generates text from a checkpoint."""
 
 import codecs
 import math
@@ -30,7 +30,7 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
 @click.option(
     "--prompt",
     default="\n",
-    help="Text to go on from (default: a line break); token numbers for tokens: sources.",
+    help="Text to continue (default: a line break); token numbers for tokens: sources.",
 )
 @click.option(
     "--tokens",
@@ -38,7 +38,7 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
     type=click.IntRange(1, MOST),
     default=400,
     show_default=True,
-    help="How many to draw.",
+    help="Number of tokens to draw.",
 )
 @click.option(
     "--temperature",
@@ -46,26 +46,24 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
     callback=_finite,
     default=0.8,
     show_default=True,
-    help="0 takes the likeliest.",
+    help="Sampling temperature; 0 takes the likeliest token.",
 )
 @click.option(
     "--top-k",
     type=click.IntRange(0, MOST),
     default=40,
     show_default=True,
-    help="Draw among so many; 0: all.",
+    help="Draw among this many likeliest tokens; 0: all.",
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws."
 )
 @click.option(
-    "--raw", is_flag=True, help="Write the bytes as they are drawn, also where they are not text."
+    "--raw", is_flag=True, help="Write the bytes without escapes, even if they are not text."
 )
-@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
+@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option(
-    "--device", metavar="KIND", help="Compute on this kind of device instead of the run's own."
-)
+@click.option("--device", metavar="KIND", help="Kind of device (default: the run's own).")
 def command(
     run: Path,
     prompt: str,
@@ -78,7 +76,7 @@ def command(
     pp: int | None,
     device: str | None,
 ) -> None:
-    """Write text with the newest checkpoint of RUN_DIR.
+    """Generate text with the newest checkpoint of RUN_DIR.
 
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
     """
@@ -102,8 +100,11 @@ def command(
 
 
 def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Bytes as text for a terminal or a log: what is not UTF-8, what standard output cannot show and what controls a terminal
-    become \\x.. and the like."""
+    """Yield the bytes with escapes that are safe on a terminal or in a log.
+
+    Invalid UTF-8, control characters, and characters that standard output cannot encode become
+    \\x.. and similar escapes.
+    """
     decoder, encoding = (
         codecs.getincrementaldecoder("utf-8")("backslashreplace"),
         sys.stdout.encoding or "utf-8",
@@ -114,7 +115,7 @@ def readable(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _prompt(prompt: str, is_text: bool, source: "Source | Unopened") -> list[int]:
-    """The prompt as tokens this model knows."""
+    """Return the prompt as tokens of this model; ConfigError if it has others."""
     from mpitrain.errors import ConfigError
 
     if source.model != "gpt":
@@ -129,7 +130,7 @@ def _prompt(prompt: str, is_text: bool, source: "Source | Unopened") -> list[int
     if is_text:
         return list(os.fsencode(prompt))
     try:
-        if not re.fullmatch(r"[0-9\s+-]*", prompt, re.ASCII):  # Python would take 1_0 for 10
+        if not re.fullmatch(r"[0-9\s+-]*", prompt, re.ASCII):  # int() also accepts 1_0 for 10
             raise ValueError
         numbers = [int(word) for word in prompt.split()] or [0]
     except ValueError:

@@ -1,6 +1,4 @@
-"""Numbers of the command line: ASCII digits, as a shell writes them, where Python would also take
-1_0 for 10.
-"""
+"""Plain numbers on the command line: ASCII digits only, although Python also reads 1_0 as 10."""
 
 import copy
 import re
@@ -10,12 +8,13 @@ import click
 from click.types import FloatParamType, IntParamType
 
 PLAIN = r"[0-9A-Za-z.+-]+"
-"""What a number is made of; which of these texts are numbers is then up to Python."""
+"""Characters of a number. Python then decides which of these texts are numbers."""
 
 
 def with_plain_numbers(command: click.Command) -> click.Command:
-    """The command, whose options and arguments, and those of its own commands, take plain numbers
-    alone.
+    """Restrict all numeric parameters of a command and of its sub-commands to plain numbers.
+
+    Return the same command, modified.
     """
     for parameter in command.params:
         if isinstance(parameter.type, IntParamType | FloatParamType):
@@ -26,7 +25,7 @@ def with_plain_numbers(command: click.Command) -> click.Command:
 
 
 def _plain(kind: Any) -> Any:
-    """A copy of a type of numbers that refuses what is not plain."""
+    """Copy a numeric Click type; the copy refuses texts that PLAIN does not match."""
     plain, convert = copy.copy(kind), kind.convert
 
     def checked(

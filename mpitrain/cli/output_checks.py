@@ -1,4 +1,4 @@
-"""The files that a command writes: looked at before anything is measured, and refused after everything has been printed."""
+"""Checks of output files: before a command measures anything, and after it has printed all."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +9,10 @@ from mpitrain.files import cannot_write
 
 
 def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
-    """ConfigError unless rank 0 can write these files, and draw this one."""
+    """Raise ConfigError unless rank 0 can write these files and draw this picture."""
     if rank != 0 or not any((*written, drawn)):
-        return  # what charts a pipeline loads no NumPy
+        # Without files the imports below are skipped: `plan schedule` then loads no NumPy.
+        return
     from mpitrain.files import check_writable
     from mpitrain.plots import check_drawable
 
@@ -22,17 +23,21 @@ def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = 
 
 
 class Outputs:
-    """The files that a command writes, none of which is worth losing what it measured: it goes on, and is refused at its end."""
+    """The output files of a command. A failed write does not end it: `settle` raises the error.
+
+    So a full disk costs one file, never the measurement.
+    """
 
     def __init__(self) -> None:
         self._refusals: dict[Path, ConfigError] = {}
 
     @contextmanager
     def to(self, path: Path) -> Iterator[None]:
-        """Write a file within this; if the system refuses, `settle` says so, unless the file can be written later."""
+        """Catch the errors of writing `path` for `settle`; a later successful write clears them."""
         try:
             yield
-        except BrokenPipeError:  # of what is printed within
+        except BrokenPipeError:
+            # Standard output was closed, which is no error of the file.
             raise
         except OSError as error:
             self._refusals[path] = cannot_write(path, error)
@@ -40,6 +45,6 @@ class Outputs:
             self._refusals.pop(path, None)
 
     def settle(self) -> None:
-        """ConfigError if a file could not be written; to be called when everything has been printed."""
+        """Raise ConfigError if a file could not be written. Call it after all output is printed."""
         for refusal in self._refusals.values():
             raise refusal

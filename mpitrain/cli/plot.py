@@ -1,4 +1,4 @@
-"""`mpitrain plot`: the loss curves of runs, in one picture."""
+"""`mpitrain plot`: draws the loss curves of runs into one picture."""
 
 import os
 from pathlib import Path
@@ -21,18 +21,21 @@ from mpitrain.machine import process
     type=click.Path(path_type=Path),
     default=Path("curves.png"),
     show_default=True,
-    help="The picture.",
+    help="Picture to write.",
 )
 @click.option(
     "--over",
     type=click.Choice(["steps", "tokens", "samples", "time"]),
     default="steps",
     show_default=True,
-    help="What the curves are drawn over.",
+    help="Quantity on the x axis.",
 )
-@click.option("--log", "is_log", is_flag=True, help="A logarithmic axis of losses.")
+@click.option("--log", "is_log", is_flag=True, help="Use a logarithmic loss axis.")
 def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
-    """Draw the training and validation losses of runs. Needs matplotlib: pip install 'mpitrain[report]'."""
+    """Draw the training and validation losses of runs.
+
+    Needs matplotlib: pip install 'mpitrain[report]'.
+    """
     from mpitrain.bench.plot_loss import draw
     from mpitrain.errors import ConfigError
     from mpitrain.files import cannot_write
@@ -41,7 +44,7 @@ def command(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     from mpitrain.run.run_dir import METRICS
 
     if process.launched().rank > 0:
-        return  # rank 0 draws for all
+        return  # only rank 0 draws
     check_drawable(out, "--out")
     found = {str(run): read_metrics(run / METRICS) for run in runs}
     for run, records in found.items():

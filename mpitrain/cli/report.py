@@ -1,4 +1,4 @@
-"""`mpitrain report`: where the time of runs went, and what each rank did last."""
+"""`mpitrain report`: where the time of runs went, and the last known action of each rank."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,13 +32,16 @@ FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = (
     "runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]"
 )
 def command(runs: tuple[Path, ...]) -> None:
-    """Say where the time of runs went, by what their ranks noted last; of a run that died, what each rank did.
+    """Print where the time of runs went, from the traces of their ranks.
 
-    Each RUN/report gets the timeline of all ranks as a picture and as a trace for Perfetto or Chrome, and that of the first RUN
-    a page of HTML with everything. Pictures and page need matplotlib: pip install 'mpitrain[report]'.
+    If a run crashed or was killed, print the last known action of each rank.
+
+    The timeline of all ranks is written to RUN/report, as a picture and as a trace for Perfetto or
+    Chrome. The first RUN's report also gets an HTML page with everything. The pictures and the
+    page need matplotlib: pip install 'mpitrain[report]'.
     """
     if process.launched().rank > 0:
-        return  # rank 0 reports for all
+        return  # only rank 0 reports
     outputs = Outputs()
     sections = {str(run): reported(run, outputs) for run in runs}
     folder = runs[0] / FOLDER
@@ -54,7 +57,7 @@ def command(runs: tuple[Path, ...]) -> None:
 def _write_page(
     runs: "Sequence[Path]", sections: "Mapping[str, Section]", outputs: Outputs
 ) -> None:
-    """Write the page with all sections, and the picture of all metrics that it shows, into the first run's folder."""
+    """Write the HTML page of all runs, and its picture of their metrics, to the first run."""
     from mpitrain.report.page import write_page
     from mpitrain.report.plots import draw_metrics
     from mpitrain.run.metrics import read_metrics
@@ -70,7 +73,10 @@ def _write_page(
 
 
 def reported(run: Path, outputs: Outputs) -> "Section":
-    """Say what the traces of a run say, and write what Perfetto reads and, with matplotlib, the timeline."""
+    """Print the summary of a run; write its Perfetto trace and, with matplotlib, its timeline.
+
+    Return the section of the HTML page. Raise ConfigError if `run` holds no run.
+    """
     from mpitrain.errors import ConfigError, visible
     from mpitrain.files import opened
     from mpitrain.report.page import Section
@@ -114,7 +120,7 @@ def reported(run: Path, outputs: Outputs) -> "Section":
 
 
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":
-    """Lines on what the traces of a run say, and what is to be drawn of them."""
+    """Return the summary lines of a run's traces, and the timeline and steps to draw."""
     from mpitrain.report.schedule_comparison import what_was_predicted
     from mpitrain.report.text import (
         what_each_did_last,
@@ -147,7 +153,10 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
 
 
 def _draw(run: Path, drawn: "Drawn") -> tuple[Path | None, Path]:
-    """Write the timeline of the steps that all ranks finished, with matplotlib, and what Perfetto reads; returns both files."""
+    """Write the Perfetto trace and, with matplotlib, a timeline of the completed steps.
+
+    Return the paths of the picture, or None, and of the trace.
+    """
     from mpitrain.report.perfetto import write_perfetto
 
     timeline, steps = drawn

@@ -1,4 +1,4 @@
-"""How a rank begins and ends: connected, and leaving together with the others or taking them along."""
+"""The MPI session of a command: connects the ranks, and ends them together or aborts the job."""
 
 import faulthandler
 import sys
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
 from mpitrain.machine import process
 
-if TYPE_CHECKING:  # NumPy must not be loaded before `mpi_session` has limited its threads
+if TYPE_CHECKING:
+    # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
     from mpitrain.transport.base import Transport
 
-STALL_SECONDS = (
-    600.0  # for ranks to find each other, and until a configuration says run.stall_seconds
-)
-MOST = 10**6  # of anything that an option counts
-LONGEST = 1e9  # seconds that a timer of the system can be set to
+STALL_SECONDS = 600.0
+"""Seconds in which the ranks must connect, unless the configuration sets run.stall_seconds."""
+MOST = 10**6
+"""Upper limit of options that count something."""
+LONGEST = 1e9
+"""Longest timeout, in seconds, that a timer of the operating system accepts."""
 
 
 @contextmanager
@@ -28,16 +30,16 @@ def mpi_session(
     patience: Callable[[], float] = lambda: STALL_SECONDS,
     does_trace: Callable[[], bool] = lambda: False,
 ) -> "Iterator[Transport]":
-    """Connect to the other ranks; when the body has run, all pass a barrier before any leaves.
+    """Connect the ranks, yield the transport, and pass a barrier before any rank exits.
 
-    An error that every rank has is printed by rank 0, and all leave with its exit code. Anything else that is raised ends
-    the whole job at once, with this rank's traceback.
+    Rank 0 prints an error that all ranks raise, and all exit with its code. Any other exception
+    aborts the whole job at once and prints this rank's traceback.
 
-    allow_alone  do not refuse N processes that are each alone
-    kind         the device.kind that will be asked for, since a GPU is chosen before MPI starts; an error it may raise
-                 is dropped: the body will meet it again, with all ranks there to agree on it
-    patience     the seconds after which this process ends if the ranks have not found each other; as for `kind`
-    does_trace   whether what they do is recorded, from before the first message; as for `kind`
+    allow_alone  accept N started processes that each see an MPI world of one rank
+    kind         returns the configured device.kind, since a GPU is chosen before MPI starts;
+                 its errors are ignored here, because the caller raises them again on all ranks
+    patience     returns the seconds in which the ranks must connect; its errors are ignored too
+    does_trace   returns whether to record a trace, from before the first message; errors as above
     """
     process.limit_blas_threads()
     seconds = STALL_SECONDS
@@ -54,7 +56,8 @@ def mpi_session(
     from mpitrain.transport.mpi import connect
     from mpitrain.transport.traced_transport import recorded
 
-    # mpi4py starts MPI with the interpreter's lock held: a watchdog in Python would not run, this one does, and exits with 1.
+    # mpi4py holds the GIL during MPI_Init, so a watchdog thread in Python could not run.
+    # The timer of faulthandler needs no GIL, and exits with code 1.
     faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
     transport = recorded(connect, recorder)
     faulthandler.cancel_dump_traceback_later()
@@ -88,7 +91,7 @@ def mpi_session(
 
 
 def settings_of(*options: tuple[str, Any]) -> list[str]:
-    """`section.key=value` for each option that was given."""
+    """Return `section.key=value` for each option that is not None."""
     return [f"{key}={_toml(value)}" for key, value in options if value is not None]
 
 
@@ -99,21 +102,24 @@ def _toml(value: Any) -> str:
 
 
 def kind_of(folder: Path, settings: list[str]) -> str:
-    """The device.kind of a run directory under these settings."""
+    """Return the device.kind of a run directory with these settings applied."""
     from mpitrain.run.open_run import configured
 
     return configured(folder, settings).device.kind
 
 
 def refuse_strangers(transport: "Transport") -> None:
-    """N processes that each believe they are rank 0 of 1 would all write the same files: refuse them."""
+    """Raise ConfigError if a launcher started N processes, but each is rank 0 of 1 for MPI.
+
+    Such processes would all write the same files. Only the first one raises; the others exit.
+    """
     started = process.launched()
     if started.size == 1 or transport.size > 1:
         return
     if started.rank > 0:
-        time.sleep(
-            1
-        )  # no barrier joins these processes, and the first to leave may end the one that prints
+        # No barrier joins these processes. The first exit may make the launcher end the process
+        # that prints the error.
+        time.sleep(1)
         sys.exit(ConfigError.exit_code)
     raise on_every_rank(
         ConfigError(
@@ -124,7 +130,10 @@ def refuse_strangers(transport: "Transport") -> None:
 
 
 def leave_together(transport: "Transport", show: Callable[[], None], exit_code: int) -> None:
-    """Rank 0 shows why; every rank leaves with the code after a barrier, so that no launcher cuts the message off."""
+    """Print the reason on rank 0, then exit on every rank after a barrier.
+
+    Without the barrier a launcher could end rank 0 before the message is complete.
+    """
     if transport.rank == 0:
         show()
     transport.barrier()
@@ -132,7 +141,7 @@ def leave_together(transport: "Transport", show: Callable[[], None], exit_code: 
 
 
 def leave_usage(show: Callable[[], None], exit_code: int) -> None:
-    """As `leave_together`, for a command line that was refused before anything was connected."""
+    """Exit as `leave_together` does, for a command line that is wrong before MPI has started."""
     if process.launched().size == 1:
         show()
         sys.exit(exit_code)

@@ -1,4 +1,4 @@
-"""`mpitrain train`: build what the configuration says and train it."""
+"""`mpitrain train`: builds the configured training job and runs it."""
 
 import math
 import os
@@ -21,20 +21,25 @@ from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
 from mpitrain.machine.kinds import KINDS
 
-ANNOUNCED = 1.2 * last_words.SECONDS  # after a CONT, for which a TERM is waited for
-SAMPLE_SECONDS = 10  # of drawing the sample after training, which keeps all the ranks
+ANNOUNCED = 1.2 * last_words.SECONDS
+"""Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
+SAMPLE_SECONDS = 10
+"""Longest time, in seconds, to generate the sample after training: all ranks wait for it."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that request a stop."""
 
 
 class TrainCommand(click.Command):
-    """Lets `--resume` stand alone, and knows that an option it lacks may be a configuration key."""
+    """A Click command whose `--resume` needs no value.
+
+    For an unknown option it suggests the configuration keys with a similar name.
+    """
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         given: list[str] = []
         for word in args:
-            if word == "auto" and given[-1:] == [
-                "--resume=yes"
-            ]:  # what else follows it is an argument of its own
+            # Only "auto" is a value of --resume; any other next word is an argument of its own.
+            if word == "auto" and given[-1:] == ["--resume=yes"]:
                 given[-1] = "--resume=auto"
             else:
                 given.append("--resume=yes" if word == "--resume" else word)
@@ -49,7 +54,10 @@ class TrainCommand(click.Command):
 
 
 def _meant(option: str, args: list[str]) -> str:
-    """How the configuration keys that an unknown option may mean are set, or why they cannot be set to this; else nothing."""
+    """Return a hint for an unknown option: how to set the configuration keys with a similar name.
+
+    If the key cannot have the given value, the hint is the reason. Without a similar key it is "".
+    """
     from mpitrain.config import nearest, parse, with_settings
     from mpitrain.errors import ConfigError
     from mpitrain.run.resolve import check_names
@@ -84,17 +92,12 @@ def _meant(option: str, args: list[str]) -> str:
     type=click.Choice(["yes", "auto"]),
     default=None,
     metavar="[=auto]",
-    help="Go on with the run in --out from its newest checkpoint; =auto starts it if there is none.",
+    help="Resume the run in --out from its newest checkpoint; =auto starts a run if there is none.",
 )
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
-@click.option(
-    "--pp",
-    type=int,
-    metavar="N",
-    help="Pipeline stages, each with some of the layers (default: 1).",
-)
-@click.option("--device", metavar="KIND", help=f"Where to compute: auto, {', '.join(KINDS)}.")
+@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
+@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
+@click.option("--device", metavar="KIND", help=f"Kind of device: auto, {', '.join(KINDS)}.")
 @click.option(
     "--gemm",
     metavar="WHO",
@@ -106,7 +109,7 @@ def _meant(option: str, args: list[str]) -> str:
     is_flag=False,
     flag_value="all",
     metavar="[SECTION]",
-    help="Print the configuration keys, all or of a section, and exit.",
+    help="Print the configuration keys, all or of one section, and exit.",
 )
 def command(
     config_file: Path | None,
@@ -120,11 +123,12 @@ def command(
     gemm: str | None,
     described: str | None,
 ) -> None:
-    """Train a network, on all the ranks this was started with.
+    """Train a network on all ranks of the MPI job.
 
-    Without arguments: a small GPT on the text of Python's own documentation. A step takes 32 sequences of 128 tokens over
-    all ranks (batch.size, model.context), 400 steps (run.steps). AdamW: learning rate 0.002 after 20 steps of warm-up,
-    cosine decay to a tenth, betas 0.8 and 0.95, weight decay 0.1 of matrices, gradients clipped to norm 1.
+    Without arguments, it trains a small GPT on the text of Python's own documentation. The
+    defaults are batches of 32 sequences of 128 tokens over all ranks (batch.size, model.context),
+    400 steps (run.steps). AdamW: learning rate 0.002 after 20 steps of warm-up, cosine decay to a
+    tenth, betas 0.8 and 0.95, weight decay 0.1 of matrices, gradients clipped to norm 1.
     """
     if described is not None:
         print_keys(described)
@@ -151,10 +155,13 @@ def command(
 
 
 class Stop:
-    """What INT, TERM and USR1 do to this rank: they end the process until `note`, and ask for a stop from then on.
+    """The handling of INT, TERM and USR1 on this rank.
 
-    Before the ranks are connected the kernel ends the process, for mpi4py starts MPI with the interpreter's lock held, and
-    no Python runs meanwhile. After `connected` a thread does, which works while the main thread waits for a message.
+    Until `note`, a signal ends the process; from then on it requests a stop.
+
+    mpi4py starts MPI with the GIL held, so no Python code can handle a signal meanwhile. Until
+    `connected`, the default action of the kernel therefore ends the process. From then on a thread
+    handles signals, even while the main thread waits for a message.
     """
 
     def __init__(self) -> None:
@@ -165,7 +172,7 @@ class Stop:
             signal.signal(number, signal.SIG_DFL)
 
     def connected(self, rank: int) -> None:
-        """The ranks have found each other; from now on a request that ends the process says so."""
+        """Install the handlers once the ranks are connected; rank 0 now reports an early end."""
         heard, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.set_wakeup_fd(wakes)
@@ -176,13 +183,12 @@ class Stop:
             signal.signal(signal.SIGCONT, self._announce)
 
     def note(self) -> None:
-        """The run is about to have something to save."""
+        """Let later signals request a stop: the run is about to have something to save."""
         self._is_noted = True
 
     def _note(self, number: int, frame: object) -> None:
-        if (
-            number == signal.SIGINT and self.requested and self._is_noted
-        ):  # schedulers repeat TERM, a person means it
+        if number == signal.SIGINT and self.requested and self._is_noted:
+            # A second INT comes from a person, who wants the end at once. Schedulers repeat TERM.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.requested = True
@@ -191,9 +197,10 @@ class Stop:
         self._announced = time.monotonic()
 
     def asked(self) -> bool:
-        """Whether a stop was requested. A CONT of Open MPI's mpirun may announce its TERM: wait for it rather than go on.
+        """Return whether a stop was requested.
 
-        Else the step that begins meanwhile would take time which the checkpoint needs. A CONT for another reason costs a pause.
+        A CONT from Open MPI's mpirun may announce its TERM, so wait for that TERM. Otherwise the
+        next step would take time that the checkpoint needs. Any other CONT costs only this wait.
         """
         while not self.requested and time.monotonic() < self._announced + ANNOUNCED:
             time.sleep(0.002)
@@ -204,14 +211,18 @@ class Stop:
             if number[0] == signal.SIGCONT:
                 continue
             self._is_terminated |= number[0] == signal.SIGTERM
-            time.sleep(1 if rank > 0 else 0)  # the first to leave may end the one that prints
+            # The first exit may make the launcher end rank 0, which has to print.
+            time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
                     self.say(NOT_BEGUN)
                 os._exit(STOPPED)
 
     def say(self, text: str) -> None:
-        """Print the line of rank 0 that ends the run; after TERM past mpirun, which sends it when it forwards nothing more."""
+        """Print the line of rank 0 that ends the run.
+
+        After TERM, mpirun forwards no output: the line then goes to mpirun's own standard output.
+        """
         if self._is_terminated:
             last_words.say(text)
         else:
@@ -246,7 +257,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
 
 
 def unmeasured(config: Any, hosts: Sequence[str]) -> str:
-    """One line of advice if auto is to choose without knowing the links between these hosts; else nothing."""
+    """Return a line of advice if `auto` has no measured constants for these hosts, else ""."""
     from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 
     advice = foreign(DEFAULT, hosts)
@@ -255,7 +266,7 @@ def unmeasured(config: Any, hosts: Sequence[str]) -> str:
 
 
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
-    """The configuration file, or else that of the run that is resumed, under the settings of the command line."""
+    """Return the configuration of the file, or of the resumed run, with the settings applied."""
     from mpitrain.config import parse, read_toml, with_settings
     from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
 
@@ -265,26 +276,21 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
         return parse(with_settings({}, settings))
     then = configuration(Path(out))
-    stored = {
-        **then.model_dump(),
-        "layout": {},
-        "pipeline": {},
-    }  # a resumed run may have other ranks
+    # A resumed run may have another number of ranks, so the layout is not taken over.
+    stored = {**then.model_dump(), "layout": {}, "pipeline": {}}
     stored["data"] = held_out_as_before(then, settings)
     config = parse(with_settings(stored, settings))
     if config.layout.pp > config.batch.micro_batches and not any(
         one.startswith("batch.micro_batches") for one in settings
     ):
-        settings = [
-            *settings,
-            "batch.micro_batches=0",
-        ]  # more stages than those of the run before need more
+        # More stages than before may need more micro-batches: 0 chooses their number.
+        settings = [*settings, "batch.micro_batches=0"]
         config = parse(with_settings(stored, settings))
     return config
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
-    """A little of what the model writes after a line break; token numbers where the source is no text. Collective."""
+    """Print a short generated text; token numbers if the source is not text. Collective."""
     from itertools import islice
 
     from mpitrain.cli.generate import readable
@@ -318,7 +324,7 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
 
 
 def print_keys(section: str) -> None:
-    """Every configuration key of a section, or of "all", with default, type, range and help."""
+    """Print the keys of a section, or of "all", with default, type, range and help."""
     import json
     from itertools import groupby
     from textwrap import fill

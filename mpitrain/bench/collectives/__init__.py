@@ -1,1 +1,1 @@
-"""Benchmarks of collectives: sweeps over sizes, verification, tables, plots, and the fit of the cost model."""
+"""Benchmarks of collectives: sweeps, verification, tables, plots, and the fit of the cost model."""

@@ -1,4 +1,4 @@
-"""What a row of a benchmark runs: a collective on an array that stays where it is, or on an activation leased for every run."""
+"""The collective of a benchmark row, bound to a fixed array or to a leased activation buffer."""
 
 from typing import Any, Protocol
 
@@ -9,36 +9,36 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
 
 LEASED = "leased"
-"""Where activations lie, as --buffers calls it."""
+"""The value of --buffers for activation buffers."""
 
 
 class Bound(Protocol):
-    """A collective bound to its array.
+    """A protocol for a collective that is bound to its array.
 
-    algorithm  which one it became
+    algorithm  name of the bound algorithm
     """
 
     algorithm: str
 
     @property
     def array(self) -> Any:
-        """The array, flat; a reference to it is good until it is made anew."""
+        """The flat array. A reference to it is valid until the next `renew`."""
 
     @property
     def result(self) -> Any:
-        """The elements that a run leaves as its result."""
+        """The elements of the result of a run."""
 
     def renew(self) -> None:
-        """Make the array anew for a run, where it does not stay."""
+        """Get a new array for the next run, unless the array is fixed."""
 
     def run(self) -> None:
-        """Run it."""
+        """Run the collective."""
 
 
 class Staying:
-    """A collective on an array that stays where it is.
+    """A collective on a fixed array, as a persistent collective of MPI-4.
 
-    result  the part of the array that holds the result, or another array that does
+    result  the region of the array with the result, or another array with it
     """
 
     def __init__(self, array: Any, reduction: Reduction, result: Any):
@@ -50,34 +50,35 @@ class Staying:
         )
 
     def renew(self) -> None:
-        """Nothing to do."""
+        """Do nothing: the array is fixed."""
 
 
 class Leased:
-    """An all-reduce of an activation, leased anew for every run, which finds what is bound to its buffer.
+    """An all-reduce of an activation buffer that is leased anew for every run, as in a layer.
 
-    As in a layer: the lease takes the place of one from the arena and comes before the activation is computed.
+    A run finds the reduction that is bound to its buffer. In a layer the lease replaces one from
+    the arena; it is taken before the activation is computed.
     """
 
     def __init__(self, group: Group, count: int, dtype: np.dtype):
-        """Collective: binds."""
+        """Lease a buffer and bind its all-reduce. Collective."""
         self._group, self._count, self._dtype = group, count, dtype
         self._exchange: ActivationBuffer | None = group.exchange((count,), dtype)
         self.algorithm = self._exchange.all_reduce().algorithm
 
     @property
     def array(self) -> Any:
-        """The activation, flat."""
+        """The flat activation buffer."""
         assert self._exchange is not None
         return self._exchange.array
 
     @property
     def result(self) -> Any:
-        """All of it."""
+        """The whole activation buffer."""
         return self.array
 
     def renew(self) -> None:
-        """End the lease, and take another one."""
+        """End the lease and take a new one."""
         self._exchange = None
         self._exchange = self._group.exchange((self._count,), self._dtype)
 

@@ -1,4 +1,4 @@
-"""Tables of named columns: as many of them as the terminal has room for, figures with three significant digits."""
+"""Tables with as many columns as fit the terminal, and figures of three significant digits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,9 +9,9 @@ class Column(NamedTuple):
     """One column of a table.
 
     width       characters, without the space before it
-    text        (row) -> what a row shows there
-    importance  columns of the lowest are left out first where the table is too wide; None: never
-    is_left     whether the text begins at the left
+    text        (row) -> text of the row's cell
+    importance  if the table is too wide, columns with the lowest are left out first; None: never
+    is_left     whether the text is left-aligned
     """
 
     title: str
@@ -22,12 +22,12 @@ class Column(NamedTuple):
     is_left: bool = False
 
     def cell(self, text: str) -> str:
-        """The text in this column's width."""
+        """Pad the text to this column's width."""
         return f" {text}".ljust(self.width) if self.is_left else text.rjust(self.width)
 
 
 class Table:
-    """Prints rows under their columns.
+    """A formatter of rows under column titles.
 
     width  characters of the terminal; 0: no limit
     """
@@ -37,7 +37,7 @@ class Table:
         self._left_out = [column.title for column in columns if column not in self.columns]
 
     def heading(self) -> list[str]:
-        """Titles and units, and before them the columns that there was no room for."""
+        """Return the lines of titles and units, after a note on the columns left out."""
         titles = [
             " ".join(
                 column.cell(text) for column, text in zip(self.columns, texts, strict=True)
@@ -57,12 +57,12 @@ class Table:
         ]
 
     def line(self, row: Any) -> str:
-        """One row."""
+        """Return the line of a row."""
         return " ".join(column.cell(column.text(row)) for column in self.columns).rstrip()
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns that fit in the width, in their order; all of them where it is 0."""
+    """Return the columns that fit the width, in their order; all if the width is 0."""
     found = list(columns)
     while width and sum(column.width + 1 for column in found) - 1 > width:
         left = [column for column in found if column.importance is not None]
@@ -73,7 +73,7 @@ def fitting(columns: Sequence[Column], width: int) -> list[Column]:
 
 
 def figure(value: float) -> str:
-    """A number with three significant digits: 0.0123, 1.23, 12.3, 123, 12300; "-" where it is not finite."""
+    """Format a number with three significant digits (0.0123, 1.23, 12300); "-" if not finite."""
     if not math.isfinite(value):
         return "-"
     rounded = float(f"{value:.3g}")

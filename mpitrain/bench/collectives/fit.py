@@ -1,4 +1,4 @@
-"""Fitting the cost model to measurements, and telling how well it does on sizes it has not seen."""
+"""Fitting the cost model to measurements, and checking it on sizes that it has not seen."""
 
 import math
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from mpitrain.collectives.selection.cost_model import (
 from mpitrain.collectives.selection.tuning import DEFAULT
 
 SHORT = 1 << 14
-"""Bytes up to which an array is called short: what counts is how many messages there are."""
+"""Bytes up to which an array is short: there the number of messages determines the time."""
 
 
 class Check(NamedTuple):
-    """How a fit does on sizes that were left out of it.
+    """The accuracy of a fit on sizes that were left out of it.
 
     error      median over rows of |predicted - measured| / measured
-    short      the same of arrays up to SHORT
-    choices    {bytes: (chosen, its time over the fastest one's)}
+    short      the same for arrays of up to SHORT bytes
+    choices    {bytes: (chosen algorithm, its time over the fastest algorithm's)}
     """
 
     error: float
@@ -42,7 +42,7 @@ class Check(NamedTuple):
 
 
 def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
-    """One row per algorithm, buffers and size, with the median of its times; spoilt rows are left out."""
+    """Return one row per algorithm, buffers and size, with its median time; drop spoilt rows."""
     found: dict[tuple, list[Row]] = {}
     for row in (row for row in rows if not is_spoilt(row)):
         found.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
@@ -52,7 +52,7 @@ def median_of_sweeps(rows: Sequence[Row]) -> list[Row]:
 
 
 def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> Tuning:
-    """Constants for one number of ranks from measured all-reduces."""
+    """Fit the constants for one number of ranks to measured all-reduces."""
     n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
     plans: dict[str, Constants] = {}
     whole: dict[str, dict[str, Constants]] = {}
@@ -76,10 +76,13 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> T
 def constants(
     rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults: Constants | None = None
 ) -> Constants:
-    """The constants of every amount at every knot, by least absolute relative error, none below zero.
+    """Fit the nonnegative constants of every knot, by least absolute relative error.
 
-    What no row says anything about is as at the nearest knot of which one does, or else the default; so is a knot that no
-    size comes near, such as the last where the links are too slow to measure long arrays. Without rows all is the default.
+    A constant that no row determines is copied from the nearest knot that has it, or else is the
+    default. The same holds for a knot far from all measured sizes: on slow links no array is long
+    enough for the last one. Without rows, all constants are defaults.
+
+    amounts  per row, the amount of work that each constant multiplies
     """
     if not rows:
         return defaults or {}
@@ -104,7 +107,10 @@ def constants(
 
 
 def least_absolute(matrix: np.ndarray) -> np.ndarray:
-    """x >= 0 that makes every element of matrix @ x nearly 1: the sum of the distances is least, so outliers count little."""
+    """Return the x >= 0 that minimises the sum of |matrix @ x - 1|, by linear programming.
+
+    Absolute instead of squared distances let outliers count little.
+    """
     rows, terms = matrix.shape
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1
@@ -119,7 +125,7 @@ def least_absolute(matrix: np.ndarray) -> np.ndarray:
 
 
 def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row]) -> dict[str, Check]:
-    """Compare the model with rows that it was not fitted to, by class of memory."""
+    """Compare the model with rows that were not used in the fit, for each class of memory."""
     return {
         memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
         for memory in dict.fromkeys(row.buffers for row in rows)
@@ -137,9 +143,8 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
             )
             * 1e6
         )
-        if math.isfinite(
-            predicted
-        ):  # or every row of this algorithm that the fit could learn from was spoilt
+        # The prediction is not finite if every row of this algorithm in the fit was spoilt.
+        if math.isfinite(predicted):
             errors[row.bytes <= SHORT].append(abs(predicted - row.time_us) / row.time_us)
         times.setdefault((row.bytes, row.count), {})[row.chosen] = row.time_us
     choices = {}
@@ -155,14 +160,14 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
 
 
 def all_spoilt(rows: Sequence[Row]) -> list[str]:
-    """The classes of memory of which no row is left to learn from."""
+    """Return the classes of memory in which every row is spoilt."""
     return sorted(
         {row.buffers for row in rows} - {row.buffers for row in rows if not is_spoilt(row)}
     )
 
 
 def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Fit to every second size, and say how well that does on the others, in a line for each class of memory."""
+    """Fit to every second size; return a line on the errors at the others per class of memory."""
     spoilt, total = sum(map(is_spoilt, rows)), len(rows)
     rows = median_of_sweeps(rows)
     known = sorted({row.bytes for row in rows})[::2]
@@ -185,14 +190,17 @@ def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) 
 
 
 def merged(old: Tuning | None, new: Tuning) -> Tuning:
-    """The new constants beside those of other numbers of ranks on the same machine."""
+    """Merge new constants with old ones for other numbers of ranks, if the machine is the same."""
     if old is None or old.machine != new.machine:
         return new
     return Tuning(new.machine, {**old.plans, **new.plans}, {**old.whole, **new.whole})
 
 
 def described(tuning: Tuning, n: int) -> list[str]:
-    """The constants for n ranks as tables, and what they are; those of the network where there is more than one host."""
+    """Format the constants for n ranks as tables with a legend.
+
+    Constants of the network appear only if there is more than one host.
+    """
     lines = []
     told = [
         at

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, for its header and for tuning files."""
+"""Facts about the machine of a benchmark, for its header and for tuning files."""
 
 import platform
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from mpitrain.transport.library import library
 
 
 def machine(transport: Transport) -> dict[str, Any]:
-    """What identifies a machine for the purposes of timing."""
+    """Return the facts that identify a machine for timing."""
     return {
         "hosts": len(set(transport.hosts)),
         "processor": processor(),
@@ -23,7 +23,7 @@ def machine(transport: Transport) -> dict[str, Any]:
 def header(
     transport: Transport, operation: str, device: str, arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """Facts for the reader of a table or of its JSON."""
+    """Return the header of a table or of its JSON file."""
     return {
         "mpitrain": __version__,
         "ranks": transport.size,
@@ -36,7 +36,7 @@ def header(
 
 
 def printed(facts: dict[str, Any]) -> list[str]:
-    """The header as lines."""
+    """Format the header as lines."""
     return [
         f"# mpitrain {facts['mpitrain']} bench: {' '.join(facts['arguments'])}",
         f"# {facts['ranks']} ranks on {facts['hosts']} host(s): {', '.join(facts['host_names'])}",
@@ -45,7 +45,7 @@ def printed(facts: dict[str, Any]) -> list[str]:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -1,4 +1,4 @@
-"""MPI's own collectives as peers in the same table: bound to the same arrays, checked and timed as ours are."""
+"""MPI's own collectives as peers: bound to the same arrays, and checked and timed like ours."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,23 +12,23 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.native import OPERATIONS as NATIVE
 
 REDUCING = ("reduce", "reduce-scatter")
-"""Of those, the ones that need a dtype of MPI's."""
+"""Native collectives that need a dtype of MPI, because they reduce."""
 
 
 class Peer(NamedTuple):
-    """A collective of MPI's own, bound to its arrays."""
+    """A collective of the MPI library, bound to its arrays."""
 
     run: Callable[[], None]
     algorithm: str = "native"
 
 
 def names(operation: str) -> tuple[str, ...]:
-    """The algorithms that a benchmark can be asked for: ours, and MPI's own where there is one."""
+    """Return the names of all algorithms: ours, and "native" if MPI has the collective."""
     return (*choices(operation), "native") if operation in NATIVE else choices(operation)
 
 
 def operation_of(operation: str, algorithm: str) -> Operation:
-    """How this algorithm of the operation is bound, and where its result lies."""
+    """Return the operation with the binding and the result location of this algorithm."""
     if operation not in NATIVE or algorithm != "native":
         return OPERATIONS[operation]
 
@@ -42,7 +42,7 @@ def operation_of(operation: str, algorithm: str) -> Operation:
 
 
 def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
-    """Why algorithms cannot run here, by name, in words that begin with "algorithm"."""
+    """Return {algorithm: reason} for algorithms that cannot run; a reason begins "algorithm"."""
     found = {
         name: refusal
         for name, algorithm in TABLES.get(operation, {}).items()

@@ -1,4 +1,4 @@
-"""The collectives that can be benchmarked: how each is bound, filled, checked and counted."""
+"""The benchmarked collectives: binding, input data, expected result and bus bandwidth of each."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.transport.base import Transport
 
 PERIOD = 13
-"""Positions after which the data repeat: whole numbers small enough for the sum over 8 ranks to be exact in bfloat16."""
+"""Period of the test data: such small integers have an exact sum over 8 ranks in bfloat16."""
 
 DRAWN = 100_003
-"""Numbers drawn for a gradient before they repeat."""
+"""Period of the random numbers of a test gradient."""
 
 
 class Buffers(NamedTuple):
     """The arrays of an operation, in the memory of a device.
 
-    other  what an all-to-all sends; where MPI's own reduce-scatter leaves its chunk; empty for the rest
+    other  send buffer of an all-to-all, or receive buffer of MPI's own reduce-scatter; else empty
     """
 
     array: Any
@@ -32,7 +32,7 @@ class Buffers(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How to reduce: by which algorithm, by which tuning if that is "auto", and with what."""
+    """The options of a reduction: its algorithm, the tuning for "auto", and the arithmetic."""
 
     algorithm: str
     tuning: Tuning
@@ -40,20 +40,20 @@ class Way(NamedTuple):
 
 
 def filled(rank: int, count: int) -> np.ndarray:
-    """What a rank brings: whole numbers that tell rank and position."""
+    """Return the input of a rank: small integers that encode rank and position."""
     return rank + 1 + np.arange(count) % PERIOD
 
 
 class Operation(NamedTuple):
-    """One benchmark.
+    """A benchmarked collective.
 
-    bind        (transport, buffers, way) -> Reduction
-    right       (transport, count) -> (slice, expected values there) after one run
-    bus         (n) -> bus bandwidth over algorithm bandwidth
-    ways        runs of the network in one run: 2 for a ping-pong, whose time is that of one way
-    fill        (rank, count) -> what a rank brings
-    other       (n, count) -> elements of `Buffers.other`
-    is_in_other whether the result lies there
+    bind         (transport, buffers, way) -> Reduction
+    right        (transport, count) -> (slice, expected values in it) after one run
+    bus          (n) -> bus bandwidth over algorithm bandwidth, as in nccl-tests
+    ways         2 for a ping-pong, whose time is half a round trip; else 1
+    fill         (rank, count) -> input of a rank
+    other        (n, count) -> elements of `Buffers.other`
+    is_in_other  whether the result is in `Buffers.other`
     """
 
     bind: Callable[[Transport, Buffers, Way], Reduction]
@@ -66,7 +66,7 @@ class Operation(NamedTuple):
 
 
 def summed(transport: Transport, count: int) -> np.ndarray:
-    """The sum over ranks."""
+    """Return the sum of `filled` over all ranks."""
     n = transport.size
     return n * (n + 1) // 2 + n * (np.arange(count) % PERIOD)
 
@@ -96,12 +96,12 @@ def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
 
 
 def gradient(rank: int, count: int) -> np.ndarray:
-    """What a rank brings to a lossy sum: numbers as small and as various as those of a gradient, drawn once and repeated."""
+    """Return a rank's input for a lossy sum: random numbers as small as gradients, repeated."""
     return np.resize(np.random.default_rng(rank).normal(0, 1e-6, DRAWN), count)
 
 
 def lossy(wire: Wire) -> Operation:
-    """An all-reduce in a wire format, by whatever algorithm that takes."""
+    """Return an all-reduce in a compressed wire format, by the algorithm of that format."""
     return OPERATIONS["allreduce"]._replace(
         fill=gradient,
         right=lambda transport, count: (
@@ -170,4 +170,4 @@ OPERATIONS = {
         ways=2,
     ),
 }
-"""By the name the command line gives them."""
+"""{name on the command line: operation}."""

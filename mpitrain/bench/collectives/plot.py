@@ -1,4 +1,4 @@
-"""Pictures of benchmark rows; needs matplotlib (the `report` extra)."""
+"""Pictures of benchmark rows. They need matplotlib (the `report` extra)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +20,20 @@ COLOURS = (
     "#bcbd22",
     "#17becf",
 )
-"""Told apart by colour-blind readers as far as so many can be; `auto` is a broad grey line behind the one it follows."""
+"""Colours of curves, which colour-blind readers can distinguish as far as possible.
+
+`auto` is a broad grey line behind the curve of the algorithm that it chooses.
+"""
 DASHES, MARKS = ("-", "--", "-."), "os^"
-"""Of the first curves in these colours, of the next ones, of those after them; dotted is what was predicted."""
+"""Dashes and marks of the first, second and third ten curves; predictions are dotted."""
 
 
 ROOM = 1.2
-"""How far the axes go beyond the largest median."""
+"""Largest value of an axis, relative to the largest median."""
 
 
 class Look(NamedTuple):
-    """How a curve is drawn."""
+    """The style of a curve."""
 
     colour: str
     dash: str
@@ -38,18 +41,19 @@ class Look(NamedTuple):
 
 
 def look(number: int) -> Look:
-    """Of the curve of this number: no other of the first thirty has it."""
+    """Return the style of a curve by its number; the first thirty styles all differ."""
     again = number // len(COLOURS) % len(DASHES)
     return Look(COLOURS[number % len(COLOURS)], DASHES[again], MARKS[again])
 
 
 def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
-    """Time and bus bandwidth against bytes: the median of the sweeps, a band from the fastest run to p99, predictions dotted.
+    """Draw time and bus bandwidth over bytes.
 
-    The axes reach as far as the medians do: a prediction or a p99 that is far from all of them is cut off at the frame.
-    What `auto` has chosen stands over its curve, where it changes; which machine it was, below.
+    A curve is the median of the sweeps, with a band from the fastest run to p99; predictions are
+    dotted. The axes follow the medians, so the frame cuts off a far prediction or p99. Labels over
+    the curve of `auto` name its choice, where it changes. The machine is named below.
 
-    facts  of header.header
+    facts  returned by header.header
     """
     pyplot = painter()
     curves: dict[tuple[str, str], dict[int, list[Row]]] = {}
@@ -65,9 +69,8 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
             if {row.chosen for rows in by_bytes.values() for row in rows} - {
                 measured for measured, _ in curves
             }:
-                _surround(
-                    (left, right), by_bytes, "#777777"
-                )  # what it follows is not drawn by itself
+                # The algorithm that `auto` chose has no curve, so `auto` gets its band.
+                _surround((left, right), by_bytes, "#777777")
             continue
         own = next(looks)
         _draw(
@@ -123,7 +126,7 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
 
 
 def _draw(views: Sequence[Any], name: str, by_bytes: dict[int, list[Row]], **style: Any) -> None:
-    """The median in both views."""
+    """Draw the medians in both views."""
     for axes, of in zip(views, (_time, _bandwidth), strict=True):
         axes.plot(
             list(by_bytes), [of(rows, "time_us") for rows in by_bytes.values()], label=name, **style
@@ -131,7 +134,7 @@ def _draw(views: Sequence[Any], name: str, by_bytes: dict[int, list[Row]], **sty
 
 
 def _surround(views: Sequence[Any], by_bytes: dict[int, list[Row]], colour: str) -> None:
-    """The spread and the prediction."""
+    """Draw the band and the prediction in both views."""
     for axes, of in zip(views, (_time, _bandwidth), strict=True):
         fastest, p99, predicted = (
             [of(rows, field) for rows in by_bytes.values()]
@@ -146,12 +149,12 @@ def _time(rows: Sequence[Row], field: str) -> float:
 
 
 def _bandwidth(rows: Sequence[Row], field: str) -> float:
-    """What the bus bandwidth would be at that time."""
+    """Return the median bus bandwidth for the time in this field."""
     return median(row.busbw_GBs * row.time_us / getattr(row, field) for row in rows)
 
 
 def _choices(axes: Any, by_bytes: dict[int, list[Row]]) -> None:
-    """What `auto` is, at the top, from each size where that changes."""
+    """Mark each size at which the choice of `auto` changes, with its name at the top."""
     before = ""
     for size in sorted(by_bytes):
         chosen = by_bytes[size][0].chosen
@@ -170,8 +173,8 @@ def _choices(axes: Any, by_bytes: dict[int, list[Row]]) -> None:
 
 
 def readable(nbytes: int) -> str:
-    """Bytes as 64 B, 4 KiB or 1.5 MiB."""
+    """Format a number of bytes as 64 B, 4 KiB or 1.5 MiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= 0.99 * size:  # arrays are cut to whole elements for every rank
+        if nbytes >= 0.99 * size:  # arrays are rounded down to whole elements per rank
             return f"{nbytes / size:.3g} {unit}"
     return f"{nbytes} B"

@@ -1,4 +1,4 @@
-"""What a benchmark of collectives is asked to measure."""
+"""The request of a benchmark of collectives: algorithms, sizes, buffers and repetitions."""
 
 import math
 from collections.abc import Sequence
@@ -12,17 +12,18 @@ from mpitrain.errors import ConfigError
 
 
 class SweepRequest(NamedTuple):
-    """What to measure.
+    """The request of one benchmark.
 
-    algorithms  names; none for all that can run here
+    algorithms  names; empty: all that can run here
+    sizes       bytes of the arrays
     iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
-    warmup      runs before those, at least 1
-    buffers     where the arrays lie: "window" (shared by the ranks of a host, as in training) or "plain"; of an all-reduce also
-                "leased": where a group leases activations
-    wires       lossy formats to measure beside the algorithms of an all-reduce
-    stops       leave out arrays so long that what they take follows from shorter ones
-    sweeps      times that the whole list is gone through, so that rows to compare alternate
-    device      kind of the device whose memory holds the arrays and whose kernels reduce them
+    warmup      untimed runs before the timed ones, at least 1
+    buffers     memory of the arrays: "window" (shared by the ranks of a host, as in training) or
+                "plain"; for an all-reduce also "leased": activation buffers of a group
+    wires       compressed formats to measure together with the algorithms of an all-reduce
+    stops       leave out long arrays whose time follows from shorter ones
+    sweeps      repetitions of the whole list, so that rows to compare alternate
+    device      kind of the device that holds the arrays and reduces them
     """
 
     operation: str
@@ -39,7 +40,7 @@ class SweepRequest(NamedTuple):
 
 
 def dtype_of(name: str) -> np.dtype:
-    """A dtype by name; ConfigError for one that cannot be reduced."""
+    """Return a dtype by name; ConfigError if it cannot be reduced."""
     check_name("dtype", name, ("float32", "float64", "float16", "bfloat16", "int32"))
     if name == "bfloat16":
         import ml_dtypes  # noqa: F401  registers the name with NumPy
@@ -47,7 +48,10 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def sizes(least: int, most: int, factor: float) -> list[int]:
-    """Bytes from least to most, each `factor` times the one before; ConfigError if there are none, or no end of them."""
+    """Return sizes in bytes from least to most, each `factor` times the previous one.
+
+    Raise ConfigError if the list would be empty or endless.
+    """
     if not 1.01 <= factor < math.inf:
         raise ConfigError(
             f"Sizes grow by a factor of 1.01 or more, but this is {factor:g}.",

@@ -1,4 +1,4 @@
-"""One benchmark run: sizes x algorithms, each timed, checked and compared with the model."""
+"""A sweep over sizes and algorithms: rows are timed, verified and compared with the cost model."""
 
 import math
 import time
@@ -30,14 +30,14 @@ from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.device.cuda_aware import over_device
 
 SECONDS = 0.25
-"""Time given to one row when the number of iterations is not set."""
+"""Time of the runs of one row, if the number of iterations is not set."""
 
 LONG, LONGEST = 0.05, 1.0
-"""Seconds of the fastest run after which no longer array is needed: if time grows as fast as the array, and in any case."""
+"""Seconds of the fastest algorithm that end a sweep: if time grows with the array, or always."""
 
 
 class Bench(NamedTuple):
-    """What all rows of a request are measured with."""
+    """The context that all rows of a request share."""
 
     request: SweepRequest
     tuning: Tuning
@@ -47,7 +47,10 @@ class Bench(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What one row is about: its name in the table, and how it is bound. The wire is "none" for exact operations."""
+    """The algorithm of a row: its name in the table, its operation and its wire format.
+
+    wire  "none" for exact operations
+    """
 
     name: str
     operation: Operation
@@ -55,7 +58,12 @@ class Subject(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What all rows of one size start from, and what a run must leave in this part of the array."""
+    """The data that all rows of one size share.
+
+    original  input of this rank
+    part      region of the array that has the result
+    right     expected values in this region
+    """
 
     original: Any
     part: slice
@@ -63,19 +71,19 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One measurement. Times are those of the slowest rank, per run; of one way for a ping-pong.
+    """One measurement. Times are per run, on the slowest rank; of a ping-pong, half a round trip.
 
-    wrong   elements; for a wire format replicas
-    chosen  what the algorithm became: what `auto` is here, ring where there is no room for a window; mostly itself
-    sweep   which one, from 1
-    error   of a wire format: norm of what the first run loses, over that of the sum; NaN for exact operations
+    wrong   wrong elements; for a wire format, replicas that differ
+    chosen  algorithm that was bound: the choice of `auto`, or `ring` where a window has no room
+    sweep   number of the sweep, from 1
+    error   for a wire format, norm of the first run's error over the norm of the sum; else NaN
     """
 
     op: str
     algorithm: str
     buffers: str
     bytes: int
-    count: int  # type: ignore[assignment]  # in place of tuple's method, which nobody calls on a row
+    count: int  # type: ignore[assignment]  # it hides tuple.count, which rows do not need
     dtype: str
     ranks: int
     time_us: float
@@ -91,7 +99,10 @@ class Row(NamedTuple):
 
 
 class Sweep:
-    """An iterator over rows as they are measured. It knows how many there will be: at most, if the request stops early."""
+    """An iterator over rows as they are measured.
+
+    total  number of rows, at most: `stops` in the request may end the sweep early
+    """
 
     def __init__(self, total: int, rows: Iterator[Row]):
         self.total, self._rows = total, rows
@@ -101,9 +112,9 @@ class Sweep:
 
 
 def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Sweep:
-    """Rows as they are measured; the same ones on every rank. Collective.
+    """Return an iterator that measures the rows; every rank gets the same rows. Collective.
 
-    raises  ConfigError on every rank, before anything is measured, for what this machine or MPI cannot do
+    raises  ConfigError on every rank, before any measurement, if the machine or MPI lacks support
     """
     device = on_all_ranks(transport, lambda: device_for(request.device))
     bench = Bench(
@@ -132,7 +143,7 @@ def sweep(transport: Transport, request: SweepRequest, tuning: Tuning) -> Sweep:
 
 
 def _algorithms(bench: Bench) -> Sequence[str]:
-    """The algorithms asked for; ConfigError on every rank for one that cannot run here."""
+    """Return the requested algorithms; ConfigError on every rank if one cannot run here."""
     request, transport = bench.request, bench.transport
     known, dtype = names(request.operation), request.dtype.name
     situation = Topology(
@@ -148,9 +159,9 @@ def _algorithms(bench: Bench) -> Sequence[str]:
 
 
 def _pool(bench: Bench, where: str, count: int, other: int) -> tuple[str, Buffers | None]:
-    """Arrays of `count` and of `other` elements that every size is a part of, and where they came to lie.
+    """Allocate arrays of `count` and `other` elements for all sizes; return their class and them.
 
-    There may be no room for a window, or no need of one.
+    The class of memory differs from `where` if a window has no room or is not needed.
     """
     if where == LEASED:
         return where, None
@@ -179,7 +190,7 @@ def _rows(
                         row = _row(
                             bench, subject, where, pool, cases[subject.operation.fill], sweep_number
                         )
-                    except ConfigError:  # no room for its window
+                    except ConfigError:  # there is no room for its window
                         if bench.request.algorithms:
                             raise
                         continue
@@ -191,7 +202,11 @@ def _rows(
 
 
 def is_long_enough(fastest: float, before: float, growth: float) -> bool:
-    """Whether longer arrays would tell nothing new: seconds at this size and at the one before, and that of the sizes."""
+    """Return whether the times of longer arrays follow from the times so far.
+
+    fastest, before  seconds of the fastest algorithm at this size and at the previous size
+    growth           this size over the previous size
+    """
     return fastest > LONGEST or (fastest > LONG and fastest > 0.9 * growth * before)
 
 
@@ -208,7 +223,7 @@ def _case(bench: Bench, operation: Operation, count: int) -> Case:
 def _row(
     bench: Bench, subject: Subject, where: str, pool: Buffers | None, case: Case, sweep_number: int
 ) -> Row:
-    """Bind, measure, and let go."""
+    """Bind the algorithm, measure a row, and release the binding."""
     request, tuning, transport, backend, arithmetic = bench
     count = case.original.size
     if pool:
@@ -229,7 +244,7 @@ def _row(
         row = _measure(
             bench, subject, where, Leased(group, count, request.dtype), case, sweep_number
         )
-    except ConfigError:  # which every rank has
+    except ConfigError:  # every rank raises it
         own.close()
         raise
     own.close()
@@ -263,7 +278,7 @@ def _measure(
     )
     median, nbytes = float(np.median(slowest)), count * dtype.itemsize
     predicted = np.nan
-    is_modelled = chosen in choices(request.operation)  # MPI's own is, of all-reduces
+    is_modelled = chosen in choices(request.operation)  # MPI's own all-reduce is modelled, too
     if is_modelled and wire.name == "none" and request.device == "cpu" and where != LEASED:
         predicted = (
             predict(
@@ -295,7 +310,10 @@ def _measure(
 def _timed(
     bench: Bench, meet: Callable[[], None], bound: Bound, original: Any, runs: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each run on this rank, with and without what comes before it: the same data, and all ranks ready."""
+    """Return the seconds of each run on this rank, with and without its preparation.
+
+    The preparation restores the input and waits until all ranks are ready.
+    """
     ends, times, wait = np.empty(runs + 1), np.empty(runs), bench.backend.synchronize
     ends[0] = time.perf_counter()
     for run in range(runs):

@@ -1,8 +1,8 @@
-"""What comes before a timed run: all ranks ready, and no rank ahead of the others.
+"""A synchronized start of timed runs: all ranks are ready, and all start at the same time.
 
-Ranks leave a barrier up to a message's latency apart. Within a host that is little; between hosts it is as much as a short
-all-reduce takes, and it lasts from run to run. There the ranks agree on an instant and wait for it, by clocks whose distances
-they have measured.
+Ranks leave a barrier up to a message's latency apart. Within a host that is little. Between hosts
+it is as long as a short all-reduce, and the same ranks are late in every run. There the ranks agree
+on a start time and wait for it, by clocks with measured offsets.
 """
 
 import time
@@ -14,14 +14,17 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.clocks import Clocks
 
 ROUNDS = 5
-"""Agreements before the first that counts."""
+"""Agreements that are timed to find the longest."""
 
 MARGIN = 1.5
-"""Time from agreement to start, over the longest time that an agreement took: so that all have heard of it by then."""
+"""Time from agreement to start, over the longest agreement: all ranks know the start by then."""
 
 
 def starting_line(transport: Transport) -> Callable[[], None]:
-    """A function that returns on all ranks at once; between hosts good for some seconds, as clocks drift. Collective."""
+    """Return a function that returns on all ranks at the same time. Collective.
+
+    Between hosts it is accurate for some seconds only, because clocks drift.
+    """
     if len(set(transport.hosts)) == 1:
         return transport.barrier
     ahead = -Clocks(transport, time.perf_counter).measure()[1]
@@ -43,6 +46,6 @@ def starting_line(transport: Transport) -> Callable[[], None]:
         agree()
         start = due[0] + ahead + MARGIN * longest[0]
         while (left := start - time.perf_counter()) > 0:
-            time.sleep(max(0, left - 2e-4))  # a sleep ends late; the end is awaited awake
+            time.sleep(max(0, left - 2e-4))  # sleep returns late, so the last 0.2 ms are spun
 
     return meet

@@ -1,4 +1,4 @@
-"""What a benchmark prints and writes: a header, rows as they are measured, a footer with what to make of them."""
+"""The output of a benchmark: table columns, a footer with averages and warnings, CSV and JSON."""
 
 import csv
 import io
@@ -14,14 +14,16 @@ from mpitrain.bench.collectives.sweep import Row
 from mpitrain.files import write_whole
 
 FAR = 2.0
-"""Times the median beyond which a p99 is marked, and times the fastest run beyond which a median is: other work ran
-beside the measurement, or the network was not quiet."""
+"""A p99 is marked above FAR times the median, and a median above FAR times the fastest run.
+
+Then other work ran during the measurement, or the network was busy.
+"""
 
 
 def columns(places: Sequence[str], has_wires: bool = False) -> list[Column]:
-    """The columns of collectives' rows.
+    """Return the columns of a table of collectives.
 
-    places  where buffers were asked to lie: rows name theirs unless there is one place
+    places  requested memory classes; rows name their class unless it is the only one requested
     """
     return [
         Column("bytes", "", 12, lambda row: str(row.bytes)),
@@ -46,7 +48,7 @@ def columns(places: Sequence[str], has_wires: bool = False) -> list[Column]:
 
 
 def _name(row: Row, places: Sequence[str]) -> str:
-    """The algorithm, what auto has chosen, and where the buffers lie unless it is the one place asked for."""
+    """Return the algorithm, the choice of auto, and the memory class if several are requested."""
     name = row.algorithm if row.chosen == row.algorithm else f"{row.algorithm}: {row.chosen}"
     return name if list(places) == [row.buffers] else f"{name}, {row.buffers}"
 
@@ -56,17 +58,17 @@ def _mark(is_noisy: bool) -> str:
 
 
 def is_spread(row: Row) -> bool:
-    """Whether some runs took far longer than most: the median stands, the p99 says what else ran."""
+    """Return whether some runs took far longer than most; the median is still valid."""
     return row.p99_us > FAR * row.time_us
 
 
 def is_spoilt(row: Row) -> bool:
-    """Whether most runs took far longer than the fastest: the median tells of other work, and nothing follows from it."""
+    """Return whether most runs took far longer than the fastest, so that the median is invalid."""
     return row.time_us > FAR * row.min_us
 
 
 def footer(rows: Sequence[Row]) -> list[str]:
-    """Every algorithm's average bandwidth, and how it does against MPI's own where that was measured; what is wrong or odd."""
+    """Return the lines after a table: averages, ratios to native MPI, warnings, wrong elements."""
     if not rows:
         return ["nothing was measured"]
     bandwidths: dict[tuple[str, str], list[float]] = {}
@@ -99,7 +101,7 @@ def footer(rows: Sequence[Row]) -> list[str]:
 
 
 def _wrong(rows: Sequence[Row]) -> list[str]:
-    """Wrong elements of exact operations, and of lossy ones the replicas that differ or are not finite."""
+    """Return lines on wrong elements of exact operations, and wrong replicas of lossy ones."""
     exact, lossy = (
         [row for row in rows if row.algorithm.startswith("wire ") == is_lossy]
         for is_lossy in (False, True)
@@ -109,7 +111,10 @@ def _wrong(rows: Sequence[Row]) -> list[str]:
 
 
 def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float]]:
-    """{(algorithm, buffers): {bytes: native's time over its time}}, each the median of the sweeps that are not spoilt."""
+    """Return {(algorithm, buffers): {bytes: native's time over its time}}, without spoilt rows.
+
+    Each time is the median of the sweeps.
+    """
     times: dict[tuple, list[float]] = {}
     for row in (row for row in rows if not is_spoilt(row)):
         times.setdefault((row.algorithm, row.buffers, row.bytes), []).append(row.time_us)
@@ -122,9 +127,9 @@ def against_native(rows: Iterable[Row]) -> dict[tuple[str, str], dict[int, float
 
 
 def too_slow(rows: Sequence[Row], least: float) -> list[str]:
-    """A line for each algorithm whose bus bandwidth at its largest size is below so many GB/s.
+    """Return a line for each algorithm with a bus bandwidth below `least` GB/s at the largest size.
 
-    The median of its sweeps counts, without those that are spoilt unless all are.
+    The median of the sweeps counts, without spoilt rows unless all are spoilt.
     """
     lines = []
     largest = max((row.bytes for row in rows), default=0)
@@ -145,7 +150,9 @@ def too_slow(rows: Sequence[Row], least: float) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Every field of all rows so far, as one whole file with a line of names. What is not finite is empty.
+    """Write all rows so far to a CSV file, with a line of names.
+
+    Values that are not finite are empty. The file is replaced as a whole.
 
     rows  named tuples of one class
     """
@@ -160,7 +167,9 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
 
 
 def write_json(path: Path, header: dict[str, Any], rows: Sequence[Any]) -> None:
-    """Everything so far, as one whole file, a row per line: a reader never sees half a row. What is not finite is null.
+    """Write the header and all rows so far to a JSON file; values that are not finite are null.
+
+    The file is replaced as a whole, so a reader never sees half a row.
 
     rows  named tuples
     """

@@ -1,4 +1,4 @@
-"""Whether a run's result is right: wrong elements of an exact operation, wrong replicas of a lossy one."""
+"""Verification of a result: wrong elements of an exact operation, wrong replicas of a lossy one."""
 
 import zlib
 
@@ -7,11 +7,17 @@ import numpy as np
 from mpitrain.transport.base import Transport
 
 ROUNDED = {"float16": 2**-11, "bfloat16": 2**-8}
-"""Of one sum, relative to it, where it is more than 1 over this: up to there whole numbers are exact. 14 ranks get beyond."""
+"""Relative rounding error of one addition. Integers up to its inverse are exact.
+
+The sums of bfloat16 exceed it from 14 ranks on.
+"""
 
 
 def wrong_elements(transport: Transport, found: np.ndarray, right: np.ndarray) -> int:
-    """Elements, over all ranks, that are not what they must be: not near it, for sums that a short dtype rounds."""
+    """Return the number of wrong elements over all ranks.
+
+    Large sums in a 16-bit dtype may differ by their rounding error.
+    """
     is_right = found == right
     if rounded := ROUNDED.get(found.dtype.name):
         found, right = found.astype(np.float64), right.astype(np.float64)
@@ -22,13 +28,16 @@ def wrong_elements(transport: Transport, found: np.ndarray, right: np.ndarray) -
 
 
 def wrong_replicas(transport: Transport, found: np.ndarray) -> int:
-    """Ranks whose result differs from rank 0's in any bit, or is not finite: what a wire format must never do."""
+    """Return the number of ranks whose replica differs from rank 0's in any bit or is not finite.
+
+    No wire format may cause this.
+    """
     replicas = transport.gather_text((zlib.crc32(found), bool(np.isfinite(found).all())))
     return sum(bits != replicas[0][0] or not finite for bits, finite in replicas)
 
 
 def error_norm(found: np.ndarray, right: np.ndarray) -> float:
-    """The norm of what a wire format loses or adds, over the norm of the sum."""
+    """Return the norm of a wire format's error over the norm of the exact sum."""
     return float(
         np.linalg.norm(found.astype(np.float64) - right) / np.linalg.norm(right.astype(np.float64))
     )

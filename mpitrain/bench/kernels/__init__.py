@@ -1,1 +1,1 @@
-"""Benchmarks of kernels: operations of a training step, GEMM, and launch overhead."""
+"""Benchmarks of kernels: the operations of a training step, GEMM, and launch overhead."""

@@ -1,4 +1,4 @@
-"""Matrix products of our own beside the library's, shape by shape, taking turns; and the search for the best tiles."""
+"""Our matrix products, measured in turns with the library's, and the search for the best tiles."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,24 +23,28 @@ Shape = tuple[int, int, int]
 SHAPES = {
     "cpu": "256,512,1024,2048x1024x256",
     "cuda-sim": "32,65x33x40",
-    # Two cubes; then, of 16 sequences of 1024 tokens, layers from width 768 to 3072 and back, cut for 2 ranks, and layers
-    # from width 4096 to 16384 and back, cut for 8.
+    # Two cubes come first. Then come layers for 16 sequences of 1024 tokens: from width 768 to 3072
+    # and back, sharded over 2 ranks. The last two go from width 4096 to 16384 and back, over 8 ranks.
     "cuda": "4096,8192,16384x1536x768,16384x768x1536,16384x2048x4096,16384x4096x2048",
 }
-"""What is measured where no shapes are given, by kind of device."""
+"""{kind of device: default of --shapes}."""
 
 WRONG = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-"""Difference, relative to the largest element of the truth, from which on an element counts as wrong."""
+"""Largest error of a right element, relative to the largest element of the reference."""
 
 
 MOST_COMPARED = 256
-"""Rows of a product that are compared, spread evenly, the last one among them: the truth is the host's work."""
+"""Rows of a product that are compared, evenly spread, with the last one.
+
+The host computes the reference, so it does not compute all rows.
+"""
 
 
 class Product(NamedTuple):
-    """One of the products of a linear layer: how its operands are stored, and what its epilogue does.
+    """One of the products of a linear layer.
 
-    epilogue  "gelu": bias and GELU, the pre-activation kept; "sums": the bias gradient; or nothing
+    stored    layout of the operands; T: stored transposed
+    epilogue  "gelu": bias and GELU, with saved pre-activation; "sums": bias gradient; "": nothing
     """
 
     stored: str
@@ -54,14 +58,16 @@ PRODUCTS = {
     "NT+gelu": Product("NT", "gelu"),
     "TN+sums": Product("TN", "sums"),
 }
-"""Forward, input half, weight half; forward with bias and GELU, weight half with the bias gradient."""
+"""Forward, input half and weight half, then forward with bias and GELU, and weight half with the
+bias gradient."""
 
 
 class Row(NamedTuple):
-    """One measurement: our time beside that of the library and, for an epilogue, the kernels after it.
+    """One measurement of our product and of the library's, with its kernels for the epilogue.
 
-    plan     the tiling in words; empty where no kernel of ours multiplied
-    percent  of the library's rate
+    plan     tiling in words; "" if no kernel of ours ran
+    percent  our rate, relative to the library's
+    wrong    wrong elements
     """
 
     product: str
@@ -78,10 +84,12 @@ class Row(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """The fastest tiling for a shape, beside the one taken without a table.
+    """The fastest tiling for a shape, and the default tiling, which is used without a table.
 
-    tried  how many tilings were
-    wrong  elements that are wrong, over all tilings
+    tried     number of tilings measured
+    time_us   time of the fastest tiling
+    usual_us  time of the default tiling
+    wrong     wrong elements over all tilings
     """
 
     best: Measured
@@ -94,8 +102,8 @@ class Tuned(NamedTuple):
 class Case(NamedTuple):
     """A product on given operands.
 
-    by     (multiply) -> what runs it
-    wrong  how many elements of what the last run left are wrong
+    by     (multiply) -> function that runs the product
+    wrong  () -> number of wrong elements in the result of the last run
     """
 
     by: Callable[[Callable[..., None]], Callable[[], None]]
@@ -103,7 +111,7 @@ class Case(NamedTuple):
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Shapes from MxNxK,...; a number alone is a cube."""
+    """Parse shapes MxNxK,...; a single number N means NxNxN. ConfigError for other texts."""
     found: list[Shape] = []
     for part in text.split(","):
         dims = part.strip().split("x")
@@ -122,7 +130,7 @@ def parse_shapes(text: str) -> list[Shape]:
 def measure(
     device: Device, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]
 ) -> Iterator[Row]:
-    """Rows as they are measured. On the CPU the body that trains there, beside NumPy's own product."""
+    """Yield rows as they are measured. On the CPU, the host backend is compared with NumPy."""
     if device.kernels is None:
         products = [name for name in products if not PRODUCTS[name].epilogue]
         if set(dtypes) != {"float32"}:
@@ -154,7 +162,7 @@ def measure(
 
 
 def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
-    """The fastest tiling for each shape, dtype and way to store the operands. ConfigError for a device without kernels."""
+    """Yield the fastest tiling for each shape, dtype and layout; ConfigError for the CPU."""
     if device.kernels is None:
         raise ConfigError(
             "Tiles belong to kernels, but --device is cpu.", "Use --device cuda or cuda-sim."
@@ -166,7 +174,10 @@ def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iter
 
 
 def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str) -> Tuned:
-    """Every tiling on its own, then the best and the usual one in turns, so that chance does not decide between those."""
+    """Measure every tiling alone, then the best and the default one in turns.
+
+    The second measurement keeps noise from deciding between these two.
+    """
     case, like = case_of(device, shape, dtype, Product(ways)), _like(dtype)
     usual = DEFAULT.tiling(like, ways, (*shape, 1), engine)
     tilings = [usual, *worth_measuring(like, *shape, engine)]
@@ -188,7 +199,7 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
 
 
 def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Ours and the library's, with the arguments of product.gemm."""
+    """Return our product and the library's, both with the arguments of product.gemm."""
     if device.multiply is not None:
         return device.multiply, product.library
 
@@ -206,10 +217,8 @@ def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
 
 
 def _planned(device: Device, what: Product, shape: Shape, dtype: str) -> str:
-    """The tiling that our product takes, in words."""
-    if device.kernels is None or not isinstance(
-        device.multiply, partial
-    ):  # the library's own business
+    """Return the tiling of our product in words, or "" if a library multiplies."""
+    if device.kernels is None or not isinstance(device.multiply, partial):
         return ""
     table = device.multiply.keywords["table"]
     tile, splits = table.tiling(_like(dtype), what.stored, (*shape, 1), device.kernels.engine)
@@ -217,7 +226,10 @@ def _planned(device: Device, what: Product, shape: Shape, dtype: str) -> str:
 
 
 def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
-    """Operands whose product has elements near 1, so that GELU bends them, and the truth in float32, of some rows."""
+    """Return random operands with their product and its check against a float32 reference.
+
+    The elements of the product are near 1, where GELU is not linear. Some rows are compared.
+    """
     (m, n, k), rng = shape, np.random.default_rng(shape)
     a = stored(rng.standard_normal((k, m) if what.stored[0] == "T" else (m, k), np.float32), dtype)
     b = stored(
@@ -248,7 +260,9 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
 
     def wrong() -> int:
         left = values(a).T if what.stored[0] == "T" else values(a)
-        right = values(b) if what.stored[1] == "T" else values(b).T  # (N, K), as a weight is
+        right = (
+            values(b) if what.stored[1] == "T" else values(b).T
+        )  # it has a weight's shape, (N, K)
         found = sum(_wrong_rows(part, left[part], right) for part in _compared(m))
         return found + (
             count_wrong(get(sums), left.sum(1, dtype=np.float64), WRONG["float32"])
@@ -273,11 +287,11 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
 
 
 def _compared(rows: int) -> tuple[slice, ...]:
-    """The rows that are compared: all, or some from the first on, and the last."""
+    """Return the rows to compare: all, or every k-th one and the last."""
     step = -(-rows // MOST_COMPARED)
     return (slice(None),) if step == 1 else (slice(None, None, step), slice(rows - 1, rows))
 
 
 def _like(dtype: str) -> np.ndarray:
-    """An empty array as operands of that dtype are."""
+    """Return an empty array with the storage dtype of such operands."""
     return stored(np.empty(0, np.float32), dtype)

@@ -1,5 +1,7 @@
-"""What the host does to launch a kernel, on an engine that does nothing: microseconds and calls, of a launch seen for the first
-time, which is looked at argument by argument, and of one that is found again.
+"""The host overhead of kernel launches, measured on an engine that does nothing.
+
+A first launch of a kind checks every argument ("looked at"). Later launches come from a cache
+("found again"). Both are measured in microseconds, and cached launches also in Python calls.
 """
 
 import sys
@@ -17,17 +19,18 @@ from mpitrain.ops import cuda
 from mpitrain.ops.cuda import top_k, wire
 
 TURNS, RUNS = 15, 300
+"""Timed turns, and runs in a turn; the fastest turn counts."""
 SIZE = 64
-"""Elements of a row: nothing is computed with them."""
+"""Elements of a row; no kernel computes with them."""
 
 
 class Row(NamedTuple):
-    """One operation.
+    """The launch overhead of one operation.
 
-    looked_at_us  of a launch whose arguments are each looked at, as the first of its kind is
-    found_us      of a launch that is found again
-    calls         of Python functions, when it is found again
-    launches      of kernels
+    looked_at_us  time with checks of all arguments, as in a first launch
+    found_us      time with cached launches
+    calls         calls of Python functions with cached launches
+    launches      kernel launches
     """
 
     name: str
@@ -40,7 +43,8 @@ class Row(NamedTuple):
 class Nothing:
     """An engine that does nothing.
 
-    takes_plain  as a GPU's does; else it has each argument of each launch looked at, as the simulator does
+    takes_plain  True: launches are cached, as on a GPU; False: every launch checks its arguments,
+                 as in the simulator
     """
 
     name, capability, multiprocessors, multiprocessor = "no engine", 90, 132, H100
@@ -60,13 +64,13 @@ def _nothing(grid: Any, block: Any, arguments: Any, shared: int) -> None:
 
 
 class Ready:
-    """Hands out buffers that it has: leasing is another matter, and none of the launch."""
+    """An arena that returns the same buffers again, so that leasing takes no time."""
 
     def __init__(self) -> None:
         self._has: dict[tuple, np.ndarray] = {}
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """As of an arena."""
+        """Return the buffer of this shape and dtype, as Arena.take does."""
         found = self._has.get((shape, dtype))
         return (
             found
@@ -76,7 +80,7 @@ class Ready:
 
 
 def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
-    """All that is launched, by name: the operations, and what all-reduces do to chunks."""
+    """Return all measured functions by name: operations of layers, and kernels of all-reduces."""
     arena, ops = Ready(), cuda.body(kernels)
     x, w, dy, y = (np.zeros((SIZE, SIZE), np.float32) for _ in range(4))
     gain, bias, p, g, m, v = (np.zeros(SIZE, np.float32) for _ in range(6))
@@ -93,7 +97,8 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
         (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4),
     )
     _, pending = ops.linear_backward_input(dy, w, saved, arena)
-    ops.linear_backward_weight(pending, y, False, arena)  # for the bias half, which finds its sums
+    # The bias half finds the sums of this weight half.
+    ops.linear_backward_weight(pending, y, False, arena)
     _, sums = ops.layer_norm_backward_input(dy, gain, normed, arena)
     facts = ops.row_exponentials(x, targets, 0, gain, arena)
     number = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.0, "arena": arena, "mirror": half}
@@ -153,7 +158,7 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
 
 
 def measure() -> Iterator[Row]:
-    """Rows as they are measured: the least of some turns, since the host does other things, too."""
+    """Yield rows as they are measured; the fastest turn counts, since the host has other work."""
     kernels = Kernels(Nothing(takes_plain=True))
     found = operations(kernels)
     for name, looked_at in operations(Kernels(Nothing(takes_plain=False))).items():
@@ -166,7 +171,7 @@ def measure() -> Iterator[Row]:
 
 
 def calls(kernels: Kernels, run: Callable[[], Any]) -> tuple[int, int]:
-    """Calls of Python functions in a run, after one that makes ready, and launches of these kernels."""
+    """Return the Python calls and the kernel launches of a run, after a warm-up run."""
     run()
     count, before = 0, kernels.launches
 

@@ -1,4 +1,4 @@
-"""Every operation of a training step, measured: time, rate, share of what the device can do, and elements that are wrong."""
+"""Time, rate, relative rate and wrong elements of every operation of a training step."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,24 +12,25 @@ from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.device import Device
 
-WRONG = 1e-4  # difference, relative to the largest element of the truth, from which on an element counts as wrong
+WRONG = 1e-4
+"""Largest error of a right element, relative to the largest element of the reference."""
 SHAPES = {
     "cpu": (8, 128, 256, 4, 512),
     "cuda-sim": (2, 24, 32, 2, 40),
     "cuda": (16, 1024, 768, 12, 50304),
 }
-"""Sequences, tokens, channels, heads, vocabulary by kind of device."""
+"""{kind of device: (sequences, tokens, channels, heads, vocabulary)}."""
 
 MOVED = {"cpu": 1024, "cuda-sim": 48, "cuda": 1 << 17}
-"""Rows of what only moves bytes: on a GPU so many that no cache holds them and a launch costs less than the work."""
+"""Rows for memory-bound operations. On a GPU they exceed all caches and hide launch costs."""
 
 
 class Row(NamedTuple):
     """One measurement.
 
-    rate     bytes moved, or for `unit` GFLOP/s operations, in billions a second
-    percent  of the rate of the copy, or of the first product
-    peer_us  the peer's time in turns with ours, nan where it has none
+    rate     10^9 bytes/s or, if `unit` is GFLOP/s, 10^9 floating-point operations/s
+    percent  rate, relative to the copy or to the first product
+    peer_us  time of the peer in turns with ours; nan without a peer
     """
 
     name: str
@@ -42,10 +43,14 @@ class Row(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An operation on given arrays: what runs, what of it is compared with what, and how much it moves or computes.
+    """An operation on given arrays.
 
+    run        runs the operation
+    result     () -> array to compare
+    truth      () -> reference on the host
+    amount     bytes moved or floating-point operations of a run
     tolerance  as in `count_wrong`
-    peer       the same by somebody else, or by ours in two passes
+    peer       runs PyTorch's operation, or two operations of ours in place of a fused one
     """
 
     name: str
@@ -59,21 +64,25 @@ class Work(NamedTuple):
 
 
 class Attention(Protocol):
-    """A peer's attention on given numbers."""
+    """A protocol for a peer's attention on given arrays."""
 
     def forward(self) -> None:
-        """Compute it."""
+        """Compute the attention."""
 
     def backward(self) -> None:
-        """The gradient of its input, after `forward`."""
+        """Compute the gradient of the input, after `forward`."""
 
 
 Peer = Callable[[str, np.ndarray, np.ndarray, int, str], Attention]
-"""(kind of device, qkv, dy, heads, dtype) -> the peer's."""
+"""(kind of device, qkv, dy, heads, dtype) -> the peer's attention."""
 
 
 def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:
-    """Rows as they are measured: copying first, the ceiling of all that move bytes; a product second, that of the rest."""
+    """Yield rows as they are measured.
+
+    The first row, a copy, is 100% for memory-bound operations; the first product is 100% for the
+    others.
+    """
     backend = device.backend
     x = backend.from_host(np.ones(MOVED[device.kind] * SHAPES[device.kind][2], np.float32))
     y = backend.from_host(np.empty(x.shape, np.float32))
@@ -112,24 +121,24 @@ def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:
 
 
 def count_wrong(mine: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
-    """Elements that differ by more than this part of the largest; NaN is wrong."""
+    """Return the elements with an error above tolerance times the largest element; NaN is wrong."""
     return int(
         (~(np.abs(mine - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum()
     )
 
 
 def stored(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers in a dtype."""
+    """Convert the numbers to a storage dtype."""
     return x.astype(dtype)
 
 
 def values(x: np.ndarray) -> np.ndarray:
-    """What is stored, in float32."""
+    """Convert stored numbers to float32."""
     return x.astype(np.float32)
 
 
 def works(device: Device, peer: Peer | None) -> Iterator[Work]:
-    """The operations of a GPT's step, at sizes that suit the device."""
+    """Yield the operations of a GPT's training step, at sizes that suit the device."""
     ops, arena, put, get = (
         device.ops,
         device.arena(),
@@ -200,9 +209,8 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
         "GFLOP/s",
         peer=lambda: ops.add(y := ops.linear(dx, dw, db, arena)[0], dw_bias, y, arena),
     )
-    if (
-        device.kernels is not None
-    ):  # the host body multiplies what was kept by more and more, where the others keep its size
+    # The host backend multiplies its saved factors in place, so repeated runs would let them grow.
+    if device.kernels is not None:
         z, saved = numbers(rows, width), kept["linear"][1]
         mine, theirs = put(z.copy()), put(z.copy())
         yield Work(
@@ -290,15 +298,16 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
 
 
 def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
-    """Attention forward and backward in float32, and in bfloat16 where there are kernels for it; a peer beside it if given."""
+    """Yield attention, forward and backward, in float32 and, with kernels, in bfloat16."""
     ops, arena, backend = device.ops, device.arena(), device.backend
     batch, tokens, width, heads, _ = SHAPES[device.kind]
+    # The causal forward pass has two products over half of all pairs of tokens.
     pairs, rng = (
         2.0 * batch * tokens * tokens * width,
         np.random.default_rng(1),
-    )  # two products over half of all pairs
+    )
     qkv, dy = (rng.standard_normal((batch, tokens, parts * width), np.float32) for parts in (3, 1))
-    few = slice(2)  # sequences that are compared: the truth is slow
+    few = slice(2)  # only two sequences are compared, because the reference is slow
     for dtype in ("float32", "bfloat16") if device.kernels is not None else ("float32",):
         packed, pull = (backend.from_host(stored(array, dtype)) for array in (qkv, dy))
         theirs = peer(device.kind, qkv, dy, heads, dtype) if peer else None
@@ -332,7 +341,7 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
             tolerance,
             theirs.forward if theirs else None,
         )
-        if device.kernels is not None:  # the host body overwrites what it saved, once
+        if device.kernels is not None:  # the host backend overwrites its saved arrays in backward
             yield Work(
                 f"attention back {dtype}",
                 backward,
@@ -346,7 +355,7 @@ def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
 
 
 def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
-    """Sums down columns, and what an all-reduce does to chunks: sums, and numbers that travel in 16 or 8 bits."""
+    """Yield column sums, and kernels of all-reduces: sums of chunks, 16-bit and 8-bit codecs."""
     kernels, arena, put, width = (
         device.kernels,
         device.arena(),
@@ -370,7 +379,7 @@ def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[Work]:
         lambda: a.reshape(-1, width).sum(0, dtype=np.float64),
         a.nbytes,
     )
-    # Later runs add again, but what is compared is what the first one left.
+    # Later runs add again, but only the result of the first run is compared.
     yield Work(
         "add_into",
         lambda: wire.add_into(kernels, total, x),

@@ -1,4 +1,4 @@
-"""The clock of a local benchmark: it waits for what a device was given to do."""
+"""The timing of a local benchmark, which waits until the device has completed its work."""
 
 import statistics
 import time
@@ -7,16 +7,19 @@ from typing import Any
 
 from mpitrain.ops.device import Device
 
-BUDGET = 0.25  # seconds for the timed runs of one row
-MOMENT = 0.002  # seconds that a turn lasts
+BUDGET = 0.25
+"""Seconds for the timed runs of one row."""
+MOMENT = 0.002
+"""Seconds of one turn."""
 FEWEST, MOST = 5, 200
+"""Turns, at least and at most."""
 
 
 def seconds(device: Device, *runs: Callable[[], Any]) -> list[float]:
-    """Median time of each of some things to run, which take turns, after one turn each that does not count.
+    """Return the median seconds of each function; the functions run in turns, after a warm-up.
 
-    In a turn as much is started as takes MOMENT, and then waited for: on a GPU a launch hides behind what runs. The
-    simulator has one turn only, since its times say nothing about a GPU.
+    A turn starts as many runs as take MOMENT, and then waits for them. So on a GPU, launches
+    overlap with kernels. The simulator has one turn only, since its times do not predict a GPU.
     """
     for run in runs:
         run()

@@ -1,1 +1,1 @@
-"""Benchmarks of links: latency and bandwidth of pairs of ranks."""
+"""Benchmarks of links: the latency and bandwidth of pairs of ranks."""

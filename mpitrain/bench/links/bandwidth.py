@@ -1,6 +1,7 @@
-"""Bandwidth with many messages in flight, one way and both ways, between one pair of ranks or all halves at once.
+"""Bandwidth with many messages in flight, one way and both ways, for one pair or many at once.
 
-One pair is what osu_bw and osu_bibw measure, all pairs k and k + n/2 at once is osu_mbw_mr (OSU micro-benchmarks).
+One pair corresponds to osu_bw and osu_bibw, and all pairs k and k + n/2 to osu_mbw_mr (OSU
+micro-benchmarks).
 """
 
 import time
@@ -16,20 +17,22 @@ from mpitrain.bench.links.pairs import coded
 from mpitrain.transport.base import Request, Transport
 
 SECONDS, FEWEST, MOST = 0.25, 5, 500
-"""Time for a row, and how many windows that is at least and at most, where the number is not set."""
+"""Seconds for a row, and the least and most windows, if the number of windows is not set."""
 
 IN_FLIGHT = 1 << 26
-"""Bytes that a rank has in flight at most: of long messages there are fewer."""
+"""Most bytes that a rank has in flight; windows of long messages are smaller."""
 
 WAYS = {"one": 1, "both": 2}
+"""{name of --ways: number of directions}."""
 
 
 class BandwidthRequest(NamedTuple):
-    """What to measure.
+    """The request of a bandwidth benchmark.
 
+    sizes       bytes of a message
     window      messages in flight
     ways        names in WAYS
-    all_pairs   all pairs k and k + n/2 at the same time, not only rank 0 and n/2
+    all_pairs   all pairs k and k + n/2 at the same time, not only ranks 0 and n/2
     iterations  windows per row; 0: as many as fit in SECONDS
     """
 
@@ -41,7 +44,11 @@ class BandwidthRequest(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One size. Times are of one window, on the slowest pair; GB/s and messages/s are of all pairs and ways together."""
+    """One measurement. Times are per window, on the slowest pair.
+
+    GBs, messages_s  totals over all pairs and directions
+    wrong            wrong bytes
+    """
 
     bytes: int
     ways: str
@@ -55,7 +62,7 @@ class Row(NamedTuple):
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether most windows took far longer than the fastest."""
+        """Whether most windows took far longer than the fastest, so that the row is invalid."""
         return self.time_us > FAR * self.min_us
 
 
@@ -73,14 +80,14 @@ COLUMNS = [
 
 
 def partners(n: int, all_pairs: bool) -> list[tuple[int, int]]:
-    """Rank k and k + n/2, rounded down; of an odd number the last rank rests."""
+    """Return the pairs k and k + n/2, rounded down; if n is odd, the last rank rests."""
     return [(k, k + n // 2) for k in range(n // 2 if all_pairs else min(1, n // 2))]
 
 
 def measure(
     transport: Transport, request: BandwidthRequest, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Row]:
-    """Rows as they are measured; the same ones on every rank. Collective."""
+    """Yield rows as they are measured; every rank gets the same rows. Collective."""
     tag = transport.claim_tag()
     for nbytes in request.sizes:
         for ways in request.ways:
@@ -95,11 +102,11 @@ def _row(
     clock: Callable[[], float],
     tag: int,
 ) -> Row:
-    """One size, one way or both."""
+    """Measure one message size in one direction or both."""
     pairs, rank = partners(transport.size, request.all_pairs), transport.rank
     window = max(1, min(request.window, IN_FLIGHT // nbytes))
     mine = next((pair for pair in pairs if rank in pair), None)
-    run: Callable[[], None] = lambda: None  # noqa: E731  a rank that rests
+    run: Callable[[], None] = lambda: None  # noqa: E731  (the rank rests)
     if mine:
         peer = sum(mine) - rank
         sends, receives = (rank == mine[0] or ways == "both"), (rank == mine[1] or ways == "both")
@@ -140,7 +147,10 @@ def _row(
 
 
 def _messages(sender: int, receiver: int, nbytes: int, window: int) -> np.ndarray:
-    """(window, nbytes): what goes from one to the other; each message tells its place, so none can stand for another."""
+    """Return the messages of a window, (window, nbytes).
+
+    Each message encodes its index, so that swapped messages are wrong.
+    """
     places = (7 * np.arange(window) % 251).astype(np.uint8)
     return coded(sender, receiver, nbytes) ^ places[:, None]
 
@@ -148,7 +158,7 @@ def _messages(sender: int, receiver: int, nbytes: int, window: int) -> np.ndarra
 def _window(
     transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, peer: int, tag: int
 ) -> Callable[[], None]:
-    """A function that has all messages under way at once, and returns when the peer has its own."""
+    """Return a function that starts all messages at once, and returns when the peer has its own."""
     sent, answer = np.zeros((2, 1), np.uint8)
 
     def run() -> None:
@@ -166,7 +176,7 @@ def _window(
 
 
 def footer(rows: Sequence[Row]) -> list[str]:
-    """The most that each way reached, and both ways over one; rows that are marked say nothing."""
+    """Return lines with the maxima for one and both directions, without spoilt rows."""
     lines, most = [], {}
     for ways in dict.fromkeys(row.ways for row in rows):
         quiet = [row for row in rows if row.ways == ways and not row.is_spoilt]

@@ -1,7 +1,8 @@
-"""Latency and bandwidth of every pair of ranks, measured in rounds of disjoint pairs, and the pairs that are far from the rest.
+"""Latency and bandwidth of every pair of ranks, measured in rounds of disjoint pairs.
 
-In a round every rank has one partner at most, as in a round-robin tournament: n - 1 rounds for an even number of ranks, n for
-an odd one. Pairs that look slow are measured again while all other ranks rest, so that no other pair can be the reason.
+In a round every rank has one partner at most, as in a round-robin tournament. There are n - 1
+rounds for an even number of ranks, n for an odd one. Pairs that look slow are measured again while
+all other ranks rest: then no other pair can be the reason.
 """
 
 import time
@@ -14,25 +15,27 @@ import numpy as np
 from mpitrain.transport.base import Transport
 
 FAR = {"bandwidth": 2.0, "latency": 3.0}
-"""A pair is odd if its bandwidth is below the class's over this, or its latency above the class's times this."""
+"""A pair is odd below the usual bandwidth over FAR, or above the usual latency times FAR."""
 
 SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
-"""Time for the messages of one size of one pair, first and alone, and how many round trips that is at least and at most."""
+"""Seconds for one message size of a pair, in a round and alone; least and most round trips."""
 
 AGAIN = 16
-"""Pairs that are measured a second time, alone."""
+"""Pairs that are measured a second time at most, alone."""
 
 ONE_HOST, BETWEEN = PLACES = "within a host", "between hosts"
 
 
 class Pair(NamedTuple):
-    """Two ranks, and what a message between them takes. All of one way: half a round trip.
+    """The measurements of two ranks. Times are one way, half a round trip.
 
-    place          whether the ranks are on one host
-    latency_us     median of a short message; fastest_us: of the fastest one
-    bandwidth_GBs  bytes of a long message over the median time; best_GBs: over that of the fastest one
-    wrong          elements that arrived other than they were sent
-    is_alone       whether it was measured again while the other ranks rested: the better figures count
+    place          class of the pair: ONE_HOST or BETWEEN
+    latency_us     median time of a short message
+    fastest_us     least time of a short message
+    bandwidth_GBs  bytes of a long message over its median time
+    best_GBs       bytes of a long message over its least time
+    wrong          elements that arrived wrong
+    is_alone       whether it was measured again while the other ranks rested
     """
 
     first: int
@@ -49,7 +52,11 @@ class Pair(NamedTuple):
 
 
 class Odd(NamedTuple):
-    """A pair that is far from the others of its class, in what ("bandwidth" or "latency"), and what is usual there."""
+    """A pair that is far from the others of its class.
+
+    what   "bandwidth" or "latency"
+    usual  usual value in the class, GB/s or microseconds
+    """
 
     pair: Pair
     what: str
@@ -57,8 +64,11 @@ class Odd(NamedTuple):
 
 
 def rounds(n: int) -> list[list[tuple[int, int]]]:
-    """All pairs of n ranks in rounds of disjoint ones. Circle method: rank 0 stays, the others move on by one."""
-    seats = [*range(n)] + [-1] * (n % 2)  # who meets -1 rests
+    """Return all pairs of n ranks, in rounds of disjoint pairs.
+
+    Circle method of tournaments: rank 0 stays, and the others rotate by one each round.
+    """
+    seats = [*range(n)] + [-1] * (n % 2)  # the partner of -1 rests
     found = []
     for _ in range(len(seats) - 1):
         facing = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
@@ -75,11 +85,14 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     places: Sequence[str] = PLACES,
 ) -> Iterator[list[Pair]]:
-    """The pairs of each round, the same on every rank; at last those that were measured again. Collective.
+    """Yield the pairs of each round, then the pairs that were measured again. Collective.
 
-    short, long  bytes of the messages that latency and bandwidth are taken from
+    Every rank gets the same pairs.
+
+    short, long  bytes of the messages for latency and bandwidth
     iterations   round trips of each pair and size; 0: as many as fit in SECONDS
-    places       classes of pairs in which odd ones are looked for
+    clock        returns seconds
+    places       classes in which odd pairs are measured again
     """
     tag, found, sizes = transport.claim_tag(), [], (short, long)
     for pairs in rounds(transport.size):
@@ -96,7 +109,7 @@ def measure(
 
 
 def merged(pairs: Sequence[Pair]) -> list[Pair]:
-    """One entry for each pair, by ranks: of those measured again the better figures."""
+    """Return one entry for each pair, sorted by ranks; of two measurements the better values."""
     found: dict[tuple[int, int], Pair] = {}
     for pair in pairs:
         before = found.get(pair[:2])
@@ -115,15 +128,16 @@ def merged(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
-    """The classes in which a slow pair tells of a slow link: not within hosts whose ranks share cores."""
+    """Return the classes in which slow pairs indicate slow links; not hosts with shared cores."""
     return PLACES if max(map(hosts.count, hosts)) <= cores else (BETWEEN,)
 
 
 def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd]:
-    """The pairs far from what is usual in their class: the median over ranks of each rank's best pair there.
+    """Return the pairs that are far from the usual value of their class.
 
-    That is the median of the links as long as most ranks have one good link, even if one host slows most of them. Judged by
-    the fastest messages, which other work on the machine does not slow.
+    The usual value is the median over ranks of each rank's best pair. It is right as long as most
+    ranks have a good link, even if one host slows most pairs. Pairs are judged by their fastest
+    messages, which other work on the machine does not slow.
     """
     odd = []
     for place in places:
@@ -148,7 +162,10 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
 
 
 def slow_everywhere(pairs: Sequence[Pair], odd: Sequence[Odd]) -> list[int]:
-    """Ranks of which every pair between hosts is odd, so that the host's own link is to blame."""
+    """Return ranks with odd pairs to all other hosts, so that the link of their host is slow.
+
+    If all ranks are such ranks, return none.
+    """
     between = [pair[:2] for pair in pairs if pair.place == BETWEEN]
     slow = {each.pair[:2] for each in odd}
     ranks = sorted({rank for pair in between for rank in pair})
@@ -157,7 +174,7 @@ def slow_everywhere(pairs: Sequence[Pair], odd: Sequence[Odd]) -> list[int]:
 
 
 def coded(rank: int, peer: int, nbytes: int) -> np.ndarray:
-    """What a rank sends to its peer: bytes that tell both, and the position."""
+    """Return the message of a rank to its peer: bytes that encode both ranks and the position."""
     return ((np.arange(nbytes) + 17 * rank + 101 * peer) % 251).astype(np.uint8)
 
 
@@ -169,7 +186,7 @@ def _round(
     clock: Callable[[], float],
     tag: int,
 ) -> list[Pair]:
-    """Short messages of all these pairs at once, then long ones."""
+    """Measure short messages of all these pairs at once, then long ones."""
     mine = next((pair for pair in pairs if transport.rank in pair), None)
     times, wrong = [], 0
     for nbytes in sizes:
@@ -208,9 +225,11 @@ def _there_and_back(
     clock: Callable[[], float],
     tag: int,
 ) -> tuple[tuple[float, float], int]:
-    """Seconds of one way, median and least, as the lower rank sees them; and how many elements arrived wrong.
+    """Return the median and least seconds of one way, and the number of wrong elements.
 
-    amount  round trips; if 0, seconds that they may take
+    The times of the lower rank are used.
+
+    amount  round trips, and the seconds for them if their number is 0
     """
     rank, (iterations, seconds) = transport.rank, amount
     outgoing, incoming, count = (

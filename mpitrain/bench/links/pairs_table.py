@@ -1,4 +1,4 @@
-"""What `bench pairs` says of its measurements: two matrices where they fit, the classes, and the odd links in words."""
+"""The output of `bench pairs`: two matrices if they fit, a summary per class, and odd links."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -15,14 +15,14 @@ from mpitrain.bench.links.pairs import (
 )
 
 SHOWN = 8
-"""Odd pairs that are named; files have them all."""
+"""Odd pairs that are printed at most; files have all of them."""
 
 FAR = 2.0
-"""Times the fastest message beyond which a median is marked."""
+"""A median is marked above FAR times the fastest message."""
 
 
 def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) -> list[str]:
-    """All lines after the header.
+    """Return all lines after the header.
 
     width   characters of the terminal; 0: no limit
     places  classes of pairs in which odd ones are named
@@ -65,17 +65,17 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
 
 
 def latency(pair: Pair) -> str:
-    """The figure of a cell, marked where the median is spoilt."""
+    """Return the latency of a cell, marked if the median is spoilt."""
     return figure(pair.latency_us) + "~" * (pair.latency_us > FAR * pair.fastest_us)
 
 
 def bandwidth(pair: Pair) -> str:
-    """The same of the bandwidth."""
+    """Return the bandwidth of a cell, marked if the median is spoilt."""
     return figure(pair.bandwidth_GBs) + "~" * (pair.bandwidth_GBs * FAR < pair.best_GBs)
 
 
 def matrix(title: str, n: int, pairs: Sequence[Pair], text: Callable[[Pair], str]) -> list[str]:
-    """A line of numbers for each rank: what it and the rank of the column have."""
+    """Return a line for each rank, with the text of its pair with each other rank."""
     cells = {pair[:2]: text(pair) for pair in pairs}
     lines = [title, f"{'rank':>6}" + "".join(f"{rank:>8}" for rank in range(n))]
     for row in range(n):
@@ -85,7 +85,7 @@ def matrix(title: str, n: int, pairs: Sequence[Pair], text: Callable[[Pair], str
 
 
 def classes(pairs: Sequence[Pair]) -> list[str]:
-    """A line for each class of pairs."""
+    """Return a line for each class of pairs."""
     lines = [
         f"{'pairs':<14} {'number':>7}   {'us: least, median, most':<24}   GB/s: least, median, most"
     ]
@@ -105,7 +105,7 @@ def classes(pairs: Sequence[Pair]) -> list[str]:
 
 
 def sentence(odd: Odd) -> str:
-    """An odd pair in words."""
+    """Return a sentence on an odd pair."""
     pair, what, usual = odd
     value, unit = (pair.best_GBs, "GB/s") if what == "bandwidth" else (pair.fastest_us, "us")
     ends = [

@@ -1,4 +1,4 @@
-"""Pictures of `bench pairs` and `bench bandwidth`; they need matplotlib (the `report` extra)."""
+"""Pictures of `bench pairs` and `bench bandwidth`. They need matplotlib (the `report` extra)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +13,15 @@ from mpitrain.bench.links.pairs import Pair, odd_pairs
 from mpitrain.plots import painter, save
 
 FEW = 12
-"""Ranks up to which cells show their figures."""
+"""Most ranks for which the cells of a heat map show numbers."""
 
 
 def plot_pairs(
     pairs: Sequence[Pair], places: Sequence[str], facts: dict[str, Any], path: Path
 ) -> None:
-    """Latency and bandwidth of all pairs as heat maps: dark is slow, odd links have a red frame, lines part the hosts.
+    """Draw latency and bandwidth of all pairs as heat maps.
+
+    Dark cells are slow, odd links have a red frame, and lines separate hosts.
 
     places  classes of pairs in which links are judged
     """
@@ -69,7 +71,10 @@ def plot_pairs(
 
 
 def plot_bandwidth(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
-    """Bandwidth and messages a second against the bytes of a message, a curve for each way; rows that are marked are hollow."""
+    """Draw bandwidth and messages per second over message size, with a curve for each direction.
+
+    Spoilt rows have hollow marks.
+    """
     pyplot = painter()
     figure, views = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
     for axes, field, label in (
@@ -105,7 +110,7 @@ def plot_bandwidth(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> No
 def _finish(
     pyplot: Any, figure: Any, title: str, legend: str, facts: dict[str, Any], path: Path
 ) -> None:
-    """Title and machine; write the file."""
+    """Add title and machine, and write the file."""
     figure.suptitle(title, weight="bold")
     machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; mpitrain {facts['mpitrain']}"
     figure.supxlabel(f"{machine}.  {legend}", fontsize="small")

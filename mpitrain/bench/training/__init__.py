@@ -1,1 +1,1 @@
-"""Benchmarks of training: steps per second, comparison of modes, and PyTorch as a peer."""
+"""Benchmarks of training: time per step, comparison of modes, and PyTorch as a peer."""

@@ -1,4 +1,4 @@
-"""One training job under several modes of replication, one after the other: what each costs, in a table."""
+"""One training job under several modes of replication: time, traffic, memory and loss of each."""
 
 import math
 import re
@@ -23,10 +23,10 @@ from mpitrain.run.watchdog import Watchdog
 from mpitrain.transport.base import Transport
 
 WARM_UP = 1
-"""Steps whose time does not count: buffers are taken from the system in the first."""
+"""Steps that are not timed: the first one allocates buffers."""
 
 UPDATES = ("sync", "async", "bounded")
-"""How servers update."""
+"""Update rules of parameter servers."""
 
 RING = "replication.algorithm=ring"
 
@@ -48,7 +48,10 @@ WORDS: dict[str, tuple[str, ...]] = {
         for update in UPDATES
     },
 }
-"""What --modes takes: {word: settings}. What a mode sums beside, it sums by a ring, whose bytes the transport counts."""
+"""{mode of --modes: its settings}.
+
+Modes that are not all-reduce algorithms use a ring for their sums: the transport counts its bytes.
+"""
 
 USUAL = (
     "star",
@@ -56,20 +59,22 @@ USUAL = (
     "auto",
     *(word for word in WORDS if word not in choices("allreduce") and not word.endswith("-host")),
 )
-"""What is compared unless something else is asked for: with one host, `-host` is the mode without it."""
+"""The default of --modes. On one host, a `-host` mode equals the mode without the suffix."""
 
 
 class Row(NamedTuple):
-    """What a mode took.
+    """The measurements of one mode.
 
-    workers        ranks that compute rows
-    step_s         mean of the steps after WARM_UP on the slowest rank: asynchronous servers tell of several steps at once
-    comm_s         of a step: how long a worker stood still for messages; the mean of the one that did so longest
-    sent_bytes     by rank: payload of messages in a step, in the mean of all steps
-    formula_bytes  of the busiest rank; None if there is no formula
+    workers        ranks that compute gradients
+    step_s         mean seconds of a step after WARM_UP on the slowest rank; a mean, because
+                   asynchronous servers report several steps at once
+    comm_s         mean seconds per step that a worker waits for messages, on the worst worker
+    sent_bytes     by rank: payload of messages per step, mean over all steps
+    formula_bytes  the same by formula, for the busiest rank; None without a formula
     held_bytes     by rank: parameters, gradients, optimizer state and scratch of reductions
-    staleness      updates between a gradient's parameters and its own update, at most; 0 where all wait for each other
-    lead           steps that a worker was ahead of the last one when it began one, at most; likewise
+    staleness      most updates between the pull of parameters and the update by their gradient;
+                   0 in synchronous modes
+    lead           most steps that a worker was ahead of the slowest one; 0 in synchronous modes
     curve          (seconds since the start, training loss) after each step on rank 0
     evaluated_s    seconds from the start to the end of the evaluation
     """
@@ -90,10 +95,11 @@ class Row(NamedTuple):
 
 
 def jobs(words: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) -> dict[str, Config]:
-    """The job under each mode; ConfigError if there is no such mode, or one cannot run on these ranks. Local.
+    """Return the configuration of each mode. Local.
 
-    hosts     of every rank, by rank
-    settings  section.key=value of all modes; the mode's own are stronger
+    settings  section.key=value for all modes; a mode's own settings take precedence
+    hosts     host of every rank, by rank
+    raises    ConfigError if a mode does not exist or cannot run on these ranks
     """
     if len(hosts) == 1:
         raise ConfigError(
@@ -139,7 +145,7 @@ def compare(
 ) -> Iterator[Row]:
     """Train and evaluate each job, one after the other, all with one data source. Collective.
 
-    stepped  told the mode and the loss after every step of this rank's
+    stepped  called with the mode and the loss after every step of this rank
     """
     source = None
     for word, config in jobs.items():
@@ -151,7 +157,7 @@ def compare(
             source = job.source
             row = _measured(transport, job, word, watchdog, stepped)
             watchdog.alive(f"closing {word}")
-            job.close()  # collective: never on the way of an error, which ends the job instead
+            job.close()  # it is collective, so it is not called after an error
         yield row
 
 
@@ -177,10 +183,11 @@ def _measured(
     assert evaluated is not None
     times = [end - start for start, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
     waits = [outcome.comm_s for outcome in outcomes[WARM_UP:]]
+    # Every rank has the same values of staleness and lead.
     latest = (
         max(outcome.staleness for outcome in outcomes),
         max(outcome.lead for outcome in outcomes),
-    )  # told to all ranks
+    )
     mine = mean(times), mean(waits), sent / len(outcomes), trainer.replication.held()
     step_s, comm_s, sent_bytes, held_bytes = zip(*transport.gather_text(mine), strict=True)
     lie, formula = trainer.grid.axes, FORMULAS.get(word)
@@ -205,7 +212,7 @@ def _measured(
 
 
 def _trained(job: Job, alive: Callable[[int], None]) -> Iterator[StepResult]:
-    """The outcome of every step of a job, as it is done; collective."""
+    """Train a job, and yield the result of every step when it is complete. Collective."""
     trainer, replication = job.trainer, job.trainer.replication
     for index in range(trainer.config.run.steps):
         alive(index + 1)
@@ -216,7 +223,7 @@ def _trained(job: Job, alive: Callable[[int], None]) -> Iterator[StepResult]:
 
 
 def finite(loss: float) -> float | None:
-    """The loss, or None for one that is not finite."""
+    """Return the loss, or None if it is not finite."""
     return loss if math.isfinite(loss) else None
 
 
@@ -236,12 +243,12 @@ WIDTHS = (18, 7, 9, 9, 10, 13, 13, 8, 5, 8)
 
 
 def heading() -> str:
-    """The names of the columns."""
+    """Return the line of column names."""
     return _aligned(COLUMNS)
 
 
 def line(row: Row) -> str:
-    """A row of the table: bytes of the rank that sends most, megabytes of the one that holds most."""
+    """Format a row of the table: bytes of the busiest rank, memory of the fullest rank."""
     formula = "-" if row.formula_bytes is None else f"{row.formula_bytes:,.0f}"
     return _aligned(
         (
@@ -268,7 +275,7 @@ def _aligned(cells: Sequence[str]) -> str:
 
 
 def footer(rows: Sequence[Row]) -> list[str]:
-    """The formulas of these modes in words, and what their letters stand for."""
+    """Return the formulas of these modes in words, and the meaning of their letters."""
     said = {row.mode: FORMULAS[row.mode].words for row in rows if row.formula_bytes is not None}
     used = set(re.findall(r"n'|\b(?:lg|[A-Zhmns])\b(?!')", " ".join(said.values())))
     letters = [f"{letter} {meaning}" for letter, meaning in LETTERS.items() if letter in used]
@@ -279,7 +286,7 @@ def footer(rows: Sequence[Row]) -> list[str]:
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw training losses over time, and the validation loss that each mode ended with."""
+    """Draw training losses over time, and the final validation loss of each mode."""
     draw({row.mode: _records(row) for row in rows}, "time", False, path, title)
 
 

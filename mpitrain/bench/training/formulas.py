@@ -1,7 +1,7 @@
-"""What the busiest rank sends in a step of each mode of replication, in words and in bytes.
+"""Formulas for the bytes that the busiest rank sends per step in each mode of replication.
 
-LETTERS says what the letters are. To the words the control message is added, four numbers that are summed by the same algorithm,
-and headers of servers.
+LETTERS defines the letters of the formulas in words. The formulas in bytes also count the headers
+of server messages and the control message: four numbers, summed by the same algorithm.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from mpitrain.run.build import Job
 from mpitrain.run.trainer import Trainer
 
 CONTROL, CONTROL_ITEM = 4, 8
-"""Elements of the control message, and the bytes of one."""
+"""Elements of the control message, and bytes per element."""
 
 NEWS = 5
-"""Such numbers that workers who train apart sum at the end of a period."""
+"""Elements of such size that local SGD and gossip sum at the end of a period."""
 
 SQUARES = 3
-"""Such numbers that servers sum."""
+"""Elements of such size that servers sum."""
 
 HEADER = NUMBERS * 8
-"""Bytes of what announces the pieces of parameters and gradients between workers and servers."""
+"""Bytes of the header before each message of parameters or gradients to or from a server."""
 
 
 LETTERS = {
@@ -37,18 +37,25 @@ LETTERS = {
     "s": "ranks on each host",
     "h": "hosts",
 }
-"""What the letters in the words of formulas stand for."""
+"""{letter of a formula in words: its meaning}."""
 
 
 class Formula(NamedTuple):
-    """In words, and of a job, in the mean of its steps; None where there is none."""
+    """The bytes that the busiest rank sends per step.
+
+    words  formula in words
+    of     (job) -> bytes, mean over its steps; None if they cannot be predicted
+    """
 
     words: str
     of: Callable[[Job], float | None]
 
 
 def _summed(words: str, elements: Callable[[int, int], float]) -> Formula:
-    """Of gradients and a control message that one algorithm sums. elements: (n, count) -> what the busiest rank sends."""
+    """Return the formula for one all-reduce algorithm that sums gradients and control message.
+
+    elements  (n, count) -> elements that the busiest rank sends
+    """
 
     def of(job: Job) -> float:
         n, storage = job.trainer.transport.size, job.trainer.storage
@@ -61,7 +68,10 @@ def _summed(words: str, elements: Callable[[int, int], float]) -> Formula:
 
 
 def _ring_of(rank: int, n: int, count: int) -> int:
-    """All chunks but its own, and then all but its neighbour's."""
+    """Return the elements that a rank sends in a ring all-reduce.
+
+    They are all chunks but its own, and then all chunks but its neighbour's.
+    """
     sizes = [stop - start for start, stop in chunk_bounds(count, n)]
     return 2 * count - sizes[rank] - sizes[(rank + 1) % n]
 
@@ -71,7 +81,10 @@ def _ring(n: int, count: int) -> int:
 
 
 def _divided(words: str, travelled: Callable[[Trainer], tuple[float, float] | None]) -> Formula:
-    """Of ZeRO by a ring. travelled: elements that are reduce-scattered, and gathered; None if there is no formula."""
+    """Return the formula for ZeRO with ring collectives.
+
+    travelled  (trainer) -> elements that are reduce-scattered and all-gathered, or None
+    """
 
     def of(job: Job) -> float | None:
         trainer = job.trainer
@@ -102,7 +115,11 @@ def _two(trainer: Trainer) -> tuple[float, float]:
 
 
 def _three(trainer: Trainer) -> tuple[float, float] | None:
-    """The last two units stay for backward, the first two for the next micro-batch; others stay where some are tied or kept."""
+    """Return the elements of stage 3, where some units stay gathered; None for other cases.
+
+    The last two units stay gathered for backward, the first two for the next micro-batch. More
+    units stay if weights are tied or configured to stay.
+    """
     config, storage = trainer.config, trainer.storage
     if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
         return None
@@ -120,32 +137,36 @@ ZERO: dict[int, tuple[str, Callable[[Trainer], tuple[float, float] | None]]] = {
         _three,
     ),
 }
-"""By stage, what travels: in words, of which {0} is the part that each rank sends, and in elements."""
+"""{ZeRO stage: (words, elements)}. {0} in the words is the fraction that each rank sends."""
 
 
 def _lg(n: int) -> int:
-    """The largest k with 2^k <= n."""
+    """Return the largest k with 2^k <= n."""
     return n.bit_length() - 1
 
 
 def _nbytes(trainer: Trainer) -> int:
-    """S."""
+    """Return S of LETTERS: the bytes of all gradients."""
     return trainer.storage.length * trainer.storage.dtype.itemsize
 
 
 def _children(rank: int, n: int) -> int:
-    """Whom a rank sends to in a broadcast from rank 0 down a binomial tree."""
+    """Return the number of children of a rank in a binomial tree with root 0."""
     return sum(rank < 1 << bit and rank + (1 << bit) < n for bit in range((n - 1).bit_length()))
 
 
 def _master(job: Job) -> float:
-    """Weights go down a tree and gradients come up one, rows and logits go to and from rank 0 by themselves."""
+    """Return the bytes of mode `master`.
+
+    Weights go down a binomial tree, and gradients come up one. Rows and logits travel directly
+    between rank 0 and each worker.
+    """
     trainer, data = job.trainer, job.data
     config, n = trainer.config, trainer.transport.size
     inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))
     logits = (
         targets.size * data.classes * trainer.replication.replica.computed.itemsize
-    )  # of a row, and so below
+    )  # the bytes of one row, as in inputs.nbytes and targets.nbytes
 
     def sent(rank: int) -> int:
         rows = len(share(config.batch.size, rank, n))
@@ -163,7 +184,7 @@ def _master(job: Job) -> float:
 
 
 def _meetings(trainer: Trainer) -> int:
-    """How often workers that train apart meet."""
+    """Return the number of periods of local SGD or gossip in the run."""
     return -(-trainer.config.run.steps // trainer.config.replication.period)
 
 
@@ -175,7 +196,7 @@ def _local(job: Job) -> float:
 
 
 def _gossip(job: Job) -> float:
-    """The average of all is taken at the end."""
+    """Return the bytes of gossip, with the average over all ranks at the end of the run."""
     trainer = job.trainer
     n, steps, storage = trainer.transport.size, trainer.config.run.steps, trainer.storage
     average = _ring(n, storage.length) * storage.dtype.itemsize
@@ -185,7 +206,7 @@ def _gossip(job: Job) -> float:
 
 
 def _parts(trainer: Trainer) -> list[int]:
-    """Bytes of the parameters that each server holds."""
+    """Return the bytes of the parameters on each server."""
     dealt_out = dealt(trainer.storage.spans, trainer.grid.axes.servers)
     return [
         sum(piece.stop - piece.start for piece in pieces) * trainer.storage.dtype.itemsize
@@ -206,10 +227,11 @@ def _server_sync(job: Job) -> float:
 
 
 def _server_late(job: Job) -> float | None:
-    """None where a worker may send most: which of the tickets it draws is not known before.
+    """Return the bytes of asynchronous and bounded servers.
 
-    A ticket is drawn, and a gradient pulled for and pushed, once for each share of each step. At a pause each worker draws in
-    vain, and at the end of all it pulls once more.
+    None if a worker may be the busiest rank: the number of its tickets is not known before. A step
+    has one ticket per worker. For a ticket, a worker sends the draw, a pull of parameters, and a
+    push of gradients. At a pause each worker draws once in vain; at the end of the run it pulls.
     """
     trainer = job.trainer
     config, parts, workers = trainer.config, _parts(trainer), trainer.grid.axes.dp
@@ -219,12 +241,11 @@ def _server_late(job: Job) -> float | None:
     is_bounded, tickets, pauses, met = config.replication.update == "bounded", steps * workers, 0, 0
     while met < steps:
         met, pauses = config.next_pause(met), pauses + 1
-    most = steps if is_bounded else tickets  # that a worker draws
+    most = steps if is_bounded else tickets  # one worker draws at most this many tickets
     pushed = most * (sum(parts) + (2 * servers + 1) * HEADER) + (pauses + servers) * HEADER
     served = [(tickets + workers) * (part + HEADER) + tickets * HEADER for part in parts]
-    served[0] += (
-        tickets + workers * pauses + steps * (workers + servers - 1)
-    ) * HEADER  # the tickets' own
+    # Server 0 also sends the messages about tickets.
+    served[0] += (tickets + workers * pauses + steps * (workers + servers - 1)) * HEADER
     return None if pushed > max(served) and not is_bounded else max(pushed, *served) / steps
 
 
@@ -263,4 +284,4 @@ FORMULAS = {
         "W times the part of S that a server holds, and so at the end, or S, a worker", _server_late
     ),
 }
-"""{word: formula}; a word without one has none, or depends on what is chosen."""
+"""{mode: formula}. Other modes have no formula, or one that depends on the chosen algorithm."""

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline sent and held in its last step, beside what its schedule says."""
+"""Messages and memory of each pipeline stage in the last step, compared with its schedule."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -12,10 +12,13 @@ from mpitrain.run.trainer import Trainer
 
 
 class StageRow(NamedTuple):
-    """One stage, on the rank of it that held most.
+    """One pipeline stage, on its rank with the most memory.
 
-    activations, gradients  messages sent in the step; planned: those of the schedule
-    peak_bytes              of activations; simulated_bytes: what the schedule keeps at most, of what each part was seen to keep
+    activations, gradients  messages sent in the step
+    planned_...             messages in the schedule
+    sent_bytes              payload of these messages
+    peak_bytes              peak bytes of activations
+    simulated_bytes         the same, simulated from the measured bytes of each unit
     """
 
     stage: int
@@ -30,9 +33,9 @@ class StageRow(NamedTuple):
 
 
 def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> list[StageRow]:
-    """A row for each stage, of the step that was last; collective.
+    """Return a row for each stage, of the last step. Collective.
 
-    inputs, targets  rows of this rank, as many as its step has
+    inputs, targets  rows of this rank, as many as in its step
     """
     plan, pipe, stage = (
         fused_at_the_input(trainer.resolved.plan),
@@ -66,7 +69,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
 
 
 def stage_table(rows: list[StageRow]) -> list[str]:
-    """Lines to print."""
+    """Format the rows as lines of a table."""
     lines = [
         f"{'stage':>5} {'units':>6} {'activations sent':>17} {'gradients sent':>15} {'MB sent':>9} "
         f"{'peak activations MB':>20} {'simulated':>10} {'ratio':>6}"

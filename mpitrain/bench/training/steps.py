@@ -1,4 +1,7 @@
-"""The speed of whole training steps: ours, in turns with ours set otherwise and with a peer's, same weights, same batches."""
+"""The speed of whole training steps, measured in turns with other settings and with PyTorch.
+
+All sides start from the same weights and train on the same batches.
+"""
 
 import importlib
 import json
@@ -16,51 +19,53 @@ from mpitrain.files import write_whole
 from mpitrain.run.build import Job
 from mpitrain.transport.base import Transport
 
-WARM_UP = 3  # steps of each side before any is timed
+WARM_UP = 3
+"""Steps of each side before the first timed step."""
 PEERS = {"torch": ("mpitrain.bench.training.torch_peer", "pip install torch==2.13.0")}
-"""Where a peer lives, and how to install what it needs."""
+"""{peer: (its module, the command that installs its packages)}."""
 THE_WORK = ("run.", "data.", "model.", "precision.", "batch.size", "optimizer.name", "device.kind")
-"""Keys, or sections, that say what both sides compute, and where. Any other may differ between them."""
+"""Keys or sections that must be equal on both sides: the computation and the device."""
 
 
 class Ours:
-    """Our trainer, with the interface of a peer."""
+    """An adapter that gives our trainer the interface of a peer."""
 
     comm_s = 0.0
-    """Of the last step: seconds that this rank stood still for messages, and for the sums made of them."""
+    """Seconds of the last step in which this rank waited for messages and their sums."""
 
     def __init__(self, job: Job, name: str = "mpitrain"):
         self.name, self.job = name, job
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
-        """One optimizer step on this rank's rows, waited for; the loss of the whole batch."""
+        """Take an optimizer step on this rank's rows and synchronise; return the batch's loss."""
         outcome = self.job.trainer.step(index, inputs, targets)
         self.job.trainer.backend.synchronize()
         self.comm_s = outcome.comm_s
         return outcome.loss
 
     def close(self) -> None:
-        """Give back what the job holds; collective."""
+        """Release the job's resources. Collective."""
         self.job.close()
 
 
 class LookingOn:
-    """A side that this rank has no part in."""
+    """A side in which this rank does not take part."""
 
     def __init__(self, name: str):
         self.name = name
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there is no resource to release."""
 
 
 class Result(NamedTuple):
-    """One side's times.
+    """The times and losses of one side.
 
-    name    of the side
-    blocks  median seconds per step of each block, every step timed on its slowest rank
-    losses  of the whole batch at each timed step
-    comm_s  of each timed step, seconds that computing did not hide, on the rank that stood still longest; a peer does not tell
+    name    name of the side
+    blocks  median seconds per step of each block; a step is timed on its slowest rank
+    losses  loss of the whole batch at each timed step
+    comm_s  exposed communication seconds of each timed step, on the rank that waited longest;
+            empty for a peer
     """
 
     name: str
@@ -70,17 +75,17 @@ class Result(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Median over blocks."""
+        """The median over blocks, in seconds."""
         return median(self.blocks)
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether most blocks took far longer than the fastest, so that no ratio follows from them."""
+        """Whether most blocks took far longer than the fastest, so that ratios are invalid."""
         return self.step_s > FAR * min(self.blocks)
 
 
 class Block(NamedTuple):
-    """A row of the CSV file: a block of one side."""
+    """A block of one side, as a row of the CSV file."""
 
     side: str
     block: int
@@ -88,10 +93,11 @@ class Block(NamedTuple):
 
 
 def peer_class(name: str, config: Config, dp: int = 1) -> Any:
-    """The class of a peer; ConfigError if it is not installed or cannot do what is configured. Local.
+    """Return the class of a peer. Local.
 
-    config  with device.kind settled
+    config  its device.kind is resolved, not "auto"
     dp      replicas
+    raises  ConfigError if the peer is not installed or does not support the configuration
     """
     if config.replication.mode != "all-reduce":
         raise ConfigError(
@@ -144,7 +150,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
 
 
 def imported(name: str) -> ModuleType:
-    """The module of a peer; ConfigError if what it needs is not installed."""
+    """Import the module of a peer; ConfigError if a package that it needs is not installed."""
     module, way_in = PEERS[name]
     try:
         return importlib.import_module(module)
@@ -156,7 +162,7 @@ def imported(name: str) -> ModuleType:
 
 
 def check_same_work(settings: Sequence[str]) -> None:
-    """ConfigError if one of these `section.key=value` would give the other side other work than ours. Local."""
+    """Raise ConfigError if one of these `section.key=value` would change the computation. Local."""
     for key in map(key_of, settings):
         if key.startswith(THE_WORK):
             raise ConfigError(
@@ -166,7 +172,7 @@ def check_same_work(settings: Sequence[str]) -> None:
 
 
 def check_common_steps(config: Config) -> None:
-    """ConfigError if the ranks make no steps together, whose time could be measured. Local."""
+    """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time. Local."""
     if config.replication.mode == "server" and config.replication.update != "sync":
         raise ConfigError(
             "bench train measures steps that all ranks make together, but replication.update is "
@@ -182,24 +188,24 @@ def check_common_steps(config: Config) -> None:
 
 
 def named(config: Config, settings: Sequence[str]) -> str:
-    """The name of a side of ours: the values that it has of the keys of these `section.key=value`."""
+    """Return the name of our side, with its values of the keys in these `section.key=value`."""
     values = config.flat()
     shown = {key: json.dumps(values[key]).strip('"') for key in map(key_of, settings)}
     return " ".join(["mpitrain", *(f"{key}={value}" for key, value in shown.items())])
 
 
 def key_of(setting: str) -> str:
-    """The key of a `section.key=value`."""
+    """Return the key of a `section.key=value`."""
     return setting.partition("=")[0].strip()
 
 
 def alternate(
     transport: Transport, job: Job, sides: Sequence[Any], blocks: int, steps: int
 ) -> list[Result]:
-    """Blocks of steps of each side in turn; every side sees the same batches. Collective.
+    """Measure blocks of steps of each side in turn, on the same batches. Collective.
 
-    blocks  times that every side has its turn
-    steps   in each turn
+    blocks  turns of every side
+    steps   steps in each turn
     """
     results = [Result(side.name, [], [], []) for side in sides]
     for side in sides:
@@ -217,7 +223,10 @@ def alternate(
 def _timed(
     transport: Transport, job: Job, side: Any, indices: range
 ) -> tuple[list[float], list[float], list[float]]:
-    """Of each step, over the ranks that make it: the most seconds, the mean of their losses, and the longest stand-still."""
+    """Run steps of one side; return the seconds, loss and exposed communication of each.
+
+    Over the ranks that take part, they are the maximum, the mean and the maximum.
+    """
     times, losses, waits = [], [], []
     whose = side.job if isinstance(side, Ours) else job
     for index in indices if not isinstance(side, LookingOn) else ():
@@ -228,9 +237,8 @@ def _timed(
         times.append(time.perf_counter() - start)
         if isinstance(side, Ours):
             waits.append(side.comm_s)
-    gathered = [
-        told for told in transport.gather_text([times, losses, waits]) if told[0]
-    ]  # by those that do not look on
+    # Ranks that only look on have no times.
+    gathered = [told for told in transport.gather_text([times, losses, waits]) if told[0]]
     slowest, all_losses, longest = (
         list(zip(*each, strict=True)) for each in zip(*gathered, strict=True)
     )
@@ -238,7 +246,10 @@ def _timed(
 
 
 def table(results: Sequence[Result], tokens: int) -> list[str]:
-    """Lines to print; the first result is the one that the others are compared with. tokens: per step, over all ranks."""
+    """Format the results as lines, and compare each with the first one.
+
+    tokens  per step, over all ranks
+    """
     width = max(18, *(len(result.name) for result in results))
     lines = [
         f"{'side':<{width}} {'step s':>9} {'comm s':>9} {'tokens/s':>10}   {'step s, blocks':<18} {'last loss':>10}"
@@ -269,12 +280,12 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
 
 
 def against(ours: Result, other: Result) -> list[float]:
-    """How many times as fast as the other side, in each pair of neighbouring blocks."""
+    """Return the speed-up over the other side, for each pair of neighbouring blocks."""
     return [theirs / mine for mine, theirs in zip(ours.blocks, other.blocks, strict=True)]
 
 
 def block_rows(results: Sequence[Result]) -> list[Block]:
-    """Every block of every side."""
+    """Return every block of every side."""
     return [
         Block(result.name, number, seconds)
         for result in results

@@ -1,6 +1,6 @@
-"""The peer's model: a GPT of PyTorch's own layers and none of ours, which a test compares with ours, and how it gets our values.
+"""The peer's model: a GPT of PyTorch's own layers, initialised with our weights.
 
-B batch, T tokens, C channels, H heads.
+A test compares it with our GPT. B batch, T tokens, C channels, H heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Block(nn.Module):
         return self.mlp(self.attention(x))
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
-        """Its first half."""
+        """Return x + attention(norm(x)), the first half of the block: (B, T, C) -> (B, T, C)."""
         batch, length, _ = x.shape
         q, k, v = (
             self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -34,12 +34,12 @@ class Block(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Its second half."""
+        """Return x + mlp(norm(x)), the second half of the block: (B, T, C) -> (B, T, C)."""
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
-    """GPT-2 architecture; called with tokens and targets, both (B, T), it gives the mean loss."""
+    """The GPT-2 architecture: (tokens, targets), both (B, T), -> mean loss."""
 
     def __init__(self, *, vocab: int, context: int, width: int, heads: int, depth: int, tied: bool):
         super().__init__()
@@ -56,17 +56,17 @@ class GPT(nn.Module):
         return mean_loss(self.logits(x), targets)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(B, T) -> (B, T, C)."""
+        """Embed tokens and positions: (B, T) -> (B, T, C)."""
         return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) -> (B, T, vocab)."""
+        """Apply the last norm and the head: (B, T, C) -> (B, T, vocab)."""
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
 
 class Part(nn.Module):
-    """The part of a GPT that units of ours with these names are, in their order."""
+    """A pipeline stage of a GPT: the layers that correspond to our units with these names."""
 
     def __init__(self, model: GPT, names: Sequence[str]):
         super().__init__()
@@ -84,12 +84,12 @@ class Part(nn.Module):
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of logits (B, T, vocab) and targets (B, T)."""
+    """Return the mean cross-entropy of logits (B, T, vocab) and targets (B, T)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def torch_name(name: str) -> str:
-    """Where `GPT` keeps the tensor that mpitrain calls `name`."""
+    """Return the name in `GPT` of the tensor that mpitrain calls `name`."""
     for ours, theirs in (
         ("gain", "weight"),
         ("attention.norm", "norm1"),
@@ -106,9 +106,11 @@ def torch_name(name: str) -> str:
 
 
 def copy_weights(arrays: Mapping[str, np.ndarray], model: GPT, is_whole: bool = True) -> None:
-    """Give the model our values, by our names; every tensor must be given, unless the arrays are those of a stage.
+    """Copy our arrays, by our names, into the model.
 
-    Those of 16 bits go as float32: PyTorch takes no bfloat16 of NumPy's.
+    16-bit arrays are converted to float32, because PyTorch accepts no bfloat16 from NumPy.
+
+    is_whole  every tensor must have an array; False for a pipeline stage
     """
     tensors = dict(model.named_parameters())
     if is_whole and sorted(map(torch_name, arrays)) != sorted(tensors):

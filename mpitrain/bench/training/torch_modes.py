@@ -1,6 +1,7 @@
-"""How PyTorch trains a model on all ranks of gloo: what it has like our modes and layouts, with AdamW.
+"""PyTorch's counterparts of our modes and layouts, over gloo and with AdamW.
 
-Each way is a function of the model, of what this rank of ours holds (by name) and of the configuration.
+Each counterpart is a function of the model, of this rank's arrays (by name) and of the
+configuration.
 """
 
 import re
@@ -25,9 +26,9 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Way(NamedTuple):
-    """A model made ready.
+    """A model that is ready for training.
 
-    gradients  (inputs, targets) -> the mean loss of these rows, once the gradients are there that the optimizer takes
+    gradients  (inputs, targets) -> mean loss of these rows; also computes and reduces gradients
     """
 
     name: str
@@ -36,13 +37,13 @@ class Way(NamedTuple):
 
 
 def alone(model: GPT, arrays: Arrays, settings: Config) -> Way:
-    """One rank."""
+    """Train on one rank."""
     copy_weights(arrays, model)
     return Way("torch", partial(_backward, model), _adamw(model, settings))
 
 
 def replicas(model: GPT, arrays: Arrays, settings: Config) -> Way:
-    """Every rank holds the model and the optimizer's state; gradients are all-reduced during the backward pass."""
+    """Train with DDP: a full replica per rank, and gradients all-reduced during backward."""
     copy_weights(arrays, model)
     return Way(
         "torch DDP, gloo",
@@ -52,7 +53,10 @@ def replicas(model: GPT, arrays: Arrays, settings: Config) -> Way:
 
 
 def divided_state(model: GPT, arrays: Arrays, settings: Config) -> Way:
-    """As `replicas`, but each rank holds the optimizer's state of its share of the tensors, updates these and broadcasts them."""
+    """Train with ZeroRedundancyOptimizer: DDP with a sharded optimizer, as ZeRO stage 1.
+
+    Each rank updates some of the tensors and broadcasts them.
+    """
     copy_weights(arrays, model)
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(
@@ -65,8 +69,10 @@ def divided_state(model: GPT, arrays: Arrays, settings: Config) -> Way:
 
 
 def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> Way:
-    """Each rank holds its share of every tensor, of its gradient and of the optimizer's state. A block is gathered in the forward
-    pass and stays gathered until the backward pass has used it; gradients are reduce-scattered.
+    """Train with FSDP2 that gathers parameters once per step, as the counterpart of ZeRO stage 2.
+
+    Each rank has a shard of every tensor, of its gradient and of the optimizer state. A block is
+    all-gathered in forward and stays so until backward has used it. Gradients are reduce-scattered.
     """
     return _fully_sharded(
         "torch FSDP2 (reshard_after_forward=False), gloo", False, model, arrays, settings
@@ -74,7 +80,7 @@ def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> Way:
 
 
 def divided_parameters(model: GPT, arrays: Arrays, settings: Config) -> Way:
-    """As `divided_gradients`, but a block is freed after the forward pass and gathered again for the backward pass."""
+    """Train with FSDP2 as ZeRO stage 3: a block is freed after forward, and gathered again."""
     return _fully_sharded("torch FSDP2, gloo", True, model, arrays, settings)
 
 
@@ -88,7 +94,7 @@ def _fully_sharded(
 
 
 def stages(model: GPT, arrays: Arrays, settings: Config) -> Way:
-    """Each rank holds some of the layers, the same as ours; micro-batches go through all ranks in the order of the schedule."""
+    """Train pipeline stages with the same layers as ours, by GPipe or 1F1B."""
     copy_weights(arrays, model, is_whole=False)
     names = list(dict.fromkeys(UNIT.findall(" ".join(arrays))))
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -100,7 +106,8 @@ def stages(model: GPT, arrays: Arrays, settings: Config) -> Way:
         losses: list[torch.Tensor] = []
         if rank == size - 1:
             schedule.step(target=targets, losses=losses)
-            return size * torch.stack(losses).mean()  # of all rows, where the others have none
+            # The caller averages losses over ranks, and only the last stage has one.
+            return size * torch.stack(losses).mean()
         schedule.step(*([] if rank else [inputs]))
         return torch.zeros(())
 
@@ -108,23 +115,23 @@ def stages(model: GPT, arrays: Arrays, settings: Config) -> Way:
 
 
 def slices(model: GPT, arrays: Arrays, settings: Config) -> Way:
-    """Each rank holds its part of every layer, the same as ours: the heads, the MLP and the vocabulary are divided."""
+    """Train with tensor parallelism: heads, MLP and vocabulary are sharded as ours are."""
     gradients = divide(model, arrays, _mesh(model))
     return Way("torch tensor parallel, gloo", gradients, _adamw(model, settings))
 
 
 WAYS = {0: replicas, 1: divided_state, 2: divided_gradients, 3: divided_parameters}
-"""By replication.zero, for replicas."""
+"""{replication.zero: counterpart}."""
 
 UNIT = re.compile(r"(?:^| )(embedding|blocks\.\d+\.attention|blocks\.\d+\.mlp|head)\.")
-"""The name of the unit that a tensor of ours belongs to."""
+"""The unit's name at the start of the name of one of our tensors."""
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-"""By pipeline.schedule, for stages."""
+"""{pipeline.schedule: PyTorch's schedule}."""
 
 
 def way_of(settings: Config) -> Callable[[GPT, Arrays, Config], Way]:
-    """What PyTorch has like this configuration of ours, on all ranks of gloo."""
+    """Return PyTorch's counterpart of this configuration, on all ranks of gloo."""
     if settings.layout.tp > 1:
         return slices
     if settings.layout.pp > 1:
@@ -139,7 +146,7 @@ def _backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def _mesh(model: GPT) -> DeviceMesh:
-    """All ranks, along one dim."""
+    """Return a one-dimensional mesh of all ranks."""
     return init_device_mesh(
         next(model.parameters()).device.type, (torch.distributed.get_world_size(),)
     )
@@ -150,7 +157,10 @@ def _adamw(model: GPT, settings: Config) -> torch.optim.AdamW:
 
 
 def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
-    """Matrices, which decay, and vectors; tensors in parts apart from whole ones, with which PyTorch cannot update them."""
+    """Return parameter groups: matrices, which have weight decay, and vectors.
+
+    DTensors have groups of their own, because PyTorch cannot update them together with tensors.
+    """
     groups: dict[Any, dict[str, Any]] = {}
     for tensor in model.parameters():
         is_matrix = tensor.dim() > 1

@@ -1,6 +1,7 @@
-"""The peer: the same GPT in PyTorch, trained over gloo by what PyTorch has like our mode, and attention alone.
+"""The peer: the same GPT in PyTorch, trained over gloo with its counterpart of our mode.
 
-On the CPU or a GPU. Products of float32 are whole: TF32, which keeps 10 bits, is off. B batch, T tokens, C channels.
+It also has attention alone, for `bench kernels`. It runs on the CPU or a GPU. Products of float32
+have full precision: TF32, with 10 bits, is off. B batch, T tokens, C channels.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from mpitrain.transport.base import Transport
 
 
 class TorchPeer:
-    """Trains a copy of our model as PyTorch does. Construction and steps are collective."""
+    """A copy of our model, trained by PyTorch. Construction and steps are collective."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class TorchPeer:
         vocab: int,
         arrays: Mapping[str, np.ndarray],
     ):
-        """arrays: what this rank of ours holds, by name."""
+        """arrays: the tensors of our model on this rank, by name."""
         self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())
         store = None
@@ -60,7 +61,7 @@ class TorchPeer:
         self.name = self._way.name
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """One optimizer step on this rank's rows; returns the loss of these rows alone."""
+        """Take an optimizer step on this rank's rows; return the loss of these rows alone."""
         optimizer = self._way.optimizer
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self._settings.optimizer, index, self._settings.run.steps)
@@ -72,12 +73,16 @@ class TorchPeer:
         return loss.item()
 
     def close(self) -> None:
-        """Leave gloo."""
+        """Destroy the process group of gloo."""
         torch.distributed.destroy_process_group()
 
 
 class TorchAttention:
-    """F.scaled_dot_product_attention, causal, forward and backward, of qkv: (B, T, 3C) as ours takes it."""
+    """Causal F.scaled_dot_product_attention, forward and backward.
+
+    qkv  (B, T, 3C), as for our attention
+    dy   (B, T, C)
+    """
 
     def __init__(self, kind: str, qkv: np.ndarray, dy: np.ndarray, heads: int, dtype: str):
         def split(array: np.ndarray, parts: int) -> torch.Tensor:
@@ -96,7 +101,10 @@ class TorchAttention:
 
 
 def placed(kind: str) -> torch.device:
-    """Where our kind of device puts tensors; ConfigError if this PyTorch was not built for GPUs."""
+    """Return PyTorch's device for our kind of device; ConfigError if PyTorch finds no GPU.
+
+    For a GPU it also turns TF32 off.
+    """
     if kind != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -106,6 +114,5 @@ def placed(kind: str) -> torch.device:
         )
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    return torch.device(
-        "cuda", launched().local_rank % torch.cuda.device_count()
-    )  # the same one as ours
+    # Our backend takes the same GPU.
+    return torch.device("cuda", launched().local_rank % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""The peer's GPT divided by PyTorch's tensor parallelism: DTensors, ColwiseParallel and RowwiseParallel.
+"""The peer's GPT with PyTorch's tensor parallelism: DTensors, ColwiseParallel, RowwiseParallel.
 
 B batch, T tokens, C channels, V vocabulary, n ranks.
 """
@@ -25,12 +25,14 @@ from mpitrain.bench.training.torch_gpt import GPT, torch_name
 def divide(
     model: GPT, arrays: Mapping[str, np.ndarray], mesh: DeviceMesh
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Leave each rank its part of the model, with our values; returns what computes gradients of inputs and targets.
+    """Shard the model over the mesh, copy our values, and return a function for gradients.
 
-    Each half of a block is columns and then rows; the table of tokens is split by rows, the logits by columns, and the loss takes
-    them so. Norms, positions and biases of rows are whole on every rank.
+    That function is (inputs, targets) -> loss. Each half of a block is column-parallel, then
+    row-parallel. The token table is sharded by rows, the logits by columns; the loss accepts
+    sharded logits. Norms, positions and biases of row-parallel layers are replicated.
 
-    arrays  this rank's parts, as our layout.tp cuts them: queries, keys and values of its heads, one behind the other
+    arrays  this rank's shards as our layout.tp cuts them: queries, keys and values of its heads,
+            one after the other
     source  PyTorch's tutorial "Large Scale Transformer model training with Tensor Parallel"
     """
     is_tied = model.head.weight is model.tokens.weight
@@ -72,7 +74,10 @@ def divide(
 
 
 def _copy_parts(arrays: Mapping[str, np.ndarray], model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank's part our values; the vocabulary, which PyTorch may cut elsewhere than we do, by way of the whole."""
+    """Copy our values to each rank's shards.
+
+    PyTorch may cut the vocabulary at other rows than we do, so these tensors are gathered first.
+    """
     tensors = dict(model.named_parameters())
     assert sorted(map(torch_name, arrays)) == sorted(tensors)
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""`mpitrain bench`: one file for each group of benchmarks."""
+"""`mpitrain bench`: the commands that measure collectives, links, kernels and training steps."""

@@ -1,4 +1,4 @@
-"""`mpitrain bench bandwidth`: what a link carries with many messages in flight."""
+"""`mpitrain bench bandwidth`: measures links with many messages in flight."""
 
 import sys
 from pathlib import Path
@@ -19,14 +19,14 @@ MOST_IN_FLIGHT = 1 << 12
     type=click.Choice(["one", "all"]),
     default="one",
     show_default=True,
-    help="Rank 0 and rank n/2, or all ranks k and k + n/2 at the same time.",
+    help="One pair, ranks 0 and n/2; or all pairs of ranks k and k + n/2 at the same time.",
 )
 @click.option(
     "--ways",
     type=click.Choice(["one", "both", "one,both"]),
     default="one,both",
     show_default=True,
-    help="One way as osu_bw, both ways as osu_bibw.",
+    help="Directions of messages: one as in osu_bw, both as in osu_bibw.",
 )
 @click.option(
     "--window",
@@ -38,26 +38,27 @@ MOST_IN_FLIGHT = 1 << 12
 @click.option("--min-bytes", type=Bytes(), default="1", show_default=True, help="Shortest message.")
 @click.option("--max-bytes", type=Bytes(), default="4M", show_default=True, help="Longest message.")
 @click.option(
-    "--factor", type=float, default=4, show_default=True, help="From one size to the next."
+    "--factor", type=float, default=4, show_default=True, help="Ratio of successive sizes."
 )
 @click.option(
     "--iterations",
     type=click.IntRange(0, MOST),
     default=0,
     show_default=True,
-    help="Timed windows per row; 0: what fits in a quarter of a second, from 5 to 500.",
+    help="Timed windows per row; 0: as many as fit in a quarter of a second, from 5 to 500.",
 )
 @table_options
 @click.option(
     "--plot",
     "plot_file",
     type=click.Path(path_type=Path),
-    help="Draw bandwidth and messages a second.",
+    help="Draw bandwidth and messages per second to this file.",
 )
 def command(**options: Any) -> None:
-    """Measure bandwidth with many messages in flight, one way and both ways, as osu_bw, osu_bibw and osu_mbw_mr do.
+    """Measure bandwidth with many messages in flight, one way and both ways, as osu_bw, osu_bibw
+    and osu_mbw_mr do.
 
-    Every message that arrives is checked: #wrong counts bytes, and the exit code is 1 if there are any.
+    Every received message is checked. #wrong counts bytes; the exit code is 1 if there are any.
     """
     with mpi_session() as transport:
         wrong = _measure(transport, options)
@@ -65,7 +66,7 @@ def command(**options: Any) -> None:
 
 
 def _measure(transport: Any, options: dict[str, Any]) -> int:
-    """Measure, print, write and draw; how many bytes are wrong."""
+    """Measure, print, write and draw; return the number of wrong bytes."""
     from mpitrain.bench.collectives.columns import Table
     from mpitrain.bench.collectives.header import header, printed
     from mpitrain.bench.collectives.request import sizes

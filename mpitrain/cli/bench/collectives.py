@@ -1,4 +1,4 @@
-"""`mpitrain bench`: what the network and the memory of this machine can do, and what every algorithm makes of it."""
+"""`mpitrain bench`: the group of benchmarks, and a command for each collective, as nccl-tests."""
 
 import sys
 from pathlib import Path
@@ -31,10 +31,10 @@ OPERATIONS = (
 
 @click.group(cls=Group)
 def command() -> None:
-    """Measure collectives, with all the ranks this was started with: mpitrain launch -n 4 -- bench allreduce
+    """Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench allreduce
 
-    Every row is checked: #wrong counts elements that are not what they must be, or replicas of a lossy sum that differ, and
-    the exit code is 1 if there are any.
+    Every row is checked. #wrong counts wrong elements or, for lossy sums, replicas that differ.
+    The exit code is 1 if there are any.
     """
 
 
@@ -51,23 +51,23 @@ WIRE = click.option(
     "--wire",
     default="",
     metavar="A,B",
-    help="Formats to measure beside the algorithms, float32: fp16, bf16, int8, topk:0.01, powersgd:4.",
+    help="Compressed formats to measure as well, for float32: fp16, bf16, int8, topk:0.01, powersgd:4.",
 )
 
 
 def collective(name: str) -> click.Command:
-    """The subcommand that measures one collective."""
+    """Return the subcommand that measures one collective."""
 
     @click.command(
         name,
         short_help=f"Measure {name}: sizes x algorithms.",
-        help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the model's prediction.",
+        help=f"Measure {name}: sizes x algorithms, with bus bandwidth and the time predicted by the cost model.",
     )
     @click.option(
         "--algorithm",
         default="all",
         metavar="A,B|all",
-        help="Algorithms to measure; all: every one there is.",
+        help="Algorithms to measure; all: every algorithm that can run here.",
     )
     @click.option(
         "--min-bytes", type=Bytes(), default="4K", show_default=True, help="Smallest array."
@@ -76,7 +76,7 @@ def collective(name: str) -> click.Command:
         "--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array."
     )
     @click.option(
-        "--factor", type=float, default=4, show_default=True, help="From one size to the next."
+        "--factor", type=float, default=4, show_default=True, help="Ratio of successive sizes."
     )
     @click.option(
         "--dtype",
@@ -89,54 +89,54 @@ def collective(name: str) -> click.Command:
         type=click.Choice(KINDS),
         default="cpu",
         show_default=True,
-        help="Whose memory holds the arrays, and whose kernels reduce them.",
+        help="Kind of device that holds the arrays and reduces them.",
     )
     @click.option(
         "--buffers",
         default="window",
         show_default=True,
         metavar="window|plain|leased|A,B",
-        help="Where arrays lie: in memory shared by the ranks of a host, as in training; anywhere; of allreduce also "
-        "where activations that travel do, leased anew for every run.",
+        help="Memory of the arrays. window: shared by the ranks of a host, as in training; plain: private; "
+        "leased (allreduce only): an activation buffer, leased anew for every run.",
     )
     @click.option(
         "--iterations",
         type=click.IntRange(0, MOST),
         default=0,
         show_default=True,
-        help="Timed runs per row; 0: what fits in a quarter of a second, from 5 to 500.",
+        help="Timed runs per row; 0: as many as fit in a quarter of a second, from 5 to 500.",
     )
     @click.option(
         "--warmup",
         type=click.IntRange(1, MOST),
         default=3,
         show_default=True,
-        help="Runs before those.",
+        help="Untimed runs of each row before the timed ones.",
     )
     @click.option(
         "--sweeps",
         type=click.IntRange(1, MOST),
         default=1,
         show_default=True,
-        help="Times to go through it all.",
+        help="Repetitions of the whole benchmark.",
     )
     @click.option(
         "--tuning",
         type=click.Path(path_type=Path),
-        help="Constants for `auto` and the predictions, from bench fit.",
+        help="Constants of the cost model for `auto` and the predictions, from bench fit.",
     )
     @table_options
     @click.option(
         "--plot",
         "plot_file",
         type=click.Path(path_type=Path),
-        help="Draw time and bandwidth, at the end.",
+        help="Draw time and bandwidth to this file, at the end.",
     )
     @click.option(
         "--fail-below",
         type=click.FloatRange(min=0),
         metavar="GB/s",
-        help="Exit with 1 if an algorithm's bus bandwidth at the largest size is below this, for scripts.",
+        help="Exit with code 1 if an algorithm's bus bandwidth at the largest size is below this.",
     )
     def measure(**options: Any) -> None:
         with mpi_session(kind=lambda: options["device"]) as transport:
@@ -151,7 +151,10 @@ for _name in OPERATIONS:
 
 
 def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
-    """Run one benchmark; rank 0 prints. Wrong elements, replicas that differ and algorithms that are too slow, in sum."""
+    """Run one benchmark; rank 0 prints.
+
+    Return the number of wrong elements, replicas that differ and algorithms that are too slow.
+    """
     from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.table import footer, too_slow
     from mpitrain.collectives.selection.tuning import DEFAULT, foreign, read_tuning
@@ -183,7 +186,7 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
 
 
 def _request(name: str, options: dict[str, Any]) -> Any:
-    """The command line as what to measure; ConfigError for names that do not exist."""
+    """Return the request that the command line describes; ConfigError for unknown names."""
     from mpitrain.bench.collectives.buffers import LEASED
     from mpitrain.bench.collectives.native import names
     from mpitrain.bench.collectives.request import SweepRequest, dtype_of, sizes

@@ -1,4 +1,4 @@
-"""`mpitrain bench fit`: the constants of the cost model, measured here."""
+"""`mpitrain bench fit`: fits the constants of the cost model to measurements on this machine."""
 
 import sys
 from itertools import groupby
@@ -19,7 +19,7 @@ from mpitrain.cli.session import MOST, mpi_session
     type=click.Path(path_type=Path),
     default=Path("tuning.json"),
     show_default=True,
-    help="The tuning file.",
+    help="Tuning file to write.",
 )
 @click.option("--min-bytes", type=Bytes(), default="64", show_default=True, help="Smallest array.")
 @click.option("--max-bytes", type=Bytes(), default="64M", show_default=True, help="Largest array.")
@@ -28,15 +28,16 @@ from mpitrain.cli.session import MOST, mpi_session
     type=click.IntRange(1, MOST),
     default=3,
     show_default=True,
-    help="Times to go through it all.",
+    help="Repetitions of the whole measurement.",
 )
 @table_options
 def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, **printing: Any) -> None:
     """Measure every all-reduce and fit the cost model to it, for this number of ranks.
 
-    Every second size is left out at first, to tell how well the model does on sizes it has not seen. Over slow links sizes
-    stop growing where time has begun to grow with them. The file is written after every sweep, so that an interruption
-    keeps those before. Run it once for every number of ranks you use: the file keeps what it has of the same machine.
+    A second fit, without every second size, shows how well the model predicts sizes that it has not
+    seen. Over slow links, sizes stop growing once the time grows in proportion. The file is written
+    after every sweep, so an interruption loses only the last one. Run it once for every number of
+    ranks that you use. Constants for other numbers of ranks on the same machine stay in the file.
     """
     with mpi_session() as transport:
         _fit(transport, out, min_bytes, max_bytes, sweeps, printing)
@@ -45,7 +46,7 @@ def fit(out: Path, min_bytes: int, max_bytes: int, sweeps: int, **printing: Any)
 def _fit(
     transport: Any, out: Path, min_bytes: int, max_bytes: int, sweeps: int, printing: dict[str, Any]
 ) -> None:
-    """Measure, fit and write after every sweep; at the end check on sizes left out.
+    """Measure, fit and write after every sweep; at the end check the model on sizes left out.
 
     printing  the options of `table_options`
     """
@@ -81,9 +82,8 @@ def _fit(
         transport,
         lambda: check_files(transport.rank, [out, printing["json_file"], printing["csv_file"]]),
     )
-    places = (
-        MEMORY if len(set(transport.hosts)) == 1 else ("plain",)
-    )  # windows serve `shared`, which needs one host
+    # Windows serve the algorithm `shared`, which needs a single host.
+    places = MEMORY if len(set(transport.hosts)) == 1 else ("plain",)
     request = SweepRequest(
         "allreduce",
         candidates(Topology(transport.hosts)),

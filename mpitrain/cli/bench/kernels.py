@@ -1,4 +1,4 @@
-"""`mpitrain bench kernels` and `bench gemm`: what one device computes, without other ranks."""
+"""`mpitrain bench kernels`, `bench gemm` and `bench launch`: measure one device, without MPI."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,8 @@ from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.machine import process
 from mpitrain.machine.kinds import KINDS
 
-if TYPE_CHECKING:  # NumPy must not be loaded before its threads are limited
+if TYPE_CHECKING:
+    # This module must not import NumPy before the BLAS threads are limited.
     from mpitrain.ops.device import Device
 
 PRODUCTS = ("NT", "NN", "TN", "NT+gelu", "TN+sums")
@@ -20,7 +21,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Names(click.ParamType):
-    """Some of the given names, with commas between."""
+    """A Click type for some of the known names, separated by commas."""
 
     name = "names"
 
@@ -37,7 +38,7 @@ class Names(click.ParamType):
 
 
 def on_a_device(command: Callable) -> Callable:
-    """The options that both benchmarks have."""
+    """Add the options of `bench kernels` and `bench gemm` to a command."""
     for option in (
         CSV,
         JSON,
@@ -45,19 +46,19 @@ def on_a_device(command: Callable) -> Callable:
             "--tiles",
             type=click.Path(),
             default="",
-            help="Take tiles from this table, of bench gemm --tune.",
+            help="Table of tiles, as written by bench gemm --tune.",
         ),
         click.option(
             "--gemm",
             type=click.Choice(["tiled", "library"]),
             default="tiled",
             show_default=True,
-            help="Our matrix products: by our kernels, or by cuBLAS and kernels after it.",
+            help="Matrix products: tiled (our kernels) or library (cuBLAS, then kernels for the epilogue).",
         ),
         click.option(
             "--checked",
             is_flag=True,
-            help="Of cuda-sim: look for races, wrong addresses and uninitialised reads.",
+            help="On cuda-sim: check for races, wrong addresses and uninitialised reads.",
         ),
         click.option(
             "--device",
@@ -65,7 +66,7 @@ def on_a_device(command: Callable) -> Callable:
             type=click.Choice(KINDS),
             default="cpu",
             show_default=True,
-            help="Where to compute.",
+            help="Kind of device.",
         ),
     ):
         command = option(command)
@@ -77,7 +78,7 @@ def on_a_device(command: Callable) -> Callable:
 @click.option(
     "--peer",
     type=click.Choice(["torch"]),
-    help="Measure attention in turns with PyTorch's fused one.",
+    help="Measure attention in turns with PyTorch's fused attention.",
 )
 def kernels(
     kind: str,
@@ -90,9 +91,13 @@ def kernels(
 ) -> None:
     """Measure every operation of a training step on this device.
 
-    percent: of the bandwidth that a plain copy reaches, or of the rate of the first product; peer: of what adds or activates
-    in the same pass, our two operations in its place; #wrong: elements that differ from the reference. The exit code is 1 if
-    any does.
+    \b
+    percent  rate, relative to a copy (GB/s) or to the first product (GFLOP/s)
+    peer us  time of the alternative, measured in turns: PyTorch's attention, or
+             two operations of ours in place of a fused one
+    #wrong   elements that differ from the reference
+
+    The exit code is 1 if any element is wrong.
     """
 
     def run() -> int:
@@ -124,7 +129,7 @@ def kernels(
     "--shapes",
     default="",
     metavar="MxNxK,N",
-    help="Products (M, K) times (K, N); a number alone is a cube.",
+    help="Shapes of products (M, K) x (K, N); a single number N means NxNxN.",
 )
 @click.option(
     "--dtype",
@@ -133,7 +138,7 @@ def kernels(
     default="float32",
     show_default=True,
     metavar="A,B",
-    help=f"Of the operands: {', '.join(DTYPES)}.",
+    help=f"Dtypes of the operands: {', '.join(DTYPES)}.",
 )
 @click.option(
     "--products",
@@ -141,15 +146,17 @@ def kernels(
     default=",".join(PRODUCTS),
     show_default=True,
     metavar="A,B",
-    help="Of a linear layer: forward, input and weight half; with bias and GELU; with the bias gradient.",
+    help="Products of a linear layer: forward (NT), input half (NN) and weight half (TN) of backward, "
+    "forward with bias and GELU, weight half with the bias gradient.",
 )
 @click.option(
-    "--tune", is_flag=True, help="Measure every tile instead, and write the best ones to --out."
+    "--tune", is_flag=True, help="Measure every tile instead, and write the best tiles to --out."
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Of --tune: the table, for --tiles and device.tiles [tiles.json]; it keeps what it has for other shapes.",
+    help="For --tune: the table to write, for --tiles and device.tiles (default: tiles.json). Its entries "
+    "for other shapes stay.",
 )
 def gemm(
     kind: str,
@@ -164,10 +171,12 @@ def gemm(
     tune: bool,
     out: Path | None,
 ) -> None:
-    """Measure matrix products in turns with the library's: cuBLAS through CuPy, NumPy's BLAS on cuda-sim and cpu.
+    """Measure matrix products in turns with a library: cuBLAS through CuPy, or NumPy's BLAS on
+    cuda-sim and cpu.
 
-    T: an operand is stored transposed. Where ours does more than a product, the library's time has kernels after it.
-    percent: of the library's rate. The exit code is 1 if any element is wrong.
+    T marks an operand that is stored transposed. If our kernel fuses an epilogue, the library's
+    time includes the kernels that compute it. percent is our rate relative to the library's. The
+    exit code is 1 if any element is wrong.
     """
 
     def run() -> int:
@@ -205,11 +214,11 @@ def gemm(
 @JSON
 @CSV
 def launch(json_file: Path | None, csv_file: Path | None) -> None:
-    """Measure what the host does to launch a kernel, on an engine that does nothing.
+    """Measure the host overhead of kernel launches, on an engine that does nothing.
 
-    Arguments are looked at one by one when a launch is the first of its kind, and in the simulator always; afterwards the launch
-    is found again. calls: of Python functions, where the operation's launches are found again. Buffers are at hand: leasing is
-    not counted.
+    The first launch of a kind checks its arguments one by one ("looked at"). Later launches with
+    such arguments come from a cache ("found again"); the simulator checks every launch. calls is
+    the number of Python calls with cached launches. Leasing of buffers is not included.
     """
 
     def run() -> int:
@@ -234,7 +243,7 @@ def launch(json_file: Path | None, csv_file: Path | None) -> None:
 
 
 def _device(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, str]":
-    """What the options ask for, and its name for a header; ConfigError where it is missing or cannot do that."""
+    """Return the device and its name for a header; ConfigError if it is missing or unsuitable."""
     from mpitrain.bench.collectives.header import processor
     from mpitrain.errors import ConfigError
     from mpitrain.ops.device import device_for
@@ -251,7 +260,10 @@ def _device(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, s
 def _printed(
     rows: Any, files: tuple[Path | None, Path | None], name: str, line: Callable[[Any], str]
 ) -> int:
-    """Print rows as they come, and write them; how many elements are wrong. files: JSON and CSV."""
+    """Print and write rows as they come; return the number of wrong elements.
+
+    files  JSON and CSV
+    """
     check_files(0, files)
     seen, outputs = list[Any](), Outputs()
     for row in rows:
@@ -263,7 +275,10 @@ def _printed(
 
 
 def _tune(rows: Any, out: Path, name: str) -> int:
-    """Print the best tilings as they are found, and write them beside those that the file has for other shapes."""
+    """Print the best tilings as they are found, and add them to the file, which has other shapes.
+
+    Return the number of wrong elements.
+    """
     from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
 
     check_files(0, [out])
@@ -292,7 +307,7 @@ def _tune(rows: Any, out: Path, name: str) -> int:
 
 
 def _end(run: Callable[[], int]) -> None:
-    """Run without MPI; an error of ours is one message and its exit code, anything wrong is exit code 1."""
+    """Run a benchmark without MPI and exit: with the error's code, or 1 if any element is wrong."""
     process.limit_blas_threads()
     from mpitrain.errors import MpitrainError
 

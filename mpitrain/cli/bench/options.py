@@ -1,4 +1,4 @@
-"""What several sub-commands of `mpitrain bench` take: numbers of bytes, and where tables go."""
+"""Options that several sub-commands of `mpitrain bench` share: byte sizes and output files."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ MOST_BYTES = 1 << 40
 
 
 class Bytes(click.ParamType):
-    """A number of bytes: 4096, 64K, 1.5M, 2G; at most a tebibyte."""
+    """A Click type for a number of bytes: 4096, 64K, 1.5M, 2G; at most a tebibyte."""
 
     name = "bytes"
 
@@ -36,21 +36,21 @@ JSON = click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
-    help="Write rows there, as they are measured.",
+    help="Write the rows to this JSON file as they are measured.",
 )
 CSV = click.option(
     "--csv",
     "csv_file",
     type=click.Path(path_type=Path),
-    help="The same as a table for spreadsheets.",
+    help="Write the rows to this CSV file as they are measured.",
 )
 WIDE = click.option(
-    "--wide", is_flag=True, help="Print every column, however narrow the terminal is."
+    "--wide", is_flag=True, help="Print every column, even if the terminal is too narrow."
 )
 
 
 def table_options(command: Callable) -> Callable:
-    """The options of a table that is printed as it is measured."""
+    """Add the options of a table that is printed as it is measured to a command."""
     for option in (WIDE, CSV, JSON):
         command = option(command)
     return command
@@ -63,7 +63,7 @@ def write_rows(
     facts: dict[str, Any],
     rows: list[Any],
 ) -> None:
-    """Write the rows so far where the options ask for it."""
+    """Write the rows so far to the files that the options name."""
     from mpitrain.bench.collectives.table import write_csv, write_json
 
     if json_file:

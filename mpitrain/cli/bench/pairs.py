@@ -1,4 +1,4 @@
-"""`mpitrain bench pairs`: what every link between two ranks does."""
+"""`mpitrain bench pairs`: measures the link between every two ranks."""
 
 import sys
 from pathlib import Path
@@ -17,32 +17,37 @@ from mpitrain.cli.session import MOST, mpi_session
     type=Bytes(),
     default="8",
     show_default=True,
-    help="Message that latency is taken from.",
+    help="Size of the message for latency.",
 )
 @click.option(
     "--long",
     type=Bytes(),
     default="4M",
     show_default=True,
-    help="Message that bandwidth is taken from.",
+    help="Size of the message for bandwidth.",
 )
 @click.option(
     "--iterations",
     type=click.IntRange(0, MOST),
     default=0,
     show_default=True,
-    help="Round trips of each pair and size; 0: what fits in 0.1 s, from 3 to 500.",
+    help="Round trips of each pair and size; 0: as many as fit in 0.1 s, from 3 to 500.",
 )
 @table_options
 @click.option(
-    "--plot", "plot_file", type=click.Path(path_type=Path), help="Draw both matrices as heat maps."
+    "--plot",
+    "plot_file",
+    type=click.Path(path_type=Path),
+    help="Draw both matrices as heat maps to this file.",
 )
 def command(**options: Any) -> None:
     """Measure latency and bandwidth of every pair of ranks, and name the links that are slow.
 
-    Disjoint pairs are measured at the same time, in as many rounds as a tournament has; pairs that look slow again, alone.
-    A link is odd if its bandwidth is below half of what is usual for its class, within a host or between hosts, or its
-    latency above three times that. Ranks of one host share the host's link: start one rank on each host to judge links.
+    Disjoint pairs are measured at the same time, in the rounds of a round-robin tournament. Pairs
+    that look slow are measured again, alone. A link is odd if its bandwidth is below half the usual
+    value of its class, or its latency above three times the usual value. The classes are pairs
+    within a host and pairs between hosts. Ranks of one host share the host's link, so start one
+    rank per host to judge links.
     """
     with mpi_session() as transport:
         wrong = _measure(transport, options)
@@ -50,7 +55,7 @@ def command(**options: Any) -> None:
 
 
 def _measure(transport: Any, options: dict[str, Any]) -> int:
-    """Measure, print, write and draw; how many elements are wrong."""
+    """Measure, print, write and draw; return the number of wrong elements."""
     from mpitrain.bench.collectives.header import header, printed
     from mpitrain.bench.links.pairs import measure, merged, places_to_judge, rounds
     from mpitrain.bench.links.pairs_table import report

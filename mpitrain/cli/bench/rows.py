@@ -1,4 +1,4 @@
-"""Printing and writing rows of a benchmark of collectives while they are measured."""
+"""Rows of a collective benchmark, printed and written while they are measured."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,10 @@ from mpitrain.cli.output_checks import Outputs
 
 
 class Printed:
-    """Iterates over the rows of a request as they are measured; rank 0 prints each, and writes all so far if asked."""
+    """An iterator over the rows of a request as they are measured.
+
+    Rank 0 prints each row, and writes all rows so far to the files that are named.
+    """
 
     def __init__(
         self,
@@ -22,7 +25,10 @@ class Printed:
         json_file: Path | None,
         csv_file: Path | None,
     ):
-        """Collective. outputs: what could not be written, which the caller settles."""
+        """Allocate the buffers and print the heading. Collective.
+
+        outputs  records failed writes, which the caller settles
+        """
         from mpitrain.bench.collectives.columns import Table
         from mpitrain.bench.collectives.header import printed
         from mpitrain.bench.collectives.sweep import sweep
@@ -56,6 +62,6 @@ class Printed:
                 self._shown.close()
 
     def say(self, text: str) -> None:
-        """Rank 0 prints lines between rows."""
+        """Print lines between rows, on rank 0."""
         if self._shown:
             self._shown.say(text)

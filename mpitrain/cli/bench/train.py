@@ -1,4 +1,4 @@
-"""`mpitrain bench train`: seconds per training step, alone or in turns with other settings and a peer."""
+"""`mpitrain bench train`: measures training steps, in turns with other settings or with PyTorch."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ SHAPE = {
     "optimizer.clip": 0.0,
     "optimizer.lr": 1e-3,
 }
-SEQUENCES = 16  # per rank
+SEQUENCES = 16
+"""Sequences per rank in a step."""
 ALONE = [
     "layout.dp=1",
     "layout.tp=1",
@@ -26,46 +27,42 @@ ALONE = [
     "replication.shard=all",
     "run.delay=",
 ]
-"""What makes the job that of one rank."""
+"""Settings that turn the job into a job of one rank."""
 
 
 @click.command("train")
-@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
+@click.option("--device", metavar="KIND", help="Kind of device: auto, cpu, cuda, cuda-sim.")
 @click.option(
     "--gemm",
     metavar="WHO",
     help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
 )
-@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
-@click.option(
-    "--pp",
-    type=int,
-    metavar="N",
-    help="Pipeline stages, each with some of the layers (default: 1).",
-)
+@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
+@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
 @click.option(
     "--against",
     "others",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Measure a second job in turns with the first: the same with this setting (repeatable; all of one job).",
+    help="Measure a second job in turns with the first: the same job with this setting "
+    "(repeatable; all settings belong to the second job).",
 )
 @click.option(
     "--alone",
     is_flag=True,
-    help="Measure one rank as well, in turns: it computes the whole batch, the others wait.",
+    help="Also measure one rank alone, in turns: it computes the whole batch while the others wait.",
 )
 @click.option(
     "--peer",
     type=click.Choice(["torch"]),
-    help="Measure this as well, in turns: PyTorch over gloo, with what it has like the first job's replication.",
+    help="Also measure PyTorch over gloo, in turns, with its counterpart of the first job's replication.",
 )
 @click.option(
     "--blocks",
     type=click.IntRange(1, MOST),
     default=5,
     show_default=True,
-    help="Turns that each side has.",
+    help="Turns of each side.",
 )
 @click.option(
     "--steps",
@@ -79,19 +76,19 @@ ALONE = [
     "settings",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Change the configuration (repeatable).",
+    help="Set one configuration key (repeatable).",
 )
 @click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
-    help="Write all sides' times there, at the end.",
+    help="Write the times of all sides to this JSON file, at the end.",
 )
 @click.option(
     "--csv",
     "csv_file",
     type=click.Path(path_type=Path),
-    help="Write every side's blocks there, for spreadsheets.",
+    help="Write the blocks of all sides to this CSV file, at the end.",
 )
 def command(
     device: str | None,
@@ -107,10 +104,11 @@ def command(
     json_file: Path | None,
     csv_file: Path | None,
 ) -> None:
-    """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences per rank.
+    """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences a rank.
 
-    All sides start from the same weights and see the same batches, so their losses show that they do the same work. Of pipelines
-    there is a line for each stage: what it sent in a step of the first job, and held at most.
+    All sides start from the same weights and see the same batches. So equal losses show that they
+    do the same work. For a pipeline, each stage has a line with its messages and peak memory in a
+    step of the first job.
     """
     changes = [
         *settings,
@@ -123,7 +121,7 @@ def command(
 
 
 def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
-    """The configuration that so many ranks measure."""
+    """Return the configuration to measure on `size` ranks."""
     from mpitrain.bench.training.steps import WARM_UP
     from mpitrain.config import parse, with_settings
 
@@ -175,7 +173,7 @@ def _measure(
     first, second, third = on_all_ranks(transport, configured)
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
-    config = job.trainer.config  # which knows what device.kind auto has become
+    config = job.trainer.config  # here device.kind "auto" is resolved
     rival = (
         on_all_ranks(transport, lambda: peer_class(peer, config, job.trainer.grid.axes.dp))
         if peer
@@ -195,9 +193,8 @@ def _measure(
         if config.layout.pp > 1
         else []
     )
-    for (
-        side
-    ) in sides:  # not after an error, which other ranks may not have: they would be waited for
+    # After an error no side is closed: closing waits for ranks that may not have the error.
+    for side in sides:
         side.close()
     outputs = Outputs()
     if transport.rank == 0:
@@ -225,7 +222,7 @@ def _measure(
 
 
 def _multiplier(config: Any) -> str:
-    """Who multiplies matrices, in words."""
+    """Return the name of the library or kernels that multiply matrices."""
     from mpitrain.ops.host.product import mkl
 
     if config.device.kind == "cpu":

@@ -1,1 +1,1 @@
-"""`mpitrain launch`: starts, supervises and reads the output of a job."""
+"""`mpitrain launch`: starts a job, supervises it and reads its output."""

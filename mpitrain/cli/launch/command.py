@@ -1,4 +1,7 @@
-"""`mpitrain launch`: start a command or a Python file on N ranks with the MPI that is here, and with what this machine needs."""
+"""`mpitrain launch`: starts a command or a Python file on N ranks with this machine's MPI.
+
+It adds the launcher options that this machine needs.
+"""
 
 import os
 import re
@@ -17,27 +20,29 @@ from mpitrain.cli.launch.supervise import Requests, run
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 
-# Asked in a child process, because a process that has loaded MPI cannot start MPI programs safely.
+# A child process runs this code: a process that has loaded MPI cannot start MPI programs safely.
 ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
-ALLOCATIONS = {
-    "PBS_NODEFILE",
-    "LSB_HOSTS",
-    "PE_HOSTFILE",
-}  # in which mpirun starts ranks on other hosts by itself
-SM_NEEDS = process.room_for(16 << 20, 1)  # bytes: Open MPI makes a file of 16 MiB for each rank
+ALLOCATIONS = {"PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE"}
+"""Environment variables of batch systems in which mpirun itself starts ranks on other hosts."""
+SM_NEEDS = process.room_for(16 << 20, 1)
+"""Free bytes of /dev/shm that Open MPI needs: it makes a file of 16 MiB for each rank."""
 
 
 class Mpi(NamedTuple):
-    """The MPI library that mpi4py loads: its family ("Open MPI" or "MPICH") and the first line it says of itself."""
+    """The MPI library that mpi4py loads.
+
+    family   "Open MPI" or "MPICH"
+    version  first line of its version string
+    """
 
     family: str
     version: str
 
 
 class LaunchCommand(click.Command):
-    """Says where the launcher's own options go."""
+    """A Click command that explains where the launcher's own options belong."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         try:
@@ -57,20 +62,21 @@ class LaunchCommand(click.Command):
     "extra",
     multiple=True,
     metavar="'OPTIONS'",
-    help="More options for the launcher itself, for example --with '--hostfile hosts' (repeatable).",
+    help="Options for mpirun, mpiexec or srun, for example --with '--hostfile hosts' (repeatable).",
 )
-@click.option("--dry-run", is_flag=True, help="Print the line and start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.argument(
     "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ..."
 )
 def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[str, ...]) -> None:
     """Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train
 
-    A file: mpitrain launch -n 4 -- python own.py, with arguments of its own; or python -m MODULE, python -c CODE. `python`
-    is that of this environment. All ranks end when one raises or exits with another code than 0, which is returned.
+    A Python file: mpitrain launch -n 4 -- python own.py ARGUMENTS. It can also be python -m MODULE
+    or python -c CODE; `python` is the interpreter of this environment. If one rank raises or exits
+    with a code other than 0, all ranks end, and that code is returned.
 
-    Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85); a second one ends it at once. Any other
-    program they end.
+    Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85). A second signal
+    ends it at once. Any other program ends at the first signal.
     """
     requests = Requests()
     try:
@@ -81,7 +87,8 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
         found = program(list(arguments))
         line, settings = command_line(ranks, words, found.words)
     except ConfigError as error:
-        requests.leave_if_asked()  # Ctrl-C also ends the child that is asked for the library
+        # Ctrl-C also ends the child process of `library`, which then looks like a wrong MPI.
+        requests.leave_if_asked()
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
@@ -99,21 +106,20 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
 
 
 def dim(text: str) -> str:
-    """`text`, faint on a terminal: what users rarely need must not hide what follows it."""
+    """Return `text`, faint on a terminal: a rarely needed line must not hide later ones."""
     return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text
 
 
 def command_line(
     ranks: int, extra: list[str], program: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The launcher's words with those of the program, and the environment variables to set beside them."""
+    """Return the command line of launcher and program, and the environment variables to set."""
     mpi = library()
     if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
         settings = _settings(mpi, crowds_slurm(ranks, os.environ))
-        if cores := os.environ.get(
-            "SLURM_CPUS_PER_TASK"
-        ):  # what sbatch was given; srun has to be told since Slurm 22.05
+        # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch.
+        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
             settings["SRUN_CPUS_PER_TASK"] = cores
         return ["srun", f"--mpi={kind}", "-n", str(ranks), *extra, *program], settings
     is_crowded = ranks > process.cores()
@@ -127,25 +133,24 @@ def command_line(
     if is_crowded:
         options.append("--oversubscribe")
     if sys.stderr.isatty() or sys.stdout.isatty():
-        options += [
-            "--stream-buffering",
-            "0",
-        ]  # or a bar, which ends no line, is held until the end of the run
+        # With buffering, mpirun would not forward a bar, which ends no line, before the run ends.
+        options += ["--stream-buffering", "0"]
     for name, value in _settings(mpi, is_crowded).items():
-        options += [
-            "--mca",
-            name.removeprefix("OMPI_MCA_"),
-            value,
-        ]  # mpirun takes them to other hosts, too
+        # mpirun forwards --mca options to other hosts, too.
+        options += ["--mca", name.removeprefix("OMPI_MCA_"), value]
     if not extra and not ALLOCATIONS & os.environ.keys() and not process.has_driver():
-        # One host: these two start at once, where probing every network takes a second. They cannot move GPU memory.
+        # On one host these components start at once, while probing every network takes a second.
+        # They cannot transfer GPU memory.
         options += ["--mca", "pml", "ob1", "--mca", "btl", "sm,self"]
         check_shared_memory(ranks)
     return [launcher("mpirun", "Open MPI"), "-n", str(ranks), *options, *extra, *program], {}
 
 
 def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
-    """What the library itself is told through the environment; ranks that wait for a core they share must yield it."""
+    """Return the environment variables for the MPI library.
+
+    Ranks that share a core must yield it while they wait (`is_crowded`).
+    """
     if mpi.family == "MPICH":
         return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}
     # Open MPI's one-sided UCX component prints an error per rank where there is no UCX device.
@@ -153,13 +158,16 @@ def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
 
 
 def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
-    """Whether so many ranks are more than the cores of this allocation, as Slurm counts them: "4(x2),2" is ten."""
+    """Return whether this Slurm allocation has fewer cores than ranks.
+
+    Slurm lists the cores per node, for example "4(x2),2" for ten cores.
+    """
     cores = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     return bool(cores) and ranks > sum(int(count) * int(hosts or 1) for count, hosts in cores)
 
 
 def check_shared_memory(ranks: int) -> None:
-    """Refuse a host whose /dev/shm is too small even for Open MPI's own files; ConfigError."""
+    """Raise ConfigError if /dev/shm is too small even for Open MPI's own files."""
     free = process.shared_memory()
     if ranks > 1 and free < SM_NEEDS:
         raise ConfigError(
@@ -169,7 +177,7 @@ def check_shared_memory(ranks: int) -> None:
 
 
 def library() -> Mpi:
-    """The MPI that this Python's mpi4py loads; ConfigError if there is none or it is of a family we do not know."""
+    """Return the MPI library that mpi4py loads; ConfigError if there is none or it is unknown."""
     asked = subprocess.run([sys.executable, "-c", ASK_LIBRARY], capture_output=True, text=True)
     version = asked.stdout.strip().splitlines()[0] if asked.stdout.strip() else ""
     for family, sign in (
@@ -193,7 +201,10 @@ def library() -> Mpi:
 
 
 def launcher(name: str, sign: str) -> str:
-    """The path of the launcher whose --version shows `sign`: beside this Python first, then on PATH."""
+    """Return the path of the launcher whose --version prints `sign`; ConfigError if there is none.
+
+    The folder of this Python comes first, then PATH.
+    """
     places = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     complaints = []
     for path in dict.fromkeys(path for place in places if (path := shutil.which(name, path=place))):

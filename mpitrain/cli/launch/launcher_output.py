@@ -1,7 +1,8 @@
-"""What a started job says on its output, and what of it `launch` understands: how the run stands, and which rank was killed.
+"""The output of a launched job, from which `launch` reads the state of the run and its killed rank.
 
-Bytes pass as they are, at once. Two things are kept back: Open MPI's boxes about a rank that ended, where our own message
-has said it already (or will say it better), and errors of PMIX that follow them or the end of the run.
+Bytes are forwarded at once and unchanged, with two exceptions. Open MPI's boxes about an ended rank
+are dropped if our own message reports the same. PMIX errors are dropped after such a message or
+after the end of the run.
 """
 
 import os
@@ -15,14 +16,16 @@ from typing import NamedTuple
 from mpitrain.cli import BEGAN, ENDED, NOT_BEGUN, STOPPED_AT
 from mpitrain.cli.terminal.screen import Screen
 
-RULE = b"-" * 74  # above and below each of Open MPI's boxes
+RULE = b"-" * 74
+"""The line above and below each of Open MPI's boxes."""
 BOX = re.compile(RULE + rb"\r?\n.*?\n" + RULE + rb"\r?\n", re.DOTALL)
-LONGEST = (
-    4096  # bytes of a box, and of what was said before and is looked at again when more has come
-)
-PAUSE = 0.3  # seconds without a byte after which an unfinished box is passed on
+LONGEST = 4096
+"""Most bytes of a box, and of earlier output that is searched again together with new output."""
+PAUSE = 0.3
+"""Seconds without a byte after which an unfinished box is shown."""
 
-TAG = rb"^(?:\[[^\]\n]*\](?:<\w+>)?: ?|\d+: ?)?"  # the beginning of a line, which a launcher may mark with its rank
+TAG = rb"^(?:\[[^\]\n]*\](?:<\w+>)?: ?|\d+: ?)?"
+"""The start of a line, with the tag of its rank that some launchers add."""
 
 KILLED = (
     re.compile(
@@ -38,14 +41,14 @@ KILLED = (
         re.DOTALL,
     ),
 )
-# What srun and its daemons say when they kill all that are left, and which rank PMIx lost first.
+# srun and its daemons print ABORTED when they kill the remaining ranks.
+# LOST finds the rank that PMIx lost first.
 ABORTED = re.compile(rb"^srun: Job step aborted|^slurmstepd-\S+: error: \*\*\* STEP ", re.MULTILINE)
 LOST = re.compile(
     rb"^slurmstepd-\S+: error:.* _errhandler: .* source = \[\S+:(\d+)\]", re.MULTILINE
 )
-LEFT = re.compile(
-    rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE
-)  # after which srun itself kills the others
+# After this message srun itself kills the other ranks.
+LEFT = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE)
 PMIX = re.compile(rb"\[\S+:\d+\] PMIX ERROR")
 ENDINGS = re.compile(
     rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank"
@@ -53,9 +56,9 @@ ENDINGS = re.compile(
 
 
 class Killed(NamedTuple):
-    """What a signal ended, as Open MPI, Slurm or MPICH (which knows no ranks) tells.
+    """A process ended by a signal, as Open MPI, Slurm or MPICH reports it. MPICH reports no rank.
 
-    rank  its number; of Slurm "2-3" or "0,2" where it lists several, some of which it may have killed itself
+    rank  its number. Slurm may list several ranks, as "2-3" or "0,2"; it may have killed some.
     """
 
     how: str
@@ -69,7 +72,7 @@ class Killed(NamedTuple):
         return self.rank.isdigit() or not self.rank
 
     def has(self, rank: int) -> bool:
-        """Whether this rank is among those that are listed."""
+        """Return whether this rank is listed."""
         ends = [
             [int(end) for end in listed.split("-")] for listed in self.rank.split(",") if listed
         ]
@@ -87,12 +90,12 @@ class Killed(NamedTuple):
 
 
 class LauncherOutput:
-    """What was understood so far.
+    """The state of a run, read from its output.
 
-    began    rank 0 has said that the run has its directory
-    closing  the sentence with which rank 0 closed the run: ENDED, STOPPED_AT or NOT_BEGUN; None until then
-    run      the directory of the run, as rank 0 named it; empty until then
-    spoken   whether anything has come on standard error
+    began    whether rank 0 has printed the run directory
+    closing  phrase with which rank 0 closed the run: ENDED, STOPPED_AT or NOT_BEGUN; None before
+    run      the run directory that rank 0 printed; "" before
+    spoken   whether any byte was shown on standard error
     """
 
     def __init__(self) -> None:
@@ -105,14 +108,13 @@ class LauncherOutput:
 
     @property
     def killed(self) -> Killed | None:
-        """What a signal ended first, as far as the launcher tells: srun kills, and then lists, others too."""
+        """The process that a signal ended first, if known. srun also kills and lists others."""
         if self._lost is not None:
             for killed in self._killed:
                 if killed.has(self._lost):
                     return killed._replace(rank=str(self._lost))
-        if (
-            self._is_aborted and len(self._killed) > 1
-        ):  # srun ended all before it said so of any: nothing tells them apart
+        if self._is_aborted and len(self._killed) > 1:
+            # srun killed all ranks before it listed any, so the first one is unknown.
             return self._killed[0]._replace(
                 rank=",".join(killed.rank for killed in self._killed),
                 host=", ".join(killed.host for killed in self._killed),
@@ -120,7 +122,7 @@ class LauncherOutput:
         return self._killed[0] if self._killed else None
 
     def hear(self, text: bytes) -> None:
-        """Understand whole lines of either stream."""
+        """Update the state from whole lines of either stream."""
         if not self.began and (found := re.search(re.escape(BEGAN.encode()) + rb"(.*)", text)):
             self.began, self.run = True, found[1].decode(errors="replace").strip()
         for sentence in (ENDED, STOPPED_AT, NOT_BEGUN):
@@ -148,7 +150,7 @@ class LauncherOutput:
 
 
 class Output:
-    """Standard output: nothing is kept back."""
+    """A filter for standard output that shows all bytes at once."""
 
     held = b""
 
@@ -156,22 +158,22 @@ class Output:
         self._words, self._recent = words, b""
 
     def pass_on(self, chunk: bytes) -> bytes:
-        """The bytes to show now."""
+        """Return the bytes to show now."""
         self._recent += chunk
         self._words.hear(self._recent[: self._recent.rfind(b"\n") + 1])
         self._recent = self._recent[-LONGEST:]
         return chunk
 
     def release(self) -> bytes:
-        """What was kept back and shall be shown after all."""
+        """Return the withheld bytes, to be shown after all."""
         return b""
 
 
 class Errors:
-    """Standard error, without boxes that repeat what was said.
+    """A filter for standard error that drops boxes and lines that repeat a message.
 
-    server  how the launcher's own lines begin
-    held    bytes that may become such a box or line
+    server  prefix of the launcher's own lines
+    held    withheld bytes that may become such a box or line
     """
 
     def __init__(self, words: LauncherOutput, server: bytes):
@@ -184,7 +186,8 @@ class Errors:
         data, self.held = self.held + chunk, b""
         shown = b""
         while data:
-            if self._follows_box and data.startswith(b"\0"):  # Open MPI ends a box with it
+            # Open MPI ends a box with a null byte.
+            if self._follows_box and data.startswith(b"\0"):
                 data = data[1:]
             self._follows_box = False
             if self._at_line_start and (box := BOX.match(data)):
@@ -213,16 +216,19 @@ class Errors:
         )
 
     def _repeats(self, box: bytes) -> bool:
-        """Whether our own message says what this box says."""
+        """Return whether our own message reports the same as this box."""
         return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and self._is_told())
 
     def _is_late(self, line: bytes) -> bool:
-        """Whether this is an error of PMIX after what was said: of the launcher's server, or of any rank after the run's end."""
+        """Return whether this line is a PMIX error that adds nothing.
+
+        That is, from the launcher after the end was reported, or from any rank after the run.
+        """
         is_servers = line.startswith(self._server) and b"PMIX ERROR" in line
         return (is_servers and self._is_told()) or bool(self._words.closing and PMIX.match(line))
 
     def _is_told(self) -> bool:
-        """Whether somebody has said already how the run ended, or why it did not go on."""
+        """Return whether the output already shows how the run ended or why it failed."""
         return self._words.spoken or bool(self._words.closing)
 
     def _show(self, text: bytes, is_dropped: bool) -> bytes:
@@ -234,11 +240,11 @@ class Errors:
 
 
 class Passage(threading.Thread):
-    """Copies one file descriptor to another as long as bytes come.
+    """A thread that copies one file descriptor to another until the source ends.
 
-    is_courtesy  a target that takes no more gets no more, and the source is read on; or else it is closed
-    screen       the terminal that the target is, if bars are drawn there
-    lost         why the target took no more; None as long as it takes everything
+    is_courtesy  after a failed write, read on and drop the bytes; otherwise close the source
+    screen       the terminal of the target, if bars are drawn there
+    lost         error of the failed write; None before
     """
 
     def __init__(
@@ -257,14 +263,17 @@ class Passage(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # the target has no reader any more
             while chunk := self._read():
                 self._write(self._stream.pass_on(chunk))
             self._write(self._stream.release())
         os.close(self._source)
 
     def finish(self, seconds: float) -> None:
-        """Wait for the end, but for no more than so long without a byte: a process on another host may hold the source open."""
+        """Wait for the end of the source, but at most `seconds` after its last byte.
+
+        A process on another host may never close the source.
+        """
         until = time.monotonic() + seconds
         while self.is_alive() and time.monotonic() < until:
             self.join(0.02)

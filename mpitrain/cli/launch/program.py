@@ -1,4 +1,4 @@
-"""What `mpitrain launch` starts on every rank: an mpitrain command, or a user's Python program."""
+"""The program that `mpitrain launch` starts on every rank: an mpitrain command, or a user's own."""
 
 import os
 import re
@@ -15,19 +15,24 @@ PYTHON = ("python", "python3", f"python3.{sys.version_info.minor}")
 
 
 class Program(NamedTuple):
-    """The words that start a rank, and the mpitrain command among them: "" for a user's program."""
+    """The program of every rank.
+
+    words    command line of a rank
+    command  name of the mpitrain command; "" for a user's program
+    """
 
     words: list[str]
     command: str
 
 
 def program(arguments: list[str]) -> Program:
-    """What the words after `launch ... --` mean.
+    """Return the program that the words after `launch ... --` name.
 
-    COMMAND ...                        an mpitrain command, also behind `mpitrain` or `python -m mpitrain`
+    COMMAND ...                        an mpitrain command, also after `mpitrain` or
+                                       `python -m mpitrain`
     FILE.py ...                        a Python file
-    python FILE|-m MODULE|-c CODE ...  as well; `python` is the interpreter of this environment
-    raises                             ConfigError for a file that is missing, UsageError for anything else
+    python FILE|-m MODULE|-c CODE ...  a Python program, by this environment's interpreter
+    raises                             ConfigError for a missing file, UsageError for anything else
     """
     first, *rest = arguments
     if first == "mpitrain" and rest:
@@ -48,7 +53,7 @@ def _is_this_python(word: str) -> bool:
 
 
 def _python(words: list[str]) -> Program:
-    """The program behind `python`, whose own options stay before it."""
+    """Return the program of a `python` command line, after Python's own options."""
     options, rest = _split(words)
     if rest[:2] == ["-m", "mpitrain"] and len(rest) > 2:
         return program(rest[1:])
@@ -68,7 +73,7 @@ def _python(words: list[str]) -> Program:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Python's own options, and the program with its arguments: from a file, -m, -c or - on."""
+    """Split words into Python's options and the program, which begins at a file, -m, -c or -."""
     options: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "-":

@@ -1,7 +1,7 @@
-"""One started job: its output passed on, requests to stop passed on, and the exit code of the whole.
+"""Supervision of a launched job: forwards its output and stop requests, and decides the exit code.
 
-The code is decided from what reaches this process however the ranks were started: rank 0's words on standard output and the
-launcher's exit code. No folder need be shared with the ranks, and no variable need reach them.
+The exit code follows from rank 0's standard output and the launcher's exit code, which arrive for
+every launcher. The ranks need no shared folder and no environment variable for it.
 """
 
 import contextlib
@@ -30,7 +30,10 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Requests(list[int]):
-    """The signals that asked for an end, in order, from the making of this list on. An ignored HUP (nohup) stays ignored."""
+    """The stop signals received since construction, in order.
+
+    An ignored HUP (nohup) stays ignored.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class Requests(list[int]):
                 signal.signal(number, lambda number, frame: self.append(number))
 
     def leave_if_asked(self) -> None:
-        """End here, as a run that was stopped, if somebody asked before anything was started."""
+        """Exit as a stopped run if a signal came before anything was started."""
         if self:
             say(Screen(), NOT_BEGUN)
             sys.exit(STOPPED)
@@ -52,21 +55,18 @@ def run(
     is_training: bool,
     is_ours: bool = True,
 ) -> int:
-    """Start the line in a session of its own, and return the exit code of the run.
+    """Start the command line in a session of its own, and return the exit code of the run.
 
-    The first request asks a training run for a checkpoint; the next one tells the launcher to end, and any after that kills
-    it. Of any other command the first tells the launcher to end.
+    The first stop request asks a training run for a checkpoint. The second terminates the launcher,
+    and any later one kills it. For another command, the first one terminates the launcher.
 
-    is_ours  the ranks are told of the terminal; the output of other programs passes as it is
+    is_ours  the program is an mpitrain command: its ranks know the terminal, and may draw bars
     """
     environment, screen = {**os.environ, **settings, LAUNCHED: "1"}, Screen()
-    shown: list[Screen | None] = [
-        None,
-        None,
-    ]  # on which the ranks' standard output and standard error end
-    if (
-        is_ours and sys.stderr.isatty() and line[0] != "srun"
-    ):  # which holds a bar until its line ends: it gets lines instead
+    # These screens show the ranks' standard output and standard error, if they draw bars.
+    shown: list[Screen | None] = [None, None]
+    # srun would not forward a bar before its line ends, so ranks under srun print lines instead.
+    if is_ours and sys.stderr.isatty() and line[0] != "srun":
         environment[TERMINAL], shown[1] = str(columns()), screen
         if is_one_terminal():
             environment[ONE_TERMINAL], shown[0] = "1", screen
@@ -95,11 +95,10 @@ def run(
             _pass_request(screen, process, told if is_training else told + 1, words.began)
         elif is_training and told == 1 and words.began and not told_the_run:
             told_the_run = True
-            process.send_signal(
-                signal.SIGUSR1
-            )  # a launcher may have had no ranks yet when it got the first
+            # The launcher may have had no ranks when it got the first signal: send it again.
+            process.send_signal(signal.SIGUSR1)
         time.sleep(0.02)
-    _kill(process.pid)  # a launcher that was killed may have left ranks behind
+    _kill(process.pid)  # a killed launcher may have left ranks behind
     for passage in passages:
         passage.finish(2)
     if words.killed and told < 2 and (words.began or not told):
@@ -123,7 +122,7 @@ def run(
 
 
 def say(screen: Screen, text: str) -> None:
-    """One line of launch's own, which does not go on in the line of a bar."""
+    """Print a line of `launch` itself, never in the line of a bar."""
     line = f"mpitrain launch: {text}"
     with screen.lock:
         print(screen.lead(f"{line}\n".encode()).decode() + line, file=sys.stderr, flush=True)
@@ -137,9 +136,8 @@ def _pass_request(screen: Screen, process: subprocess.Popen, which: int, has_beg
             + ("ends after a step and a checkpoint" if has_begun else "has not begun")
             + ". Ask again to end it at once",
         )
-        process.send_signal(
-            signal.SIGUSR1
-        )  # launchers forward it to the ranks; TERM would end them
+        # Launchers forward USR1 to the ranks, but end them at TERM.
+        process.send_signal(signal.SIGUSR1)
     elif which == 2:
         say(screen, "ending it now")
         process.terminate()
@@ -148,7 +146,7 @@ def _pass_request(screen: Screen, process: subprocess.Popen, which: int, has_beg
 
 
 def _end_with_parent() -> None:
-    """Runs in the child: have the kernel send TERM to the launcher if this process is killed."""
+    """Let the kernel send TERM to the launcher if this process is killed. Runs in the child."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
@@ -162,10 +160,13 @@ def _positive(code: int) -> int:
 
 
 def training_code(screen: Screen, words: LauncherOutput, code: int, asked: int) -> int:
-    """0 only for a run that said it ended, 85 only for one that was stopped: launchers exit 0 after losing a host.
+    """Return the exit code of a training run: 0 only if rank 0 reported its end, 85 if it stopped.
 
-    asked  requests that were passed on; one that ended a run before it began stops it too: nothing is lost, and the same
-           command starts it again
+    The launcher's code is not enough: launchers may exit with 0 after losing a host. A request may
+    also end a run before it began. It counts as a stop: nothing is lost, and the same command
+    starts the run.
+
+    asked  stop requests that were forwarded
     """
     if words.closing in (STOPPED_AT, NOT_BEGUN) and code in (0, STOPPED):
         return STOPPED

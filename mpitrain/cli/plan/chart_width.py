@@ -1,11 +1,11 @@
-"""How wide a terminal is, for charts that fill it."""
+"""The width of charts that fill the terminal."""
 
 import shutil
 import textwrap
 from collections.abc import Iterable
 
 NARROWEST, WIDEST, PIPED = 80, 130, 100
-"""Columns of a chart: those of the terminal within bounds, and where there is none."""
+"""Columns of a chart: least, most, and without a terminal."""
 
 
 def columns() -> int:
@@ -13,7 +13,7 @@ def columns() -> int:
 
 
 def filled(sentences: Iterable[str]) -> list[str]:
-    """Sentences in lines that fit the terminal."""
+    """Wrap sentences into lines that fit the terminal."""
     return [
         line
         for text in sentences

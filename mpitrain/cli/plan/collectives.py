@@ -1,4 +1,4 @@
-"""`mpitrain plan allreduce`, `reduce-scatter` and `all-gather`: a collective step by step."""
+"""`mpitrain plan allreduce`, `reduce-scatter` and `all-gather`: print a collective step by step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from mpitrain.machine import process
 
 OPTIONS = (
     click.option(
-        "--algorithm", default="ring", show_default=True, help="Any that is made of messages."
+        "--algorithm", default="ring", show_default=True, help="Any algorithm that sends messages."
     ),
     click.option(
         "--ranks",
@@ -26,31 +26,31 @@ OPTIONS = (
         type=click.IntRange(1, 256),
         default=1,
         show_default=True,
-        help="Hosts that they are on, in blocks.",
+        help="Hosts; consecutive ranks share a host.",
     ),
     click.option(
         "--bytes",
         "nbytes",
         type=Bytes(),
-        help="Also say what each rank sends of an array of so many bytes, float32.",
+        help="Also print the bytes that each rank sends, for a float32 array of this size.",
     ),
     click.option(
         "--json",
         "json_file",
         type=click.Path(path_type=Path),
-        help="Write all steps and contents there.",
+        help="Write all steps and buffer contents to this file.",
     ),
     click.option(
         "--plot",
         "plot_file",
         type=click.Path(path_type=Path),
-        help="Draw the steps there. Needs mpitrain[report].",
+        help="Draw the steps to this file. Needs mpitrain[report].",
     ),
 )
 
 
 def options(function: Callable) -> Callable:
-    """The options of all three commands."""
+    """Add the options of all three commands to a function."""
     for option in reversed(OPTIONS):
         function = option(function)
     return function
@@ -61,9 +61,10 @@ def options(function: Callable) -> Callable:
 def allreduce(**chosen: object) -> None:
     """Print an all-reduce step by step.
 
-    Below the messages of a step stands whose data each rank then holds; a line says where the two
-    halves meet. Totals follow, counted and by formula. `reduce-scatter` and `all-gather` print the
-    halves as collectives of their own.
+    Below the messages of a step, the contents of every rank are shown: the ranks that contributed
+    to its data. A line marks the border between the reduce-scatter and all-gather halves. Totals
+    follow, counted and by formula. `reduce-scatter` and `all-gather` print the halves as separate
+    collectives.
     """
     _plan("allreduce", **chosen)  # type: ignore[arg-type]
 
@@ -78,7 +79,7 @@ def reduce_scatter(**chosen: object) -> None:
 @click.command("all-gather")
 @options
 def all_gather(**chosen: object) -> None:
-    """Print an all-gather step by step: rank r brings chunk r, and all ranks get all chunks."""
+    """Print an all-gather step by step: rank r contributes chunk r; all ranks get all chunks."""
     _plan("all-gather", **chosen)  # type: ignore[arg-type]
 
 
@@ -93,7 +94,7 @@ def _plan(
 ) -> None:
     """Print, write and draw a collective."""
     if process.launched().rank > 0:
-        return  # rank 0 speaks for all
+        return  # only rank 0 prints
     from mpitrain.errors import ConfigError
     from mpitrain.plan.collective import collective
     from mpitrain.plan.collective_text import printed

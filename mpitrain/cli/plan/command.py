@@ -1,4 +1,4 @@
-"""`mpitrain plan`: what would happen, without doing it."""
+"""`mpitrain plan`: simulates pipelines and prints collectives, without running them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +14,18 @@ from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 
 LEAST, MOST = 1e-12, 1e12
-"""Milliseconds and megabytes, but for 0: sums and ratios of such amounts are numbers."""
+"""Bounds of milliseconds and megabytes other than 0: their sums and ratios stay finite."""
 
 HALVES, KEPT = ("forward", "backward", "weight"), ("saved", "pending")
 
 
 @click.group(cls=Group)
 def command() -> None:
-    """Print what would happen: the order of a pipeline, the steps of an all-reduce.
+    """Print simulated pipeline schedules, the steps of collectives, and the best number of
+    micro-batches.
 
-    `micro-batches` measures on all ranks of a job; the others need no MPI and one process.
+    `micro-batches` measures on all ranks of the MPI job. The other commands need one process and
+    no MPI.
     """
 
 
@@ -32,7 +34,7 @@ for each in (micro_batches, allreduce, reduce_scatter, all_gather):
 
 
 def amount(name: str, default: float, text: str) -> Callable:
-    """An option that takes milliseconds or megabytes."""
+    """Return an option that takes milliseconds or megabytes."""
     return click.option(
         name,
         type=click.FloatRange(0),
@@ -52,43 +54,44 @@ def amount(name: str, default: float, text: str) -> Callable:
     metavar="NAME|FILE",
     help=f"{', '.join(NAMED)}, or a file.",
 )
+@click.option("--stages", type=click.IntRange(1, 128), show_default="4", help="Pipeline stages.")
 @click.option(
-    "--stages", type=click.IntRange(1, 128), show_default="4", help="Ranks of the pipeline."
-)
-@click.option(
-    "--micro-batches", type=click.IntRange(1, 512), show_default="8", help="Parts of a batch."
+    "--micro-batches",
+    type=click.IntRange(1, 512),
+    show_default="8",
+    help="Micro-batches of a step.",
 )
 @click.option(
     "--chunks",
     type=click.IntRange(1, 26),
     show_default="2",
-    help="Parts of the model per stage, of interleaved and breadth-first.",
+    help="Model chunks per stage, for interleaved and breadth-first.",
 )
-@amount("--forward-ms", 1, "A micro-batch's forward in a stage, all its parts together.")
-@amount("--backward-ms", 1, "Likewise the half of backward that makes the input's gradient.")
-@amount("--weight-ms", 1, "Likewise the half that makes the weights' gradients.")
-@amount("--transfer-ms", 0, "A message's way, beside what stages compute meanwhile.")
-@amount("--receive-ms", 0, "What a message takes of the stage that waits for it.")
+@amount("--forward-ms", 1, "Forward of a micro-batch on a stage, over all its chunks.")
+@amount("--backward-ms", 1, "The same for the half of backward that computes input gradients.")
+@amount("--weight-ms", 1, "The same for the half that computes weight gradients.")
+@amount("--transfer-ms", 0, "Transfer of a message, while the stages compute.")
+@amount("--receive-ms", 0, "Time of the receiving stage for a message, without overlap.")
 @click.option(
     "--eager",
     "is_eager",
     is_flag=True,
-    help="Messages travel before their receives are posted, as MPI's short ones do.",
+    help="Transfer messages before their receives are posted, as MPI does with short messages.",
 )
-@amount("--overhead-ms", 0, "What a stage's host takes before each instruction.")
-@amount("--saved-mb", 0, "What a stage's forward keeps of a micro-batch for its input half.")
-@amount("--pending-mb", 0, "What the input half keeps for the weight half.")
+@amount("--overhead-ms", 0, "Host time of a stage before each instruction.")
+@amount("--saved-mb", 0, "Memory per micro-batch from a stage's forward to its input half.")
+@amount("--pending-mb", 0, "Memory per micro-batch from the input half to the weight half.")
 @click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
-    help="Write the order there, as --schedule reads it.",
+    help="Write the schedule to this file, as --schedule reads it.",
 )
 @click.option(
     "--plot",
     "plot_file",
     type=click.Path(path_type=Path),
-    help="Draw the chart there. Needs mpitrain[report].",
+    help="Draw the chart to this file. Needs mpitrain[report].",
 )
 def schedule(
     name: str,
@@ -100,20 +103,20 @@ def schedule(
     is_eager: bool,
     **amounts: float,
 ) -> None:
-    """Simulate a pipeline, and print what each stage computes when, its bubble and what it holds.
+    """Simulate a pipeline, and print its chart, its bubble and the memory of each stage.
 
-    F is a forward, B the input half of a backward, W the weight half, BW both in one; then the number of the micro-batch, and
-    a, b or c for a stage's first, second or third part.
+    F is a forward, B the input half of a backward, W the weight half, BW both in one. Then follow
+    the number of the micro-batch, and a, b or c for the first, second or third chunk of the stage.
 
-    A FILE says on which stage each part of the model lies, and what each stage computes in turn. F1.0 is the forward of part 1
-    for micro-batch 0:
+    A FILE gives the stage of each model chunk ("place"), and the order of computations on each
+    stage. F1.0 is the forward of chunk 1 for micro-batch 0:
 
     \b
         {"place": [0, 1],
          "stages": ["F0.0 F0.1 B0.0 W0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"]}
     """
     if process.launched().rank > 0:
-        return  # rank 0 speaks for all
+        return  # only rank 0 prints
     from mpitrain.errors import ConfigError
     from mpitrain.pipeline.instructions import with_messages
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
@@ -184,7 +187,7 @@ def _stream(
     amounts: dict[str, float],
     messages: tuple[float, float, bool, float],
 ) -> None:
-    """Print and draw a schedule that goes on over the ends of steps."""
+    """Print and draw an asynchronous schedule, which runs on across the ends of steps."""
     from mpitrain.pipeline.simulate import Cost
     from mpitrain.plan import async_schedule
     from mpitrain.plan.chart import chart

@@ -1,4 +1,4 @@
-"""`mpitrain plan micro-batches`: into how many parts to split a batch, told of one measurement."""
+"""`mpitrain plan micro-batches`: predicts the best number of micro-batches from a measurement."""
 
 import sys
 from pathlib import Path
@@ -22,31 +22,31 @@ from mpitrain.cli.session import MOST, mpi_session, settings_of
     help="Set one configuration key (repeatable).",
 )
 @click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--tp", type=int, metavar="N", help="Ranks that share each layer (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages, each with some of the layers.")
-@click.option("--device", metavar="KIND", help="Where to compute: auto, cpu, cuda, cuda-sim.")
+@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
+@click.option("--pp", type=int, metavar="N", help="Pipeline stages.")
+@click.option("--device", metavar="KIND", help="Kind of device: auto, cpu, cuda, cuda-sim.")
 @click.option(
-    "--verify", is_flag=True, help="Measure steps of the best count and of its neighbours."
+    "--verify", is_flag=True, help="Measure steps with the best number and with its neighbours."
 )
 @click.option(
     "--blocks",
     type=click.IntRange(1, MOST),
     default=5,
     show_default=True,
-    help="Of --verify: turns of each count.",
+    help="For --verify: turns of each number.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(1, MOST),
     default=5,
     show_default=True,
-    help="Of --verify: steps in a turn.",
+    help="For --verify: steps in a turn.",
 )
 @click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
-    help="Write all counts there, and the measurement.",
+    help="Write all predictions and the measurement to this file.",
 )
 def command(
     config_file: Path | None,
@@ -60,10 +60,11 @@ def command(
     steps: int,
     json_file: Path | None,
 ) -> None:
-    """Say into how many micro-batches to split: mpitrain launch -n 2 -- plan micro-batches --pp 2
+    """Predict the best number of micro-batches: mpitrain launch -n 2 -- plan micro-batches --pp 2
 
-    The stages of the model are measured once, with micro-batches of a few sizes and all ranks at work, and so are messages
-    between them and the end of a step. The simulator then says what a step takes for every number of micro-batches.
+    It measures the stages once, with micro-batches of a few sizes while all ranks work. It also
+    measures the messages between stages, and the end of a step. The simulator then predicts the
+    time of a step for every number of micro-batches.
     """
     changes = [
         *settings,
@@ -88,7 +89,7 @@ def _plan(
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
-    """Measure, and print what follows. verified: blocks and steps of the measured counts."""
+    """Measure, and print the predictions. verified: blocks and steps for --verify, or None."""
     from mpitrain.bench.collectives.header import machine
     from mpitrain.bench.collectives.table import write_json
     from mpitrain.parallel.tensor.sequence import sequences_of
@@ -149,9 +150,8 @@ def _plan(
                 )
     if verified:
         near = neighbours(predicted)
-        config = config.model_copy(
-            update={"pipeline": trainer.config.pipeline}
-        )  # cut as it was measured
+        # The model is cut into the same stages as in the measurement.
+        config = config.model_copy(update={"pipeline": trainer.config.pipeline})
         job.close()
         _verify(transport, config, job.source, near, *verified)
     on_all_ranks(transport, outputs.settle)
@@ -160,7 +160,7 @@ def _plan(
 def _verify(
     transport: Any, config: Any, source: Any, predicted: list[Any], blocks: int, steps: int
 ) -> None:
-    """Measure steps of these counts in turns, and print them beside what was predicted."""
+    """Measure steps with these numbers of micro-batches in turns; print them and the predictions."""
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import WARM_UP, Ours, alternate
     from mpitrain.config import parse, with_settings

@@ -1,1 +1,1 @@
-"""The terminal: bars, rows, and output that never runs into them."""
+"""The terminal: progress bars, table rows, and other output that never overwrites them."""

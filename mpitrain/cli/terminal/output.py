@@ -1,4 +1,7 @@
-"""Standard output and standard error, whatever is behind them: a full disk, a pipe that nobody reads, nothing, an old locale."""
+"""Robust standard output and standard error.
+
+They may end in a full disk, a pipe without a reader, or nothing, and may have an old locale.
+"""
 
 import io
 import os
@@ -10,14 +13,15 @@ from mpitrain.errors import MpitrainError
 
 
 class OutputError(MpitrainError):
-    """Standard output takes no more."""
+    """The error of a standard output that accepts no more bytes."""
 
 
 class Output(io.FileIO):
-    """The bytes of a descriptor. After the first write that fails, what is written is dropped.
+    """A raw stream of bytes that drops all bytes after the first failed write.
 
-    is_courtesy  nothing is raised then: the work goes on and its results are elsewhere
-    screen       the terminal that the bytes end on, where a bar may be drawn
+    is_courtesy  a failed write raises nothing: the work goes on, and its results are elsewhere
+    is_lost      a write has failed
+    screen       the terminal that shows the bytes, where a bar may be drawn
     """
 
     is_courtesy = False
@@ -50,14 +54,17 @@ class Output(io.FileIO):
 
 
 def open_output() -> None:
-    """Make both streams anew: by lines, with escapes for what their encoding lacks. What stderr does not take is dropped.
+    """Reopen both streams, line-buffered, with escapes for characters that their encoding lacks.
 
-    Launchers forward two pipes in any order: where `launch` shows both on one terminal, all goes through that of stderr.
+    Bytes that standard error does not accept are dropped. Launchers forward two pipes in any
+    order: where `launch` shows both on one terminal, all output goes through standard error.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed: the next file that is opened would get its number, and all that libraries print
+        except OSError:
+            # The descriptor is closed. The next file to be opened would get its number, and all
+            # output of libraries.
             os.open(os.devnull, os.O_RDWR)
     screen = Screen() if width() is not None else None
     sys.stdout = _stream(
@@ -70,9 +77,9 @@ def open_output() -> None:
 
 
 def be_courtesy() -> None:
-    """From now on standard output is a courtesy: a run of hours does not end because nobody takes what it prints."""
+    """Ignore failed writes to standard output from now on: a long run need not end for them."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw, Output):  # that of the other ranks and of tests is something else
+    if isinstance(raw, Output):  # other ranks and tests have another kind of stream
         raw.is_courtesy = True
 
 

@@ -1,4 +1,4 @@
-"""What a run looks like on rank 0: a bar on a terminal, plain lines elsewhere."""
+"""The progress display of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -17,7 +17,10 @@ from mpitrain.run.metrics import CLOSING
 
 
 class Bar(tqdm):
-    """A bar that has the rest of its line erased: spaces written there would go on in the next line of a narrower window."""
+    """A tqdm bar that erases the rest of its line with an escape sequence.
+
+    tqdm itself writes spaces there, which would wrap into the next line of a narrower window.
+    """
 
     @staticmethod
     def status_printer(file: TextIO) -> Callable[[str], None]:
@@ -29,13 +32,13 @@ class Bar(tqdm):
 
 
 def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
-    """A bar of so many steps, of which `first` are done; nothing is shown where standard error is no terminal.
+    """Return a bar of `steps` steps, `first` of them done; hidden unless stderr is a terminal.
 
     form  tqdm's `bar_format`
     """
 
     def size(_: TextIO | None = None) -> tuple[int, None]:
-        # A line that ends in the last column has its end erased.
+        # In a line that fills the last column, the terminal would erase its end.
         return max(1, (width() or 0) - 1), None
 
     shown = Bar(
@@ -47,16 +50,16 @@ def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
         ncols=size()[0],
         bar_format=form,
     )
-    shown.dynamic_ncols = size  # asked each time that the bar is drawn
+    shown.dynamic_ncols = size  # tqdm calls it each time it draws the bar
     return shown
 
 
 SKIPPED = {"skipped": "not finite", "overflow": "gradients beyond float16"}
-"""Why an update was left out, by the key of the line that says so."""
+"""{key of a record: reason for which the update was skipped}."""
 
 
 class Silent:
-    """The watcher of every rank but 0."""
+    """A watcher that prints nothing, for every rank but 0."""
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         pass
@@ -69,10 +72,10 @@ class Silent:
 
 
 class Progress:
-    """Prints records as they come; on a terminal a bar shows loss, tokens/s and the time left."""
+    """A watcher that prints records; on a terminal a bar shows loss, tokens/s and time left."""
 
     def __init__(self, say_last: Callable[[str], None] | None = None) -> None:
-        """say_last: prints the line that ends a run which was stopped or failed; None: on standard output."""
+        """say_last: prints the last line of a stopped or failed run; None: on standard output."""
         self._say_last = say_last or partial(print, flush=True)
         self._has_bar = width() is not None
         self._has_lines = not (self._has_bar and shows_output())
@@ -151,7 +154,7 @@ class Progress:
 
 
 def amounts(config: Config, record: dict[str, Any]) -> str:
-    """How much data there is, and how often the run goes over it; nothing of a source that does not say."""
+    """Return the size of the data and the epochs of the run, or "" if the source has no size."""
     size, steps, data = config.batch.size, config.run.steps, config.data
     if "tokens" in record:
         size *= config.model.context
@@ -170,7 +173,7 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
 
 
 def way(config: Config) -> str:
-    """How the ranks share the work, in words."""
+    """Return in words how the ranks divide the work."""
     layout, replication = config.layout, config.replication
     if replication.mode == "server":
         return f"{replication.servers} of them {replication.update} server(s)"

@@ -1,23 +1,27 @@
-"""The terminal behind standard error: its width, and the bar on it that other text must not run into."""
+"""The terminal behind standard error: its width, and the bar that other text must not overwrite."""
 
 import os
 import re
 import threading
 
-# What `launch` tells its ranks of the terminal behind the pipes that they are given.
-TERMINAL = "MPITRAIN_TERMINAL"  # the columns of the one behind standard error
-ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"  # set where standard output ends there, too
-OUTPUT_TERMINAL = (
-    "MPITRAIN_OUTPUT_TERMINAL"  # the columns of the one behind standard output, 0 without one
-)
+# The ranks of `launch` write to pipes. These environment variables describe the terminal behind.
+TERMINAL = "MPITRAIN_TERMINAL"
+"""Columns of the terminal behind standard error."""
+ONE_TERMINAL = "MPITRAIN_ONE_TERMINAL"
+"""Set if standard output ends on the same terminal."""
+OUTPUT_TERMINAL = "MPITRAIN_OUTPUT_TERMINAL"
+"""Columns of the terminal behind standard output, 0 without one."""
 
-USUAL = 80  # columns of a terminal that does not say how many it has
-DRAWN = re.compile(rb"(\r[^\r\n\x1b]*\x1b\[K)")  # a bar: over the line's text, whose rest is erased
-LONGEST = 4096  # bytes of a line that are remembered
+USUAL = 80
+"""Columns of a terminal that does not report its size."""
+DRAWN = re.compile(rb"(\r[^\r\n\x1b]*\x1b\[K)")
+"""A drawn bar: a carriage return, the bar, and the sequence that erases the rest of the line."""
+LONGEST = 4096
+"""Bytes of the current line that a screen remembers, at most."""
 
 
 def columns(descriptor: int = 2) -> int:
-    """Columns of the terminal behind a descriptor, by default standard error; COLUMNS if it does not know."""
+    """Return the columns of a descriptor's terminal, else the variable COLUMNS, else USUAL."""
     try:
         known = os.get_terminal_size(descriptor).columns
     except OSError:
@@ -27,7 +31,10 @@ def columns(descriptor: int = 2) -> int:
 
 
 def width() -> int | None:
-    """Columns of the terminal behind standard error, also through the pipes of `launch`; or None."""
+    """Return the columns of the terminal behind standard error, or None without one.
+
+    The terminal may be behind the pipes of `launch`.
+    """
     if os.isatty(2):
         return columns()
     told = os.environ.get(TERMINAL, "")
@@ -35,10 +42,12 @@ def width() -> int | None:
 
 
 def output_columns() -> int:
-    """Columns of the terminal behind standard output, also behind the pipe of `launch`; 0 without one."""
-    told = os.environ.get(
-        OUTPUT_TERMINAL, ""
-    )  # mpirun gives its ranks a terminal of its own, whatever is behind that
+    """Return the columns of the terminal behind standard output, or 0 without one.
+
+    The terminal may be behind the pipe of `launch`.
+    """
+    # `launch` is right even where mpirun gives its ranks a pseudo-terminal.
+    told = os.environ.get(OUTPUT_TERMINAL, "")
     if told.isdecimal():
         return int(told)
     # The terminal that mpirun makes for its ranks has no columns.
@@ -46,27 +55,31 @@ def output_columns() -> int:
 
 
 def is_one_terminal() -> bool:
-    """Whether standard output and standard error are the same terminal."""
+    """Return whether standard output and standard error are the same terminal."""
     return os.isatty(1) and os.isatty(2) and os.path.samestat(os.fstat(1), os.fstat(2))
 
 
 def shows_output() -> bool:
-    """Whether both streams end on one terminal, also through the pipes of `launch`."""
+    """Return whether both streams end on one terminal, also through the pipes of `launch`."""
     return ONE_TERMINAL in os.environ or is_one_terminal()
 
 
 class Screen:
-    """The last line of a terminal, on which a bar and other text take turns.
+    """The last line of a terminal, on which a bar and other text alternate.
 
-    lock  held while bytes are placed and written, where several threads write to one terminal
+    lock  serialises the calls and writes of several threads that share a terminal
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._line = b""  # what has come since the last line break or carriage return
+        self._line = b""
+        """The bytes since the last line break or carriage return."""
 
     def lead(self, data: bytes) -> bytes:
-        """A line break, if `data` comes next and would run into a bar, or draw one over unfinished text."""
+        """Return a line break if `data` must not continue the current line, else b"".
+
+        That is, if `data` is text after a bar, or a bar after unfinished text.
+        """
         is_bar = self._line != b"\r\x1b[K" and bool(DRAWN.fullmatch(self._line))
         is_text = self._line[:1] not in (b"", b"\r")
         follows_bar = is_bar and data[:1] not in (b"\r", b"\n", b"")
@@ -76,11 +89,12 @@ class Screen:
         return b"\n" if runs_into else b""
 
     def place(self, data: bytes) -> bytes:
-        """`data` as `launch` writes it on its terminal: each piece behind its lead, no bar wider than that.
+        """Return `data` with a lead before each piece, and with bars cut to the terminal's width.
 
-        A launcher may pass on in one piece what several ranks have written.
+        A launcher may forward the output of several ranks in one piece.
         """
-        most = len("\r") + columns() - 1  # a line that ends in the last column has its end erased
+        # In a line that fills the last column, the terminal would erase its end.
+        most = len("\r") + columns() - 1
         placed = b""
         for piece in filter(None, DRAWN.split(data)):
             placed += self.lead(piece)

@@ -1,4 +1,4 @@
-"""The rows of a table that is printed while it is measured, and a bar that says how long the rest takes."""
+"""The rows of a table, printed while it is measured, with a bar for the remaining time."""
 
 import sys
 
@@ -6,10 +6,10 @@ from mpitrain.cli.terminal.progress import bar
 
 
 class Rows:
-    """Prints rows on standard output; on a terminal a bar below them shows the time left."""
+    """A printer of table rows; on a terminal a bar below them shows the time left."""
 
     def __init__(self, total: int, unit: str = "rows"):
-        """total: rows, or other units, that will be measured, at most."""
+        """total: rows, or other units, to be measured at most."""
         form = "{percentage:3.0f}% |{bar}| {n}/{total} " + unit + ", {remaining} left"
         self._bar = bar(total, form=form)
 
@@ -19,12 +19,12 @@ class Rows:
         sys.stdout.flush()
 
     def row(self, text: str) -> None:
-        """Print the line of a row that has been measured."""
+        """Advance the bar and print the line of a measured row."""
         self.count()
         self.say(text)
 
     def count(self) -> None:
-        """Count a unit that has been measured and has no line."""
+        """Advance the bar by one unit without printing a line."""
         self._bar.n += 1
         self._bar.refresh()
 
