@@ -47,17 +47,21 @@ def by_formula(hosts, settings):
 
 
 @pytest.mark.parametrize(
-    ("page", "hosts", "settings"),
+    ("heading", "hosts", "settings"),
     [
-        (README, "aaaa", ["run.steps=12", "model.context=64"]),
-        (PARALLEL, "aabbccdd", ["run.steps=8", "model.context=32", "replication.period=4"]),
+        ("Modes within a host", "aaaa", ["run.steps=12", "model.context=64"]),
+        (
+            "Modes between hosts",
+            "aabbccdd",
+            ["run.steps=8", "model.context=32", "replication.period=4"],
+        ),
     ],
     ids=["within-a-host", "between-hosts"],
 )
-def test_the_bytes_of_modes_are_those_of_their_formulas(page, hosts, settings):
+def test_the_bytes_of_modes_are_those_of_their_formulas(heading, hosts, settings):
+    section = PARALLEL.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     shown = {
-        word: (workers, sent, formula)
-        for word, workers, sent, formula in ROW.findall(page.read_text())
+        word: (workers, sent, formula) for word, workers, sent, formula in ROW.findall(section)
     }
     assert set(shown) == set(USUAL)
     right = by_formula(hosts, ["run.eval_rows=512", "model.layers=2", "model.width=64", *settings])
