@@ -21,9 +21,10 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
 HERE = Path(__file__).parents[3]
-README, HOUSE, PARALLEL, PIPELINE, BENCH = (
+HOUSE = HERE / "mpitrain" / "README.md"
+README, PARALLEL, PIPELINE, PLAN, BENCH = (
     HERE / folder / "README.md"
-    for folder in ("", "mpitrain", "mpitrain/parallel", "mpitrain/pipeline", "mpitrain/bench")
+    for folder in ("", *(f"mpitrain/{room}" for room in ("parallel", "pipeline", "plan", "bench")))
 )
 ROW = re.compile(r"^([\w-]+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", re.M)
 """A mode, its workers, the bytes that its busiest rank sent, and those by formula."""
@@ -47,22 +48,20 @@ def by_formula(hosts, settings):
 
 
 @pytest.mark.parametrize(
-    ("heading", "hosts", "settings"),
+    ("command", "hosts", "settings"),
     [
-        ("Modes within a host", "aaaa", ["run.steps=12", "model.context=64"]),
+        ("mpitrain launch -n 4 -- compare", "aaaa", ["run.steps=12", "model.context=64"]),
         (
-            "Modes between hosts",
+            "bash jobs/compare-hosts.sh",
             "aabbccdd",
             ["run.steps=8", "model.context=32", "replication.period=4"],
         ),
     ],
     ids=["within-a-host", "between-hosts"],
 )
-def test_the_bytes_of_modes_are_those_of_their_formulas(heading, hosts, settings):
-    section = PARALLEL.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    shown = {
-        word: (workers, sent, formula) for word, workers, sent, formula in ROW.findall(section)
-    }
+def test_the_bytes_of_modes_are_those_of_their_formulas(command, hosts, settings):
+    table = PARALLEL.read_text().partition(f"$ {command}")[2].partition("```")[0]
+    shown = {word: (workers, sent, formula) for word, workers, sent, formula in ROW.findall(table)}
     assert set(shown) == set(USUAL)
     right = by_formula(hosts, ["run.eval_rows=512", "model.layers=2", "model.width=64", *settings])
     assert {word: figures for word, figures in shown.items() if word in right} == {
@@ -77,7 +76,7 @@ def parameters(kind):
     return run_ranks(1, lambda transport: build(transport, config).trainer.parameter_count)[0]
 
 
-@pytest.mark.parametrize("page", [README, PIPELINE, BENCH], ids=["readme", "pipeline", "bench"])
+@pytest.mark.parametrize("page", [README, PARALLEL, PIPELINE, PLAN, BENCH])
 def test_numbers_of_parameters_are_those_of_the_jobs(page):
     """With commas `train` and `plan` write them, without `bench train`."""
     found = re.findall(r" ([\d,]+) parameters[, ]", page.read_text())
@@ -86,13 +85,14 @@ def test_numbers_of_parameters_are_those_of_the_jobs(page):
 
 
 def test_the_chart_of_a_schedule_is_what_the_command_prints():
-    block = re.search(r"^\$ mpitrain (plan schedule .*)\n((?s:.*?))```", README.read_text(), re.M)
+    block = re.search(r"^\$ mpitrain (plan schedule .*)\n((?s:.*?))```", PLAN.read_text(), re.M)
     done = CliRunner(env={"COLUMNS": "100"}).invoke(commands, shlex.split(block[1]))
     assert done.exit_code == 0 and done.output == block[2]
 
 
 def test_bubbles_and_live_micro_batches_of_4_stages_and_8_micro_batches_are_those_of_the_simulator():
-    rows = re.findall(r"^\| `([\w-]+)`[^|]*\| ([\d.]+)% \| ([\d.]+) \|$", README.read_text(), re.M)
+    row = re.compile(r"^\| `([\w-]+)`(?:[^|]*\|){3} ([\d.]+)% \| ([\d.]+) \|$", re.M)
+    rows = row.findall(PIPELINE.read_text())
     assert len(rows) == 8
     for name, idle, live in rows:
         plan = find_plan(name, 4, 8, 2 if name in ("interleaved", "breadth-first") else None)
