@@ -296,7 +296,10 @@ def open_source(
 
 
 def amounts(source: Source | Unopened) -> dict[str, int]:
-    """Return the amounts of training and held-out data by name; {} for other sources."""
+    """Return {name: count} of the data, for example of its training and held-out tokens.
+
+    The result is {} unless the source is a TokenSource or a SampleSource.
+    """
     if isinstance(source, TokenSource):
         return {
             "tokens": source.tokens,

@@ -73,7 +73,11 @@ def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instr
 
 
 def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[Instruction, ...]:
-    """Add `by` to all micro-batch numbers, modulo `numbers` unless that is 0."""
+    """Return the program with every instruction's micro-batch index shifted.
+
+    by       added to each index
+    numbers  count of distinct indices, after which they wrap around; 0 for no wrap-around
+    """
     return tuple(
         i._replace(micro=(i.micro + by) % numbers if numbers else i.micro + by) for i in program
     )

@@ -143,7 +143,11 @@ def letters(plan: Plan) -> str:
 
 
 def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
-    """Return lines with the peaks of each stage."""
+    """Return text lines: each stage's peak number of saved micro-batches, and of activation bytes.
+
+    plan   supplies the instruction list of each stage
+    costs  costs of each model chunk
+    """
     peaks = [peak(mine, costs) for mine in plan.lists]
     held = (
         "micro-batches" if len(plan.place) == len(plan.lists) else "micro-batches of one part each"

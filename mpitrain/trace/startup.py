@@ -22,7 +22,7 @@ NAME = "rank-{:05d}"
 START, TRACE = re.compile(r"\d+(-\d+)?", re.ASCII), re.compile(r"rank-\d{5,}", re.ASCII)
 """Patterns of the names of start folders, and of the trace files in them."""
 DAY = 86_400
-"""Seconds for which the traces of a failed start remain, at least."""
+"""Age in seconds from which a later start deletes the trace files of a failed start."""
 
 
 def begun(rank: int, ranks: int) -> Recorder:

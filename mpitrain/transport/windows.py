@@ -59,8 +59,9 @@ class Windows:
     def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
         """Register a window.
 
-        blocks  the bytes of each rank, by its rank in the whole job
-        free    frees the window
+        number  the window's number, equal on all ranks that share it
+        blocks  each rank's memory in the window as a uint8 array; keys are ranks in the whole job
+        free    function without arguments that frees the window
         """
         self._blocks[number], self._free[number], self._users[number] = blocks, free, []
         self.next_number = number + 1

@@ -52,9 +52,9 @@ class Pair(NamedTuple):
 
 
 class Odd(NamedTuple):
-    """A pair that is far from the others of its class.
+    """An outlier: a pair whose bandwidth or latency is much worse than usual in its class.
 
-    what   "bandwidth" or "latency"
+    what   "bandwidth" or "latency", the value that is an outlier
     usual  usual value in the class, GB/s or microseconds
     """
 

@@ -285,7 +285,7 @@ def against(ours: Result, other: Result) -> list[float]:
 
 
 def block_rows(results: Sequence[Result]) -> list[Block]:
-    """Return every block of every side."""
+    """Return the timed blocks of steps of all compared programs, as one list of table rows."""
     return [
         Block(result.name, number, seconds)
         for result in results

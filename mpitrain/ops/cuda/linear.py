@@ -95,8 +95,9 @@ def linear_gelu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
 
 
 def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
-    """Return (dx, pending) as `linear_backward_input`, through the activation; dz overwrites the
-    saved z.
+    """Return (dx, pending), the input half of the backward pass of `linear_gelu`.
+
+    Computes dz = dy gelu'(z) in place of the saved z, then calls `linear_backward_input` with dz.
     """
     saved, z = saved
     _through_activation(kernels, "gelu", z, dy, z)
@@ -111,7 +112,10 @@ def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
 
 
 def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
-    """Return (dx, pending) as `linear_backward_input`, through the activation."""
+    """Return (dx, pending), the input half of the backward pass of `linear_relu`.
+
+    Computes dz = dy relu'(z), then calls `linear_backward_input` with dz.
+    """
     saved, y = saved
     dz = arena.take(dy.shape, dy.dtype)
     _through_activation(kernels, "relu", y, dy, dz)

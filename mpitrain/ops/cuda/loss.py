@@ -1,6 +1,7 @@
-"""Softmax cross-entropy. Losses are summed on the device; only a read of the number waits for it.
+"""Softmax cross-entropy on the device.
 
-Rows of logits may lie further apart than they are long, as `linear.logits` returns them.
+Losses are summed on the device. The host synchronizes with the device only when it reads the sum.
+The row stride of the logits may exceed the row length, since `linear.logits` pads rows.
 """
 
 from typing import Any

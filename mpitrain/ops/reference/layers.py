@@ -152,7 +152,12 @@ def layer_norm(x, gain, bias, arena):
 
 
 def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
-    """Return (dx, pending); the residual is added to dx.    dy, dx, residual: (M, C); gain: (C,)"""
+    """Return (dx, pending), the input half of the backward pass of `layer_norm`.
+
+    The gradient `residual` is added to dx. `pending` holds the arrays that
+    `layer_norm_backward_gain` and `layer_norm_backward_bias` need later.
+    dy, dx, residual: (M, C); gain: (C,)
+    """
     normal, inverse = saved
     d = dy * gain
     dx = inverse * (d - d.mean(-1, keepdims=True) - normal * (d * normal).mean(-1, keepdims=True))
