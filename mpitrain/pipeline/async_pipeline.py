@@ -56,7 +56,10 @@ def pieces(stage: int, stages: int, micro_batches: int) -> Pieces:
 
 
 def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instruction, ...]]:
-    """Cut a program into steps, each before the forward of its first micro-batch."""
+    """Cut a program into steps; a step begins with the forward of its first micro-batch.
+
+    The receive that this forward waits for belongs to the same step.
+    """
     steps: list[list[Instruction]] = []
     put_off: list[Instruction] = []
     for instruction in program:

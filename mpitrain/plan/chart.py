@@ -143,10 +143,9 @@ def letters(plan: Plan) -> str:
 
 
 def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
-    """Return text lines: each stage's peak number of saved micro-batches, and of activation bytes.
+    """Return text lines with each stage's peak activation memory, in micro-batches and in MB.
 
-    plan   supplies the instruction list of each stage
-    costs  costs of each model chunk
+    costs  of each chunk of the model
     """
     peaks = [peak(mine, costs) for mine in plan.lists]
     held = (

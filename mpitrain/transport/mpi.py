@@ -132,7 +132,7 @@ class MpiTransport(Transport):
         return tag
 
     def _message(self, array: np.ndarray) -> tuple[list, Any]:
-        """Return mpi4py's description of an array, and the MPI type of one element."""
+        """Return an mpi4py buffer specification of the array, and the MPI type of one element."""
         unit = self._types.get(array.dtype)
         if unit is None:
             code, unit = self._by_width[array.dtype.itemsize]

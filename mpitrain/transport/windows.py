@@ -70,7 +70,7 @@ class Windows:
         return len(self._blocks)
 
     def lend(self, window: int, member: int) -> np.ndarray:
-        """Return a member's block as an array of bytes.
+        """Return the block of rank `member` (of the whole job) as an array of bytes.
 
         The window is in use while the array or a view of it exists.
         """
@@ -134,6 +134,9 @@ class Windows:
 
     def leave(self, part: Gathers, made: Sequence[int]) -> bool:
         """Free the windows that a closing transport has made and that no rank uses. Collective.
+
+        part  the closing transport
+        made  numbers of the windows that it made
 
         Returns False if some of them remain.
         """

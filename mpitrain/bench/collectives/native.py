@@ -12,7 +12,7 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.native import OPERATIONS as NATIVE
 
 REDUCING = ("reduce", "reduce-scatter")
-"""Native collectives that need a dtype of MPI, because they reduce."""
+"""MPI's collectives that reduce, and so accept only dtypes that MPI can reduce."""
 
 
 class Peer(NamedTuple):

@@ -18,10 +18,10 @@ CONTROL, CONTROL_ITEM = 4, 8
 """Elements of the control message, and bytes per element."""
 
 NEWS = 5
-"""Elements of such size that local SGD and gossip sum at the end of a period."""
+"""Elements of CONTROL_ITEM bytes that local SGD and gossip sum at the end of a period."""
 
 SQUARES = 3
-"""Elements of such size that servers sum."""
+"""Elements of CONTROL_ITEM bytes that parameter servers sum over each other."""
 
 HEADER = NUMBERS * 8
 """Bytes of the header before each message of parameters or gradients to or from a server."""
@@ -115,7 +115,9 @@ def _two(trainer: Trainer) -> tuple[float, float]:
 
 
 def _three(trainer: Trainer) -> tuple[float, float] | None:
-    """Return the elements of stage 3, where some units stay gathered; None for other cases.
+    """Return the elements that ZeRO stage 3 reduce-scatters and all-gathers in a step.
+
+    None for tied weights, and for settings that the formula does not cover.
 
     The last two units stay gathered for backward, the first two for the next micro-batch. More
     units stay if weights are tied or configured to stay.

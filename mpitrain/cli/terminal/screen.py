@@ -89,7 +89,7 @@ class Screen:
         return b"\n" if runs_into else b""
 
     def place(self, data: bytes) -> bytes:
-        """Return `data` with a lead before each piece, and with bars cut to the terminal's width.
+        """Return `data` with the line breaks of `lead`, and with bars cut to the terminal's width.
 
         A launcher may forward the output of several ranks in one piece.
         """

@@ -55,7 +55,7 @@ class ReplicatedRows:
         return self.group.exchange(shape, dtype)
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
-        """Return the reduction that sums the lease out of a layer."""
+        """Return the reduction that sums the ranks' summands in the leased buffer."""
         return lease.all_reduce()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:

@@ -95,6 +95,9 @@ def fill(
 def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
     """Read a rank's elements of a tensor, bit for bit: 1-D, packed.
 
+    held    the region of the tensor that this rank needs
+    found   the regions of the tensor in the checkpoint
+
     raises  CheckpointError unless the checkpoint has each element exactly once
     """
     joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
@@ -110,7 +113,10 @@ def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
 
 
 def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
-    """Read a rank's elements of a tensor, summed over all ranks that saved them: 1-D, packed."""
+    """Read a rank's elements of a tensor, summed over all ranks that saved them: 1-D, packed.
+
+    held, found  as in `_joined`
+    """
     if any(stored.part.shape != held.part.shape for stored in found):
         raise files.unfit(held, found)
     total = np.zeros(held.part.length, held.dtype)
