@@ -217,7 +217,7 @@ TENTH = "tenth"
 
 
 def beside(name: str) -> str:
-    """Return the data.validation that an empty one stands for, given a source tokens:FILE.
+    """Return the value that replaces an empty data.validation, for a source tokens:FILE.
 
     It is val.bin in the folder of a train.bin, as nanoGPT writes them; else the last tenth.
     """

@@ -85,6 +85,9 @@ def _row(
 ) -> str:
     """Return a row with a text for each event, at the event's columns.
 
+    mine   the events of one stage
+    texts  the text of each event
+    scale  columns per unit of time
     fills  the characters that fill the idle time, and the rest of an event
     """
     row, at = "", 0

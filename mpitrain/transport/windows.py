@@ -135,10 +135,9 @@ class Windows:
     def leave(self, part: Gathers, made: Sequence[int]) -> bool:
         """Free the windows that a closing transport has made and that no rank uses. Collective.
 
-        part  the closing transport
-        made  numbers of the windows that it made
-
-        Returns False if some of them remain.
+        part     the closing transport
+        made     numbers of the windows that it made
+        returns  False if some of them remain
         """
         reported = part.gather_text([window for window in made if self._is_idle(window)])
         told = dict(zip(part.members, reported, strict=True))

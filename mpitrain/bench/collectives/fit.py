@@ -160,7 +160,7 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
 
 
 def all_spoilt(rows: Sequence[Row]) -> list[str]:
-    """Return the classes of memory in which every row is spoilt."""
+    """Return the classes of memory in which every row is spoilt (see `table.is_spoilt`)."""
     return sorted(
         {row.buffers for row in rows} - {row.buffers for row in rows if not is_spoilt(row)}
     )

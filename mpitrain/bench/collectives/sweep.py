@@ -104,7 +104,7 @@ class Row(NamedTuple):
 class Sweep:
     """An iterator over rows as they are measured.
 
-    total  number of rows, at most: `stops` in the request may end the sweep early
+    total  upper bound of the number of rows: `stops` in the request may end the sweep early
     """
 
     def __init__(self, total: int, rows: Iterator[Row]):

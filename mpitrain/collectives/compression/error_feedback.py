@@ -38,7 +38,7 @@ class Feedback:
     def take(self, array: np.ndarray) -> None:
         """Set `residual` to the array plus the decayed residual minus this rank's prediction.
 
-        These are the values that this rank has to send. Afterwards the format subtracts what it sends.
+        The rank has to send this difference. The format then subtracts the part that it sends.
         """
         for start in range(0, array.size, CACHED):
             part = slice(start, start + CACHED)

@@ -102,7 +102,7 @@ def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace)
         without_self(pairwise.all_to_all(rank, n, incoming.size), rank),
         pairwise.all_gather(rank, n, incoming.size),
     )
-    # All messages are under way at once: a rank that encodes late then delays no other exchange.
+    # All messages are in flight at once: a rank that encodes late then delays no other exchange.
     to_all, from_all = (
         Execution(transport, incoming, "add", at_once(plan), tag, source)
         for plan, tag, source in zip(plans, desk.tags, (outgoing, incoming), strict=True)

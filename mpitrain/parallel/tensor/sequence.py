@@ -105,7 +105,7 @@ class ReplicatedRows:
         return tuple(shape)
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return an input shape (B, T), not below this one, with rows that the ranks can divide."""
+        """Return an input shape (B, T), at least this one, with rows that the ranks can divide."""
         return tuple(shape)
 
 
