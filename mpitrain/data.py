@@ -217,7 +217,7 @@ TENTH = "tenth"
 
 
 def beside(name: str) -> str:
-    """Return the data.validation that an empty one stands for, given a source tokens:FILE.
+    """Return the value that replaces an empty data.validation, for a source tokens:FILE.
 
     It is val.bin in the folder of a train.bin, as nanoGPT writes them; else the last tenth.
     """
@@ -296,7 +296,10 @@ def open_source(
 
 
 def amounts(source: Source | Unopened) -> dict[str, int]:
-    """Return the amounts of training and held-out data by name; {} for other sources."""
+    """Return {name: count} of the data, for example of its training and held-out tokens.
+
+    The result is {} unless the source is a TokenSource or a SampleSource.
+    """
     if isinstance(source, TokenSource):
         return {
             "tokens": source.tokens,

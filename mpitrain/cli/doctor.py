@@ -84,7 +84,11 @@ class Rank(NamedTuple):
 
 
 def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the report as (name, value)."""
+    """Yield the lines of the report as (name, value).
+
+    everyone  the environment of each rank
+    aware     the `Awareness` of the MPI library
+    """
     from importlib.metadata import version
 
     import numpy

@@ -68,7 +68,7 @@ class Buffer:
         self.bound: dict[tuple[str, str], TimedReduction] = {}
 
     def settle(self) -> None:
-        """Wait for reductions that are still under way, because their lease ended early."""
+        """Wait for reductions that are still in flight, because their lease ended early."""
         for reduction in self.bound.values():
             if not reduction.poll():
                 reduction.wait()
@@ -132,7 +132,7 @@ class ActivationBuffer:
     """Lease of an activation's buffer on all ranks of a group, with collectives that work in place.
 
     The lease ends when no reference to `array`, to a view of it or to this object is left. If a
-    collective is still under way then, the next lease of the buffer waits for it.
+    collective is still in flight then, the next lease of the buffer waits for it.
 
     array   uninitialised, contiguous, of the shape and dtype of the lease
     """
@@ -227,7 +227,7 @@ class ActivationPool:
         )
 
     def close(self) -> None:
-        """Wait for all reductions under way, and drop all buffers; collective.
+        """Wait for all reductions in flight, and drop all buffers; collective.
 
         Leased buffers live until their leases end.
         """

@@ -123,7 +123,7 @@ def _bind(
 
 
 def situation(transport: Transport, array: np.ndarray) -> Topology:
-    """Return the properties that algorithms depend on, for this array on these ranks."""
+    """Return the Topology of these ranks and this array, on which the algorithms depend."""
     dtype = array.dtype.name
     return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
 

@@ -133,7 +133,10 @@ class Group:
         )
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind a reduce-scatter: chunk r ends as the reduction on rank r, the others as scratch."""
+        """Bind a reduce-scatter: chunk r ends as the reduction on rank r.
+
+        The other chunks of the array end as scratch.
+        """
         algorithm = half_of("reduce-scatter", self.algorithm)
         return self._noted(
             "reduce-scatter",

@@ -184,7 +184,7 @@ class CudaEngine:
 
 
 def _matrix(array: Any) -> tuple[int, int, int]:
-    """Return address, type and elements from row to row of a matrix.
+    """Return the address, type and row stride (in elements) of a matrix.
 
     A single row's stride may be any number, so the result is at least the number of columns.
     """

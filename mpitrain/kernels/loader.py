@@ -114,7 +114,8 @@ class Macros:
 class Ready(NamedTuple):
     """A cached launch: a kernel with the checks of its arguments.
 
-    wants  for each parameter: the dtype of an array, or None; and whether its rows may lie apart
+    wants  for each parameter: the dtype of an array, or None; and whether its row stride may
+           exceed the row length
     """
 
     wants: tuple[tuple[Any, bool], ...]

@@ -15,7 +15,7 @@ from mpitrain.machine.kinds import Kind
 
 
 class Copy(Protocol):
-    """Copy under way, or an event in a stream of work.
+    """Copy in flight, or an event in a stream of work.
 
     Neither end of a copy may be touched before `test` has returned True or `wait` has returned.
     """

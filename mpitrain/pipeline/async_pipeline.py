@@ -56,7 +56,10 @@ def pieces(stage: int, stages: int, micro_batches: int) -> Pieces:
 
 
 def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instruction, ...]]:
-    """Cut a program into steps, each before the forward of its first micro-batch."""
+    """Cut a program into steps; a step begins with the forward of its first micro-batch.
+
+    The receive that this forward waits for belongs to the same step.
+    """
     steps: list[list[Instruction]] = []
     put_off: list[Instruction] = []
     for instruction in program:
@@ -73,7 +76,11 @@ def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instr
 
 
 def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[Instruction, ...]:
-    """Add `by` to all micro-batch numbers, modulo `numbers` unless that is 0."""
+    """Return the program with every instruction's micro-batch index shifted.
+
+    by       added to each index
+    numbers  count of distinct indices, after which they wrap around; 0 for no wrap-around
+    """
     return tuple(
         i._replace(micro=(i.micro + by) % numbers if numbers else i.micro + by) for i in program
     )

@@ -19,7 +19,7 @@ class Channel:
     """
 
     def __init__(self, transport: Transport, arena: Arena, dtype: Any):
-        """Connect a stage to the others.
+        """Connect a stage to the other stages of its pipeline.
 
         transport  of the pipeline's stages; its ranks are the stages
         arena      allocates the buffers of received arrays
@@ -78,7 +78,7 @@ class Channel:
         self._transport.traffic.content = ""
 
     def poll(self) -> None:
-        """Progress all pending messages.
+        """Progress all messages in flight.
 
         Called between layers, because messages progress only inside calls of the transport.
         """

@@ -128,7 +128,7 @@ class Plan(NamedTuple):
 def needed(instruction: Instruction, parts: int) -> Message | None:
     """Return the message that an instruction waits for, or None.
 
-    None at the ends of the model and for weight halves.
+    None at the ends of the model and for weight halves.    parts: number of chunks in the model
     """
     match instruction:
         case Forward(part, micro) if part > 0:

@@ -27,8 +27,9 @@ class Peak(NamedTuple):
 
 
 def peak(mine: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
-    """Return the peaks of one stage.
+    """Return the peaks of one stage's activation memory.
 
+    mine   the stage's compute instructions, in order
     costs  of each chunk of the model
     """
     whole = pending = 0

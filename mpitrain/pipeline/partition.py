@@ -84,7 +84,11 @@ def assign_units(
 
 
 def _times(bounds: Sequence[int], seconds: Callable[[int, int, int], float]) -> list[float]:
-    """Return the time of each chunk."""
+    """Return the time of each chunk.
+
+    bounds   the first unit of each chunk, then the number of units
+    seconds  (chunk, start, stop) -> time of these units as that chunk
+    """
     return [seconds(part, start, stop) for part, (start, stop) in enumerate(pairwise(bounds))]
 
 

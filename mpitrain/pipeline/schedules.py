@@ -48,7 +48,7 @@ F forward, B input half of the backward, W weight half, BW both halves.
 
 
 def by_key(keyed: Iterable[Keyed]) -> list[Compute]:
-    """Return the instructions, sorted by their keys."""
+    """Return the instructions of (key, instruction) pairs, sorted by key."""
     return [instruction for _, instruction in sorted(keyed, key=lambda pair: pair[0])]
 
 

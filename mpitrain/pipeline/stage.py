@@ -45,7 +45,7 @@ class Stage:
         self._left = 0
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step of so many micro-batches; the last backward completes the gradients."""
+        """Begin a step with this number of micro-batches; the last backward completes gradients."""
         self._left = micro_batches
 
     def forward(self, micro: int, x: Any) -> Any:

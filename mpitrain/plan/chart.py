@@ -85,6 +85,9 @@ def _row(
 ) -> str:
     """Return a row with a text for each event, at the event's columns.
 
+    mine   the events of one stage
+    texts  the text of each event
+    scale  columns per unit of time
     fills  the characters that fill the idle time, and the rest of an event
     """
     row, at = "", 0
@@ -143,7 +146,10 @@ def letters(plan: Plan) -> str:
 
 
 def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
-    """Return lines with the peaks of each stage."""
+    """Return text lines with each stage's peak activation memory, in micro-batches and in MB.
+
+    costs  of each chunk of the model
+    """
     peaks = [peak(mine, costs) for mine in plan.lists]
     held = (
         "micro-batches" if len(plan.place) == len(plan.lists) else "micro-batches of one part each"

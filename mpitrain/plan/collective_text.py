@@ -11,7 +11,11 @@ LINES = 200
 """Largest number of lines for messages and contents; a longer collective has one line per step."""
 
 ENDS, NEAR = 4, 2
-"""Printed steps of a longer collective: at either end, and around the halves' boundary."""
+"""Number of steps that are printed of a longer collective.
+
+ENDS steps are printed at each end, and NEAR steps on each side of the boundary between the halves
+of an all-reduce, its reduce-scatter and all-gather.
+"""
 
 MARGIN = 9
 """Number of columns before the messages of a step."""
@@ -137,7 +141,7 @@ def _message(found: Collective, message: Message) -> str:
 
 
 def _halves(met: Meeting | None, step: int) -> list[str]:
-    """Return a marker line if the halves meet after this step."""
+    """Return a marker line if the boundary between an all-reduce's halves follows this step."""
     return (
         [f"-- the halves meet: {met.first} done, {met.second} begins --"]
         if met and met.step == step
@@ -190,7 +194,7 @@ def _rows(held: Held, cell: Cell, is_first: bool) -> list[str]:
 
 
 def _overview(found: Collective, width: int) -> list[str]:
-    """Return one line per step, for the steps at the ends and around the halves' boundary."""
+    """Return one line per step, for the steps that ENDS and NEAR select."""
     met, last = meeting(found), len(found.steps)
     shown = {*range(1, ENDS + 1), *range(last - ENDS + 1, last + 1)}
     shown |= {*range(met.step - NEAR + 1, met.step + NEAR + 1)} if met else set()

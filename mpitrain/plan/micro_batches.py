@@ -22,7 +22,7 @@ SHOWN = 12
 """Largest number of lines in the table."""
 
 WORTH = {"gpipe": 1.0, "1f1b": 2 / 3, "zero-bubble": 1 / 3, "zb-v": 1 / 6, "v-half": 7 / 12}
-"""Bubble per stage beyond the first, in times that a micro-batch takes on a stage.
+"""Bubble per stage beyond the first, in units of a micro-batch's time on one stage.
 
 It is 1 / chunks for interleaved and breadth-first.
 """

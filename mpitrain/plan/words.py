@@ -14,7 +14,10 @@ def several(number: int, noun: str, nouns: str = "") -> str:
 
 
 def listed(ranks: Iterable[int], between: str) -> str:
-    """Return ascending numbers as text; three or more neighbours become first-last."""
+    """Return ascending numbers as text; three or more consecutive ones become first-last.
+
+    between  separator between two entries
+    """
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

@@ -153,7 +153,10 @@ def _instructions(trace: Trace, steps: range, updates: bool = False) -> np.ndarr
 
 
 def _own(trace: Trace, spans: np.ndarray) -> float:
-    """Return the seconds of these records without the waits in them; a device has no waits."""
+    """Return the self time of these records in seconds, without the waits nested in them.
+
+    Records of a device contain no waits.
+    """
     if not len(spans):
         return 0.0
     total = float((spans["end"] - spans["start"]).sum())

@@ -151,9 +151,10 @@ def _busy(records: np.ndarray) -> Callable[[float, float], float]:
 def _own_times(
     records: np.ndarray, start: float, stop: float
 ) -> Iterator[tuple[Any, list[tuple[float, float]], bool]]:
-    """Yield the main thread's records in [start, stop]: (record, own intervals, is_paused).
+    """Yield (record, own intervals, is_paused) for the main thread's records in [start, stop].
 
-    The own intervals of a record exclude the records nested in it.
+    own intervals  (start, end) of the record's self time, which excludes records nested in it
+    is_paused      whether the record is a PAUSE or nested in one
     """
     mine = records[
         np.isin(records["kind"], (COMPUTE, WAIT, PAUSE))

@@ -159,7 +159,10 @@ def trace_files(folder: Path) -> tuple[Path, list[Path]]:
 
 
 def _unlike(mine: tuple[Any, int], others: tuple[Any, int]) -> str:
-    """Return how a trace's number of ranks differs from the others, or nothing."""
+    """Return the number of ranks of a trace as text if it differs from the other trace's, else "".
+
+    mine, others  the second item is the number of ranks of a trace
+    """
     return f", of {mine[1]} ranks" if mine[1] != others[1] else ""
 
 

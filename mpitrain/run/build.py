@@ -188,7 +188,10 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
 
 
 def _of_mirror(resolved: Resolved) -> float:
-    """Return the element size of the parameters that layers use over the updated ones'."""
+    """Return the element size of the mirror, divided by that of the master parameters.
+
+    The mirror is the half-precision copy with which layers compute; without one the result is 1.
+    """
     half = resolved.device.half
     return half.itemsize / np.dtype(resolved.config.precision.stored).itemsize if half else 1.0
 

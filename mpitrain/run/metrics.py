@@ -13,7 +13,7 @@ from mpitrain.files import contents, opened, write_whole
 from mpitrain.strict_json import once
 
 LAST = 2**63 - 1
-"""The largest number of a step in a metrics file."""
+"""Upper bound of the step number in a metrics record."""
 
 CLOSING = ("end", "stopped", "failed")
 """The events that end a run, and so its metrics file."""

@@ -236,6 +236,8 @@ def claim(
 ) -> tuple[Path, int]:
     """Make and lock the run directory, and write its first files; for rank 0.
 
+    place    the location that `find` returned
+
     step     number of steps before this start; metrics of later steps are removed
     returns  the directory, and the descriptor of its lock, which the caller must close
     raises   ConfigError if the directory cannot be written, or if another run is active in it

@@ -461,7 +461,8 @@ def replicas_equal(trainer: Trainer) -> bool:
                 equal &= _same_bits(holders.transport, own, flat, span.start)
     if grid.axes.servers:
         served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers :]
-        # On a worker, whose buffer is not sharded, each piece starts at its own offset.
+        # A worker's buffer is not sharded. So a piece [start, stop) of the flat parameter buffer
+        # lies at offset `start` of the worker's array.
         whole = [Piece(start, stop, start) for pieces in served for start, stop, _ in pieces]
         equal &= _same_bits(trainer.transport, parameters.pieces if grid.is_server else whole, flat)
     return all(trainer.transport.gather_text(equal))

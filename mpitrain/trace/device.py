@@ -72,7 +72,7 @@ class DeviceSpans:
             self._open[number] = step, fields, self._clock(), self._mark()
 
     def note(self) -> None:
-        """Write the finished spans; the next call tries the others again."""
+        """Write the finished spans; a later call writes the spans that are still running."""
         while self._launched:
             step, count = self._launched[0].step, 0
             while count < min(MOST, len(self._launched)) and self._launched[count].step == step:

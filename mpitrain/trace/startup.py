@@ -20,9 +20,9 @@ from mpitrain.trace.recorder import Recorder
 
 NAME = "rank-{:05d}"
 START, TRACE = re.compile(r"\d+(-\d+)?", re.ASCII), re.compile(r"rank-\d{5,}", re.ASCII)
-"""Patterns of the names of start folders, and of the trace files in them."""
+"""Patterns of the names of start folders, one for each launch, and of the trace files in them."""
 DAY = 86_400
-"""Seconds for which the traces of a failed start remain, at least."""
+"""Age in seconds from which a later start deletes the trace files of a failed start."""
 
 
 def begun(rank: int, ranks: int) -> Recorder:
@@ -67,7 +67,7 @@ def _home() -> Path:
 
 
 def _own() -> Directory:
-    """Open the folder of all starts.
+    """Open this user's folder, which contains a folder for each launch.
 
     raises   OSError unless it is a real folder of this user, closed to all others
     """

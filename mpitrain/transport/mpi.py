@@ -132,7 +132,7 @@ class MpiTransport(Transport):
         return tag
 
     def _message(self, array: np.ndarray) -> tuple[list, Any]:
-        """Return mpi4py's description of an array, and the MPI type of one element."""
+        """Return an mpi4py buffer specification of the array, and the MPI type of one element."""
         unit = self._types.get(array.dtype)
         if unit is None:
             code, unit = self._by_width[array.dtype.itemsize]
@@ -300,7 +300,10 @@ class MpiTransport(Transport):
         return library_call(self, operation, array, other)
 
     def _parts(self, array: np.ndarray) -> list[list]:
-        """Return mpi4py's descriptions of an array's pieces, one for each call of the library."""
+        """Return mpi4py buffer specifications [buffer, count, datatype] that cover the array.
+
+        There is one for each MPI call, since a call takes at most PART elements.
+        """
         flat = array.reshape(-1)
         parts = [flat[start : start + PART] for start in range(0, max(1, flat.size), PART)]
         return [[part, part.size, self._types[part.dtype]] for part in parts]

@@ -59,8 +59,9 @@ class Windows:
     def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
         """Register a window.
 
-        blocks  the bytes of each rank, by its rank in the whole job
-        free    frees the window
+        number  the window's number, equal on all ranks that share it
+        blocks  each rank's memory in the window as a uint8 array; keys are ranks in the whole job
+        free    function without arguments that frees the window
         """
         self._blocks[number], self._free[number], self._users[number] = blocks, free, []
         self.next_number = number + 1
@@ -69,7 +70,7 @@ class Windows:
         return len(self._blocks)
 
     def lend(self, window: int, member: int) -> np.ndarray:
-        """Return a member's block as an array of bytes.
+        """Return the block of rank `member` (of the whole job) as an array of bytes.
 
         The window is in use while the array or a view of it exists.
         """
@@ -134,7 +135,9 @@ class Windows:
     def leave(self, part: Gathers, made: Sequence[int]) -> bool:
         """Free the windows that a closing transport has made and that no rank uses. Collective.
 
-        Returns False if some of them remain.
+        part     the closing transport
+        made     numbers of the windows that it made
+        returns  False if some of them remain
         """
         reported = part.gather_text([window for window in made if self._is_idle(window)])
         told = dict(zip(part.members, reported, strict=True))

@@ -56,8 +56,8 @@ class Staying:
 class Leased:
     """An all-reduce of an activation buffer that is leased anew for every run, as in a layer.
 
-    A run finds the reduction that is bound to its buffer. In a layer the lease replaces one from
-    the arena; it is taken before the activation is computed.
+    The buffer still has the reduction that was bound to it in an earlier lease. A layer computes
+    its activation in such a buffer, in place of one from the arena.
     """
 
     def __init__(self, group: Group, count: int, dtype: np.dtype):

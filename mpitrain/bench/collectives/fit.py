@@ -76,7 +76,7 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> T
 def constants(
     rows: Sequence[Row], amounts: Sequence[Sequence[float]], defaults: Constants | None = None
 ) -> Constants:
-    """Fit the nonnegative constants of every knot, by least absolute relative error.
+    """Fit the nonnegative constants at every knot (array size), by least absolute relative error.
 
     A constant that no row determines is copied from the nearest knot that has it, or else is the
     default. The same holds for a knot far from all measured sizes: on slow links no array is long
@@ -160,14 +160,17 @@ def _check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[Row], memory: st
 
 
 def all_spoilt(rows: Sequence[Row]) -> list[str]:
-    """Return the classes of memory in which every row is spoilt."""
+    """Return the classes of memory in which every row is spoilt (see `table.is_spoilt`)."""
     return sorted(
         {row.buffers for row in rows} - {row.buffers for row in rows if not is_spoilt(row)}
     )
 
 
 def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Fit to every second size; return a line on the errors at the others per class of memory."""
+    """Fit to every second size; return, for each class of memory, a line on the remaining sizes.
+
+    The line states the errors of the fit at the sizes that were left out of it.
+    """
     spoilt, total = sum(map(is_spoilt, rows)), len(rows)
     rows = median_of_sweeps(rows)
     known = sorted({row.bytes for row in rows})[::2]
@@ -190,7 +193,10 @@ def checked(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Row]) 
 
 
 def merged(old: Tuning | None, new: Tuning) -> Tuning:
-    """Merge new constants with old ones for other numbers of ranks, if the machine is the same."""
+    """Return the new constants, and the old ones for numbers of ranks that `new` does not have.
+
+    Old constants of another machine are dropped.
+    """
     if old is None or old.machine != new.machine:
         return new
     return Tuning(new.machine, {**old.plans, **new.plans}, {**old.whole, **new.whole})

@@ -12,7 +12,7 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.native import OPERATIONS as NATIVE
 
 REDUCING = ("reduce", "reduce-scatter")
-"""Native collectives that need a dtype of MPI, because they reduce."""
+"""MPI's collectives that reduce, and so accept only dtypes that MPI can reduce."""
 
 
 class Peer(NamedTuple):
@@ -28,7 +28,10 @@ def names(operation: str) -> tuple[str, ...]:
 
 
 def operation_of(operation: str, algorithm: str) -> Operation:
-    """Return the operation with the binding and the result location of this algorithm."""
+    """Return the benchmark operation; for "native", with the MPI library's collective as `bind`.
+
+    MPI's reduce-scatter returns its result in the second array, so `is_in_other` is then True.
+    """
     if operation not in NATIVE or algorithm != "native":
         return OPERATIONS[operation]
 

@@ -126,7 +126,11 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
 
 
 def _draw(views: Sequence[Any], name: str, by_bytes: dict[int, list[Row]], **style: Any) -> None:
-    """Draw the medians in both views."""
+    """Draw an algorithm's curve of medians into both axes.
+
+    views     axes of time and of bus bandwidth
+    by_bytes  {array size in bytes: rows of this algorithm}
+    """
     for axes, of in zip(views, (_time, _bandwidth), strict=True):
         axes.plot(
             list(by_bytes), [of(rows, "time_us") for rows in by_bytes.values()], label=name, **style
@@ -134,7 +138,7 @@ def _draw(views: Sequence[Any], name: str, by_bytes: dict[int, list[Row]], **sty
 
 
 def _surround(views: Sequence[Any], by_bytes: dict[int, list[Row]], colour: str) -> None:
-    """Draw the band and the prediction in both views."""
+    """Draw the band from the fastest run to p99, and the predicted curve, into both axes."""
     for axes, of in zip(views, (_time, _bandwidth), strict=True):
         fastest, p99, predicted = (
             [of(rows, field) for rows in by_bytes.values()]
@@ -149,7 +153,7 @@ def _time(rows: Sequence[Row], field: str) -> float:
 
 
 def _bandwidth(rows: Sequence[Row], field: str) -> float:
-    """Return the median bus bandwidth for the time in this field."""
+    """Return the median bus bandwidth in GB/s that the times in column `field` give."""
     return median(row.busbw_GBs * row.time_us / getattr(row, field) for row in rows)
 
 

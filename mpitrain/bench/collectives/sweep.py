@@ -33,7 +33,10 @@ SECONDS = 0.25
 """Time of the runs of one row, if the number of iterations is not set."""
 
 LONG, LONGEST = 0.05, 1.0
-"""Seconds of the fastest algorithm that end a sweep: if time grows with the array, or always."""
+"""Seconds per run of the fastest algorithm above which a sweep ends.
+
+Above LONG it ends if time has grown in proportion to the array; above LONGEST it always ends.
+"""
 
 
 class Bench(NamedTuple):
@@ -101,7 +104,7 @@ class Row(NamedTuple):
 class Sweep:
     """An iterator over rows as they are measured.
 
-    total  number of rows, at most: `stops` in the request may end the sweep early
+    total  upper bound of the number of rows: `stops` in the request may end the sweep early
     """
 
     def __init__(self, total: int, rows: Iterator[Row]):
@@ -202,7 +205,7 @@ def _rows(
 
 
 def is_long_enough(fastest: float, before: float, growth: float) -> bool:
-    """Return whether the times of longer arrays follow from the times so far.
+    """Return whether longer arrays need no measurement: see LONG and LONGEST.
 
     fastest, before  seconds of the fastest algorithm at this size and at the previous size
     growth           this size over the previous size

@@ -14,10 +14,13 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.clocks import Clocks
 
 ROUNDS = 5
-"""Agreements that are timed to find the longest."""
+"""Number of agreements on a start time that are timed, to find the longest one."""
 
 MARGIN = 1.5
-"""Time from agreement to start, over the longest agreement: all ranks know the start by then."""
+"""Factor on the longest agreement, which gives the delay from an agreement to the start.
+
+After this delay all ranks know the start time.
+"""
 
 
 def starting_line(transport: Transport) -> Callable[[], None]:

@@ -30,11 +30,11 @@ SHAPES = {
 """{kind of device: default of --shapes}."""
 
 WRONG = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-"""Largest error of a right element, relative to the largest element of the reference."""
+"""Upper bound of the error of a right element, relative to the reference's largest element."""
 
 
 MOST_COMPARED = 256
-"""Rows of a product that are compared, evenly spread, with the last one.
+"""Upper bound of the number of rows that are compared: evenly spaced ones and the last.
 
 The host computes the reference, so it does not compute all rows.
 """
@@ -102,7 +102,7 @@ class Tuned(NamedTuple):
 class Case(NamedTuple):
     """A product on given operands.
 
-    by     (multiply) -> function that runs the product
+    by     (multiply) -> function that computes the product with `multiply`, such as product.gemm
     wrong  () -> number of wrong elements in the result of the last run
     """
 
@@ -199,7 +199,7 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
 
 
 def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return our product and the library's, both with the arguments of product.gemm."""
+    """Return two functions with the arguments of product.gemm: our product and the library's."""
     if device.multiply is not None:
         return device.multiply, product.library
 
@@ -293,5 +293,5 @@ def _compared(rows: int) -> tuple[slice, ...]:
 
 
 def _like(dtype: str) -> np.ndarray:
-    """Return an empty array with the storage dtype of such operands."""
+    """Return an empty array with the dtype in which operands of this dtype are stored."""
     return stored(np.empty(0, np.float32), dtype)

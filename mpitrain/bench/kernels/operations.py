@@ -13,7 +13,7 @@ from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.device import Device
 
 WRONG = 1e-4
-"""Largest error of a right element, relative to the largest element of the reference."""
+"""Upper bound of the error of a right element, relative to the reference's largest element."""
 SHAPES = {
     "cpu": (8, 128, 256, 4, 512),
     "cuda-sim": (2, 24, 32, 2, 40),
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     """One measurement.
 
     rate     10^9 bytes/s or, if `unit` is GFLOP/s, 10^9 floating-point operations/s
-    percent  rate, relative to the copy or to the first product
+    percent  rate relative to the copy, or relative to the first matrix product
     peer_us  time of the peer in turns with ours; nan without a peer
     """
 
@@ -121,7 +121,10 @@ def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:
 
 
 def count_wrong(mine: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
-    """Return the elements with an error above tolerance times the largest element; NaN is wrong."""
+    """Return the number of elements with an error above tolerance times the largest element.
+
+    NaN counts as wrong.
+    """
     return int(
         (~(np.abs(mine - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum()
     )

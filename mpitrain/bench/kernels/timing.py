@@ -12,7 +12,7 @@ BUDGET = 0.25
 MOMENT = 0.002
 """Seconds of one turn."""
 FEWEST, MOST = 5, 200
-"""Turns, at least and at most."""
+"""Lower and upper bound of the number of turns."""
 
 
 def seconds(device: Device, *runs: Callable[[], Any]) -> list[float]:

@@ -80,7 +80,10 @@ COLUMNS = [
 
 
 def partners(n: int, all_pairs: bool) -> list[tuple[int, int]]:
-    """Return the pairs k and k + n/2, rounded down; if n is odd, the last rank rests."""
+    """Return the pairs (k, k + n // 2): all of them, or only the first.
+
+    If n is odd, the last rank has no partner.
+    """
     return [(k, k + n // 2) for k in range(n // 2 if all_pairs else min(1, n // 2))]
 
 
@@ -158,7 +161,10 @@ def _messages(sender: int, receiver: int, nbytes: int, window: int) -> np.ndarra
 def _window(
     transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, peer: int, tag: int
 ) -> Callable[[], None]:
-    """Return a function that starts all messages at once, and returns when the peer has its own."""
+    """Return a function that starts all messages of a window at once.
+
+    The function returns when the peer has received its messages.
+    """
     sent, answer = np.zeros((2, 1), np.uint8)
 
     def run() -> None:

@@ -15,13 +15,17 @@ import numpy as np
 from mpitrain.transport.base import Transport
 
 FAR = {"bandwidth": 2.0, "latency": 3.0}
-"""A pair is odd below the usual bandwidth over FAR, or above the usual latency times FAR."""
+"""Limits of an outlier, here called an odd pair.
+
+Its bandwidth is below the usual value of its class divided by FAR, or its latency is above the
+usual value times FAR.
+"""
 
 SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
 """Seconds for one message size of a pair, in a round and alone; least and most round trips."""
 
 AGAIN = 16
-"""Pairs that are measured a second time at most, alone."""
+"""Upper bound of the number of pairs that are measured a second time, alone."""
 
 ONE_HOST, BETWEEN = PLACES = "within a host", "between hosts"
 
@@ -52,9 +56,9 @@ class Pair(NamedTuple):
 
 
 class Odd(NamedTuple):
-    """A pair that is far from the others of its class.
+    """An outlier: a pair whose bandwidth or latency is much worse than usual in its class.
 
-    what   "bandwidth" or "latency"
+    what   "bandwidth" or "latency", the value that is an outlier
     usual  usual value in the class, GB/s or microseconds
     """
 
@@ -133,7 +137,7 @@ def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
 
 
 def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd]:
-    """Return the pairs that are far from the usual value of their class.
+    """Return the outliers: pairs much slower than the usual value of their class (see FAR).
 
     The usual value is the median over ranks of each rank's best pair. It is right as long as most
     ranks have a good link, even if one host slows most pairs. Pairs are judged by their fastest
@@ -162,7 +166,7 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
 
 
 def slow_everywhere(pairs: Sequence[Pair], odd: Sequence[Odd]) -> list[int]:
-    """Return ranks with odd pairs to all other hosts, so that the link of their host is slow.
+    """Return ranks with odd pairs to all other hosts, which indicate a slow link of their host.
 
     If all ranks are such ranks, return none.
     """

@@ -15,7 +15,7 @@ from mpitrain.bench.links.pairs import (
 )
 
 SHOWN = 8
-"""Odd pairs that are printed at most; files have all of them."""
+"""Upper bound of the number of odd pairs that are printed; files have all of them."""
 
 FAR = 2.0
 """A median is marked above FAR times the fastest message."""
@@ -65,12 +65,12 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
 
 
 def latency(pair: Pair) -> str:
-    """Return the latency of a cell, marked if the median is spoilt."""
+    """Return the text of a pair's latency in the matrix, with a mark if its median is spoilt."""
     return figure(pair.latency_us) + "~" * (pair.latency_us > FAR * pair.fastest_us)
 
 
 def bandwidth(pair: Pair) -> str:
-    """Return the bandwidth of a cell, marked if the median is spoilt."""
+    """Return the text of a pair's bandwidth in the matrix, with a mark if its median is spoilt."""
     return figure(pair.bandwidth_GBs) + "~" * (pair.bandwidth_GBs * FAR < pair.best_GBs)
 
 
@@ -85,7 +85,7 @@ def matrix(title: str, n: int, pairs: Sequence[Pair], text: Callable[[Pair], str
 
 
 def classes(pairs: Sequence[Pair]) -> list[str]:
-    """Return a line for each class of pairs."""
+    """Return a summary line for each class of pairs: within one host, and between hosts."""
     lines = [
         f"{'pairs':<14} {'number':>7}   {'us: least, median, most':<24}   GB/s: least, median, most"
     ]

@@ -18,10 +18,10 @@ CONTROL, CONTROL_ITEM = 4, 8
 """Elements of the control message, and bytes per element."""
 
 NEWS = 5
-"""Elements of such size that local SGD and gossip sum at the end of a period."""
+"""Elements of CONTROL_ITEM bytes that local SGD and gossip sum at the end of a period."""
 
 SQUARES = 3
-"""Elements of such size that servers sum."""
+"""Elements of CONTROL_ITEM bytes that the parameter servers all-reduce to agree on the norm."""
 
 HEADER = NUMBERS * 8
 """Bytes of the header before each message of parameters or gradients to or from a server."""
@@ -115,10 +115,11 @@ def _two(trainer: Trainer) -> tuple[float, float]:
 
 
 def _three(trainer: Trainer) -> tuple[float, float] | None:
-    """Return the elements of stage 3, where some units stay gathered; None for other cases.
+    """Return the elements that ZeRO stage 3 reduce-scatters and all-gathers in a step.
 
-    The last two units stay gathered for backward, the first two for the next micro-batch. More
-    units stay if weights are tied or configured to stay.
+    The last two units stay gathered for backward, the first two for the next micro-batch. Returns
+    None if more units stay gathered, because of tied weights or replication.zero_keep, and if
+    replication.gather compresses the all-gathers.
     """
     config, storage = trainer.config, trainer.storage
     if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
@@ -230,8 +231,9 @@ def _server_late(job: Job) -> float | None:
     """Return the bytes of asynchronous and bounded servers.
 
     None if a worker may be the busiest rank: the number of its tickets is not known before. A step
-    has one ticket per worker. For a ticket, a worker sends the draw, a pull of parameters, and a
-    push of gradients. At a pause each worker draws once in vain; at the end of the run it pulls.
+    has one ticket per worker. For a ticket, a worker sends a request for it, a pull of parameters,
+    and a push of gradients. At a pause each worker sends one request that gets no ticket. At the
+    end of the run it pulls the parameters.
     """
     trainer = job.trainer
     config, parts, workers = trainer.config, _parts(trainer), trainer.grid.axes.dp

@@ -1,6 +1,7 @@
 """The speed of whole training steps, measured in turns with other settings and with PyTorch.
 
-All sides start from the same weights and train on the same batches.
+A side is one of the compared programs: our trainer with some settings, or PyTorch. All sides start
+from the same weights and train on the same batches.
 """
 
 import importlib
@@ -85,7 +86,7 @@ class Result(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of one side, as a row of the CSV file."""
+    """One timed block of steps of one side, as a row of the CSV file."""
 
     side: str
     block: int
@@ -280,12 +281,12 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
 
 
 def against(ours: Result, other: Result) -> list[float]:
-    """Return the speed-up over the other side, for each pair of neighbouring blocks."""
+    """Return our speed-up over the other side for each block: its seconds divided by ours."""
     return [theirs / mine for mine, theirs in zip(ours.blocks, other.blocks, strict=True)]
 
 
 def block_rows(results: Sequence[Result]) -> list[Block]:
-    """Return every block of every side."""
+    """Return the timed blocks of steps of all compared programs, as one list of table rows."""
     return [
         Block(result.name, number, seconds)
         for result in results

@@ -27,7 +27,7 @@ class Printed:
     ):
         """Allocate the buffers and print the heading. Collective.
 
-        outputs  records failed writes, which the caller settles
+        outputs  collects the errors of failed writes; the caller calls its `settle`
         """
         from mpitrain.bench.collectives.columns import Table
         from mpitrain.bench.collectives.header import printed

@@ -17,7 +17,7 @@ USUAL = 80
 DRAWN = re.compile(rb"(\r[^\r\n\x1b]*\x1b\[K)")
 """A drawn bar: a carriage return, the bar, and the sequence that erases the rest of the line."""
 LONGEST = 4096
-"""Bytes of the current line that a screen remembers, at most."""
+"""Upper bound of the bytes of the current line that a screen remembers."""
 
 
 def columns(descriptor: int = 2) -> int:
@@ -89,7 +89,7 @@ class Screen:
         return b"\n" if runs_into else b""
 
     def place(self, data: bytes) -> bytes:
-        """Return `data` with a lead before each piece, and with bars cut to the terminal's width.
+        """Return `data` with the line breaks of `lead`, and with bars cut to the terminal's width.
 
         A launcher may forward the output of several ranks in one piece.
         """

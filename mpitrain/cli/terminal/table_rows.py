@@ -9,7 +9,11 @@ class Rows:
     """A printer of table rows; on a terminal a bar below them shows the time left."""
 
     def __init__(self, total: int, unit: str = "rows"):
-        """total: rows, or other units, to be measured at most."""
+        """Start the bar.
+
+        total  upper bound of the number of rows, or of other units, that will be measured
+        unit   the noun for one of them, in the bar
+        """
         form = "{percentage:3.0f}% |{bar}| {n}/{total} " + unit + ", {remaining} left"
         self._bar = bar(total, form=form)
 

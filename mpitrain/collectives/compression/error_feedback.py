@@ -36,7 +36,10 @@ class Feedback:
         self._share = np.float32(1 / ranks)
 
     def take(self, array: np.ndarray) -> None:
-        """Set the residual to the elements that this rank has to send."""
+        """Set `residual` to the array plus the decayed residual minus this rank's prediction.
+
+        The rank has to send this difference. The format then subtracts the part that it sends.
+        """
         for start in range(0, array.size, CACHED):
             part = slice(start, start + CACHED)
             kept, prediction = self.residual[part], self.prediction[part]

@@ -12,7 +12,7 @@ class Matrix(NamedTuple):
 
     start          first element
     rows, columns  shape
-    stride         elements from one row to the next
+    stride         row stride, in elements
     """
 
     start: int

@@ -65,7 +65,13 @@ class Workspace:
 
 
 def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace) -> list[Reduction]:
-    """Return the links of one chain: scatter encoded chunks, sum, gather encoded sums, decode."""
+    """Return the reductions that one chain runs in turn, called its links.
+
+    They scatter encoded chunks, sum them, gather the encoded sums and decode these.
+
+    part  the region of the array that the chain sums
+    desk  the scratch and tags of the chain
+    """
     rank, n = transport.rank, transport.size
     blocks = -(-part.size // (n * BLOCK))
     flat, scratch = desk.values[: n * blocks * BLOCK], desk.scratch[: blocks * BLOCK]
@@ -96,7 +102,7 @@ def links(transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace)
         without_self(pairwise.all_to_all(rank, n, incoming.size), rank),
         pairwise.all_gather(rank, n, incoming.size),
     )
-    # All messages are under way at once: a rank that encodes late then delays no other exchange.
+    # All messages are in flight at once: a rank that encodes late then delays no other exchange.
     to_all, from_all = (
         Execution(transport, incoming, "add", at_once(plan), tag, source)
         for plan, tag, source in zip(plans, desk.tags, (outgoing, incoming), strict=True)

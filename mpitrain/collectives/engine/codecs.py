@@ -107,9 +107,10 @@ Larger magnitudes are clipped to it, because rounding would turn them into infin
 
 
 def _field(exponent: int, digits: int = 23) -> np.int32:
-    """Return the float32 bits of 2 to the power `exponent`.
+    """Return (exponent + 127) << digits.
 
-    digits  bits to the right of the exponent: 23, or 10 to shift it to the exponent of a float16
+    digits  position of the exponent field's lowest bit. With 23 the result is the bit pattern of
+            the float32 2 ** exponent. With 10 the field lies where a float16 has its exponent.
     """
     return np.int32(exponent + 127 << digits)
 

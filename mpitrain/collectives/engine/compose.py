@@ -29,8 +29,8 @@ class LocalReduction:
 class PipelinedChain:
     """Several chains as one Reduction: while one chain waits for messages, another one works.
 
-    lanes    links of each chain, which run one after the other; every chain has equally many
-    width    chains under way at once: chain i starts when chain i - width has ended, and may
+    lanes    the links of each chain: reductions that run in turn; every chain has equally many
+    width    chains in flight at once: chain i starts when chain i - width has ended, and may
              use the scratch and the tags of that chain
     scratch  bytes of arrays that the links use, besides the scratch that the links count
     """

@@ -26,7 +26,7 @@ message waits for a reply to its announcement, and several short ones use the li
 """
 
 WINDOW = 8
-"""Messages under way at once in each direction, to all peers together.
+"""Messages in flight at once in each direction, to all peers together.
 
 They are enough to fill a link, and few enough not to queue in front of it.
 """
@@ -55,7 +55,7 @@ class Reduction(Protocol):
     A run lasts from `start` until `wait` returns, or until `poll` returns True. Do not touch the
     buffer meanwhile.
 
-    Several reductions may be under way at once, and may be polled in any order. `wait` progresses
+    Several reductions may be in flight at once, and may be polled in any order. `wait` progresses
     only its own reduction, so all ranks must wait for several reductions in the same order.
 
     Either all ranks call `run`, or all ranks call `start`. The algorithms "shared" and "native"

@@ -55,7 +55,7 @@ def all_to_all(rank: int, n: int, count: int) -> Plan:
 
 
 def all_to_all_at_once(rank: int, n: int, count: int) -> Plan:
-    """Plan the same all-to-all with all messages under way together, for short arrays."""
+    """Plan the same all-to-all with all messages in flight together, for short arrays."""
     return at_once(all_to_all(rank, n, count))
 
 

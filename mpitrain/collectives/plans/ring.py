@@ -58,7 +58,7 @@ def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:
     """Plan n - 1 rounds: send chunk `first`, then in each round the chunk received in the last one.
 
     A rank received the segment that it sends `segments` steps earlier. Hence at most `segments`
-    steps may be under way at once.
+    steps may be in flight at once.
     """
     chunks, per_round = chunk_bounds(count, n), segments(n, count)
     after, before = (rank + 1) % n, (rank - 1) % n

@@ -21,7 +21,7 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Messages that are under way together; the step ends when all of them are complete.
+    """Messages that are in flight together; the step ends when all of them are complete.
 
     combine  True: received elements are reduced into the array, in the order of `receives`;
              False: they replace the array's elements
@@ -39,14 +39,14 @@ Each segment is one message. While one segment is reduced and sent on, the next 
 """
 
 DEPTH = 8
-"""Segments under way at once.
+"""Segments in flight at once.
 
 They are enough to hide the reduction, and few enough for their scratch to stay in cache.
 """
 
 
 class Plan(NamedTuple):
-    """Steps of one rank; at most `depth` of them are under way at once.
+    """Steps of one rank; at most `depth` of them are in flight at once.
 
     depth  step i begins when step i - depth has ended
     """

@@ -61,7 +61,7 @@ class Work(NamedTuple):
     """Work of the busiest rank, in the order of TERMS: counts and bytes.
 
     host_long      messages longer than EAGER
-    net_messages   messages to other hosts; of those under way at once (a plan's depth) only one
+    net_messages   messages to other hosts; of those in flight at once (a plan's depth) only one
                    counts, because the latency of the others overlaps with it
     net_bytes      bytes that its whole host sends to others, because its ranks share one link
     """
@@ -163,7 +163,7 @@ def _segments(operation: str, algorithm: str, hosts: Sequence[str], count: int) 
 def plans_of(
     operation: str, algorithm: str, rank: int, hosts: Sequence[str], count: int
 ) -> tuple[Plan, ...]:
-    """Return the plans that a rank runs in turn."""
+    """Return the plans that a rank runs one after the other: several for two-level algorithms."""
     if operation in TABLES:
         plans = TABLES[operation][algorithm].plans
         assert plans is not None  # callers exclude algorithms that `is_whole` accepts
@@ -186,7 +186,7 @@ def _of_rank(
     there.
 
     plans  plans of one segment; of three plans, only the middle one is repeated for each segment,
-           and the others move all segments at once
+           and the first and the last move all segments at once
     width  bytes of the array for each element of the segment
     times  number of segments
     """

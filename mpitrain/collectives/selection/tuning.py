@@ -15,7 +15,10 @@ from mpitrain.strict_json import validated
 
 MOST_RANKS = 10**6
 SLOWEST = 1e3
-"""Upper limit of a constant, in seconds per message, byte or run; no machine is slower."""
+"""Upper bound of a constant of the cost model, in seconds per message, byte or run.
+
+A tuning file with a larger value is rejected.
+"""
 
 Seconds = Annotated[float, Field(ge=0, le=SLOWEST)]
 Ranks = Annotated[str, Field(pattern=r"\A[1-9][0-9]{0,5}\z")]
@@ -126,7 +129,10 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
 
 
 def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
-    """Return one line of advice if the tuning of one host serves ranks on several; else ""."""
+    """Return one line of advice if a tuning measured on a single host serves a job on several.
+
+    Returns "" otherwise.    hosts: the host name of each rank
+    """
     if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
         return ""
     return (

@@ -138,9 +138,10 @@ def _choose(kernels: Kernels, qkv: Any, heads: int, is_chunked: bool) -> Way:
 
 
 def _step(shared: dict[int, int], limit: int) -> int:
-    """Return the first step that lets two blocks fit a multiprocessor, or else one.
+    """Return the first step with which two blocks fit a multiprocessor, or else one block.
 
-    shared  bytes of shared memory per block, by step
+    shared  {step: bytes of shared memory per block}
+    limit   bytes of shared memory of a multiprocessor
     """
     return next(
         (step for blocks in (2, 1) for step, nbytes in shared.items() if blocks * nbytes <= limit)

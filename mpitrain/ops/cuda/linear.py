@@ -50,7 +50,7 @@ def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
 
 
 def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
-    """Return (dx, pending) with dx = dy w."""
+    """Return (dx, pending) with dx = dy w; the weight and bias halves take `pending`."""
     x, has_bias = saved
     dx = arena.take(x.shape, dy.dtype) if out is None else out
     multiply(kernels, arena, dy, w, dx)
@@ -58,7 +58,10 @@ def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, ar
 
 
 def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, before, arena):
-    """Return (dz, pending) with dz = dy w gelu'(z), written over the saved z."""
+    """Return (dz, pending) for a layer that follows `linear_gelu`: dz = (dy w) gelu'(z).
+
+    dz is written over `before`, the z that `linear_gelu` saved; the weight half takes `pending`.
+    """
     multiply(kernels, arena, dy, w, before, activation="gelu backward")
     return before, _Pending(dy, *saved)
 
@@ -95,8 +98,9 @@ def linear_gelu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
 
 
 def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
-    """Return (dx, pending) as `linear_backward_input`, through the activation; dz overwrites the
-    saved z.
+    """Return (dx, pending), the input half of the backward pass of `linear_gelu`.
+
+    Computes dz = dy gelu'(z) in place of the saved z, then calls `linear_backward_input` with dz.
     """
     saved, z = saved
     _through_activation(kernels, "gelu", z, dy, z)
@@ -111,7 +115,10 @@ def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
 
 
 def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
-    """Return (dx, pending) as `linear_backward_input`, through the activation."""
+    """Return (dx, pending), the input half of the backward pass of `linear_relu`.
+
+    Computes dz = dy relu'(z), then calls `linear_backward_input` with dz.
+    """
     saved, y = saved
     dz = arena.take(dy.shape, dy.dtype)
     _through_activation(kernels, "relu", y, dy, dz)

@@ -1,6 +1,7 @@
-"""Softmax cross-entropy. Losses are summed on the device; only a read of the number waits for it.
+"""Softmax cross-entropy on the device.
 
-Rows of logits may lie further apart than they are long, as `linear.logits` returns them.
+Losses are summed on the device. The host synchronizes with the device only when it reads the sum.
+The row stride of the logits may exceed the row length, since `linear.logits` pads rows.
 """
 
 from typing import Any
@@ -55,8 +56,9 @@ def count_correct(kernels: Kernels, logits, targets, arena):
 
 
 def row_maximum(kernels: Kernels, logits, arena, out=None):
-    """Return the largest logit of each row in this slice's columns: (M,), to be maximised over
-    slices.
+    """Return maxima (M,): the largest logit of each row among this rank's columns.
+
+    The caller takes their maximum over the ranks that split the vocabulary.
     """
     maxima = arena.take((len(logits),), KINDS[logits.dtype].sums) if out is None else out
     _launch(kernels, "row_maximum", logits, (logits, maxima), ANY, "maxima")
@@ -64,7 +66,7 @@ def row_maximum(kernels: Kernels, logits, arena, out=None):
 
 
 def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena, out=None):
-    """Return facts (2, M), to be summed over the slices of the vocabulary.
+    """Return facts (2, M), which the caller sums over the ranks that split the vocabulary.
 
     They are each row's sum of exp(x - maximum), and its target's x - maximum (0 in another slice).
     """
@@ -98,9 +100,10 @@ def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts,
 
 
 def row_argmax(kernels: Kernels, logits, first, maxima, arena, out=None):
-    """Return places (M,), to be maximised over the slices of the vocabulary.
+    """Return places (M,): minus the lowest index of each row's largest logit, or -inf.
 
-    A place is minus the lowest index in this slice with the row's largest logit, or -inf.
+    It is -inf if another rank has this logit. The caller takes the maximum over the ranks that
+    split the vocabulary.
     """
     places = arena.take((len(logits),), KINDS[logits.dtype].sums) if out is None else out
     _launch(kernels, "row_argmax", logits, (first, logits, maxima, places), ANY, "places")
@@ -108,7 +111,10 @@ def row_argmax(kernels: Kernels, logits, first, maxima, arena, out=None):
 
 
 def count_correct_split(kernels: Kernels, places, targets, arena):
-    """Return the number of rows where `places` is minus the target, as an array without dims."""
+    """Return the number of rows with the largest logit at the target, an array without dims.
+
+    places  (M,), minus the index of each row's largest logit: see `row_argmax`
+    """
     correct = arena.take(places.shape, places.dtype)
     kernels.launch(
         "place_is_target",

@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     """The launch of a product: everything that follows from shapes and types.
 
     It is computed once per shape, because the computation costs as much as the launch.
-    steps     elements from row to row and from batch to batch, of a, b and c
+    steps     row and batch strides of a, b and c, in elements
     types     macros of the kernel that combines splits
     parts     elements of the workspace of splits, in dtype `sums`
     combined  grid of that kernel
@@ -361,6 +361,6 @@ def _combined(c: Any, row_sums: Any) -> tuple[int, int, int]:
 
 
 def _steps(array: Any) -> tuple[int, int]:
-    """Return the elements from row to row and from batch to batch."""
+    """Return the row stride and the batch stride, in elements."""
     size = array.itemsize
     return array.strides[-2] // size, array.strides[0] // size if array.ndim == 3 else 0

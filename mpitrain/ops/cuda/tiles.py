@@ -166,8 +166,10 @@ class Measured(NamedTuple):
 
 
 class Table:
-    """A choice of tilings: the nearest measured shape's if one is near, otherwise the cheapest by
-    estimate.
+    """A choice of tilings by measurement, otherwise by `cost`.
+
+    It takes the tiling of the nearest measured shape, if every dim differs at most by the factor
+    NEAR.
     """
 
     def __init__(self, measured: Iterable[Measured] = ()):

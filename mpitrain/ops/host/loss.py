@@ -1,6 +1,7 @@
 """Softmax cross-entropy, and counting correct predictions.
 
-M rows, V entries of the vocabulary (or of a slice of it), or classes.
+M rows, V entries of the vocabulary (or of a slice of it), or classes. `ops/reference/loss.py`
+defines maxima, facts and places, the numbers of a split vocabulary.
 """
 
 import numpy as np

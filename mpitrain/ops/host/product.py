@@ -73,8 +73,10 @@ def mkl() -> dict[np.dtype, Callable]:
 
 
 class Order(NamedTuple):
-    """The layout of a matrix for BLAS: its transpose flag, and the elements between its rows (or
-    columns).
+    """The layout of a matrix for BLAS: transpose flag and leading dimension.
+
+    how     AS_IT_IS or TRANSPOSED
+    stride  stride of the rows, or of the columns if transposed, in elements
     """
 
     how: int

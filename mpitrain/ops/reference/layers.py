@@ -45,8 +45,8 @@ def linear(x, w, b, arena, out=None, residual=None):
 def logits(x, w, b, arena):
     """Return the result of `linear` for the output layer of a language model.
 
-    Rows of y may lie further apart than N elements. Only the operations on logits and the backward
-    halves of `linear` accept such an array.
+    The row stride of y may exceed N elements, as rows may be padded. Only the operations on logits
+    and the backward halves of `linear` accept such an array.
     """
     return linear(x, w, b, arena)
 
@@ -92,9 +92,10 @@ def linear_gelu(x, w, b, arena):
 
 
 def linear_gelu_backward_input(dy, w, saved, arena, out=None):
-    """Return (dx, pending) as `linear_backward_input`, through the activation.
+    """Return (dx, pending), the input half of the backward pass of `linear_gelu`.
 
-    `linear_backward_weight` and `linear_backward_bias` take this `pending` too.
+    It is `linear_backward_input` with dy gelu'(z) in place of dy. `pending` is the input of
+    `linear_backward_weight` and `linear_backward_bias`.
     """
     x, z = saved
     return linear_backward_input(dy * _gelu_slope(z), w, x, arena, out)
@@ -107,8 +108,9 @@ def linear_relu(x, w, b, arena):
 
 
 def linear_relu_backward_input(dy, w, saved, arena, out=None):
-    """Return (dx, pending) as `linear_backward_input`, through the activation; the gradient at 0 is
-    0.
+    """Return (dx, pending), the input half of the backward pass of `linear_relu`.
+
+    It is `linear_backward_input` with dy relu'(z) in place of dy; relu' is 0 at 0.
     """
     x, positive = saved
     return linear_backward_input(dy * positive, w, x, arena, out)
@@ -152,7 +154,12 @@ def layer_norm(x, gain, bias, arena):
 
 
 def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
-    """Return (dx, pending); the residual is added to dx.    dy, dx, residual: (M, C); gain: (C,)"""
+    """Return (dx, pending), the input half of the backward pass of `layer_norm`.
+
+    The gradient `residual` is added to dx. `pending` holds the arrays that
+    `layer_norm_backward_gain` and `layer_norm_backward_bias` need later.
+    dy, dx, residual: (M, C); gain: (C,)
+    """
     normal, inverse = saved
     d = dy * gain
     dx = inverse * (d - d.mean(-1, keepdims=True) - normal * (d * normal).mean(-1, keepdims=True))

@@ -67,7 +67,7 @@ class ModelAveraging(AllReduce, ABC):
         return self._owned()
 
     def _agreed(self, *numbers: float) -> list[float]:
-        """Return this worker's own numbers: workers do not agree on each step."""
+        """Return the numbers unchanged: in this mode no all-reduce runs at every step."""
         return list(numbers)
 
     def scale(self, predictions: int, part: int) -> float:
@@ -110,8 +110,10 @@ class ModelAveraging(AllReduce, ABC):
         return told._replace(comm_s=own.comm_s + time.perf_counter() - began)
 
     def _told(self, own: StepResult) -> StepResult:
-        """Exchange the news since the last exchange, and return the result on which all ranks
-        agree.
+        """Sum this step's loss and the counts since the last exchange over all ranks; collective.
+
+        The counts are non-finite elements, skipped updates and stop requests.
+        returns  the step's result, equal on all ranks
         """
         self._news[:2] = self._weight() * own.loss, self._weight() * own.grad_norm**2
         self._tell.run()

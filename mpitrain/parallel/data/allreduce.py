@@ -195,7 +195,10 @@ class AllReduce(Replication):
         return self._concluded(outcome)
 
     def _update(self, scale: float, mine: StepInput) -> None:
-        """Update the parameters from `scale` times their gradients."""
+        """Update this rank's pieces of the parameters from `scale` times their gradients.
+
+        mine  supplies the learning rate and the number of the step
+        """
         for piece in self.optimizer.pieces:
             self._update_piece(piece, scale, mine)
 

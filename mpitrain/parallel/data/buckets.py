@@ -164,15 +164,16 @@ class Buckets:
             reduction.run()
 
     def _learn(self) -> None:
-        """Pass the sums of exact steps to the wire format, which adapts its expectation before it
-        takes over.
+        """Pass the sums of exact steps to the wire format, before its lossy reductions begin.
+
+        The format updates its prediction from them.
         """
         for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
             if lossy and used is not lossy and lossy.learn:
                 lossy.learn(view)
 
     def kept(self) -> list[StateBuffer]:
-        """Return the state of the wire format: residuals, expected gradients, low-rank factors."""
+        """Return the state of the wire format: residuals, predictions, low-rank factors."""
         found = []
         for number, (bucket, reduction) in enumerate(zip(self._buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]

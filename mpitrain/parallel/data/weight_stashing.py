@@ -261,7 +261,10 @@ class WeightStashing(AllReduce):
         return self._newest
 
     def _release(self, steps: int, is_end: bool = False) -> None:
-        """Compute the results of the first `steps` steps."""
+        """Compute the results of the first `steps` steps, as far as they are not known yet.
+
+        is_end  whether the pipeline is drained after these steps; the last one then reports a stop
+        """
         config, m = self.replica.config, self._micro_batches
         for at in range(self._released, steps):
             step = self._numbers[at]

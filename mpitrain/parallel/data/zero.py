@@ -215,7 +215,7 @@ class ZeroShardedGradients(ZeroBase):
     With several model chunks gradients are reduce-scattered once a step. This is possible because
     all micro-batches finish the backward of one chunk before the next chunk begins.
 
-    gradient_buffer  this rank's shards of the summed gradient, one behind the other
+    gradient_buffer  this rank's shards of the summed gradient, concatenated
     """
 
     buckets: ShardedGradients

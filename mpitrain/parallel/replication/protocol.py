@@ -84,7 +84,7 @@ class Replication:
     Attributes
     ----------
     parameters, gradient_buffer : array
-        Flat, 1-D. A mode that shards them stores this rank's pieces one behind the other.
+        Flat, 1-D. A mode that shards them stores this rank's pieces concatenated.
     mirror : array or None
         Flat. In half precision: the rounded parameters, with which layers compute. None in full
         precision, and in ZeRO stage 3, where units are gathered before each use.

@@ -22,12 +22,12 @@ def header() -> np.ndarray:
 
 
 def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return the pieces of a whole flat buffer, as views."""
+    """Return views of the pieces in a full-size flat buffer, at their offsets `start`."""
     return [flat[piece.start : piece.stop] for piece in pieces]
 
 
 def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return the same pieces in the compact buffer of their owner, as views."""
+    """Return views of the pieces in their owner's compact buffer, at their offsets `place`."""
     return [flat[piece.place : piece.place + piece.stop - piece.start] for piece in pieces]
 
 

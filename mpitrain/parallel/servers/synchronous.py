@@ -123,7 +123,7 @@ class ServerBase(_Member):
     """The base of servers: ranks that store a shard of parameters, gradients and optimizer state,
     and compute no rows.
 
-    parameters, gradient_buffer  compact: the pieces of `optimizer.pieces`, one behind the other
+    parameters, gradient_buffer  compact: the pieces of `optimizer.pieces`, concatenated
     """
 
     def __init__(self, replica: ReplicationContext):

@@ -283,8 +283,9 @@ class RowParallelLinear(Linear):
 
 
 class Head(Column):
-    """The output head: a column-parallel layer without bias that returns logits in the shape of
-    sequences.
+    """The output head: a column-parallel linear layer without bias.
+
+    Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
 
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):

@@ -55,7 +55,7 @@ class ReplicatedRows:
         return self.group.exchange(shape, dtype)
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
-        """Return the reduction that sums the lease out of a layer."""
+        """Return the reduction that sums the ranks' summands in the leased buffer."""
         return lease.all_reduce()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
@@ -105,7 +105,7 @@ class ReplicatedRows:
         return tuple(shape)
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return an input shape (B, T), not below this one, with rows that the ranks can divide."""
+        """Return an input shape (B, T), at least this one, with rows that the ranks can divide."""
         return tuple(shape)
 
 

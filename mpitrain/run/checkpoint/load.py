@@ -95,6 +95,9 @@ def fill(
 def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
     """Read a rank's elements of a tensor, bit for bit: 1-D, packed.
 
+    held    the region of the tensor that this rank needs
+    found   the regions of the tensor in the checkpoint
+
     raises  CheckpointError unless the checkpoint has each element exactly once
     """
     joined, done = np.empty(held.part.length, held.dtype), list[tuple[int, int]]()
@@ -110,7 +113,10 @@ def _joined(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.nd
 
 
 def _summed(files: "_Files", held: HeldRegion, found: Sequence[Stored]) -> np.ndarray:
-    """Read a rank's elements of a tensor, summed over all ranks that saved them: 1-D, packed."""
+    """Read a rank's elements of a tensor, summed over all ranks that saved them: 1-D, packed.
+
+    held, found  as in `_joined`
+    """
     if any(stored.part.shape != held.part.shape for stored in found):
         raise files.unfit(held, found)
     total = np.zeros(held.part.length, held.dtype)
@@ -149,7 +155,7 @@ class _Files:
         self._open: dict[str, BinaryIO] = {}
 
     def found(self, held: HeldRegion) -> list[Stored]:
-        """Return the stored regions of this tensor; [] if there are none."""
+        """Return the regions in the checkpoint of the tensor of `held`; [] if there are none."""
         tensor = held.part.tensor
         if held.name != PARAMETERS:
             return self._stored.get((held.name, tensor), [])
@@ -171,7 +177,10 @@ class _Files:
     def elements(
         self, held: HeldRegion, found: Sequence[Stored]
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Read the elements of a region from its stored regions, at most MOVED bytes at a time.
+        """Read the elements of a region from the checkpoint, at most MOVED bytes at a time.
+
+        held    the region that this rank needs
+        found   the regions of its tensor in the checkpoint
 
         yields  the offset of the values in the packed region, and the values, 1-D
         raises  ValueError if an array has another dtype or shape than the region needs

@@ -195,7 +195,8 @@ def _bring(
 ) -> None:
     """Copy or send elements from their source into the writer's chunk.
 
-    here  the elements; `one` are offsets in the source's array, `other` offsets in the chunk
+    here  runs of elements to copy: `here.one` has their offsets in the source's array,
+          `here.other` their offsets in `chunk`, and `here.length` their lengths
     """
     if source.rank == transport.rank:
         values = _picked(kept[source.number].array, here, backend)
