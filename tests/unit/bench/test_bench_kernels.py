@@ -21,7 +21,8 @@ pytestmark = pytest.mark.compile
 def bench(*arguments: str) -> tuple[int, list[list[str]], str]:
     """(exit code, rows as words, everything printed)"""
     done = CliRunner().invoke(command, arguments)
-    return done.exit_code, [line.split() for line in done.output.splitlines()[2:]], done.output
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    return done.exit_code, rows, done.output
 
 
 @pytest.mark.parametrize("gemm", ["tiled", "library"])
