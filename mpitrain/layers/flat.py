@@ -102,8 +102,8 @@ class Storage:
 
     entries  all stored tensors, in order of storage; a tied tensor is stored once, in its first
              unit
-    spans    in order of storage; each unit has a span, perhaps empty, of the tensors that only this
-             rank has
+    spans    in order of storage. Each unit has one span for its tensors that no other rank of the
+             replica shares; it may be empty. Shared tensors have spans of their own.
     length   of a flat buffer, in elements
     """
 

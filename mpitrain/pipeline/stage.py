@@ -62,7 +62,10 @@ class Stage:
         return x
 
     def backward_input(self, micro: int, dy: Any) -> Any:
-        """Run the input half; return the gradient of the first unit's input, or None."""
+        """Run the half of the backward pass that computes input gradients.
+
+        Return the gradient of the chunk's input, or None if that input has no gradient, as tokens.
+        """
         replication, saved, pending = self._replication, self._saved.pop(micro), []
         for number, layer in reversed(self._layers):
             span = self._recorder.compute(self._names[number], BACKWARD_INPUT, number, micro)

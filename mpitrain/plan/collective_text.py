@@ -21,7 +21,7 @@ MARGIN = 9
 """Number of columns before the messages of a step."""
 
 SIGNS = 10
-"""Number of columns for the signs of a legend."""
+"""Width of the symbol column of a legend, in characters."""
 
 Cell = Callable[[int, int], str]
 """Function: (contents of a chunk, its number) -> the text that is printed for the chunk."""

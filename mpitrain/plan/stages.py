@@ -154,7 +154,8 @@ def _kept(trainer: Trainer, part: int, inputs: np.ndarray, targets: np.ndarray) 
     del x
     dy, shape = _loss(trainer, y, targets) if _is_last(trainer, part) else None, y.shape
     del y
-    # The last chunk also saves the gradient of the model's output, which no message brings.
+    # The last chunk computes its output gradient from the loss, so that is counted as saved. Other
+    # chunks receive theirs in a message, so `_drawn` replaces it after this count.
     saved = noted()
     if dy is None:
         dy = _drawn(trainer, shape)

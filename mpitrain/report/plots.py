@@ -50,9 +50,10 @@ CHARTS = {
 
 
 def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> None:
-    """Draw a row for each rank over the ms of its newest steps.
+    """Draw the newest of `steps`, at most STEPS: one row per rank, time in ms on the x axis.
 
-    A row shows compute and waits (framed); below, it shows pending messages and reductions.
+    The upper part of a row shows compute and waits (framed). The lower part shows pending messages
+    and reductions.
 
     name  of the run
     """

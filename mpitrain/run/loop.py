@@ -59,7 +59,8 @@ class Finished(NamedTuple):
     """The result of a run.
 
     stopped  whether it was stopped on request
-    job      the trained job; its `step` is the number of steps before this run
+    job      the job after training; its `step` is not advanced: it is still the step at which this
+             run began
     """
 
     stopped: bool

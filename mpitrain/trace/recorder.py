@@ -85,7 +85,10 @@ class Recorder:
             self._device.end(span)
 
     def compute(self, name: int, phase: int = NO_PHASE, unit: int = -1, micro: int = -1) -> int:
-        """Begin a compute span, on the host or of work that it launches on a device."""
+        """Begin a compute span, and return its record number for `end`.
+
+        It covers host work and, with a device backend, the device work that the host launches.
+        """
         number = self._ring.write(
             self.clock(), 0.0, 0, self.step, -1, -1, micro, unit, name, COMPUTE, phase
         )

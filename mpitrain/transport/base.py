@@ -171,7 +171,10 @@ class Transport(Protocol):
     """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 
     def aside(self, array: Any) -> Any:
-        """Return the `device.Aside` that orders a reduction and the computation around it.
+        """Return the side stream for the messages of a reduction of a device array.
+
+        The messages start after the computation launched before the reduction. Computation launched
+        after the reduction waits for them.
 
         Parameters
         ----------
@@ -181,8 +184,8 @@ class Transport(Protocol):
         Returns
         -------
         Aside or None
-            The stream of the messages, if the array lies in device memory. None in host memory,
-            where all work is already in order.
+            The stream (`transport.device.messages.Aside`) if the array lies in device memory. None
+            in host memory, where all work is already in order.
         """
 
     def claim_tag(self) -> int:

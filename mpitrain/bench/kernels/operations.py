@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
 
 class Attention(Protocol):
-    """A protocol for a peer's attention on given arrays."""
+    """A protocol for the attention of a reference library, such as PyTorch, on given arrays."""
 
     def forward(self) -> None:
         """Compute the attention."""
@@ -74,7 +74,7 @@ class Attention(Protocol):
 
 
 Peer = Callable[[str, np.ndarray, np.ndarray, int, str], Attention]
-"""(kind of device, qkv, dy, heads, dtype) -> the peer's attention."""
+"""(device kind, qkv, dy, heads, dtype) -> attention of the reference library, PyTorch."""
 
 
 def measure(device: Device, peer: Peer | None = None) -> Iterator[Row]:

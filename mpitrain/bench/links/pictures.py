@@ -73,7 +73,7 @@ def plot_pairs(
 def plot_bandwidth(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     """Draw bandwidth and messages per second over message size, with a curve for each direction.
 
-    Spoilt rows have hollow marks.
+    Hollow marks are invalid rows: most of their windows took far longer than the fastest.
     """
     pyplot = painter()
     figure, views = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")

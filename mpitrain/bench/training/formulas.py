@@ -1,7 +1,8 @@
 """Formulas for the bytes that the busiest rank sends per step in each mode of replication.
 
-LETTERS defines the letters of the formulas in words. The formulas in bytes also count the headers
-of server messages and the control message: four numbers, summed by the same algorithm.
+LETTERS defines the letters of `Formula.words`. The byte counts of `Formula.of` also include the
+headers of server messages and the control message, if the mode has them. The control message is
+four numbers, all-reduced by the algorithm of the gradients, or else by a ring.
 """
 
 from collections.abc import Callable

@@ -122,7 +122,10 @@ def run(
 
 
 def say(screen: Screen, text: str) -> None:
-    """Print a line of `launch` itself, never in the line of a bar."""
+    """Print a message of `launch` itself, not of a rank.
+
+    It starts on a new line, so it never continues the line of a progress bar.
+    """
     line = f"mpitrain launch: {text}"
     with screen.lock:
         print(screen.lead(f"{line}\n".encode()).decode() + line, file=sys.stderr, flush=True)

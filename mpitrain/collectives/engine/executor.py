@@ -152,7 +152,7 @@ class _BoundStep(NamedTuple):
 class Execution:
     """Plan bound to an array and a tag; a Reduction.
 
-    outgoing  array that sends read from; None: `array`
+    outgoing  the source buffer of the sends; None: `array`
     """
 
     state = learn = None
@@ -256,7 +256,7 @@ def bind_plan(
 
     Steps with long transfers between hosts become several bound steps.
 
-    source  array that sends read from
+    source  the source buffer of the sends
     flat    1-D array that receives and combines write to
     """
     longest = max(

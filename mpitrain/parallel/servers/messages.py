@@ -32,7 +32,10 @@ def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
 
 
 def by_span(spans: Sequence[Span], pieces: Sequence[Piece]) -> list[Piece]:
-    """Cut pieces into spans, the last span first: the order in which gradients become complete."""
+    """Split pieces at the boundaries of spans, into one piece per span.
+
+    The last span is first: gradients become complete in this order.
+    """
     return [
         Piece(span.start, span.stop, piece.place + span.start - piece.start)
         for span in reversed(spans)

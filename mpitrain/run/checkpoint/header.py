@@ -69,7 +69,7 @@ class Tensor(BaseModel):
 
 
 class Header(BaseModel):
-    """A parsed header: optional metadata, which are texts by name, and an entry per tensor."""
+    """A parsed header: optional metadata (a dict of strings), and one entry per tensor."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Tensor] = Field(init=False)

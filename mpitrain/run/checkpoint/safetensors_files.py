@@ -15,7 +15,7 @@ from mpitrain.files import opened
 from mpitrain.run.checkpoint.header import DTYPES, INNER
 
 BLOCK = 16 << 20
-"""Bytes of a block with one SHA-256."""
+"""Bytes per block of a file; each block has its own SHA-256."""
 
 MOVED = 4 << 20
 """Bytes per message between ranks, per copy from a device, and per read."""

@@ -94,8 +94,10 @@ class Aside:
         self._before: list[Copy] = []
 
     def begin(self) -> None:
-        """Mark the computation started so far: work on the stream must not start before that has
-        ended.
+        """Record an event after the computation launched so far.
+
+        Work on the message stream may start only after this event: when `is_ready` returns True, or
+        after `wait`.
         """
         self._before = [self._backend.so_far()]
 
