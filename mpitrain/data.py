@@ -168,8 +168,10 @@ TENTH = "tenth"
 def beside(name: str) -> str:
     """What an empty data.validation means for tokens:FILE: nanoGPT's val.bin beside train.bin, or the last tenth."""
     path = Path(name.partition(":")[2])
+    if path.name != "train.bin":  # a path such as . has no name at all
+        return TENTH
     other = path.with_name("val.bin")
-    return f"tokens:{other}" if path.name == "train.bin" and other.exists() else TENTH
+    return f"tokens:{other}" if other.exists() else TENTH
 
 
 def open_source(
