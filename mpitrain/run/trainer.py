@@ -224,11 +224,13 @@ class Trainer:
         Raises
         ------
         DataError
-            For a token or a target that the model does not have; one of several ranks ends them all.
+            For a token or a target that the model does not have, more rows than this rank's share, or targets that are
+            not one for each prediction; one of several ranks ends them all.
         """
         where = f"step {index + 1}"
         inputs = self._indices.tokens(inputs, where)
-        targets = self._indices.targets(targets, lambda: self._classes(inputs.shape), where)
+        self._indices.rows(inputs, self.share(), where)
+        targets = self._indices.targets(targets, inputs.shape, self._logits_shape, where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
         scales = [
             self.replication.scale(math.prod(targets.shape[1:]), micro)
@@ -322,15 +324,16 @@ class Trainer:
     def logits_of(self, inputs: np.ndarray, token: int) -> np.ndarray:
         """The logits of one token of the first row: (classes,) float64 in host memory; valid on the first stage."""
         logits = self._asked(inputs)
-        found = np.empty(self._classes(inputs.shape))
+        found = np.empty(self._logits_shape(inputs.shape)[-1])
         if logits is not None:
             found[:] = self.backend.to_host(self._layers.whole(logits[0, token], self.arena))
         self.pipe.tell_first(found)
         return found
 
-    def _classes(self, shape: tuple[int, ...]) -> int:
-        """Columns of the whole logits, for an input of this shape."""
-        return self._layers.columns(self.pipe.output_shape(shape)[-1])
+    def _logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the whole logits, for an input of this shape; what it is filled up with does not count."""
+        *rows, columns = self.pipe.output_shape(self._layers.rows.filled(shape))
+        return *map(min, rows, shape), self._layers.columns(columns)
 
     def evaluate(
         self, source: Source, stop_requested: Callable[[], bool] | None = None
@@ -374,7 +377,7 @@ class Trainer:
         """Summed loss, right predictions and number of predictions over these held-out rows."""
         inputs, targets = source.held_out_rows(rows)
         targets = self._indices.targets(
-            targets, lambda: self._classes(inputs.shape), "a held-out batch"
+            targets, inputs.shape, self._logits_shape, "a held-out batch"
         )
         flat = self.backend.from_host(targets).reshape(-1)
         logits = self._asked(inputs)
