@@ -222,8 +222,10 @@ def beside(name: str) -> str:
     It is val.bin in the folder of a train.bin, as nanoGPT writes them; else the last tenth.
     """
     path = Path(name.partition(":")[2])
+    if path.name != "train.bin":  # a path such as . has no name at all
+        return TENTH
     other = path.with_name("val.bin")
-    return f"tokens:{other}" if path.name == "train.bin" and other.exists() else TENTH
+    return f"tokens:{other}" if other.exists() else TENTH
 
 
 def open_source(

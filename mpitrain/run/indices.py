@@ -1,12 +1,14 @@
 """Range checks of tokens and targets on the host: device kernels do not check their indices."""
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 
 from mpitrain.errors import DataError, on_every_rank
 from mpitrain.transport.base import Transport
 
+Shape = tuple[int, ...]
 _WAYS_OUT = {
     "tokens": "Pass tokens of the model's vocabulary, or build the model with a larger one.",
     "targets": "Pass the number of the right class; no number leaves a prediction out of the loss.",
@@ -24,7 +26,10 @@ class Indices:
 
     def __init__(self, transport: Transport, vocabulary: int, is_ours: bool):
         self._transport, self._vocabulary, self._is_ours = transport, vocabulary, is_ours
-        self._classes = 0  # The first call of `targets` sets it.
+        # The first call of `targets` sets these for its shape of inputs.
+        self._inputs: Shape = ()
+        self._predictions: list[int] = []
+        self._classes = 0
 
     def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
         """Return the inputs, tokens as int32 or int64; features are not checked.
@@ -36,16 +41,48 @@ class Indices:
             self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
         )
 
-    def targets(self, targets: np.ndarray, classes: Callable[[], int], where: str) -> np.ndarray:
+    def rows(self, inputs: np.ndarray, share: range, where: str) -> None:
+        """Refuse more rows than this rank's share of the global batch; see `_end` for several ranks.
+
+        The loss is divided by batch.size. A rank that passed the whole batch would multiply the loss
+        and the gradient by the number of replicas. Fewer rows are a part of the sum.
+        """
+        if len(inputs) <= len(share):
+            return
+        self._end(
+            DataError(
+                f"A rank computes at most its share of batch.size rows, {len(share)}, but "
+                f"{self._on(where)} has {len(inputs)}.",
+                "Pass the rows trainer.share() of the global batch.",
+            )
+        )
+
+    def targets(
+        self, targets: np.ndarray, inputs: Shape, output: Callable[[Shape], Shape], where: str
+    ) -> np.ndarray:
         """Return the targets as int32 or int64.
 
-        classes  returns the number of columns of the logits; it is called once and not stored,
-                 since it may hold a reference to a trainer
-        raises   DataError if a target is not a column; see `_known` for several ranks
+        inputs  the shape of the inputs
+        output  maps the shape of the inputs to the shape of the whole logits; it is not stored,
+                since it may hold a reference to a trainer
+        raises  DataError unless each prediction has one target, which is a column of the logits;
+                see `_end` for several ranks
         """
         if not self._is_ours:
             return targets
-        self._classes = self._classes or classes()
+        if inputs != self._inputs:
+            *self._predictions, self._classes = output(inputs)
+            self._inputs = inputs
+        if targets.shape != (predictions := tuple(self._predictions)) and (
+            inputs[0] or targets.size
+        ):
+            self._end(
+                DataError(
+                    f"Targets must have the shape {predictions}, one for each prediction, but those of "
+                    f"{self._on(where)} have {targets.shape}.",
+                    "Pass the number of the right class for each prediction.",
+                )
+            )
         return self._known(targets, self._classes, "targets", where)
 
     def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
@@ -53,19 +90,22 @@ class Indices:
 
         Only this rank sees its rows. An agreement of all ranks would cost a message per step.
         """
-        transport = self._transport
         try:
-            return known(
-                array,
-                count,
-                what,
-                f"{where} on rank {transport.rank} ({transport.hosts[transport.rank]})",
-            )
+            return known(array, count, what, self._on(where))
         except DataError as error:
-            if transport.size == 1:
-                raise on_every_rank(error) from None
-            transport.abort(str(error))
-            raise
+            self._end(error)
+
+    def _on(self, where: str) -> str:
+        """Return the location with this rank and its host."""
+        rank = self._transport.rank
+        return f"{where} on rank {rank} ({self._transport.hosts[rank]})"
+
+    def _end(self, error: DataError) -> NoReturn:
+        """Raise the error on a rank that is alone; of several ranks one aborts the whole job."""
+        if self._transport.size == 1:
+            raise on_every_rank(error) from None
+        self._transport.abort(str(error))
+        raise error
 
 
 def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:

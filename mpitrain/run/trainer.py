@@ -247,11 +247,13 @@ class Trainer:
         Raises
         ------
         DataError
-            If a token or a target is out of range. With several ranks the job is aborted.
+            If a token or a target is out of range, if there are more rows than this rank's share, or
+            if a prediction has no target. With several ranks the job is aborted.
         """
         where = f"step {index + 1}"
         inputs = self._indices.tokens(inputs, where)
-        targets = self._indices.targets(targets, lambda: self._classes(inputs.shape), where)
+        self._indices.rows(inputs, self.share(), where)
+        targets = self._indices.targets(targets, inputs.shape, self._logits_shape, where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
         scales = [
             self.replication.scale(math.prod(targets.shape[1:]), micro)
@@ -358,15 +360,16 @@ class Trainer:
             (classes,) float64 in host memory; valid on the first stage only.
         """
         logits = self._asked(inputs)
-        found = np.empty(self._classes(inputs.shape))
+        found = np.empty(self._logits_shape(inputs.shape)[-1])
         if logits is not None:
             found[:] = self.backend.to_host(self._layers.whole(logits[0, token], self.arena))
         self.pipe.tell_first(found)
         return found
 
-    def _classes(self, shape: tuple[int, ...]) -> int:
-        """Return the number of columns of the whole logits, for an input of this shape."""
-        return self._layers.columns(self.pipe.output_shape(shape)[-1])
+    def _logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the whole logits for an input of this shape, without padding rows."""
+        *rows, columns = self.pipe.output_shape(self._layers.rows.filled(shape))
+        return *map(min, rows, shape), self._layers.columns(columns)
 
     def evaluate(
         self, source: Source, stop_requested: Callable[[], bool] | None = None
@@ -410,7 +413,7 @@ class Trainer:
         """Return summed loss, correct predictions and all predictions for held-out rows."""
         inputs, targets = source.held_out_rows(rows)
         targets = self._indices.targets(
-            targets, lambda: self._classes(inputs.shape), "a held-out batch"
+            targets, inputs.shape, self._logits_shape, "a held-out batch"
         )
         flat = self.backend.from_host(targets).reshape(-1)
         logits = self._asked(inputs)

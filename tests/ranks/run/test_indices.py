@@ -132,6 +132,46 @@ def test_what_are_no_integers_is_refused(dtype):
     )
 
 
+WRONG_SHAPES = {
+    "one for each row": lambda x, y: (x, y[:, 0]),
+    "one column less": lambda x, y: (x, y[:, 1:]),
+    "one row less": lambda x, y: (x, y[1:]),
+    "none": lambda x, y: (x, y[:0]),
+    "turned": lambda x, y: (x, y.reshape(2, -1)),
+}
+
+
+def said_to(changed, ranks, *settings):
+    """What a step of rows that are `changed` is refused with."""
+
+    def go(transport):
+        source = Tokens()
+        trainer = build(transport, configured(*TINY, *settings), source=source).trainer
+        trainer.step(0, *changed(*trainer.replication.batch(source, 0)))
+
+    with pytest.raises((DataError, CommError)) as raised:
+        run_ranks(ranks, go)
+    return raised.value.law
+
+
+@pytest.mark.parametrize("ranks, settings", [(1, []), (2, []), (2, ["layout.pp=2"])])
+def test_more_rows_than_this_ranks_share_are_refused(ranks, settings):
+    def twice(*arrays):
+        return tuple(np.concatenate([array, array]) for array in arrays)
+
+    share = 4 if settings else 4 // ranks
+    law = f"at most its share of batch.size rows, {share}, but step 1 on rank"
+    assert law in said_to(twice, ranks, *settings)
+
+
+@pytest.mark.parametrize("ranks, settings", [(1, []), (2, ["layout.pp=2"]), (2, ["layout.tp=2"])])
+@pytest.mark.parametrize("changed", WRONG_SHAPES.values(), ids=WRONG_SHAPES)
+def test_targets_of_another_shape_than_the_predictions_are_refused(changed, ranks, settings):
+    assert "Targets must have the shape (4, 4), one for each prediction" in said_to(
+        changed, ranks, *settings
+    )
+
+
 def test_an_embedding_in_a_unit_of_ones_own_and_classes_of_ones_own_are_known():
     def go(transport, tokens, classes):
         layers = Plain(ops_for("cpu"))

@@ -195,6 +195,13 @@ def test_a_vocabulary_too_small_for_the_tokens_names_the_largest(tmp_path):
         open_source(f"tokens:{tmp_path}/t", 8, "float32", 700)
 
 
+@pytest.mark.parametrize("place", ["", ".", "/", ".."])
+def test_a_place_of_tokens_that_has_no_name_of_its_own_is_refused(place):
+    assert beside(f"tokens:{place}") == TENTH
+    with pytest.raises((ConfigError, DataError)):
+        open_source(f"tokens:{place}", 8, "float32")
+
+
 @pytest.mark.parametrize("count", [1, 5, 1000])
 def test_the_parts_of_a_scan_cover_the_tokens(count, tmp_path):
     for where in {0, count // 2, count - 1}:
