@@ -107,7 +107,11 @@ def run(
             screen,
             f"{words.killed}"
             + (which if words.began and not words.killed.is_one else "")
-            + (". With --resume the run goes on from its last checkpoint" if words.began else ""),
+            + (
+                ". With --resume=auto the run goes on from its last checkpoint, if it has one"
+                if words.began
+                else ""
+            ),
         )
     if is_training:
         return training_code(screen, words, code, told)

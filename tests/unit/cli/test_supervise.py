@@ -344,7 +344,7 @@ def test_where_srun_names_several_ranks_launch_points_to_the_report_of_the_run()
         f"import sys; print({BEGAN!r}, flush=True); sys.stderr.buffer.write({SRUN_MIXES!r}); sys.exit(137)"
     )
     assert (
-        b"(Slurm then ends the others). `mpitrain report runs/x` says which one fell silent first. With --resume"
+        b"(Slurm then ends the others). `mpitrain report runs/x` says which one fell silent first. With --resume=auto"
         in errors
     )
 
@@ -355,6 +355,7 @@ def test_launch_says_in_its_own_words_which_rank_was_killed():
     )
     assert code == 137
     assert re.fullmatch(
-        rb"mpitrain launch: rank 1 on vm was killed: signal 9 \(Killed\)\. With --resume .*\n",
+        rb"mpitrain launch: rank 1 on vm was killed: signal 9 \(Killed\)\. With --resume=auto the run "
+        rb"goes on from its last checkpoint, if it has one\n",
         errors,
     )
