@@ -171,6 +171,7 @@ LEFT_OVERS = (
 
 
 def test_links_at_the_names_of_files_that_are_written_are_replaced_and_not_followed(handed, victim):
+    pytest.importorskip("matplotlib")
     (handed / "report").mkdir()
     shutil.rmtree(handed / "trace")
     (handed / "trace").symlink_to(victim)
@@ -208,6 +209,8 @@ def test_links_at_the_names_of_files_that_are_written_are_replaced_and_not_follo
 def test_a_link_at_the_name_of_what_is_read_or_entered_is_refused_by_name(
     name, command, handed, victim, tmp_path
 ):
+    if command == "plot":
+        pytest.importorskip("matplotlib")
     (tmp_path / "elsewhere").mkdir()
     if (handed / name).exists():
         (handed / name).rename(tmp_path / "elsewhere/it")
@@ -285,6 +288,7 @@ def test_a_checkpoint_that_was_half_dropped_is_swept_at_the_next_start(handed):
 
 
 def test_control_characters_in_a_trace_are_shown_and_not_obeyed(handed):
+    pytest.importorskip("matplotlib")
     recorder = Recorder()
     recorder.facts(rank=0, ranks=1, host="\x1b]0;owned\x07\x9b2J<b>", run="r")
     recorder.begin(2, recorder.name("\x1b[31mred\u202e"), peer=0)
