@@ -166,24 +166,38 @@ def _window(
 
 
 def footer(rows: Sequence[Row]) -> list[str]:
-    """The most that each way reached, and both ways over one; rows that are marked say nothing."""
-    lines, most = [], {}
+    """The most that each way reached, and both ways over one at the same size; marked rows count nowhere."""
+    lines: list[str] = []
+    best: dict[str, dict[int, float]] = {}  # GB/s of each way by size
     for ways in dict.fromkeys(row.ways for row in rows):
         quiet = [row for row in rows if row.ways == ways and not row.is_spoilt]
         if quiet:
-            most[ways] = max(quiet, key=lambda row: row.GBs)
+            most = max(quiet, key=lambda row: row.GBs)
+            best[ways] = {row.bytes: row.GBs for row in sorted(quiet, key=lambda row: row.GBs)}
             lines.append(
-                f"{ways + (' way' if ways == 'one' else ' ways'):<10} at most {figure(most[ways].GBs)} GB/s at "
-                f"{most[ways].bytes} bytes, {figure(max(row.messages_s for row in quiet))} messages/s"
+                f"{ways + (' way' if ways == 'one' else ' ways'):<10} at most {figure(most.GBs)} GB/s at "
+                f"{most.bytes} bytes, {figure(max(row.messages_s for row in quiet))} messages/s"
             )
-    if len(most) == 2:
-        lines.append(
-            f"both ways carry {figure(most['both'].GBs / most['one'].GBs)} times as much as one way: "
-            "2 where directions do not share a limit"
-        )
+    if set(WAYS) <= {row.ways for row in rows}:
+        lines += _both_over_one(best.get("one", {}), best.get("both", {}))
     if spoilt := sum(row.is_spoilt for row in rows):
         lines += [
             f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest window, so other work ran",
             "  meanwhile; left out of what is said here. Measure again",
         ]
     return [*lines, f"wrong elements {sum(row.wrong for row in rows)}"]
+
+
+def _both_over_one(one: dict[int, float], both: dict[int, float]) -> list[str]:
+    """The ratio at the size where one way is fastest: maxima of different sizes say nothing of directions.
+
+    one, both  GB/s by size, of rows that are not marked
+    """
+    sizes = one.keys() & both.keys()
+    if not sizes:
+        return ["no size has a row of one way and a row of both ways that are free of ~"]
+    size = max(sizes, key=lambda nbytes: (one[nbytes], nbytes))
+    return [
+        f"both ways carry {figure(both[size] / one[size])} times as much as one way at {size} bytes:",
+        "  2 where directions do not share a limit",
+    ]
