@@ -3,6 +3,7 @@
 """
 
 import copy
+import math
 import re
 from typing import Any
 
@@ -23,6 +24,13 @@ def with_plain_numbers(command: click.Command) -> click.Command:
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
         with_plain_numbers(inner)
     return command
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuse infinity and NaN, which every range lets through: the callback of an option."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
+    return value
 
 
 def _plain(kind: Any) -> Any:
