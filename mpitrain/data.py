@@ -264,7 +264,7 @@ def has_tokens(name: str) -> bool:
 def as_it_is(name: str) -> Scan:
     """The scan of tokens:FILE yet to be made, whose largest token is -1."""
     path = Path(name.partition(":")[2])
-    nbytes = _size(path)
+    nbytes = _size(path, TOKEN_KEYS)
     return Scan(str(path.resolve()), nbytes, path.stat().st_mtime_ns, -1)
 
 
@@ -298,7 +298,7 @@ def _text(path: Path) -> np.ndarray:
 
 
 def _tokens(path: Path) -> np.ndarray:
-    size = _size(path)
+    size = _size(path, TOKEN_KEYS)
     if size == 0 or size % 2:
         raise DataError(
             f"{path} must hold uint16 tokens, but has {size} bytes.",
@@ -325,15 +325,22 @@ def _tokens(path: Path) -> np.ndarray:
     return np.memmap(path, "<u2", "r", offset=1024 if has_header else 0)
 
 
-def _size(path: Path) -> int:
-    """Bytes of a regular file that can be read: opening a pipe or a terminal would wait for ever."""
+TOKEN_KEYS = "data.source and data.validation"
+"""The keys that name tokens:FILE."""
+
+
+def _size(path: Path, keys: str = "data.source") -> int:
+    """Bytes of a regular file that can be read: opening a pipe or a terminal would wait for ever.
+
+    keys  which may have named it
+    """
     try:
         check_regular(path)
         with path.open("rb"):
             return path.stat().st_size
     except OSError as error:
         raise DataError(
-            f"The data file {path} cannot be read: {error.strerror}.", "Check data.source."
+            f"The data file {path} cannot be read: {error.strerror}.", f"Check {keys}."
         ) from None
 
 
