@@ -68,6 +68,7 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
 
     A file: mpitrain launch -n 4 -- python own.py, with arguments of its own; or python -m MODULE, python -c CODE. `python`
     is that of this environment. All ranks end when one raises or exits with another code than 0, which is returned.
+    Read files instead of standard input: Open MPI 5 passes that to rank 0 alone, and its end not at all.
 
     Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85); a second one ends it at once. Any other
     program they end.
