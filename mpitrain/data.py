@@ -325,7 +325,7 @@ def has_tokens(name: str) -> bool:
 def as_it_is(name: str) -> Scan:
     """Return the state of a tokens:FILE before its scan: its largest token is -1."""
     path = Path(name.partition(":")[2])
-    nbytes = _size(path)
+    nbytes = _size(path, TOKEN_KEYS)
     return Scan(str(path.resolve()), nbytes, path.stat().st_mtime_ns, -1)
 
 
@@ -359,7 +359,7 @@ def _text(path: Path) -> np.ndarray:
 
 
 def _tokens(path: Path) -> np.ndarray:
-    size = _size(path)
+    size = _size(path, TOKEN_KEYS)
     if size == 0 or size % 2:
         raise DataError(
             f"{path} must hold uint16 tokens, but has {size} bytes.",
@@ -386,10 +386,16 @@ def _tokens(path: Path) -> np.ndarray:
     return np.memmap(path, "<u2", "r", offset=1024 if has_header else 0)
 
 
-def _size(path: Path) -> int:
+TOKEN_KEYS = "data.source and data.validation"
+"""The keys that name tokens:FILE."""
+
+
+def _size(path: Path, keys: str = "data.source") -> int:
     """Return the size of a regular file in bytes; DataError if it cannot be read.
 
     Opening a pipe or a terminal would block forever.
+
+    keys  the keys that may have named the file, for the message
     """
     try:
         check_regular(path)
@@ -397,7 +403,7 @@ def _size(path: Path) -> int:
             return path.stat().st_size
     except OSError as error:
         raise DataError(
-            f"The data file {path} cannot be read: {error.strerror}.", "Check data.source."
+            f"The data file {path} cannot be read: {error.strerror}.", f"Check {keys}."
         ) from None
 
 

@@ -1,7 +1,6 @@
 """`mpitrain generate`: generates text from a checkpoint."""
 
 import codecs
-import math
 import os
 import re
 import sys
@@ -12,17 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mpitrain.cli.numbers import finite
 from mpitrain.cli.session import MOST, kind_of, mpi_session, settings_of
 from mpitrain.errors import visible
 
 if TYPE_CHECKING:
     from mpitrain.data import Source, Unopened
-
-
-def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
-    return value
 
 
 @click.command()
@@ -43,7 +37,7 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
-    callback=_finite,
+    callback=finite,
     default=0.8,
     show_default=True,
     help="Sampling temperature; 0 takes the likeliest token.",

@@ -1,6 +1,7 @@
 """Plain numbers on the command line: ASCII digits only, although Python also reads 1_0 as 10."""
 
 import copy
+import math
 import re
 from typing import Any
 
@@ -22,6 +23,13 @@ def with_plain_numbers(command: click.Command) -> click.Command:
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
         with_plain_numbers(inner)
     return command
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuse infinity and NaN, which every range lets through: the callback of an option."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
+    return value
 
 
 def _plain(kind: Any) -> Any:

@@ -36,7 +36,8 @@ def plans_of(
     """
     table = TABLES[operation]
     known = [name for name, line in table.items() if line.plans]
-    check_name(f"{operation} algorithm", algorithm, tuple(table))
+    if algorithm not in table:
+        check_name(f"{operation} algorithm", algorithm, known)
     plans = table[algorithm].plans
     if plans is None:
         raise ConfigError(

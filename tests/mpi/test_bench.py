@@ -295,6 +295,7 @@ MISTAKES = [
     ),
     (["--min-bytes", "8K", "--max-bytes", "4K"], "but these are 8192 and 4096"),
     (["--min-bytes", "-4"], "is no number of bytes"),
+    (["--fail-below", "nan"], "'--fail-below': nan is not a finite number."),
     (["--factor", "nan"], "Sizes grow by a factor of 1.01 or more, but this is nan"),
     (
         ["--dtype", "bfloat16", "--algorithm", "ring,native"],

@@ -1,5 +1,6 @@
 """The output of `bench pairs`: two matrices if they fit, a summary per class, and odd links."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -50,6 +51,8 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
     if ONE_HOST not in places:
         lines.append("ranks share cores, so links within a host are not judged")
     odd = odd_pairs(pairs, places)
+    classes_of = Counter(pair.place for pair in pairs)
+    compared = any(classes_of[place] > 1 for place in places)
     lines += [
         f"every link of rank {rank} on {hosts[rank]} is slow: look at that host"
         for rank in slow_everywhere(pairs, odd)
@@ -59,7 +62,7 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
         lines.append(f"and {len(odd) - SHOWN} more, in --json and --csv")
     return [
         *lines,
-        *([] if odd else ["no link is far from the others of its class"]),
+        *(["no link is far from the others of its class"] if compared and not odd else []),
         f"wrong elements {sum(pair.wrong for pair in pairs)}",
     ]
 

@@ -10,6 +10,7 @@ from mpitrain.bench.collectives.columns import figure as rounded
 from mpitrain.bench.collectives.plot import look, readable
 from mpitrain.bench.links.bandwidth import Row
 from mpitrain.bench.links.pairs import Pair, odd_pairs
+from mpitrain.bench.links.pairs_table import bandwidth, latency
 from mpitrain.plots import painter, save
 
 FEW = 12
@@ -34,19 +35,20 @@ def plot_pairs(
     n = len(hosts)
     figure, views = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
     odd = odd_pairs(pairs, places)
-    for axes, field, title, colours, what in (
-        (views[0], "latency_us", "latency, microseconds one way", "viridis_r", "latency"),
-        (views[1], "bandwidth_GBs", "bandwidth, GB/s one way", "viridis", "bandwidth"),
+    for axes, field, title, colours, what, text in (
+        (views[0], "latency_us", "latency, microseconds one way", "viridis_r", "latency", latency),
+        (views[1], "bandwidth_GBs", "bandwidth, GB/s one way", "viridis", "bandwidth", bandwidth),
     ):
-        cells = np.full((n, n), np.nan)
+        cells, marked = np.full((n, n), np.nan), np.zeros((n, n), bool)
         for pair in pairs:
-            cells[pair.first, pair.second] = cells[pair.second, pair.first] = getattr(pair, field)
+            ends = [pair.first, pair.second], [pair.second, pair.first]
+            cells[ends], marked[ends] = getattr(pair, field), "~" in text(pair)
         figure.colorbar(axes.imshow(cells, cmap=colours), ax=axes, shrink=0.8)
         for row, column in np.argwhere(np.isfinite(cells)) if n <= FEW else ():
             axes.text(
                 column,
                 row,
-                rounded(float(cells[row, column])),
+                rounded(float(cells[row, column])) + "~" * int(marked[row, column]),
                 ha="center",
                 va="center",
                 fontsize="small",
@@ -67,7 +69,10 @@ def plot_pairs(
         axes.set_yticks(ticks, labels=[f"{rank} {hosts[rank]}" for rank in ticks])
         axes.set(title=title, xlabel="rank", ylabel="rank and host")
     title = f"all pairs of {n} ranks on {facts['hosts']} host(s)"
-    _finish(pyplot, figure, title, "Red frame: a link far from its class", facts, path)
+    has_marks = n <= FEW and any("~" in latency(pair) + bandwidth(pair) for pair in pairs)
+    legend = ["Red frame: a link far from its class"] if odd else []
+    legend += ["~: other work ran meanwhile"] if has_marks else []
+    _finish(pyplot, figure, title, ".  ".join(legend), facts, path)
 
 
 def plot_bandwidth(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
@@ -104,7 +109,8 @@ def plot_bandwidth(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> No
         axes.grid(alpha=0.3)
         axes.legend()
     title = f"{rows[0].window} messages in flight, {rows[0].pairs} pair(s) of {facts['ranks']} ranks on {facts['hosts']} host(s)"
-    _finish(pyplot, figure, title, "Hollow: other work ran meanwhile", facts, path)
+    legend = "Hollow: other work ran meanwhile" if any(row.is_spoilt for row in rows) else ""
+    _finish(pyplot, figure, title, legend, facts, path)
 
 
 def _finish(
@@ -113,6 +119,6 @@ def _finish(
     """Add title and machine, and write the file."""
     figure.suptitle(title, weight="bold")
     machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}; mpitrain {facts['mpitrain']}"
-    figure.supxlabel(f"{machine}.  {legend}", fontsize="small")
+    figure.supxlabel(f"{machine}.  {legend}".rstrip(), fontsize="small")
     save(figure, path, 110)
     pyplot.close(figure)

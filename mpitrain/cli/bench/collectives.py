@@ -14,6 +14,7 @@ from mpitrain.cli.bench.options import Bytes, table_options
 from mpitrain.cli.bench.pairs import command as pairs
 from mpitrain.cli.bench.rows import Printed
 from mpitrain.cli.bench.train import command as train
+from mpitrain.cli.numbers import finite
 from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.machine.kinds import KINDS
@@ -135,6 +136,7 @@ def collective(name: str) -> click.Command:
     @click.option(
         "--fail-below",
         type=click.FloatRange(min=0),
+        callback=finite,
         metavar="GB/s",
         help="Exit with code 1 if an algorithm's bus bandwidth at the largest size is below this.",
     )

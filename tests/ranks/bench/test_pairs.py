@@ -111,10 +111,13 @@ def test_within_a_host_whose_ranks_share_cores_no_link_is_judged():
     )
     found = links(lambda *words: usual(*words, slow=[(0, 1)], times=10.0), "aaa")
     assert len(odd_pairs(found)) == 1 and odd_pairs(found, [BETWEEN]) == []
-    assert report(found, 80, [BETWEEN])[-3:-1] == [
+    assert report(found, 80, [BETWEEN])[-2:] == [
         "ranks share cores, so links within a host are not judged",
-        "no link is far from the others of its class",
+        "wrong elements 0",
     ]
+    assert not any("no link is far" in line for line in report(links(usual, "aa"), 80)), (
+        "one link has none to be compared with"
+    )
 
 
 def test_a_link_that_is_as_slow_as_all_is_not_odd():
@@ -183,3 +186,10 @@ def test_the_heat_map_tells_hosts_figures_and_frames_the_odd_link(tmp_path):
         for text in ("0.0953", "0.672", "2.01", "2 c", "all pairs of 4 ranks on 4 host(s)")
     )
     assert drawn.count("stroke: #ff0000") == 2, "both halves of the matrix"
+    assert "Red frame: a link far from its class" in drawn and "~" not in drawn
+    quiet = links(usual, "abcd")
+    noisy = [quiet[0]._replace(latency_us=9.0), *quiet[1:]]
+    plot_pairs(noisy, [BETWEEN], facts, tmp_path / "noisy.svg")
+    drawn = (tmp_path / "noisy.svg").read_text()
+    assert drawn.count("<!-- 9.00~ -->") == 2 and "~: other work ran meanwhile" in drawn
+    assert "Red frame" not in drawn, "nothing has one"

@@ -270,6 +270,8 @@ def test_a_validation_that_cannot_be_held_out_is_refused(
     with pytest.raises((ConfigError, DataError)) as refused:
         open_source(source, 16, "float32", vocabulary, validation=validation)
     assert law in refused.value.law
+    if "cannot be read" in law:
+        assert refused.value.way_out == "Check data.source and data.validation."
 
 
 def test_the_kind_of_the_model_follows_the_source_where_nobody_sets_it(source, request):

@@ -260,7 +260,11 @@ def test_all_ranks_together_send_twice_the_array_for_each_rank_but_one():
             ["--algorithm", "shared"],
             "Algorithm shared is no plan of messages that could be printed.\n",
         ),
-        (["--algorithm", "rnig"], "allreduce algorithm must be one of ring, "),
+        (
+            ["--algorithm", "rnig"],
+            "allreduce algorithm must be one of ring, halving-doubling, recursive-doubling, tree, star, hierarchical, "
+            "but it is 'rnig'.",
+        ),
         (["--hosts", "5"], "Every host has a rank, but there are 4 ranks on 5 hosts.\n"),
         (["--json", "/no/such/folder/steps.json"], "cannot be written"),
     ],
