@@ -101,7 +101,7 @@ def test_a_launcher_that_forwards_two_pipes_in_any_order_breaks_no_line(tmp_path
 @pytest.mark.parametrize("columns, rows", [(80, 24), (40, 1), (120, 0)])
 def test_one_rank_shows_each_line_whole_and_one_bar(columns, rows, tmp_path):
     """Also where the terminal has one row, or does not know how many it has."""
-    code, data = on_a_terminal(TRAIN, columns, rows, cwd=tmp_path)
+    code, data = on_a_terminal(TRAIN, columns, rows=rows, cwd=tmp_path)
     assert code == 0, data
     drawn = data.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
     whole = [text for text in drawn if text and not text.endswith("\x1b[K")]
