@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
+from mpitrain.transport.requests import Request
 
 
 class Forwarding(Transport):

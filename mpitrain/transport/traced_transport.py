@@ -7,8 +7,9 @@ import numpy as np
 
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import RECEIVE, REDUCTION, SEND
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
 from mpitrain.transport.forwarding import Forwarding
+from mpitrain.transport.requests import Request
 
 
 class Recorded(Forwarding):
@@ -39,22 +40,23 @@ class Recorded(Forwarding):
         return tag
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
-        recorder, peer = self.recorder, self._member(to)
-        name = self._named.get(tag) or recorder.topic
-        span = recorder.begin(SEND, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
-        return _Noted(self._inner.start_send(array, to, tag), recorder, span, name, peer)
+        return self._noted(SEND, self._inner.start_send, array, tag, self._member(to), to)
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
-        recorder, peer = self.recorder, self._member(source)
-        name = self._named.get(tag) or recorder.topic
-        span = recorder.begin(RECEIVE, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
-        return _Noted(self._inner.start_recv(array, source, tag), recorder, span, name, peer)
+        return self._noted(
+            RECEIVE, self._inner.start_recv, array, tag, self._member(source), source
+        )
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
-        recorder = self.recorder
-        name = self._named.get(tag) or recorder.topic
-        span = recorder.begin(RECEIVE, name, 0, -1, recorder.micro, array.nbytes, -1, tag)
-        return _Noted(self._inner.start_recv_any(array, tag), recorder, span, name, -1)
+        return self._noted(RECEIVE, self._inner.start_recv_any, array, tag, -1)
+
+    def _noted(
+        self, kind: int, start: Callable, array: np.ndarray, tag: int, peer: int, *to: int
+    ) -> Request:
+        """Start a message by `start(array, *to, tag)`, and record it until it is complete."""
+        recorder, name = self.recorder, self._named.get(tag) or self.recorder.topic
+        span = recorder.begin(kind, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
+        return _Noted(start(array, *to, tag), recorder, span, name, peer)
 
     def _member(self, rank: int) -> int:
         # The inner transport refuses a number that is no rank.

@@ -22,8 +22,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from mpitrain.machine.backend import Copy, DeviceBackend, on_device
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
 from mpitrain.transport.forwarding import Forwarding
+from mpitrain.transport.requests import Request
 
 
 class Carrier(Protocol):
