@@ -22,7 +22,7 @@ from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.open_run import configured
 from mpitrain.run.run_dir import noted_scan
 from mpitrain.run.trainer import Trainer
-from mpitrain.transport.base import Traffic
+from mpitrain.transport.requests import Traffic
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS
 from tests.runs import go, records, validated
