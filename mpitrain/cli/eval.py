@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.session import kind_of, mpi_session, settings_of
+from mpitrain.cli.session import configured_of, mpi_session, settings_of
 from mpitrain.errors import TrainingError, on_every_rank, visible
 
 
@@ -37,12 +37,13 @@ def command(
         ("layout.pp", pp),
         ("device.kind", device),
     )
-    with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
+    configured = configured_of(run, settings)
+    with mpi_session(kind=lambda: configured().device.kind) as transport:
         from mpitrain.data import TENTH
         from mpitrain.run.open_run import open_run
         from mpitrain.run.trainer import evaluated_rows
 
-        job = open_run(transport, run, settings)
+        job = open_run(transport, run, configured)
         found = job.trainer.evaluate(job.data)
         assert found is not None  # `evaluate` returns None only after a stop request
         loss, accuracy = found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mpitrain.cli.numbers import finite
-from mpitrain.cli.session import MOST, kind_of, mpi_session, settings_of
+from mpitrain.cli.session import MOST, configured_of, mpi_session, settings_of
 from mpitrain.errors import visible
 
 if TYPE_CHECKING:
@@ -75,12 +75,13 @@ def command(
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
     """
     settings = settings_of(("layout.tp", tp), ("layout.pp", pp), ("device.kind", device))
-    with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
+    configured = configured_of(run, settings)
+    with mpi_session(kind=lambda: configured().device.kind) as transport:
         from mpitrain.run.generate import tokens
         from mpitrain.run.open_run import open_run
         from mpitrain.transport.agreement import on_all_ranks
 
-        trainer, source, _ = open_run(transport, run, settings, needs_data=False)
+        trainer, source, _ = open_run(transport, run, configured, needs_data=False)
         is_text = not trainer.config.data.source.startswith("tokens:")
         start = on_all_ranks(transport, lambda: _prompt(prompt, is_text, source))
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,11 +102,16 @@ def _toml(value: Any) -> str:
     return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 
-def kind_of(folder: Path, settings: list[str]) -> str:
-    """Return the device.kind of a run directory with these settings applied."""
-    from mpitrain.run.open_run import configured
+def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:
+    """Return a function that reads, once, the configuration of a run directory for one rank."""
 
-    return configured(folder, settings).device.kind
+    @cache
+    def configured() -> Any:
+        from mpitrain.run.open_run import configured
+
+        return configured(folder, settings)
+
+    return configured
 
 
 def refuse_strangers(transport: "Transport") -> None:

@@ -7,16 +7,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli import LAUNCHED, NOT_BEGUN, STOPPED
-from mpitrain.cli.session import STALL_SECONDS, mpi_session, settings_of
+from mpitrain.cli import NOT_BEGUN, STOPPED
+from mpitrain.cli.session import mpi_session, settings_of
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
 from mpitrain.machine.kinds import KINDS
@@ -143,7 +143,7 @@ def command(
         ("run.out", out),
     )
     overrides = [*settings, *options]
-    configured = partial(_configured, config_file, overrides, resume or "no")
+    configured = cache(lambda: _configured(config_file, overrides, resume or "no"))
     stop = Stop()
     with mpi_session(
         kind=lambda: configured().device.kind,
@@ -232,20 +232,11 @@ class Stop:
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.terminal.progress import Progress, Silent
     from mpitrain.run.loop import train
-    from mpitrain.run.watchdog import Watchdog
-    from mpitrain.transport.agreement import check_same, on_all_ranks
 
     stop.connected(transport.rank)
-    watchdog = Watchdog(transport.rank, STALL_SECONDS, transport.traffic)
-    config = on_all_ranks(transport, configured)
-    watchdog.patience(config.run.stall_seconds)
-    check_same(transport, "configuration", config.flat())
-    if transport.rank == 0 and (advice := unmeasured(config, transport.hosts)):
-        print(advice, flush=True)
-    if transport.rank == 0 and LAUNCHED not in os.environ and last_words.parent() == "prterun":
-        print(last_words.ADVICE, flush=True)
     watcher = Progress(stop.say) if transport.rank == 0 else Silent()
-    finished = train(transport, config, resume, stop.asked, watcher, stop.note, watchdog)
+    finished = train(transport, configured, resume, stop.asked, watcher, stop.note)
+    config = finished.job.trainer.config
     if (
         finished.job.step < config.run.steps
         and config.run.sample
@@ -254,15 +245,6 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     ):
         _print_sample(finished, stop.asked)
     return finished
-
-
-def unmeasured(config: Any, hosts: Sequence[str]) -> str:
-    """Return a line of advice if `auto` has no measured constants for these hosts, else ""."""
-    from mpitrain.collectives.selection.tuning import DEFAULT, foreign
-
-    advice = foreign(DEFAULT, hosts)
-    is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
-    return f"{advice} in replication.tuning" if advice and is_guessed else ""
 
 
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
@@ -279,14 +261,11 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     # A resumed run may have another number of ranks, so the layout is not taken over.
     stored = {**then.model_dump(), "layout": {}, "pipeline": {}}
     stored["data"] = held_out_as_before(then, settings)
-    config = parse(with_settings(stored, settings))
-    if config.layout.pp > config.batch.micro_batches and not any(
-        one.startswith("batch.micro_batches") for one in settings
-    ):
+    stages = with_settings(stored, settings)["layout"].get("pp", 1)
+    if isinstance(stages, int) and stages > then.batch.micro_batches:
         # More stages than before may need more micro-batches: 0 chooses their number.
-        settings = [*settings, "batch.micro_batches=0"]
-        config = parse(with_settings(stored, settings))
-    return config
+        settings = ["batch.micro_batches=0", *settings]
+    return parse(with_settings(stored, settings))
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:

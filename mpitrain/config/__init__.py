@@ -2,9 +2,18 @@
 
 ASYNCHRONOUS  the schedules without a pipeline flush, in which each stage updates by itself
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
+PATHS         the (section, key) of all paths
 """
 
-from mpitrain.config.reading import check_choice, nearest, parse, read_toml, with_settings
+from mpitrain.config.reading import (
+    PATHS,
+    check_choice,
+    check_text,
+    nearest,
+    parse,
+    read_toml,
+    with_settings,
+)
 from mpitrain.config.sections import (
     ASYNCHRONOUS,
     KEPT_ON_HOST,
@@ -25,6 +34,7 @@ from mpitrain.config.whole import Config, keys
 __all__ = [
     "ASYNCHRONOUS",
     "KEPT_ON_HOST",
+    "PATHS",
     "Batch",
     "Checkpoint",
     "Config",
@@ -38,6 +48,7 @@ __all__ = [
     "Replication",
     "Run",
     "check_choice",
+    "check_text",
     "keys",
     "nearest",
     "parse",

@@ -56,11 +56,11 @@ def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(
         ),
         (
             f"{RANK}from mpitrain.run import loop\n"
-            "find = loop.find\n"
+            "agree_on = loop.agree_on\n"
             "def stopped(*rest):\n"
             "    if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
-            "    return find(*rest)\n"
-            "loop.find = stopped\n",
+            "    return agree_on(*rest)\n"
+            "loop.agree_on = stopped\n",
             r"rank 0 on \S+: no progress for \d+ s in looking for the run directory",
         ),
     ],

@@ -1,6 +1,8 @@
 """`mpitrain plan micro-batches`: predicts the best number of micro-batches from a measurement."""
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,9 @@ def command(
             ("layout.dp", dp), ("layout.tp", tp), ("layout.pp", pp), ("device.kind", device)
         ),
     ]
-    with mpi_session(kind=lambda: _configured(config_file, changes).device.kind) as transport:
-        _plan(transport, config_file, changes, (blocks, steps) if verify else None, json_file)
+    configured = cache(lambda: _configured(config_file, changes))
+    with mpi_session(kind=lambda: configured().device.kind) as transport:
+        _plan(transport, configured, (blocks, steps) if verify else None, json_file)
 
 
 def _configured(config_file: Path | None, changes: list[str]) -> Any:
@@ -84,8 +87,7 @@ def _configured(config_file: Path | None, changes: list[str]) -> Any:
 
 def _plan(
     transport: Any,
-    config_file: Path | None,
-    changes: list[str],
+    configured: Callable[[], Any],
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
@@ -105,16 +107,17 @@ def _plan(
     )
     from mpitrain.plan.stages import end_s, measure
     from mpitrain.run.build import build
+    from mpitrain.run.given import agree_on
     from mpitrain.run.resolve import resolve
-    from mpitrain.transport.agreement import check_same, on_all_ranks
+    from mpitrain.transport.agreement import on_all_ranks
 
-    config = on_all_ranks(transport, lambda: _configured(config_file, changes))
-    check_same(transport, "configuration", config.flat())
+    given = agree_on(transport, configured)
+    config = given.config
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
-    found = resolve(transport, config)
+    found = resolve(transport, given)
     stages, rows = found.axes.pp, config.batch.size // found.axes.dp
     choices = on_all_ranks(transport, lambda: counts(config, stages, rows))
-    job = build(transport, config)
+    job = build(transport, given)
     trainer = job.trainer
     inputs, targets = trainer.replication.batch(job.data, 0)
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))

@@ -1,16 +1,19 @@
 """The progress display of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from mpitrain.cli import BEGAN, ENDED, STOPPED_AT
+from mpitrain.cli import BEGAN, ENDED, LAUNCHED, STOPPED_AT
+from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.screen import shows_output, width
+from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
 from mpitrain.run.metrics import CLOSING
@@ -62,6 +65,9 @@ SKIPPED = {"skipped": "not finite", "overflow": "gradients beyond float16"}
 class Silent:
     """A watcher that prints nothing, for every rank but 0."""
 
+    def agreed(self, config: Config, hosts: Sequence[str]) -> None:
+        pass
+
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         pass
 
@@ -80,6 +86,12 @@ class Progress:
         self._say_last = say_last or partial(print, flush=True)
         self._has_bar = width() is not None
         self._has_lines = not (self._has_bar and shows_output())
+
+    def agreed(self, config: Config, hosts: Sequence[str]) -> None:
+        if advice := unmeasured(config, hosts):
+            print(advice, flush=True)
+        if LAUNCHED not in os.environ and last_words.parent() == "prterun":
+            print(last_words.ADVICE, flush=True)
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
@@ -171,6 +183,13 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
         f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps"
     )
+
+
+def unmeasured(config: Config, hosts: Sequence[str]) -> str:
+    """Return a line of advice if `auto` has no measured constants for these hosts, else ""."""
+    advice = foreign(DEFAULT, hosts)
+    is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
+    return f"{advice} in replication.tuning" if advice and is_guessed else ""
 
 
 def way(config: Config) -> str:
