@@ -15,10 +15,11 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import LAUNCHED, NOT_BEGUN, STOPPED
+from mpitrain.cli import NOT_BEGUN, STOPPED
 from mpitrain.cli.session import STALL_SECONDS, mpi_session, settings_of
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
+from mpitrain.cli.terminal.status import is_launched, status
 from mpitrain.machine.kinds import KINDS
 
 ANNOUNCED = 1.2 * last_words.SECONDS
@@ -215,7 +216,7 @@ class Stop:
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
-                    self.say(NOT_BEGUN)
+                    self.say(status("not begun") + NOT_BEGUN)
                 os._exit(STOPPED)
 
     def say(self, text: str) -> None:
@@ -242,7 +243,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     check_same(transport, "configuration", config.flat())
     if transport.rank == 0 and (advice := unmeasured(config, transport.hosts)):
         print(advice, flush=True)
-    if transport.rank == 0 and LAUNCHED not in os.environ and last_words.parent() == "prterun":
+    if transport.rank == 0 and not is_launched() and last_words.parent() == "prterun":
         print(last_words.ADVICE, flush=True)
     watcher = Progress(stop.say) if transport.rank == 0 else Silent()
     finished = train(transport, config, resume, stop.asked, watcher, stop.note, watchdog)
