@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
 from mpitrain.machine import process
@@ -88,17 +88,6 @@ def mpi_session(
         transport.abort(
             f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}"
         )
-
-
-def settings_of(*options: tuple[str, Any]) -> list[str]:
-    """Return `section.key=value` for each option that is not None."""
-    return [f"{key}={_toml(value)}" for key, value in options if value is not None]
-
-
-def _toml(value: Any) -> str:
-    import tomli_w
-
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 
 def kind_of(folder: Path, settings: list[str]) -> str:
