@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from mpitrain.cli.job_options import OWN_DEVICE, PP, TP, changes
 from mpitrain.cli.numbers import finite
-from mpitrain.cli.session import MOST, configured_of, mpi_session, settings_of
+from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ if TYPE_CHECKING:
 @click.option(
     "--raw", is_flag=True, help="Write the bytes without escapes, even if they are not text."
 )
-@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option("--device", metavar="KIND", help="Kind of device (default: the run's own).")
+@TP
+@PP
+@OWN_DEVICE
 def command(
     run: Path,
     prompt: str,
@@ -66,15 +67,13 @@ def command(
     top_k: int,
     seed: int,
     raw: bool,
-    tp: int | None,
-    pp: int | None,
-    device: str | None,
+    **options: Any,
 ) -> None:
     """Generate text with the newest checkpoint of RUN_DIR.
 
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
     """
-    settings = settings_of(("layout.tp", tp), ("layout.pp", pp), ("device.kind", device))
+    settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
         from mpitrain.run.generate import tokens

@@ -91,17 +91,6 @@ def mpi_session(
         )
 
 
-def settings_of(*options: tuple[str, Any]) -> list[str]:
-    """Return `section.key=value` for each option that is not None."""
-    return [f"{key}={_toml(value)}" for key, value in options if value is not None]
-
-
-def _toml(value: Any) -> str:
-    import tomli_w
-
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
-
-
 def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:
     """Return a function that reads, once, the configuration of a run directory for one rank."""
 

@@ -16,10 +16,11 @@ from typing import Any
 import click
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
-from mpitrain.cli.session import mpi_session, settings_of
+from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, GEMM, PP, SET, TP, changes
+from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
-from mpitrain.machine.kinds import KINDS
+from mpitrain.cli.terminal.status import status
 
 ANNOUNCED = 1.2 * last_words.SECONDS
 """Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
@@ -76,16 +77,8 @@ def _meant(option: str, args: list[str]) -> str:
 
 
 @click.command(cls=TrainCommand)
-@click.argument(
-    "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
-)
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set one configuration key (repeatable).",
-)
+@CONFIG_FILE
+@SET
 @click.option("--out", metavar="DIR", help="Run directory (default runs/<date>-<n>).")
 @click.option(
     "--resume",
@@ -94,15 +87,11 @@ def _meant(option: str, args: list[str]) -> str:
     metavar="[=auto]",
     help="Resume the run in --out from its newest checkpoint; =auto starts a run if there is none.",
 )
-@click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option("--device", metavar="KIND", help=f"Kind of device: auto, {', '.join(KINDS)}.")
-@click.option(
-    "--gemm",
-    metavar="WHO",
-    help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
-)
+@DP
+@TP
+@PP
+@DEVICE
+@GEMM
 @click.option(
     "--help-config",
     "described",
@@ -114,14 +103,9 @@ def _meant(option: str, args: list[str]) -> str:
 def command(
     config_file: Path | None,
     settings: tuple[str, ...],
-    out: str | None,
     resume: str | None,
-    dp: int | None,
-    tp: int | None,
-    pp: int | None,
-    device: str | None,
-    gemm: str | None,
     described: str | None,
+    **options: Any,
 ) -> None:
     """Train a network on all ranks of the MPI job.
 
@@ -134,16 +118,8 @@ def command(
         print_keys(described)
         return
     be_courtesy()
-    options = settings_of(
-        ("layout.dp", dp),
-        ("layout.tp", tp),
-        ("layout.pp", pp),
-        ("device.kind", device),
-        ("device.gemm", gemm),
-        ("run.out", out),
-    )
-    overrides = [*settings, *options]
-    configured = cache(lambda: _configured(config_file, overrides, resume or "no"))
+    changed = changes(settings, **options)
+    configured = cache(lambda: _configured(config_file, changed, resume or "no"))
     stop = Stop()
     with mpi_session(
         kind=lambda: configured().device.kind,
@@ -215,7 +191,7 @@ class Stop:
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
-                    self.say(NOT_BEGUN)
+                    self.say(status("not begun") + NOT_BEGUN)
                 os._exit(STOPPED)
 
     def say(self, text: str) -> None:

@@ -8,25 +8,18 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.output_checks import Outputs, check_files
-from mpitrain.cli.session import MOST, mpi_session, settings_of
+from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, SET, TP, changes, configured
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.session import MOST, mpi_session
 
 
 @click.command("micro-batches")
-@click.argument(
-    "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
-)
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set one configuration key (repeatable).",
-)
-@click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
+@CONFIG_FILE
+@SET
+@DP
+@TP
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages.")
-@click.option("--device", metavar="KIND", help="Kind of device: auto, cpu, cuda, cuda-sim.")
+@DEVICE
 @click.option(
     "--verify", is_flag=True, help="Measure steps with the best number and with its neighbours."
 )
@@ -44,23 +37,15 @@ from mpitrain.cli.session import MOST, mpi_session, settings_of
     show_default=True,
     help="For --verify: steps in a turn.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    help="Write all predictions and the measurement to this file.",
-)
+@output_option("--json", "Write all predictions and the measurement to this file.")
 def command(
     config_file: Path | None,
     settings: tuple[str, ...],
-    dp: int | None,
-    tp: int | None,
-    pp: int | None,
-    device: str | None,
     verify: bool,
     blocks: int,
     steps: int,
     json_file: Path | None,
+    **options: Any,
 ) -> None:
     """Predict the best number of micro-batches: mpitrain launch -n 2 -- plan micro-batches --pp 2
 
@@ -68,21 +53,10 @@ def command(
     measures the messages between stages, and the end of a step. The simulator then predicts the
     time of a step for every number of micro-batches.
     """
-    changes = [
-        *settings,
-        *settings_of(
-            ("layout.dp", dp), ("layout.tp", tp), ("layout.pp", pp), ("device.kind", device)
-        ),
-    ]
-    configured = cache(lambda: _configured(config_file, changes))
-    with mpi_session(kind=lambda: configured().device.kind) as transport:
-        _plan(transport, configured, (blocks, steps) if verify else None, json_file)
-
-
-def _configured(config_file: Path | None, changes: list[str]) -> Any:
-    from mpitrain.config import parse, read_toml, with_settings
-
-    return parse(with_settings(read_toml(config_file) if config_file else {}, changes), config_file)
+    changed = changes(settings, **options)
+    read = cache(lambda: configured(config_file, changed))
+    with mpi_session(kind=lambda: read().device.kind) as transport:
+        _plan(transport, read, (blocks, steps) if verify else None, json_file)
 
 
 def _plan(

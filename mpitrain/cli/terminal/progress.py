@@ -1,6 +1,5 @@
 """The progress display of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +9,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from mpitrain.cli import BEGAN, ENDED, LAUNCHED, STOPPED_AT
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.screen import shows_output, width
+from mpitrain.cli.terminal.status import is_launched, status
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
@@ -90,15 +89,15 @@ class Progress:
     def agreed(self, config: Config, hosts: Sequence[str]) -> None:
         if advice := unmeasured(config, hosts):
             print(advice, flush=True)
-        if LAUNCHED not in os.environ and last_words.parent() == "prterun":
+        if not is_launched() and last_words.parent() == "prterun":
             print(last_words.ADVICE, flush=True)
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
         print(
-            f"{network}: {record['parameters']:,} parameters on {visible(c.data.source)}; {record['ranks']} rank(s), "
-            f"{way(c)}{BEGAN}{folder}",
+            f"{status('began', str(folder))}{network}: {record['parameters']:,} parameters on "
+            f"{visible(c.data.source)}; {record['ranks']} rank(s), {way(c)}; run directory {folder}",
             flush=True,
         )
         if said := amounts(c, record):
@@ -139,17 +138,18 @@ class Progress:
             )
         elif event == "end":
             self._bar.close()
-            said = ENDED if record["replicas_equal"] else "done: parameters bitwise NOT equal"
+            is_equal = record["replicas_equal"]
             peaks = record["peak_activation_bytes_of_ranks"]
             print(
-                f"{said} on all ranks, "
+                f"{status('ended') if is_equal else ''}done: parameters bitwise "
+                f"{'equal' if is_equal else 'NOT equal'} on all ranks, "
                 f"peak activations {max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}",
                 flush=True,
             )
         elif event in CLOSING:
             self._bar.close()
             said = (
-                f"{STOPPED_AT}{step}; --resume goes on from there"
+                f"{status('stopped')}stopped at step {step}; --resume goes on from there"
                 if event == "stopped"
                 else f"{event} at step {step}"
             )
