@@ -153,7 +153,13 @@ class Trainer:
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config)(
-            resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype
+            resolved.plan,
+            parts,
+            grid.pp.transport,
+            self.replication,
+            self.arena,
+            dtype,
+            layers.now,
         )
         self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), loss is None)
         self._recorder = recorder = self.transport.recorder
@@ -281,6 +287,8 @@ class Trainer:
         if rows:  # A parameter server has no rows.
             self._straggle(index)
             self.pipe.train(
+                index,
+                self.share().start,
                 [(len(mine), *inputs.shape[1:]) for mine in shares],
                 lambda micro: of(micro, inputs),
                 loss,
