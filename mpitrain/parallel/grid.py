@@ -158,7 +158,6 @@ class Grid:
         arithmetic: Arithmetic = HOST,
         arena: Arena | None = None,
         tp_algorithm: str = "",
-        progress_thread: str = "auto",
     ):
         assert axes.ranks == transport.size
         self.axes, self.transport = axes, transport
@@ -170,7 +169,7 @@ class Grid:
         self.reports_loss = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
 
         def group_of(part: Transport) -> Group:
-            groups.append(Group(part, algorithm, tuning, arithmetic, arena, progress_thread))
+            groups.append(Group(part, algorithm, tuning, arithmetic, arena))
             return groups[-1]  # no reference to `self`: it would make a reference cycle
 
         self._group_of = group_of

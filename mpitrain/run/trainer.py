@@ -33,6 +33,7 @@ from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device.cuda_aware import over_device
+from mpitrain.transport.polled import Polled
 
 
 class Trainer:
@@ -92,6 +93,8 @@ class Trainer:
         mine = transport.split(0)
         assert mine is not None
         self._own: Transport | None = mine
+        if self.config.replication.progress_thread == "no":
+            mine = Polled(mine)
         self.transport = over_device(mine, self.backend, self.config.device.cuda_aware)
         self.grid = Grid(
             self.transport,
@@ -101,7 +104,6 @@ class Trainer:
             arithmetic_of(resolved.device),
             arena=self.arena,
             tp_algorithm=self.config.layout.algorithm,
-            progress_thread=self.config.replication.progress_thread,
         )
         try:
             self._build(units, loss)

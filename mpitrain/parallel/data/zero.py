@@ -153,9 +153,7 @@ class ZeroOne(ZeroBase):
             for unit in range(len(replica.storage.units))
         ]
         self._open: list[Reduction] = []
-        self._mover = mover(
-            self.dividing.transport, self._gathers, replica.config.replication.progress_thread
-        )
+        self._mover = mover(self.dividing.transport, self._gathers)
 
     def _sum(self, gradients: np.ndarray) -> Reduction:
         if self.replica.wire.name != "none":
