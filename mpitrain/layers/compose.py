@@ -8,7 +8,8 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Parameter, Weights, backward
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import Writes, reference
+from mpitrain.ops import Writes
+from mpitrain.ops.reference.layers import add as add_arrays
 
 NOTHING: dict = {}
 
@@ -162,7 +163,7 @@ class Residual:
     output_is_free = True
 
     def __init__(self, inner: Any, add: Writes | None = None):
-        self.inner, self.add = inner, add or reference.add
+        self.inner, self.add = inner, add or add_arrays
         self._output_is_sum, self._input_is_sum = (
             getattr(inner, "adds_to_output", False),
             getattr(inner, "adds_to_input", False),
