@@ -134,12 +134,13 @@ class LayerNorm:
     """Layer normalisation, (x - mean) / standard deviation * gain + bias, over the last dim.
 
     gain, bias  (width,)
+    epsilon     added to the variance
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)
 
-    def __init__(self, ops: Ops, width: int):
-        self.ops, self.width = ops, width
+    def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5):
+        self.ops, self.width, self.epsilon = ops, width, epsilon
 
     def parameters(self):
         """Return gain and bias."""
@@ -152,7 +153,7 @@ class LayerNorm:
         return shape
 
     def forward(self, w, x, arena):
-        y, saved = self.ops.layer_norm(flat_rows(x), w["gain"], w["bias"], arena)
+        y, saved = self.ops.layer_norm(flat_rows(x), w["gain"], w["bias"], self.epsilon, arena)
         return y.reshape(x.shape), saved
 
     def backward_input(self, w, dy, saved, arena, residual=None):
