@@ -12,6 +12,7 @@ from mpitrain.config import Config, check_choice, parse
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.ops.device import Device, device_for
+from mpitrain.optim import RULES, checked
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
 from mpitrain.pipeline.instructions import Plan
@@ -47,6 +48,7 @@ def resolve(transport: Transport, config: Config) -> Resolved:
     raises  ConfigError on every rank if it does not fit the ranks, hosts or devices
     """
     on_all_ranks(transport, lambda: check_names(config))
+    config = on_all_ranks(transport, lambda: checked(config))
     found = on_all_ranks(transport, lambda: axes(config, transport.size))
     on_all_ranks(transport, lambda: divisor(found, transport.hosts, config.replication.shard))
     plan = on_all_ranks(transport, lambda: _planned(config, found))
@@ -62,10 +64,13 @@ def resolve(transport: Transport, config: Config) -> Resolved:
 
 
 def choices() -> dict[str, tuple[str, ...]]:
-    """Return {key: allowed names} for the keys that name an entry of a table of algorithms."""
-    return dict.fromkeys(
-        ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
-    )
+    """Return {key: allowed names} for the keys that name an entry of a table."""
+    return {
+        **dict.fromkeys(
+            ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
+        ),
+        "optimizer.name": tuple(RULES),
+    }
 
 
 def check_names(config: Config) -> None:

@@ -31,6 +31,7 @@ from mpitrain.config import Config, keys, parse, read_toml
 from mpitrain.data import TENTH, Scan, Source, TokenSource, Unopened, absolute, has_tokens
 from mpitrain.errors import ConfigError
 from mpitrain.files import Directory, cannot_write, contents, opened
+from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
 from mpitrain.run.metrics import cut_after
@@ -120,7 +121,7 @@ def _look(config: Config, resume: str, ranks: int) -> RunLocation:
     if not has_run or not saved:
         return RunLocation(folder, None, has_run)
     then = configuration(folder)
-    changed = _changes(then, config)
+    changed = _changes(then, checked(config))
     if fixed := [
         f"{key} {then!r} -> {now!r}"
         for key, (then, now) in changed.items()
@@ -176,6 +177,7 @@ def configuration(folder: Path) -> Config:
         # The folder may have a new name that is not valid in a configuration.
         tables["run"]["out"] = "."
     then = parse(tables, folder / CONFIG)
+    then = then.model_copy(update={"optimizer": without_unread(then.optimizer)})
     missing = [
         key.name
         for key in keys()
