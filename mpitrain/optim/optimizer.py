@@ -16,7 +16,6 @@ from mpitrain.optim.tensors import (
     FactSums,
     TensorUpdates,
     laid_out,
-    length_of,
     touched,
 )
 
@@ -68,7 +67,10 @@ class Optimizer:
         }
         self.state = {
             name: backend.zeros(
-                length_of(self._layouts[name]) if name in self._layouts else length, storage.dtype
+                sum(entry.stop - entry.start for entry in self._layouts[name])
+                if name in self._layouts
+                else length,
+                storage.dtype,
             )
             for name in rule.state
         }

@@ -30,20 +30,16 @@ ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
 """The sums of a rank that updates whole tensors by itself."""
 
 
-def laid_out(entries: Iterable[Entry], shape: Shape) -> list[Entry]:
-    """Lay out a buffer with a whole array of this shape for each tensor, one after the other."""
+def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
+    """Lay out a whole array of this shape for each tensor, one after the other from `start` on."""
     found: list[Entry] = []
     for entry in entries:
         dims = shape(entry.parameter)
         if dims is not None:
             whole = entry.parameter._replace(shape=dims, slices=None)
-            found.append(Entry(entry.name, whole, entry.unit, length_of(found)))
+            found.append(Entry(entry.name, whole, entry.unit, start))
+            start = found[-1].stop
     return found
-
-
-def length_of(entries: Sequence[Entry]) -> int:
-    """Return the length of a buffer that these tensors fill."""
-    return entries[-1].stop if entries else 0
 
 
 def touched(storage: Storage, piece: Piece) -> list[Entry]:
@@ -64,25 +60,21 @@ def blocks(tensor: Parameter, start: int, stop: int) -> list[Block]:
     rows = np.zeros(1, np.int64)
     for dim, mine in enumerate(lead):
         rows = np.add.outer(rows * tensor.shape[dim], mine).reshape(-1)
-    width, found = len(columns), []
+    width, first, found = len(columns), start, list[Block]()
     while start < stop:
         row, column = divmod(start, width)
-        whole = 0 if column else (stop - start) // width
+        whole = 0 if column else (stop - start) // width  # rows
         end = start + whole * width if whole else min(stop, (row + 1) * width)
         found.append(
             Block(
-                0,
-                end - start,
-                rows[row : row + max(whole, 1)],
-                columns if whole else columns[column : column + end - start],
+                start - first,
+                end - first,
+                rows[row : row + max(1, whole)],
+                columns[column : column + end - start],
             )
         )
         start = end
-    ends = np.cumsum([block.stop for block in found]).tolist()
-    return [
-        block._replace(start=end - block.stop, stop=end)
-        for block, end in zip(found, ends, strict=True)
-    ]
+    return found
 
 
 def _indices(tensor: Parameter, dim: int) -> np.ndarray:
@@ -131,31 +123,13 @@ class TensorUpdates:
         """
         self._step = step
         self._along = {name: buffer for name, buffer in state.items() if name not in layouts}
-        self._whole = {
-            name: {entry.name: entry.view(state[name]) for entry in layout}
-            for name, layout in layouts.items()
-        }
+        self._whole = {name: _views(layout, state[name]) for name, layout in layouts.items()}
         self._fragments = {
             piece: [_fragment(entry, piece) for entry in touched(storage, piece)]
             for piece in pieces
         }
-        self._sums = []
         everything = touched(storage, Piece(0, storage.length, 0))
-        for each in step.rounds:
-            layouts = {name: laid_out(everything, shape) for name, shape in each.facts.items()}
-            vector = backend.zeros(sum(map(length_of, layouts.values())), np.float64)
-            views, start = dict[str, dict[str, Any]](), 0
-            for name, entries in layouts.items():
-                stop = start + length_of(entries)
-                views[name] = {entry.name: entry.view(vector[start:stop]) for entry in entries}
-                start = stop
-            uncounted = [
-                views[name][entry.name]
-                for name, entries in layouts.items()
-                for entry in entries
-                if not sums.counts(entry.parameter.holders)
-            ]
-            self._sums.append(_Sums(vector, views, uncounted, sums.bind(vector)))
+        self._sums = [_bound(each.facts, everything, backend, sums) for each in step.rounds]
 
     def sum_facts(self, views: Views, update: Update) -> None:
         """Run all rounds over all pieces of this rank; collective."""
@@ -195,6 +169,29 @@ class TensorUpdates:
             },
             found,
         )
+
+
+def _bound(
+    facts: Mapping[str, Shape], entries: Sequence[Entry], backend: Backend, sums: FactSums
+) -> _Sums:
+    """Lay out the facts of a round in one vector, and bind its all-reduce; collective."""
+    layouts, length = dict[str, list[Entry]](), 0
+    for name, shape in facts.items():
+        layouts[name] = laid_out(entries, shape, length)
+        length = max([length, *(entry.stop for entry in layouts[name])])
+    vector = backend.zeros(length, np.float64)
+    uncounted = [
+        entry.view(vector)
+        for layout in layouts.values()
+        for entry in layout
+        if not sums.counts(entry.parameter.holders)
+    ]
+    views = {name: _views(layout, vector) for name, layout in layouts.items()}
+    return _Sums(vector, views, uncounted, sums.bind(vector))
+
+
+def _views(layout: Sequence[Entry], array: Any) -> dict[str, Any]:
+    return {entry.name: entry.view(array) for entry in layout}
 
 
 def _of(arrays: Mapping[str, Mapping[str, Any]], tensor: str) -> dict[str, Any]:
