@@ -95,3 +95,137 @@ def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(rule, t
         for key, array in wanted.items():
             assert close(array, found[key]), (key, settings)
         before = run_ranks(ranks, trained, [*own, *settings], here / "early", 0, 2)[0][1]
+
+
+def stepped(transport, *settings, steps=2):
+    """A trainer after some steps, with its traffic of the last one."""
+    trainer, source, _ = build(transport, configured(*TINY, *settings))
+    mode = trainer.replication
+    for index in range(steps):
+        before = trainer.transport.traffic.messages, trainer.transport.traffic.nbytes
+        trainer.step(index, *mode.batch(source, index))
+    after = trainer.transport.traffic.messages, trainer.transport.traffic.nbytes
+    trainer.sync_parameters()
+    return trainer, np.subtract(after, before), trainer.arena.allocations
+
+
+@pytest.mark.parametrize("compute", ("float32", "bfloat16"))
+@pytest.mark.parametrize(
+    "ranks, hosts, settings",
+    [
+        (3, "aab", [ZERO + "2"]),
+        (4, "aabb", [ZERO + "1", "replication.shard=host"]),
+        (4, "aaab", ["layout.tp=2", ZERO + "1"]),
+        (4, "aaab", ["layout.pp=2", "batch.micro_batches=2", TIED, ZERO + "1"]),
+        (4, "abbb", ["layout.tp=2", "layout.pp=2", "batch.micro_batches=2", TIED]),
+    ],
+)
+def test_holders_of_the_same_elements_have_the_same_bits_of_parameters_and_state(
+    ranks, hosts, settings, compute
+):
+    def run(transport):
+        trainer, *_ = stepped(
+            transport, "optimizer.name=factored", f"precision.compute={compute}", *settings
+        )
+        own = {
+            (one.name, entry.name): entry.view(one.array).tobytes()
+            for one in trainer.replication.kept()
+            for entry in one.entries
+        }
+        return (
+            own,
+            {name: array.tobytes() for name, array in trainer.tensors().items()},
+            ({e.name for e in trainer.storage.entries if e.parameter.slices is None}),
+        )
+
+    states, tensors = {}, {}
+    for own, parameters, whole in run_ranks(ranks, run, hosts=hosts):
+        for key, bits in own.items():
+            assert states.setdefault(key, bits) == bits, key
+        for name in whole:
+            assert tensors.setdefault(name, parameters[name]) == parameters[name], name
+    assert len(states) > 10 and tensors
+
+
+@pytest.mark.parametrize(
+    "ranks, settings, sharing", [(3, [], 1), (4, [ZERO + "1"], 4), (4, ["layout.tp=2"], 2)]
+)
+def test_each_round_is_one_all_reduce_of_its_sums_and_nothing_is_allocated_later(
+    ranks, settings, sharing
+):
+    def run(transport, rule):
+        trainer, traffic, early = stepped(transport, f"optimizer.name={rule}", *settings)
+        tensors = [entry.parameter.shape for entry in trainer.storage.entries]
+        return (
+            traffic,
+            early,
+            tensors,
+            stepped(transport, f"optimizer.name={rule}", *settings, steps=4)[2],
+        )
+
+    plain, found = (run_ranks(ranks, run, rule) for rule in ("sgd", "factored"))
+    for (before, *_), (after, early, tensors, late) in zip(plain, found, strict=True):
+        numbers = [int(np.prod(shape[:-1])) + int(np.prod(shape[-1:])) for shape in tensors]
+        doublings = sharing.bit_length() - 1
+        assert [*(after - before)] == [
+            2 * doublings,
+            8 * doublings * (sum(numbers) + len(tensors)),
+        ]
+        assert early == late
+
+
+@pytest.mark.parametrize("schedule", ("async", "async-2bw"))
+def test_stages_that_update_by_themselves_sum_over_their_tensor_parallel_group(schedule):
+    settings = ["layout.pp=2", f"pipeline.schedule={schedule}", "batch.micro_batches=2"]
+
+    def run(transport, tp):
+        trainer, *_ = stepped(
+            transport,
+            "optimizer.name=factored",
+            "precision.compute=float64",
+            f"layout.tp={tp}",
+            *settings,
+        )
+        return {
+            (one.name, entry.name): entry.view(one.array).copy()
+            for one in trainer.replication.kept()
+            for entry in one.entries
+        }
+
+    alone, together = (
+        {key: array for own in run_ranks(2 * tp, run, tp) for key, array in own.items()}
+        for tp in (1, 2)
+    )
+    assert alone.keys() == together.keys() and len(alone) > 10
+    for key, array in alone.items():
+        assert close(array, together[key]), key
+
+
+@pytest.mark.parametrize("mode", ("local", "gossip"))
+def test_workers_that_average_their_parameters_start_from_the_mean_of_their_state(mode, tmp_path):
+    own = ["optimizer.name=factored", f"replication.mode={mode}", "replication.period=2"]
+    before = run_ranks(2, trained, own, tmp_path / "two", 0, 3)[0][1]
+    one = everything(before, ["optimizer.name=factored"])
+    results = run_ranks(2, trained, own, tmp_path / "again", 3, 3, before)
+    found = [
+        {
+            (state.name, entry.name): entry.view(state.array)
+            for state in trainer.replication.kept()
+            for entry in state.entries
+        }
+        for *_, trainer in results
+    ]
+    assert len(found[0]) > 10
+    for key in found[0]:
+        assert close((found[0][key] + found[1][key]) / 2, one[key]), key
+
+
+def test_on_a_device_the_sums_are_reduced_in_its_memory():
+    settings = ["device.kind=cuda-sim", "model.layers=1", ZERO + "1", "layout.dp=2"]
+
+    def run(transport, *more):
+        trainer, *_ = stepped(transport, "optimizer.name=normalised", "model.layers=1", *more)
+        return np.concatenate([array.reshape(-1) for array in trainer.tensors().values()])
+
+    (one,), two = run_ranks(1, run), run_ranks(2, run, *settings)
+    assert np.array_equal(*two) and np.abs(one - two[0]).max() < 1e-5
