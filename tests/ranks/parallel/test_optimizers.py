@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.optim import RULES
+from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.transport.threads import run_ranks
@@ -230,3 +231,18 @@ def test_on_a_device_the_sums_are_reduced_in_its_memory():
 
     (one,), two = run_ranks(1, run), run_ranks(2, run, *settings)
     assert np.array_equal(*two) and np.abs(one - two[0]).max() < 1e-5
+
+
+@pytest.mark.parametrize("ranks, hosts", [(3, "aab"), (5, "aabba"), (6, "ababab")])
+def test_a_sum_of_facts_has_the_same_bits_at_any_offset_and_on_all_ranks(ranks, hosts):
+    def run(transport):
+        grid = Grid(transport, Axes(dp=ranks))
+        mine, found = np.random.default_rng(transport.rank).standard_normal(90), []
+        for offset, length in ((0, 90), (33, 200), (7, 101)):
+            vector = np.zeros(length)
+            vector[offset : offset + 90] = mine
+            grid.fact_sums(grid.dp, grid.tp).bind(vector)()
+            found.append(vector[offset : offset + 90].tobytes())
+        return found
+
+    assert len({bits for found in run_ranks(ranks, run, hosts=hosts) for bits in found}) == 1
