@@ -154,6 +154,16 @@ class TensorWise(NamedTuple):
     apply: Callable[[TensorPiece, Update], None]
 
 
+class TorchClass(NamedTuple):
+    """The class of torch.optim with the same update, as a peer of `mpitrain bench train`.
+
+    arguments  (settings) -> its arguments besides learning rate and weight decay
+    """
+
+    name: str
+    arguments: Callable[[config.Optimizer], Mapping[str, Any]]
+
+
 def nowhere(settings: config.Config) -> None:
     """Return None: the rule runs with every configuration."""
 
@@ -167,6 +177,7 @@ class Rule(NamedTuple):
     step      one operation over elements, or rounds of sums over tensors
     defaults  its own defaults of keys of [optimizer], where they differ from the section's
     refusal   (configuration) -> error that explains why the rule cannot run with it, or None
+    torch     its counterpart in PyTorch, or None
     """
 
     help: str
@@ -175,6 +186,7 @@ class Rule(NamedTuple):
     step: ElementWise | TensorWise
     defaults: Mapping[str, float] = {}
     refusal: Callable[[config.Config], ConfigError | None] = nowhere
+    torch: TorchClass | None = None
 
     @property
     def per_parameter(self) -> int:

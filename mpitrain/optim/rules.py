@@ -2,7 +2,7 @@
 
 from mpitrain import config
 from mpitrain.errors import ConfigError
-from mpitrain.optim.rule import ElementWise, Rule, elements
+from mpitrain.optim.rule import ElementWise, Rule, TorchClass, elements
 
 SETTINGS = config.Optimizer.model_fields
 EVERY = ("name", "lr", "clip", "warmup", "schedule")
@@ -33,6 +33,10 @@ RULES: dict[str, Rule] = {
                 "eps": update.settings.epsilon,
                 "step": update.number,
             },
+        ),
+        torch=TorchClass(
+            "AdamW",
+            lambda settings: {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon},
         ),
     ),
 }
