@@ -10,14 +10,15 @@ buffer. A tensor-wise rule needs sums over whole tensors, whose elements may lie
 The interface carries these rules:
 
     Nesterov, Adam, Lion  element-wise, with one, two and one buffer of `elements`
-    8-bit AdamW           element-wise, on codes: its operation encodes runs of 32 elements. Tensors
-                          and pieces start at multiples of 32, so no run has two owners. Its two
-                          buffers hold the decoded moments until buffers can have another dtype.
+    8-bit AdamW           element-wise: its operation encodes runs of 32 elements. Tensors and pieces
+                          start at multiples of 32, so each run has one owner. Its row will have
+                          two more fields: a dtype for each buffer, and a decoder for checkpoints,
+                          which must not depend on runs.
     LAMB                  one round: the squares of parameters and of the update, each `scalar`.
                           The round steps both moments, which are `elements`.
     Adafactor             two rounds: squares of the gradient by `rows` and by `columns`, and squares
                           of the parameters; then squares of the update. The state is `rows` and
-                          `columns` of matrices, and the whole vector for a vector.
+                          `columns` of matrices, and `columns` of vectors, all their elements.
     Muon                  no round: `apply` sees whole matrices. `refusal` names ZeRO and tensor
                           parallelism. Shapes of its own give a momentum to matrices and AdamW's
                           moments to other tensors.

@@ -268,12 +268,13 @@ class Grid:
         """
 
         def bind(facts: Any) -> Callable[[], None]:
-            links = [
-                Group(group.transport, "recursive-doubling", group.tuning, group.arithmetic).bind(
-                    facts
-                )
-                for group in groups
-            ]
+            with self.transport.recorder.called("sums over tensors"):
+                links = [
+                    Group(
+                        group.transport, "recursive-doubling", group.tuning, group.arithmetic
+                    ).bind(facts)
+                    for group in groups
+                ]
             return Chain(self.transport, links).run
 
         def counts(holders: str) -> bool:

@@ -13,7 +13,7 @@ from tests.saving import load, save
 from tests.training import TINY, configured
 
 pytestmark = pytest.mark.slow
-STEPS = 6
+STEPS = 4
 ZERO, TIED = "replication.zero=", "model.tied=true"
 LAYOUTS = [
     (2, []),
@@ -40,11 +40,13 @@ def _toys(monkeypatch):
 
 
 def trained(transport, settings, folder, first=0, stop=STEPS, path=None):
-    """Losses and norms of some steps from a checkpoint, and the checkpoint at their end."""
+    """Losses and norms of some steps from a checkpoint, the same checkpoint as this layout writes it, and the last one."""
     config = configured(*TINY, "precision.compute=float64", *settings)
     trainer, source, _ = build(transport, config)
+    again = None
     if path:
         load(path, trainer)
+        again = save(folder, trainer, Done(first, 12 * first, "run"), 9)
     mode, found = trainer.replication, []
     for index in range(first, stop):
         own = None
@@ -52,7 +54,7 @@ def trained(transport, settings, folder, first=0, stop=STEPS, path=None):
             own = trainer.step(number, *mode.batch(source, number))
         outcome = mode.outcome(index, own)
         found.append((outcome.loss, outcome.grad_norm))
-    return np.array(found), save(folder, trainer, Done(stop, 12 * stop, "run"), 9), trainer
+    return np.array(found), again, save(folder, trainer, Done(stop, 12 * stop, "run"), 9)
 
 
 def everything(path, settings):
@@ -76,28 +78,32 @@ def close(one, other):
     return np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
 
 
-@pytest.mark.parametrize("tied", ([], [TIED]), ids=("untied", "tied"))
-@pytest.mark.parametrize("rule", ("normalised", "factored"))
+@pytest.mark.parametrize("rule, tied", [("normalised", []), ("factored", []), ("factored", [TIED])])
 def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(rule, tied, tmp_path):
     own = [f"optimizer.name={rule}", *tied]
-    curve, before, _ = run_ranks(1, trained, own, tmp_path / "start", 0, 2)[0]
-    alone, end, _ = run_ranks(1, trained, own, tmp_path / "end", 2, STEPS, before)[0]
-    assert np.ptp([*curve[:, 0], *alone[:, 0]]) > 0.05, (
-        "the loss must move, or equality says nothing"
-    )
+    curve, _, before = run_ranks(1, trained, own, tmp_path / "start", 0, 2)[0]
+    alone, _, end = run_ranks(1, trained, own, tmp_path / "end", 2, STEPS, before)[0]
+    assert np.ptp([*curve[:, 0], *alone[:, 0]]) > 0.05, "the loss must move"
     wanted = everything(end, own)
     assert {name for name, _ in wanted} == {"parameters", *RULES[rule].state}
     for number, (ranks, settings) in enumerate(LAYOUTS):
-        here = tmp_path / str(number)
-        hosts = "aabb"[:ranks] if "replication.shard=host" in settings else None
-        results = run_ranks(ranks, trained, [*own, *settings], here, 2, STEPS, before, hosts=hosts)
-        for found, _, _ in results:
-            assert close(alone, found), settings
-        found = everything(results[0][1], own)
+        hosts = "aabb" if "replication.shard=host" in settings else None
+        results = run_ranks(
+            ranks,
+            trained,
+            [*own, *settings],
+            tmp_path / str(number),
+            2,
+            STEPS,
+            before,
+            hosts=hosts,
+        )
+        assert all(close(alone, found) for found, *_ in results), settings
+        _, before, end = results[0]
+        found = everything(end, own)
         assert found.keys() == wanted.keys()
         for key, array in wanted.items():
             assert close(array, found[key]), (key, settings)
-        before = run_ranks(ranks, trained, [*own, *settings], here / "early", 0, 2)[0][1]
 
 
 def stepped(transport, *settings, steps=2):
@@ -206,20 +212,23 @@ def test_stages_that_update_by_themselves_sum_over_their_tensor_parallel_group(s
 @pytest.mark.parametrize("mode", ("local", "gossip"))
 def test_workers_that_average_their_parameters_start_from_the_mean_of_their_state(mode, tmp_path):
     own = ["optimizer.name=factored", f"replication.mode={mode}", "replication.period=2"]
-    before = run_ranks(2, trained, own, tmp_path / "two", 0, 3)[0][1]
+    before = run_ranks(2, trained, own, tmp_path / "two", 0, 3)[0][2]
     one = everything(before, ["optimizer.name=factored"])
-    results = run_ranks(2, trained, own, tmp_path / "again", 3, 3, before)
-    found = [
-        {
+
+    def run(transport):
+        config = configured(*TINY, "precision.compute=float64", *own)
+        trainer = build(transport, config).trainer
+        load(before, trainer)
+        return {
             (state.name, entry.name): entry.view(state.array)
             for state in trainer.replication.kept()
             for entry in state.entries
         }
-        for *_, trainer in results
-    ]
-    assert len(found[0]) > 10
-    for key in found[0]:
-        assert close((found[0][key] + found[1][key]) / 2, one[key]), key
+
+    first, second = run_ranks(2, run)
+    assert len(first) > 10
+    for key in first:
+        assert close((first[key] + second[key]) / 2, one[key]), key
 
 
 def test_on_a_device_the_sums_are_reduced_in_its_memory():
