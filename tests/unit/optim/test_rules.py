@@ -91,13 +91,13 @@ def test_a_rule_has_its_own_defaults_which_a_setting_overrides_and_a_run_keeps()
 
 
 def test_a_name_that_is_no_rule_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"'sgd', .*, but is 'adam'; did you mean adamw\?"):
+    with pytest.raises(ConfigError, match=r"'sgd', .* mean adamw\?"):
         optimizer_of("optimizer.name=adam")
 
 
 def test_a_rule_refuses_in_its_own_words():
     assert optimizer_of("optimizer.name=whole").name == "whole"
-    with pytest.raises(ConfigError, match="whole needs whole matrices"):
+    with pytest.raises(ConfigError, match="whole matrices"):
         optimizer_of("optimizer.name=whole", "layout.tp=2")
 
 
