@@ -17,7 +17,7 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
-from mpitrain.optim import STATE
+from mpitrain.optim import RULES
 from mpitrain.parallel.averaging.local_sgd import has_outer
 from mpitrain.parallel.grid import divisor
 from mpitrain.parallel.tensor.layer_factory import described
@@ -151,7 +151,7 @@ def _held(resolved: Resolved, length: float, parts: int) -> float:
     parts   number of ranks that ZeRO shards over
     """
     settings, (dp, ranks) = resolved.config.replication, (resolved.axes.dp, resolved.axes.ranks)
-    length, state = length / resolved.axes.pp, len(STATE[resolved.config.optimizer.name])
+    length, state = length / resolved.axes.pp, RULES[resolved.config.optimizer.name].per_parameter
     # In half precision ZeRO shards the float32 parameters from stage 1 on. It shards the rounded
     # copy from stage 3 on.
     is_half = resolved.config.precision.is_half

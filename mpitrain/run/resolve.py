@@ -14,6 +14,7 @@ from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, check_choice
 from mpitrain.errors import ConfigError
 from mpitrain.ops.device import Device, device_for
+from mpitrain.optim import RULES, checked
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
 from mpitrain.pipeline.instructions import Plan
@@ -82,8 +83,8 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     hosts   host of every rank, by rank
     raises  ConfigError if it does not fit the ranks, hosts or this rank's device
     """
-    config = given.config
-    check_names(config)
+    check_names(given.config)
+    config = checked(given.config)
     found = axes(config, len(hosts))
     divisor(found, hosts, config.replication.shard)
     plan = _planned(config, found)
@@ -107,10 +108,13 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
 
 
 def choices() -> dict[str, tuple[str, ...]]:
-    """Return {key: allowed names} for the keys that name an entry of a table of algorithms."""
-    return dict.fromkeys(
-        ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
-    )
+    """Return {key: allowed names} for the keys that name an entry of a table."""
+    return {
+        **dict.fromkeys(
+            ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
+        ),
+        "optimizer.name": tuple(RULES),
+    }
 
 
 def check_names(config: Config) -> None:

@@ -40,6 +40,7 @@ from mpitrain.data import (
 )
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
+from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
 from mpitrain.run.given import RunLocation
@@ -99,7 +100,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
     if not has_run or not saved:
         return RunLocation(str(folder), "", has_run)
     then = configuration(folder)
-    changed = _changes(then, config)
+    changed = _changes(then, checked(config))
     if fixed := [
         f"{key} {then!r} -> {now!r}"
         for key, (then, now) in changed.items()
@@ -156,6 +157,7 @@ def configuration(folder: Path) -> Config:
         # The folder may have a new name that is not valid in a configuration.
         tables["run"]["out"] = "."
     then = parse(tables, folder / CONFIG)
+    then = then.model_copy(update={"optimizer": without_unread(then.optimizer)})
     missing = [
         key.name
         for key in keys()

@@ -14,6 +14,7 @@ from mpitrain.bench.training.formulas import FORMULAS, LETTERS
 from mpitrain.collectives.selection.table import choices
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.errors import ConfigError
+from mpitrain.optim import checked
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replication.records import StepResult
@@ -136,6 +137,7 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
             "Leave run.steps to --steps.",
         )
     check_names(config)
+    config = checked(config)
     divisor(axes(config, len(hosts)), hosts, config.replication.shard)
     return config
 
