@@ -1,12 +1,10 @@
 """The configuration of a run: `sections` defines the keys, `whole` the Config, `reading` parses it.
 
-ASYNCHRONOUS  the schedules without a pipeline flush, in which each stage updates by itself
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
 """
 
 from mpitrain.config.reading import check_choice, nearest, parse, read_toml, with_settings
 from mpitrain.config.sections import (
-    ASYNCHRONOUS,
     KEPT_ON_HOST,
     Batch,
     Checkpoint,
@@ -23,7 +21,6 @@ from mpitrain.config.sections import (
 from mpitrain.config.whole import Config, keys
 
 __all__ = [
-    "ASYNCHRONOUS",
     "KEPT_ON_HOST",
     "Batch",
     "Checkpoint",

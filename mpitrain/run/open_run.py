@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from mpitrain.config import Config, parse, with_settings
+from mpitrain.config import Config, with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.choices import parse
 from mpitrain.run.run_dir import (
     CHECKPOINTS,
     CONFIG,

@@ -5,19 +5,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.collectives.engine.codecs import Wire, parse_wire
-from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
-from mpitrain.config import Config, check_choice, parse
+from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.grid import Axes, axes, divisor
+from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import goes_in_passes
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
+from mpitrain.run.choices import check, parse
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -46,32 +47,20 @@ def resolve(transport: Transport, config: Config) -> Resolved:
 
     raises  ConfigError on every rank if it does not fit the ranks, hosts or devices
     """
-    on_all_ranks(transport, lambda: check_names(config))
-    found = on_all_ranks(transport, lambda: axes(config, transport.size))
+    on_all_ranks(transport, lambda: check(config))
+    servers = servers_of(config)
+    found = on_all_ranks(transport, lambda: axes(config, transport.size, servers))
     on_all_ranks(transport, lambda: divisor(found, transport.hosts, config.replication.shard))
     plan = on_all_ranks(transport, lambda: _planned(config, found))
     batch = config.batch.model_copy(update={"micro_batches": plan.micro_batches})
     config, device = _settled(transport, config.model_copy(update={"batch": batch}))
     # Each micro-batch needs a row; their number may have changed.
-    on_all_ranks(transport, lambda: axes(config, transport.size))
+    on_all_ranks(transport, lambda: axes(config, transport.size, servers))
     on_all_ranks(transport, lambda: check_rows(config, found))
     wire = on_all_ranks(transport, lambda: parse_wire(config.replication.wire))
     file = config.replication.tuning
     tuning = on_all_ranks(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
     return Resolved(config, found, plan, wire, tuning, device)
-
-
-def choices() -> dict[str, tuple[str, ...]]:
-    """Return {key: allowed names} for the keys that name an entry of a table of algorithms."""
-    return dict.fromkeys(
-        ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
-    )
-
-
-def check_names(config: Config) -> None:
-    """Raise ConfigError for a name that is not in its table."""
-    for key, known in choices().items():
-        check_choice(key, config.flat()[key], known)
 
 
 def _planned(config: Config, found: Axes) -> Plan:

@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import Config, keys, parse, read_toml
+from mpitrain.config import Config, keys, read_toml
 from mpitrain.data import TENTH, Scan, Source, TokenSource, Unopened, absolute, has_tokens
 from mpitrain.errors import ConfigError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
+from mpitrain.run.choices import parse
 from mpitrain.run.metrics import cut_after
 from mpitrain.run.resolve import Resolved
 from mpitrain.transport.agreement import on_all_ranks

@@ -13,6 +13,7 @@ from mpitrain.cli import BEGAN, ENDED, STOPPED_AT
 from mpitrain.cli.terminal.screen import shows_output, width
 from mpitrain.config import Config
 from mpitrain.errors import visible
+from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.run.metrics import CLOSING
 
 
@@ -176,9 +177,9 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
 def way(config: Config) -> str:
     """Return in words how the ranks divide the work."""
     layout, replication = config.layout, config.replication
-    if replication.mode == "server":
-        return f"{replication.servers} of them {replication.update} server(s)"
-    if replication.mode != "all-reduce":
+    if servers := servers_of(config):
+        return f"{servers} of them {replication.update} server(s)"
+    if not MODES[replication.mode].stages:
         return f"mode {replication.mode}"
     said = []
     if layout.tp > 1:

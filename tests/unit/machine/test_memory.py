@@ -17,8 +17,9 @@ from mpitrain.machine import process
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import STATE
 from mpitrain.parallel.grid import axes
+from mpitrain.parallel.modes import mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run import build
+from mpitrain.run import build, memory
 from mpitrain.run.build import Job
 from mpitrain.run.resolve import Resolved
 from mpitrain.transport.threads import run_ranks
@@ -41,7 +42,7 @@ def config_of(kind="gpt", layers=3, **more):
 def resolved(config, ranks=1):
     return Resolved(
         config,
-        axes(config, ranks),
+        axes(config, ranks, servers_of(config)),
         plan_of("1f1b", 1, 1),
         parse_wire("none"),
         DEFAULT,
@@ -54,7 +55,8 @@ def resolved(config, ranks=1):
 def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
     config = config_of(kind, layers)
     storage = Storage(build.model(config, SOURCES[kind], Plain(ops_for("cpu"))), "float32")
-    assert build._size(resolved(config), SOURCES[kind]) == (storage.length, storage.parameter_count)
+    found, count = memory.sizes(resolved(config), SOURCES[kind], 1, build.model)
+    assert (found.length, count) == (storage.length, storage.parameter_count)
 
 
 @pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
@@ -63,12 +65,13 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
     ranks, hosts, sharing, optimizer, monkeypatch
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
-    length, count = build._size(resolved(config, ranks), SOURCES["gpt"])
+    found, count = memory.sizes(resolved(config, ranks), SOURCES["gpt"], 1, build.model)
+    length = found.length
     needed = sharing * length * 4 * (2 + len(STATE[optimizer]))
 
     def run(transport):
         if transport.hosts[transport.rank] == "a":
-            build._check_memory(transport, resolved(config, ranks), SOURCES["gpt"])
+            memory.check_memory(transport, resolved(config, ranks), SOURCES["gpt"], build.model)
 
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(ranks, run, hosts=hosts)
@@ -88,7 +91,7 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
     zero, shard, hosts, monkeypatch
 ):
     config, n = config_of(layers=1000, replication={"zero": zero, "shard": shard}), len(hosts)
-    length, _ = build._size(resolved(config, n), SOURCES["gpt"])
+    length = memory.sizes(resolved(config, n), SOURCES["gpt"], n, build.model)[0].length
     largest = (
         8 * 24**2 + 7 * 24
     )  # the mlp half of a block: its two matrices and biases, and its norm
@@ -102,14 +105,18 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(
         n,
-        lambda transport: build._check_memory(transport, resolved(config, n), SOURCES["gpt"]),
+        lambda transport: memory.check_memory(
+            transport, resolved(config, n), SOURCES["gpt"], build.model
+        ),
         hosts=hosts,
     )
     monkeypatch.setattr(process, "free_memory", lambda kind: needed - 1)
     with pytest.raises(ConfigError, match="parameters with gradients"):
         run_ranks(
             n,
-            lambda transport: build._check_memory(transport, resolved(config, n), SOURCES["gpt"]),
+            lambda transport: memory.check_memory(
+                transport, resolved(config, n), SOURCES["gpt"], build.model
+            ),
             hosts=hosts,
         )
 
@@ -135,7 +142,9 @@ def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(ranks, replica
 
     config = config_of(replication=replication)
     found = resolved(config, ranks)
-    asked = 4 * ranks * build._held(found, build._size(found, SOURCES["gpt"])[0], found.axes.dp)
+    asked = ranks * mode_of(config).held(
+        memory.sizes(found, SOURCES["gpt"], found.axes.dp, build.model)[0]
+    )
     assert sum(run_ranks(ranks, held)) == pytest.approx(asked, rel=1e-12)
 
 
@@ -163,17 +172,27 @@ def test_on_a_gpu_its_own_memory_counts(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy.devices, "memory", (1000, 8 << 30))
     monkeypatch.setattr(cupy.devices, "count", 2)
-    monkeypatch.setattr(build, "_size", lambda resolved, source: (1000, 1000))
+    monkeypatch.setattr(
+        memory,
+        "sizes",
+        lambda *known, real=memory.sizes: (real(*known)[0]._replace(length=1000), 1000),
+    )
     config = config_of(device={"kind": "cuda"})
     with pytest.raises(
         ConfigError, match=r"of 2 rank\(s\) need .* GB on this GPU, but 0\.0 GB are free"
     ):
         run_ranks(
-            3, lambda transport: build._check_memory(transport, resolved(config, 3), SOURCES["gpt"])
+            3,
+            lambda transport: memory.check_memory(
+                transport, resolved(config, 3), SOURCES["gpt"], build.model
+            ),
         )
     monkeypatch.setattr(cupy.devices, "memory", (8 << 30, 8 << 30))
     run_ranks(
-        3, lambda transport: build._check_memory(transport, resolved(config, 3), SOURCES["gpt"])
+        3,
+        lambda transport: memory.check_memory(
+            transport, resolved(config, 3), SOURCES["gpt"], build.model
+        ),
     )
 
 
@@ -231,5 +250,8 @@ def test_no_width_is_so_large_that_its_number_of_parameters_looks_small(kind, wi
     )
     with pytest.raises(ConfigError, match=r"parameters with gradients .* are free"):
         run_ranks(
-            1, lambda transport: build._check_memory(transport, resolved(config), SOURCES[kind])
+            1,
+            lambda transport: memory.check_memory(
+                transport, resolved(config), SOURCES[kind], build.model
+            ),
         )
