@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.session import kind_of, mpi_session, settings_of
+from mpitrain.cli.session import kind_of, mpi_session, plugin_option, settings_of
 from mpitrain.errors import TrainingError, on_every_rank, visible
 
 
@@ -21,6 +21,7 @@ from mpitrain.errors import TrainingError, on_every_rank, visible
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
 @click.option("--device", metavar="KIND", help="Kind of device (default: the run's own).")
+@plugin_option
 def command(
     run: Path,
     data: str | None,
@@ -28,6 +29,7 @@ def command(
     tp: int | None,
     pp: int | None,
     device: str | None,
+    plugins: tuple[str, ...],
 ) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
     settings = settings_of(
@@ -36,6 +38,7 @@ def command(
         ("layout.tp", tp),
         ("layout.pp", pp),
         ("device.kind", device),
+        ("run.plugins", list(plugins) or None),
     )
     with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.data import TENTH

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mpitrain.cli.numbers import finite
-from mpitrain.cli.session import MOST, kind_of, mpi_session, settings_of
+from mpitrain.cli.session import MOST, kind_of, mpi_session, plugin_option, settings_of
 from mpitrain.errors import visible
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
 @click.option("--device", metavar="KIND", help="Kind of device (default: the run's own).")
+@plugin_option
 def command(
     run: Path,
     prompt: str,
@@ -69,12 +70,18 @@ def command(
     tp: int | None,
     pp: int | None,
     device: str | None,
+    plugins: tuple[str, ...],
 ) -> None:
     """Generate text with the newest checkpoint of RUN_DIR.
 
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
     """
-    settings = settings_of(("layout.tp", tp), ("layout.pp", pp), ("device.kind", device))
+    settings = settings_of(
+        ("layout.tp", tp),
+        ("layout.pp", pp),
+        ("device.kind", device),
+        ("run.plugins", list(plugins) or None),
+    )
     with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
         from mpitrain.run.generate import tokens
         from mpitrain.run.open_run import open_run

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
 from mpitrain.machine import process
 
@@ -21,6 +23,14 @@ MOST = 10**6
 """Upper limit of options that count something."""
 LONGEST = 1e9
 """Longest timeout, in seconds, that a timer of the operating system accepts."""
+
+plugin_option = click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    metavar="FILE",
+    help="A plugin that the run was trained with (repeatable): its run.plugins.",
+)
 
 
 @contextmanager

@@ -268,6 +268,7 @@ def unmeasured(config: Any, hosts: Sequence[str]) -> str:
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """Return the configuration of the file, or of the resumed run, with the settings applied."""
     from mpitrain.config import read_toml, with_settings
+    from mpitrain.config.plugins import load
     from mpitrain.run.choices import parse
     from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
 
@@ -276,6 +277,7 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     out = with_settings({}, settings).get("run", {}).get("out")
     if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
         return parse(with_settings({}, settings))
+    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
     then = configuration(Path(out))
     # A resumed run may have another number of ranks, so the layout is not taken over.
     stored = {**then.model_dump(), "layout": {}, "pipeline": {}}

@@ -27,6 +27,7 @@ BESIDE = (
     ("device", "tiles"),
     ("pipeline", "schedule"),
     ("run", "out"),
+    ("run", "plugins"),
 )
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
@@ -75,7 +76,13 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
         ) from None
     for section, key in BESIDE:
         table = tables.get(section)
-        if isinstance(table, dict) and isinstance(name := table.get(key), str):
+        if not isinstance(table, dict):
+            continue
+        if isinstance(name := table.get(key), list):
+            table[key] = [
+                str(path.parent / file) if isinstance(file, str) else file for file in name
+            ]
+        elif isinstance(name, str):
             kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
             is_path = (
                 key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()

@@ -32,8 +32,8 @@ def listed(names: Collection[Any]) -> str:
 class Section(BaseModel):
     """A table of the configuration file: no unknown keys, no implicit conversions, no NaN.
 
-    The context of a validation is {section.key: the names that the key allows}, for keys that name
-    a row of a table. The tables stand in higher rooms.
+    Some keys name a row of a table in a higher room. The context of a validation gives their
+    allowed names: {section.key: names}.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -59,6 +59,8 @@ class Section(BaseModel):
     @classmethod
     def _within_reach(cls, value: Any) -> Any:
         """Check the rules for the values of all keys: ranges of numbers, and valid text."""
+        if isinstance(value, list):
+            return [*map(cls._within_reach, value)]
         if isinstance(value, int) and abs(value) > WHOLE:
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
@@ -84,6 +86,12 @@ class Run(Section):
         description="total number of optimizer steps, including the steps before a resume",
     )
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
+    plugins: list[str] = Field(
+        [],
+        description="Python files that add rows to the tables of modes, schedules and the like; "
+        "every rank imports them before it checks the configuration. FILE, or FILE "
+        "sha256:DIGEST",
+    )
     log_every: int = Field(
         10, ge=1, description="steps between two lines in metrics.jsonl and on the screen"
     )

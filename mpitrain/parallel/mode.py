@@ -47,11 +47,11 @@ class Sizes(NamedTuple):
 class Mode(NamedTuple):
     """Descriptor of a replication mode; an entry of modes.py.
 
-    help      what the mode does, as the help of its key prints
+    help      phrase about the mode, for the help of its key
     make      (context) -> the mode on this rank; collective
-    held      (sizes) -> bytes of parameters, gradients and optimizer state on a rank, as the mean
+    memory    (sizes) -> bytes of parameters, gradients and optimizer state on a rank, as the mean
               over the ranks; without scratch of reductions
-    sent      (settings) -> formula of the bytes that the busiest rank sends in a step; None if it
+    traffic   (settings) -> formula of the bytes that the busiest rank sends in a step; None if it
               depends on the machine or on the schedule
     refusal   (configuration) -> error that names a key that the mode does not support, or None
     servers   (settings) -> number of the last ranks, which compute no rows
@@ -62,8 +62,8 @@ class Mode(NamedTuple):
 
     help: str
     make: Callable[[ReplicationContext], Replication]
-    held: Callable[[Sizes], float]
-    sent: Callable[[Settings], Formula | None]
+    memory: Callable[[Sizes], float]
+    traffic: Callable[[Settings], Formula | None]
     refusal: Callable[[Config], ConfigError | None]
     servers: Callable[[Settings], int] = lambda settings: 0
     records: Callable[[Settings], tuple[str, ...]] = lambda settings: ()

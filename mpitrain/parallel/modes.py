@@ -39,7 +39,7 @@ def _server_or_worker(replica: ReplicationContext) -> Replication:
     return Server(replica) if is_server else Worker(replica)
 
 
-def _held_by_servers(sizes: Sizes) -> float:
+def _memory_of_servers(sizes: Sizes) -> float:
     """Return the mean bytes: the servers hold one replica together, each worker one without state.
 
     Synchronous servers receive the workers' gradients in a separate buffer.
@@ -106,20 +106,20 @@ ZERO: Table[int, Mode] = Table(
             help="the optimizer state",
             make=ZeroOne,
             # In half precision the float32 parameters are sharded from stage 1 on.
-            held=lambda of: (
+            memory=lambda of: (
                 (
                     (of.master / (of.shards if of.mirror else 1) + of.master + of.mirror)
                     + of.state / of.shards
                 )
                 * of.length
             ),
-            sent=traffic.zero("2 {0} S", traffic.once),
+            traffic=traffic.zero("2 {0} S", traffic.once),
             refusal=nothing,
         ),
         2: Mode(
             help="also gradients",
             make=ZeroTwo,
-            held=lambda of: (
+            memory=lambda of: (
                 (
                     (of.master / (of.shards if of.mirror else 1) + of.mirror)
                     + (of.master + of.state) / of.shards
@@ -127,17 +127,17 @@ ZERO: Table[int, Mode] = Table(
                 * of.length
                 + of.master * of.largest
             ),
-            sent=traffic.zero("(m+1) {0} S", traffic.by_micro_batch),
+            traffic=traffic.zero("(m+1) {0} S", traffic.by_micro_batch),
             refusal=nothing,
         ),
         3: Mode(
             help="also parameters",
             make=ZeroThree,
-            held=lambda of: (
+            memory=lambda of: (
                 (2 * of.master + of.state) / of.shards * of.length
                 + (of.master + of.computed) * of.largest
             ),
-            sent=traffic.zero(
+            traffic=traffic.zero(
                 "{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times",
                 traffic.by_use,
             ),
@@ -152,23 +152,23 @@ MODES: Table[str, Mode] = Table(
         "all-reduce": Mode(
             help="each rank updates from the sum of all gradients",
             make=AllReduce,
-            held=lambda of: of.replica,
-            sent=lambda settings: traffic.ALL_REDUCE.get(settings.algorithm),
+            memory=lambda of: of.replica,
+            traffic=lambda settings: traffic.ALL_REDUCE.get(settings.algorithm),
             refusal=nothing,
             stages=ZERO,
         ),
         "master": Mode(
             help="rank 0 alone updates",
             make=Master,
-            held=lambda of: of.replica - of.state * of.length * (1 - 1 / of.axes.ranks),
-            sent=lambda settings: traffic.MASTER,
+            memory=lambda of: of.replica - of.state * of.length * (1 - 1 / of.axes.ranks),
+            traffic=lambda settings: traffic.MASTER,
             refusal=_WITHOUT_LAYOUTS,
         ),
         "server": Mode(
             help="parameter servers, which compute no rows, update",
             make=_server_or_worker,
-            held=_held_by_servers,
-            sent=lambda settings: traffic.SERVER[settings.update],
+            memory=_memory_of_servers,
+            traffic=lambda settings: traffic.SERVER[settings.update],
             refusal=first(
                 lambda config: _has_common_step(config) if _is_late(config.replication) else None,
                 _WITHOUT_LAYOUTS,
@@ -183,17 +183,17 @@ MODES: Table[str, Mode] = Table(
             help="local SGD; workers update by themselves and average parameters every "
             "replication.period steps",
             make=LocalSGD,
-            held=lambda of: (
+            memory=lambda of: (
                 of.replica + (3 if has_outer(of.settings) else 1) * of.master * of.length
             ),
-            sent=lambda settings: traffic.LOCAL,
+            traffic=lambda settings: traffic.LOCAL,
             refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
         ),
         "gossip": Mode(
             help="workers update by themselves and average with one neighbour after each step",
             make=Gossip,
-            held=lambda of: of.replica + of.master * of.length,
-            sent=lambda settings: traffic.GOSSIP,
+            memory=lambda of: of.replica + of.master * of.length,
+            traffic=lambda settings: traffic.GOSSIP,
             refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
         ),
     }
@@ -207,16 +207,16 @@ STREAMS: Table[str, Mode] = Table(
             help="(PipeDream) updates after every micro-batch",
             make=PipeDream,
             # Stage s of p stores p - s versions of the parameters with which layers compute.
-            held=lambda of: of.replica + (of.axes.pp - 1) / 2 * of.computed * of.length,
-            sent=unknown,
+            memory=lambda of: of.replica + (of.axes.pp - 1) / 2 * of.computed * of.length,
+            traffic=unknown,
             refusal=_OF_STREAMS,
         ),
         "async-2bw": Mode(
             help="(PipeDream-2BW) updates once a step, with gradients at the parameters of the "
             "step before",
             make=PipeDream2BW,
-            held=lambda of: of.replica + of.computed * of.length,
-            sent=unknown,
+            memory=lambda of: of.replica + of.computed * of.length,
+            traffic=unknown,
             refusal=_OF_STREAMS,
         ),
     }

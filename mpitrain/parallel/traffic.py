@@ -1,7 +1,7 @@
 """Formulas for the bytes that the busiest rank sends per step in each mode of replication.
 
-Rows of `modes.py` name them. LETTERS defines the letters of `Formula.words`. The byte counts of
-`Formula.of` also include the headers of server messages and the control message, if the mode has them. The control message is
+Rows of `modes.py` name them. LETTERS defines the letters of `Formula.words`. The bytes of
+`Formula.of` include the headers of server messages and the control message, if the mode has them. The control message is
 four numbers, all-reduced by the algorithm of the gradients, or else by a ring.
 """
 

@@ -10,6 +10,7 @@ from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.config import Config, check_choice
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
+from mpitrain.config.plugins import load
 from mpitrain.config.whole import Key
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
 from mpitrain.pipeline.schedules import SCHEDULES
@@ -51,7 +52,8 @@ def keys() -> Iterator[Key]:
 def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     """Make a `Config` of tables such as {"run": {"steps": 100}}.
 
-    Tables without model.kind get the kind that fits data.source.
+    The plugins of run.plugins are imported first. Tables without model.kind get the kind that fits
+    data.source.
 
     Parameters
     ----------
@@ -70,6 +72,11 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
         One error that lists all invalid keys and values; else one about keys that exclude each
         other.
     """
+    return without_plugins(load(tables), path)
+
+
+def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Config:
+    """Make a `Config` as `parse`, but import no plugins: the tables may be another person's."""
     config = parse_sections(tables, path, choices())
     _check_rules(config)
     return config
@@ -77,6 +84,7 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
 
 def check(config: Config) -> None:
     """Raise ConfigError for a name that is not in its table, or a key that its row refuses."""
+    load(config.model_dump())
     values = config.flat()
     for key, names in choices().items():
         check_choice(key, values[key], names)

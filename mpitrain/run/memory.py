@@ -36,7 +36,7 @@ def check_memory(
         ranks, where = -(-ranks // process.gpus()), "on this GPU"
     shards = divisor(resolved.axes, transport.hosts, config.replication.shard)
     found, count = sizes(resolved, source, shards, model)
-    needed = ranks * mode_of(config).held(found)
+    needed = ranks * mode_of(config).memory(found)
     free = process.free_memory(config.device.kind)
     if needed > free:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mpitrain.config import Config, with_settings
+from mpitrain.config.plugins import load
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import Job, build
@@ -33,6 +34,7 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
         raise ConfigError(
             f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run."
         )
+    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
     then = configuration(folder)
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))

@@ -213,14 +213,14 @@ def _measured(
 def formula_of(word: str) -> Formula | None:
     """Return the formula of a mode of --modes, or None."""
     config = parse(with_settings({}, [*settings_by_mode()[word]]))
-    return mode_of(config).sent(config.replication)
+    return mode_of(config).traffic(config.replication)
 
 
 def predicted(job: Job) -> float | None:
     """Return the bytes that the busiest rank of a job sends per step by formula, or None."""
     trainer, data = job.trainer, job.data
     config, axes = trainer.config, trainer.grid.axes
-    formula = mode_of(config).sent(config.replication)
+    formula = mode_of(config).traffic(config.replication)
     if formula is None or config.replication.wire != "none" or axes.tp > 1 or axes.pp > 1:
         return None
     inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))

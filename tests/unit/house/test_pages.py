@@ -14,6 +14,7 @@ from mpitrain.cli import COMMANDS, commands
 from mpitrain.config import keys, with_settings
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.run.choices import parse
+from tests.rows import tables
 from tests.unit.house.test_imports import FLOORS, PACKAGE, SOURCES, imported_names
 
 HERE = Path(__file__).parents[3]
@@ -77,6 +78,14 @@ def test_the_page_of_pipelines_lists_every_schedule():
         SCHEDULES
     )
     assert all(f"`{name}`" in text for name in STREAMS)
+
+
+def test_the_page_of_the_house_lists_the_table_of_every_kind_with_its_file():
+    section = HOUSE.read_text().partition("## What to touch")[2].partition("\n## ")[0]
+    named = {*re.findall(r"`([\w/.]+)`", section)}
+    for table in tables():
+        module, _, name = table.removeprefix("mpitrain.").rpartition(".")
+        assert {name, f"{module.replace('.', '/')}.py"} <= named
 
 
 @pytest.mark.parametrize("page", (HOUSE, TESTS), ids=("house", "tests"))

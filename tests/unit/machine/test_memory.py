@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.collectives.selection.tuning import DEFAULT
-from mpitrain.config import parse
+from mpitrain.config import with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Storage
@@ -17,10 +17,11 @@ from mpitrain.machine import process
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import STATE
 from mpitrain.parallel.grid import axes
-from mpitrain.parallel.modes import mode_of, servers_of
+from mpitrain.parallel.modes import MODES, STREAMS, mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run import build, memory
 from mpitrain.run.build import Job
+from mpitrain.run.choices import parse
 from mpitrain.run.resolve import Resolved
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
@@ -121,31 +122,64 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
         )
 
 
-@pytest.mark.parametrize(
-    "ranks, replication",
-    [
-        (2, {}),
-        (2, {"zero": 1}),
-        (3, {"mode": "server", "servers": 1}),
-        (3, {"mode": "master"}),
-        (2, {"mode": "gossip"}),
-        (2, {"mode": "local"}),
-        (2, {"mode": "local", "outer_momentum": 0.9}),
-        (2, {"mode": "local", "outer_lr": 0.7}),
-    ],
-)
-def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(ranks, replication):
-    def held(transport):
-        replication = build.build(transport, config, source=SOURCES["gpt"]).trainer.replication
-        replication.sync_parameters()
-        return replication.held() - replication.replica.grid.scratch_bytes
+def layouts():
+    """{row of each mode, with its variants: the sections that choose it}."""
+    found = {}
+    for name, mode in MODES.items():
+        for stage in (0, *mode.stages):
+            for setting in mode.variants.values() or [f"replication.zero={stage}"]:
+                sections = with_settings({"replication": {"mode": name}}, [setting])
+                found[f"{name} {setting}"] = sections
+    for name in STREAMS:
+        found[name] = {"pipeline": {"schedule": name}}
+    return found
 
-    config = config_of(replication=replication)
-    found = resolved(config, ranks)
-    asked = ranks * mode_of(config).held(
-        memory.sizes(found, SOURCES["gpt"], found.axes.dp, build.model)[0]
-    )
-    assert sum(run_ranks(ranks, held)) == pytest.approx(asked, rel=1e-12)
+
+def check_held(ranks, sections, rounding=1e-12):
+    """The formula of the mode gives the bytes that all ranks hold together, without scratch.
+
+    Two buffers take turns in the stages of ZeRO that have any; the formula counts the larger one.
+    """
+
+    def held(transport):
+        trainer = build.build(transport, config, source=SOURCES["gpt"]).trainer
+        trainer.sync_parameters()
+        sizes, _ = memory.sizes(trainer.resolved, SOURCES["gpt"], trainer.grid.axes.dp, build.model)
+        row = mode_of(trainer.config)
+        whole = row.memory(sizes._replace(largest=0))
+        in_turns = row.memory(sizes) - whole
+        return trainer.replication.held() - trainer.grid.scratch_bytes - whole, whole, in_turns
+
+    units = {"replication": {**sections.get("replication", {}), "bucket_mb": 1e-6}}  # are buckets
+    config = config_of(**{**sections, **units})
+    more, (whole, *_), (in_turns, *_) = zip(*run_ranks(ranks, held), strict=True)
+    more, rounding = sum(more) / ranks, rounding * whole
+    assert in_turns - rounding <= more <= 2 * in_turns + rounding
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize("sections", layouts().values(), ids=layouts())
+def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(sections, ranks, compute):
+    config = config_of(**sections)
+    if ranks <= servers_of(config):
+        pytest.skip("servers need a worker")
+    sections = {**sections, "precision": {"compute": compute}}
+    check_held(ranks, sections)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_the_memory_of_stages_is_a_mean_as_if_they_were_equal(name):
+    """The first stage of `async` stores the most versions of its own parameters."""
+    for ranks in (2, 3, 4):
+        batch = {"size": 4, "micro_batches": ranks}
+        sections = {"pipeline": {"schedule": name}, "layout": {"pp": ranks}, "batch": batch}
+        check_held(ranks, sections, rounding=0.05)
+
+
+@pytest.mark.parametrize("outer", [{"outer_momentum": 0.9}, {"outer_lr": 0.7}])
+def test_an_outer_optimizer_counts(outer):
+    check_held(2, {"replication": {"mode": "local", **outer}})
 
 
 def test_units_are_not_built_for_a_model_that_does_not_fit(monkeypatch):
