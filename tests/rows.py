@@ -46,5 +46,5 @@ def added_rows():
     with ExitStack() as stack:
         for table in tables().values():
             stack.enter_context(patch.dict(table))
-        stack.enter_context(patch.dict(plugins._IMPORTED))
+        stack.enter_context(patch.dict(plugins._ERRORS))
         yield

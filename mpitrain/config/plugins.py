@@ -1,8 +1,6 @@
 """Plugins: Python files of the user that add rows to tables, imported once in a process."""
 
 import hashlib
-import os
-import re
 import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -14,17 +12,17 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
-_ENTRY = re.compile(r"(.+?)(?: sha256:([0-9a-f]{64}))?", re.DOTALL)
-_IMPORTED: dict[Path, str | ConfigError] = {}
-"""{absolute path: digest of a plugin that this process has imported, or the error of the import}."""
+MARK = " sha256:"
+"""An entry of run.plugins is FILE, or FILE, this mark and the file's digest."""
+_ERRORS: dict[str, ConfigError | None] = {}
+"""{digest: the error of its import}, of each file that this process has tried to import."""
 _LOCK = RLock()
 
 
 def load(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Import the plugins that the tables name, in order, and return the tables with their digests.
 
-    An entry of run.plugins is FILE, or FILE followed by ` sha256:` and the file's digest. A file
-    is imported once in a process, even if it changes afterwards.
+    The same content is imported once in a process.
 
     raises  ConfigError if a file is missing, is not the one of its digest, or raises an exception
     """
@@ -42,31 +40,26 @@ def entries(tables: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def absolute_entry(entry: str) -> str:
-    """Return an entry with the absolute path of its file."""
-    return os.path.abspath(entry)
-
-
-def digests(entries: Sequence[str]) -> list[str]:
+def digests(found: Sequence[str]) -> list[str]:
     """Return the digests of entries; "" for an entry without one."""
-    return [_split(entry)[1] for entry in entries]
+    return [entry.partition(MARK)[2] for entry in found]
 
 
 def imported() -> list[str]:
     """Return the digests of the plugins that this process has imported."""
-    return [digest for digest in _IMPORTED.values() if isinstance(digest, str)]
+    return [digest for digest, error in _ERRORS.items() if error is None]
 
 
-def check_named(entries: Sequence[str], named: Collection[str], folder: Path) -> None:
+def check_named(found: Sequence[str], named: Collection[str], folder: Path) -> None:
     """Raise ConfigError unless the user has named the plugins of a run, with the same content.
 
     A run directory names no code to run: its author may be another person.
 
-    entries  run.plugins of the run's configuration
-    named    digests of the files that the user has named
-    folder   the run directory
+    found   run.plugins of the run's configuration
+    named   digests of the files that the user has named
+    folder  the run directory
     """
-    for name, digest in map(_split, entries):
+    for name, _, digest in (entry.partition(MARK) for entry in found):
         if digest not in named:
             raise ConfigError(
                 f"The run in {folder} was trained with the plugin {name} (sha256 {digest[:12]}), but no "
@@ -76,51 +69,44 @@ def check_named(entries: Sequence[str], named: Collection[str], folder: Path) ->
             )
 
 
-def _split(entry: str) -> tuple[str, str]:
-    """Return the path and the digest of an entry; "" for none."""
-    found = _ENTRY.fullmatch(entry)
-    return (found[1], found[2] or "") if found else (entry, "")
-
-
 def _pinned(entry: str) -> str:
     """Import the file of an entry, unless it is imported already; return the entry with a digest."""
-    name, wanted = _split(entry)
-    path = Path(name).absolute()
+    name, _, wanted = entry.partition(MARK)
     with _LOCK:
         if wanted in imported():
             return entry
-        if path not in _IMPORTED:
-            _IMPORTED[path] = _import(name, path, wanted)
-        found = _IMPORTED[path]
-    if isinstance(found, ConfigError):
-        raise ConfigError(found.law, found.way_out)
-    if wanted not in ("", found):
-        raise _changed(name, wanted, found)
-    return f"{name} sha256:{found}"
+        try:
+            code = contents(Path(name))
+        except OSError as error:
+            raise ConfigError(
+                f"The plugin {name} cannot be read: {error.strerror}.",
+                "Name a Python file in run.plugins.",
+            ) from None
+        digest = hashlib.sha256(code).hexdigest()
+        if wanted not in ("", digest):
+            raise ConfigError(
+                f"The plugin {name} must have sha256 {wanted[:12]}, but it has {digest[:12]}.",
+                "Name the file as it was, or leave the digest out.",
+            )
+        if digest not in _ERRORS:
+            _ERRORS[digest] = _import(code, name, digest)
+        if failure := _ERRORS[digest]:
+            raise ConfigError(failure.law, failure.way_out)
+    return f"{name}{MARK}{digest}"
 
 
-def _import(name: str, path: Path, wanted: str) -> str | ConfigError:
-    """Import a file under a name of its own in sys.modules; return its digest, or the error."""
-    try:
-        code = contents(path)
-    except OSError as error:
-        return ConfigError(
-            f"The plugin {name} cannot be read: {error.strerror}.",
-            "Name a Python file in run.plugins.",
-        )
-    digest = hashlib.sha256(code).hexdigest()
-    if wanted not in ("", digest):
-        return _changed(name, wanted, digest)
+def _import(code: bytes, name: str, digest: str) -> ConfigError | None:
+    """Run the code as a module of its own in sys.modules; return the error, or None."""
     module = ModuleType(f"mpitrain_plugin_{digest[:16]}")
-    module.__file__ = str(path)
+    module.__file__ = name
     sys.modules[module.__name__] = module  # Dataclasses look their module up there.
     try:
-        exec(compile(code, str(path), "exec"), module.__dict__)
+        exec(compile(code, name, "exec"), module.__dict__)
+        return None
     except (Exception, SystemExit) as error:
-        del sys.modules[module.__name__]
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines = [frame.lineno for frame in frames if frame.filename == name]
+        if isinstance(error, SyntaxError) and error.filename == name:
             lines.append(error.lineno)
         where = f", line {lines[-1]}" if lines else ""
         said = error.law if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
@@ -128,11 +114,3 @@ def _import(name: str, path: Path, wanted: str) -> str | ConfigError:
             f"The plugin {name} cannot be imported{where}: {said}",
             "Correct the file, or leave it out of run.plugins.",
         )
-    return digest
-
-
-def _changed(name: str, wanted: str, found: str) -> ConfigError:
-    return ConfigError(
-        f"The plugin {name} must have sha256 {wanted[:12]}, but it has {found[:12]}.",
-        "Name the file as it was, or start another run with its own --out.",
-    )

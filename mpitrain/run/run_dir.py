@@ -28,7 +28,7 @@ import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
 from mpitrain.config import Config, keys, read_toml
-from mpitrain.config.plugins import absolute_entry, check_named, digests, entries, imported
+from mpitrain.config.plugins import check_named, digests, entries, imported
 from mpitrain.data import TENTH, Scan, Source, TokenSource, Unopened, absolute, has_tokens
 from mpitrain.errors import ConfigError
 from mpitrain.files import Directory, cannot_write, contents, opened
@@ -378,7 +378,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     tables = config.model_dump()
     # The file lies in the run directory, so run.out is the file's own folder.
     tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp
-    tables["run"]["plugins"] = [*map(absolute_entry, config.run.plugins)]
+    tables["run"]["plugins"] = [*map(os.path.abspath, config.run.plugins)]
     tables["data"]["source"], tables["data"]["validation"] = (
         absolute(config.data.source),
         absolute(config.data.validation),
