@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from mpitrain.config import parse, with_settings
+from mpitrain.config import with_settings
 from mpitrain.run.build import build
+from mpitrain.run.choices import parse
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 

@@ -83,11 +83,11 @@ def _compare(
     from mpitrain import __version__
     from mpitrain.bench.collectives.header import machine
     from mpitrain.bench.collectives.table import write_json
-    from mpitrain.bench.training.compare import USUAL, compare, footer, heading, jobs, line, plot
+    from mpitrain.bench.training.compare import compare, footer, heading, jobs, line, plot, usual
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.transport.agreement import on_all_ranks
 
-    words = list(dict.fromkeys(modes.split(","))) if modes else USUAL
+    words = list(dict.fromkeys(modes.split(","))) if modes else usual()
     found = on_all_ranks(transport, lambda: jobs(words, changes, transport.hosts))
     is_root = transport.rank == 0
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file], plot_file))

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import OWN_DEVICE, PP, TP, changes
+from mpitrain.cli.job_options import OWN_DEVICE, PLUGINS, PP, TP, changes
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import TrainingError, on_every_rank, visible
 
@@ -23,6 +23,7 @@ from mpitrain.errors import TrainingError, on_every_rank, visible
 @TP
 @PP
 @OWN_DEVICE
+@PLUGINS
 def command(run: Path, **options: Any) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
     settings = changes((), **options)

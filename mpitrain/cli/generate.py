@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.job_options import OWN_DEVICE, PP, TP, changes
+from mpitrain.cli.job_options import OWN_DEVICE, PLUGINS, PP, TP, changes
 from mpitrain.cli.numbers import finite
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 @TP
 @PP
 @OWN_DEVICE
+@PLUGINS
 def command(
     run: Path,
     prompt: str,

@@ -16,6 +16,7 @@ KEYS = {
     "device": "device.kind",
     "gemm": "device.gemm",
     "out": "run.out",
+    "plugins": "run.plugins",
 }
 """The configuration key that each option sets."""
 
@@ -38,6 +39,13 @@ DEVICE = click.option("--device", metavar="KIND", help=f"Kind of device: auto, {
 OWN_DEVICE = click.option(
     "--device", metavar="KIND", help="Kind of device (default: the run's own)."
 )
+PLUGINS = click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    metavar="FILE",
+    help="A plugin that the run was trained with (repeatable): its run.plugins.",
+)
 GEMM = click.option(
     "--gemm",
     metavar="WHO",
@@ -46,8 +54,8 @@ GEMM = click.option(
 
 
 def changes(settings: tuple[str, ...], **options: Any) -> list[str]:
-    """Return the settings and, for each option that is not None, `section.key=value`."""
-    given = {KEYS[name]: value for name, value in options.items() if value is not None}
+    """Return the settings and, for each option that is given, `section.key=value`."""
+    given = {KEYS[name]: value for name, value in options.items() if value not in (None, ())}
     return [*settings, *(f"{key}={_toml(value)}" for key, value in given.items())]
 
 
@@ -59,7 +67,8 @@ def _toml(value: Any) -> str:
 
 def configured(config_file: Path | None, settings: list[str]) -> Any:
     """Return the configuration of the file, or the defaults, with the settings applied."""
-    from mpitrain.config import parse, read_toml, with_settings
+    from mpitrain.config import read_toml, with_settings
+    from mpitrain.run.choices import parse
 
     return parse(
         with_settings(read_toml(config_file) if config_file else {}, settings), config_file

@@ -59,9 +59,9 @@ def _meant(option: str, args: list[str]) -> str:
 
     If the key cannot have the given value, the hint is the reason. Without a similar key it is "".
     """
-    from mpitrain.config import nearest, parse, with_settings
+    from mpitrain.config import nearest, with_settings
     from mpitrain.errors import ConfigError
-    from mpitrain.run.resolve import check_names
+    from mpitrain.run.choices import parse
 
     keys = nearest(option.lstrip("-"))
     value = "VALUE"
@@ -70,7 +70,7 @@ def _meant(option: str, args: list[str]) -> str:
             value = word.partition("=")[2] or (value if following.startswith("--") else following)
     if len(keys) == 1 and value != "VALUE":
         try:
-            check_names(parse(with_settings({}, [f"{keys[0]}={value}"])))
+            parse(with_settings({}, [f"{keys[0]}={value}"]))
         except ConfigError as refusal:
             return f", and {refusal.law}"
     return f"; did you mean {' or '.join(f'--set {key}={value}' for key in keys)}?" if keys else ""
@@ -225,7 +225,9 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
 
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """Return the configuration of the file, or of the resumed run, with the settings applied."""
-    from mpitrain.config import parse, read_toml, with_settings
+    from mpitrain.config import read_toml, with_settings
+    from mpitrain.config.plugins import load
+    from mpitrain.run.choices import parse
     from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
 
     if config_file:
@@ -233,6 +235,7 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     out = with_settings({}, settings).get("run", {}).get("out")
     if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
         return parse(with_settings({}, settings))
+    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
     then = configuration(Path(out))
     # A resumed run may have another number of ranks, so the layout is not taken over.
     stored = {**then.model_dump(), "layout": {}, "pipeline": {}}
@@ -284,10 +287,8 @@ def print_keys(section: str) -> None:
     from itertools import groupby
     from textwrap import fill
 
-    from mpitrain.config import keys
-    from mpitrain.run.resolve import choices
+    from mpitrain.run.choices import keys
 
-    names = choices()
     sections = {
         name: list(rows) for name, rows in groupby(keys(), lambda key: key.name.partition(".")[0])
     }
@@ -307,8 +308,7 @@ def print_keys(section: str) -> None:
     for name in sections if section == "all" else [section]:
         click.echo(f"\n[{name}]")
         for key in sections[name]:
-            allowed = " | ".join(names.get(key.name, ())) or key.range
-            law = f"{key.type}, {allowed}" if allowed else key.type
+            law = f"{key.type}, {key.range}" if key.range else key.type
             head = f"{key.name} = {json.dumps(key.default)}"
             click.echo(
                 fill(

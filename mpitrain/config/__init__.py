@@ -1,6 +1,5 @@
 """The configuration of a run: `sections` defines the keys, `whole` the Config, `reading` parses it.
 
-ASYNCHRONOUS  the schedules without a pipeline flush, in which each stage updates by itself
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
 PATHS         the (section, key) of all paths
 """
@@ -15,7 +14,6 @@ from mpitrain.config.reading import (
     with_settings,
 )
 from mpitrain.config.sections import (
-    ASYNCHRONOUS,
     KEPT_ON_HOST,
     Batch,
     Checkpoint,
@@ -32,7 +30,6 @@ from mpitrain.config.sections import (
 from mpitrain.config.whole import Config, keys
 
 __all__ = [
-    "ASYNCHRONOUS",
     "KEPT_ON_HOST",
     "PATHS",
     "Batch",

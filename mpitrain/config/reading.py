@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mpitrain.config.sections import listed
 from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
@@ -26,6 +27,7 @@ PATHS = (
     ("device", "tiles"),
     ("pipeline", "schedule"),
     ("run", "out"),
+    ("run", "plugins"),
 )
 LISTED = "`mpitrain train --help-config` lists every key with its type and range."
 
@@ -74,7 +76,13 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
         ) from None
     for section, key in PATHS:
         table = tables.get(section)
-        if isinstance(table, dict) and isinstance(name := table.get(key), str):
+        if not isinstance(table, dict):
+            continue
+        if isinstance(name := table.get(key), list):
+            table[key] = [
+                str(path.parent / file) if isinstance(file, str) else file for file in name
+            ]
+        elif isinstance(name, str):
             kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
             is_path = (
                 key != "schedule" or "/" in name or "." in name or (path.parent / name).is_file()
@@ -125,31 +133,25 @@ def _toml_value(text: str) -> Any:
     return text if is_spaced else found["value"]
 
 
-def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
-    """Make a `Config` of tables such as {"run": {"steps": 100}}.
+def parse(
+    tables: Mapping[str, Any],
+    path: Path | None = None,
+    names: Mapping[str, Collection[Any]] | None = None,
+) -> Config:
+    """Make a `Config` of tables such as {"run": {"steps": 100}}; `run.choices.parse` calls it.
 
     Tables without model.kind get the kind that fits data.source.
 
-    Parameters
-    ----------
-    tables : mapping
-        Values by section and key.
-    path : Path, optional
-        The file that the tables were read from, for messages.
-
-    Returns
-    -------
-    Config
-
-    Raises
-    ------
-    ConfigError
-        One error that lists all invalid keys and values.
+    path    the file that the tables were read from, for messages
+    names   {key: the names that it allows}, for keys that name a row of a table of a higher room;
+            without it such a key may have any value, as in the file of a run whose plugins are
+            not loaded
+    raises  ConfigError, one that lists all invalid keys and values
     """
     try:
-        return Config.model_validate(_with_kind(tables))
+        return Config.model_validate(_with_kind(tables), context=names)
     except ValidationError as error:
-        said = "\n".join(_complaint(item) for item in error.errors())
+        said = "\n".join(_complaint(item, names or {}) for item in error.errors())
         raise ConfigError(
             said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED
         ) from None
@@ -169,22 +171,20 @@ def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     return tables
 
 
-def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise ConfigError, with the message of `parse`, unless the value is one of the choices.
 
     choices  of a key that names an entry of a table outside of this package
     """
     if value not in choices:
-        *others, last = map(repr, choices)
-        raise ConfigError(
-            _no_choice(name, f"must be {', '.join(others)} or {last}", value, choices), LISTED
-        )
+        law = f"must be {listed(choices)}"
+        raise ConfigError(_no_choice(name, law, value, [*map(str, choices)]), LISTED)
 
 
-def check_text(name: str, value: str) -> None:
-    """Raise ConfigError, with the message of `parse`, unless the text is valid UTF-8."""
+def check_text(name: str, value: str | list[str]) -> None:
+    """Raise ConfigError, with the message of `parse`, unless text or texts are valid UTF-8."""
     try:
-        value.encode()
+        "".join(value).encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{name} must be UTF-8, but is {value!r}.", LISTED) from None
 
@@ -212,7 +212,7 @@ def nearest(word: str) -> list[str]:
     )
 
 
-def _complaint(item: Mapping[str, Any]) -> str:
+def _complaint(item: Mapping[str, Any], names: Mapping[str, Collection[Any]]) -> str:
     """Return the message for one finding of pydantic: the key, the rule and the value."""
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
@@ -221,10 +221,10 @@ def _complaint(item: Mapping[str, Any]) -> str:
         return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
     law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
     if item["type"] == "literal_error":
-        choices = [
+        choices = names.get(name) or [
             choice for key in keys() if key.name == name for choice in key.range.split(" | ")
         ]
-        return _no_choice(name, law, item["input"], choices)
+        return _no_choice(name, law, item["input"], [*map(str, choices)])
     if item["type"] == "string_pattern_mismatch":
         law = PATTERNS[name]
     if item["type"] == "finite_number" or (

@@ -1,6 +1,7 @@
 """The keys of the configuration: type, range, default and help of each; as pydantic models."""
 
 import os
+from collections.abc import Collection
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -14,8 +15,6 @@ ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
 VALIDATION = r"^(tenth|tokens:.+)?$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
-ASYNCHRONOUS = ("async", "async-2bw")
-"""The schedules without a pipeline flush, in which each stage updates its own parameters."""
 KEPT_ON_HOST = ("topk", "powersgd")
 """The compression formats with error-feedback residuals, which lie in host memory."""
 WHOLE = 2**63 - 1
@@ -24,10 +23,28 @@ SMALL, LARGE = 1e-30, 1e30
 """The range of the magnitude of a float other than 0; float32 represents all of it."""
 
 
+def listed(names: Collection[Any]) -> str:
+    """Return the names as a message lists choices."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 class Section(BaseModel):
-    """A table of the configuration file: no unknown keys, no implicit conversions, no NaN."""
+    """A table of the configuration file: no unknown keys, no implicit conversions, no NaN.
+
+    Some keys name a row of a table in a higher room. The context of a validation gives their
+    allowed names: {section.key: names}.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _in_its_table(cls, value: Any, info: ValidationInfo) -> Any:
+        names = (info.context or {}).get(f"{cls.__name__.lower()}.{info.field_name}")
+        if names and value not in names:
+            raise PydanticKnownError("literal_error", {"expected": listed(names)})
+        return value
 
     @field_validator("*", mode="before")
     @classmethod
@@ -42,6 +59,8 @@ class Section(BaseModel):
     @classmethod
     def _within_reach(cls, value: Any) -> Any:
         """Check the rules for the values of all keys: ranges of numbers, and valid text."""
+        if isinstance(value, list):
+            return [*map(cls._within_reach, value)]
         if isinstance(value, int) and abs(value) > WHOLE:
             raise PydanticCustomError("range", "must be a whole number of at most 64 bits")
         if isinstance(value, float) and value and not SMALL <= abs(value) <= LARGE:
@@ -67,6 +86,12 @@ class Run(Section):
         description="total number of optimizer steps, including the steps before a resume",
     )
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
+    plugins: list[str] = Field(
+        [],
+        description="Python files that add rows to the tables of modes, schedules and the like; "
+        "every rank imports them before it checks the configuration. FILE, or FILE "
+        "sha256:DIGEST",
+    )
     log_every: int = Field(
         10, ge=1, description="steps between two lines in metrics.jsonl and on the screen"
     )
@@ -199,11 +224,8 @@ class Layout(Section):
 class Pipeline(Section):
     schedule: str = Field(
         "1f1b",
-        description="pipeline schedule: naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, "
-        "v-half, breadth-first, or a file of `mpitrain plan schedule --json`. async "
-        "and async-2bw have no flush, and each stage updates its own parameters. "
-        "async (PipeDream) updates after every micro-batch. async-2bw (PipeDream-2BW) "
-        "updates once a step, with gradients at the parameters of the step before",
+        description="pipeline schedule: {rows}, or a file of `mpitrain plan schedule --json`. "
+        "{streams}",
     )
     chunks: int = Field(
         0,
@@ -221,14 +243,7 @@ class Pipeline(Section):
 
 
 class Replication(Section):
-    mode: Literal["all-reduce", "master", "server", "local", "gossip"] = Field(
-        "all-reduce",
-        description="how replicas are synchronised. all-reduce: each rank updates from the sum of "
-        "all gradients. master: rank 0 alone updates. server: parameter servers, "
-        "which compute no rows, update. local: local SGD; workers update by "
-        "themselves and average parameters every replication.period steps. gossip: "
-        "workers update by themselves and average with one neighbour after each step",
-    )
+    mode: str = Field("all-reduce", description="how replicas are synchronised. {rows}")
     servers: int = Field(
         1,
         ge=1,
@@ -272,10 +287,9 @@ class Replication(Section):
         lt=1,
         description="mode local: Nesterov momentum of the outer steps; DiLoCo takes 0.9",
     )
-    zero: Literal[0, 1, 2, 3] = Field(
+    zero: int = Field(
         0,
-        description="ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 "
-        "also parameters, over the replicas. Stages 2 and 3 reduce the gradients of "
+        description="ZeRO stage: 0 shards nothing, {rows}, over the replicas. Stages 2 and 3 reduce the gradients of "
         "every micro-batch; in a pipeline they reduce once a step, and need gpipe or "
         "breadth-first",
     )
@@ -342,12 +356,6 @@ class Replication(Section):
         return (
             str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
         )
-
-    @property
-    def has_common_step(self) -> bool:
-        """Whether training is synchronous: all ranks know a step's result before the next."""
-        is_late = self.update == "async" or (self.update == "bounded" and self.staleness > 0)
-        return self.mode not in ("local", "gossip") and not (self.mode == "server" and is_late)
 
 
 class Precision(Section):

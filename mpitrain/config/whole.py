@@ -1,12 +1,11 @@
 """The class Config: all sections, the rules between them, and the list of all keys."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import Field
 
 from mpitrain.config.sections import (
-    ASYNCHRONOUS,
     KEPT_ON_HOST,
     Batch,
     Checkpoint,
@@ -60,32 +59,11 @@ class Config(Section):
                 "would spoil, but precision.compute is float16.",
                 "Set replication.wire to fp16, bf16, int8 or none, or precision.compute to bfloat16.",
             )
-        if self.replication.wire != "none" and self.replication.zero > 1:
-            raise ConfigError(
-                "Wire formats carry sums that every replica has whole, but with replication.zero "
-                f"{self.replication.zero} none has, and replication.wire is {self.replication.wire}.",
-                "Set replication.wire to none, or replication.zero to 0 or 1.",
-            )
-        if self.replication.shard != "all" and not self.replication.zero:
-            raise ConfigError(
-                f"replication.shard {self.replication.shard} says among whom ZeRO divides, but replication.zero is 0.",
-                "Set replication.zero to 1, 2 or 3, or replication.shard to all.",
-            )
-        if self.replication.gather != "none" and (
-            self.replication.zero != 3 or self.precision.compute != "float32"
-        ):
-            raise ConfigError(
-                f"replication.gather {self.replication.gather} is of float32 parameters that no rank has whole, but "
-                f"replication.zero is {self.replication.zero} and precision.compute {self.precision.compute}.",
-                "Set replication.gather to none, or replication.zero to 3 and precision.compute to float32.",
-            )
         if self.device.kind == "cuda" and self.replication.wire.startswith(KEPT_ON_HOST):
             raise ConfigError(
                 f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
                 "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
             )
-        self._check_stream()
-        self._check_mode()
         self._check_shared()
         width, heads = self.model.width, self.model.heads
         if self.model.kind == "gpt" and width % heads:
@@ -94,65 +72,6 @@ class Config(Section):
                 f"model.heads must divide model.width, but {heads} does not divide {width}.",
                 f"Set model.width to {' or '.join(map(str, dict.fromkeys(near)))}, or model.heads to a divisor of {width}.",
             )
-
-    def _check_stream(self) -> None:
-        """Raise ConfigError for keys that exclude an asynchronous pipeline, if there is one."""
-        schedule, replication, compute = (
-            self.pipeline.schedule,
-            self.replication,
-            self.precision.compute,
-        )
-        if schedule not in ASYNCHRONOUS:
-            return
-        if self.model.tied:
-            raise ConfigError(
-                f"With schedule {schedule} each stage updates by itself, but model.tied has two share a tensor.",
-                "Set model.tied to false, or pipeline.schedule to 1f1b.",
-            )
-        if compute == "float16":
-            raise ConfigError(
-                f"With schedule {schedule} no stage waits until all know of an overflow, but the loss scale of float16 adapts to "
-                "them.",
-                "Set precision.compute to bfloat16 or float32, or pipeline.schedule to 1f1b.",
-            )
-        for key, value, only in (
-            ("replication.mode", replication.mode, "all-reduce"),
-            ("replication.zero", replication.zero, 0),
-            ("replication.wire", replication.wire, "none"),
-        ):
-            if value != only:
-                raise ConfigError(
-                    f"Schedule {schedule} needs {key} {only}, but it is {value}.",
-                    f"Set {key} to {only}, or pipeline.schedule to 1f1b.",
-                )
-
-    def _check_mode(self) -> None:
-        """Raise ConfigError for keys that need replication.mode all-reduce, in any other mode."""
-        replication, layout = self.replication, self.layout
-        if replication.mode == "all-reduce":
-            return
-        if self.precision.compute == "float16" and not replication.has_common_step:
-            update = (
-                f" with replication.update {replication.update}"
-                if replication.mode == "server"
-                else ""
-            )
-            raise ConfigError(
-                "In float16 all ranks change the loss scale together after each step, but in mode "
-                f"{replication.mode}{update} they have no step in common.",
-                "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",
-            )
-        for key, value, only in (
-            ("replication.wire", replication.wire, "none"),
-            ("replication.zero", replication.zero, 0),
-            ("layout.tp", layout.tp, 1),
-            ("layout.pp", layout.pp, 1),
-        ):
-            if value != only:
-                raise ConfigError(
-                    f"Mode {replication.mode} needs {key} {only}, but it is {value}.",
-                    f"Set {key} to {only}, or replication.mode to all-reduce.",
-                )
 
     def _check_shared(self) -> None:
         """Raise ConfigError for a model that layout.tp ranks cannot divide."""
@@ -229,7 +148,7 @@ def keys() -> Iterator[Key]:
     for section, field in Config.model_fields.items():
         assert field.annotation is not None
         for name, key in field.annotation.model_fields.items():
-            choices = getattr(key.annotation, "__args__", None)
+            choices = get_args(key.annotation) if get_origin(key.annotation) is Literal else ()
             bounds = [
                 f"{sign} {getattr(bound, attribute):g}"
                 for bound in key.metadata

@@ -51,14 +51,14 @@ class Axes(NamedTuple):
         return Coords(tp, dp, pp)
 
 
-def axes(config: Config, ranks: int) -> Axes:
+def axes(config: Config, ranks: int, servers: int) -> Axes:
     """Return the axes for `ranks` ranks; layout.dp 0 is replaced by the number that fits.
 
+    servers  number of the last ranks, which compute no rows
     raises  ConfigError if ranks are not dp x tp x pp + servers, if a micro-batch would have no row,
             or if run.delay names a rank that computes no rows
     """
     layout = config.layout
-    servers = config.replication.servers if config.replication.mode == "server" else 0
     dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.pp))
     found = Axes(layout.tp, dp, layout.pp, servers)
     if found.ranks != ranks:

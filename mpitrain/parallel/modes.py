@@ -1,50 +1,246 @@
 """The table of all replication modes."""
 
-from collections.abc import Callable
-
+from mpitrain.config import Config
+from mpitrain.config import Replication as Settings
+from mpitrain.errors import ConfigError
+from mpitrain.parallel import traffic
 from mpitrain.parallel.averaging.gossip import Gossip
-from mpitrain.parallel.averaging.local_sgd import LocalSGD
+from mpitrain.parallel.averaging.local_sgd import LocalSGD, has_outer
 from mpitrain.parallel.data.allreduce import AllReduce
 from mpitrain.parallel.data.weight_stashing import PipeDream, PipeDream2BW
 from mpitrain.parallel.data.zero import ZeroOne, ZeroTwo
 from mpitrain.parallel.data.zero_three import ZeroThree
+from mpitrain.parallel.mode import (
+    Mode,
+    Sizes,
+    first,
+    nothing,
+    of_zero,
+    only,
+    unknown,
+)
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
 from mpitrain.parallel.servers.asynchronous import AsyncServer, AsyncWorker
 from mpitrain.parallel.servers.master import Master
 from mpitrain.parallel.servers.synchronous import Server, Worker
+from mpitrain.tables import Table
 
 
-def server_or_worker(replica: ReplicationContext) -> Replication:
+def _is_late(settings: Settings) -> bool:
+    """Return whether servers update before all workers have finished the step."""
+    return settings.update == "async" or (settings.update == "bounded" and settings.staleness > 0)
+
+
+def _server_or_worker(replica: ReplicationContext) -> Replication:
     """Return this rank's role in parameter-server training, a server or a worker; collective."""
-    settings, is_server = replica.config.replication, replica.grid.is_server
-    if settings.has_common_step:
-        return Server(replica) if is_server else Worker(replica)
-    return AsyncServer(replica) if is_server else AsyncWorker(replica)
+    is_server = replica.grid.is_server
+    if _is_late(replica.config.replication):
+        return AsyncServer(replica) if is_server else AsyncWorker(replica)
+    return Server(replica) if is_server else Worker(replica)
 
 
-MODES: dict[tuple[str, int], Callable[[ReplicationContext], Replication]] = {
-    ("all-reduce", 0): AllReduce,
-    ("all-reduce", 1): ZeroOne,
-    ("all-reduce", 2): ZeroTwo,
-    ("all-reduce", 3): ZeroThree,
-    ("server", 0): server_or_worker,
-    ("master", 0): Master,
-    ("local", 0): LocalSGD,
-    ("gossip", 0): Gossip,
-}
-"""Constructors by (replication.mode, replication.zero). A new mode needs no more than a line here.
+def _memory_of_servers(sizes: Sizes) -> float:
+    """Return the mean bytes: the servers hold one replica together, each worker one without state.
+
+    Synchronous servers receive the workers' gradients in a separate buffer.
+    """
+    master, (_, dp, _, _) = sizes.master, sizes.axes
+    workers = dp * (2 * master + sizes.mirror)
+    arriving = 0 if _is_late(sizes.settings) else master
+    return (workers + 2 * master + arriving + sizes.state) * sizes.length / sizes.axes.ranks
+
+
+def _has_common_step(config: Config) -> ConfigError | None:
+    """Refuse float16, whose loss scale all ranks change together after each step."""
+    settings = config.replication
+    if config.precision.compute != "float16":
+        return None
+    update = f" with replication.update {settings.update}" if servers_of(config) else ""
+    return ConfigError(
+        "In float16 all ranks change the loss scale together after each step, but in mode "
+        f"{settings.mode}{update} they have no step in common.",
+        "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",
+    )
+
+
+def _has_prompt_overflows(config: Config) -> ConfigError | None:
+    """Refuse tied weights and float16 in asynchronous pipelines: stages update by themselves."""
+    schedule = config.pipeline.schedule
+    if config.model.tied:
+        return ConfigError(
+            f"With schedule {schedule} each stage updates by itself, but model.tied has two share a tensor.",
+            "Set model.tied to false, or pipeline.schedule to 1f1b.",
+        )
+    if config.precision.compute == "float16":
+        return ConfigError(
+            f"With schedule {schedule} no stage waits until all know of an overflow, but the loss scale of float16 adapts to "
+            "them.",
+            "Set precision.compute to bfloat16 or float32, or pipeline.schedule to 1f1b.",
+        )
+    return None
+
+
+_WITHOUT_LAYOUTS = only(
+    "replication.mode",
+    "all-reduce",
+    replication__wire="none",
+    replication__zero=0,
+    layout__tp=1,
+    layout__pp=1,
+)
+
+_OF_STREAMS = first(
+    _has_prompt_overflows,
+    only(
+        "pipeline.schedule",
+        "1f1b",
+        replication__mode="all-reduce",
+        replication__zero=0,
+        replication__wire="none",
+    ),
+)
+
+ZERO: Table[int, Mode] = Table(
+    {
+        1: Mode(
+            help="the optimizer state",
+            make=ZeroOne,
+            # In half precision the float32 parameters are sharded from stage 1 on.
+            memory=lambda of: (
+                (
+                    (of.master / (of.shards if of.mirror else 1) + of.master + of.mirror)
+                    + of.state / of.shards
+                )
+                * of.length
+            ),
+            traffic=traffic.zero("2 {0} S", traffic.once),
+            refusal=nothing,
+        ),
+        2: Mode(
+            help="also gradients",
+            make=ZeroTwo,
+            memory=lambda of: (
+                (
+                    (of.master / (of.shards if of.mirror else 1) + of.mirror)
+                    + (of.master + of.state) / of.shards
+                )
+                * of.length
+                + of.master * of.largest
+            ),
+            traffic=traffic.zero("(m+1) {0} S", traffic.by_micro_batch),
+            refusal=nothing,
+        ),
+        3: Mode(
+            help="also parameters",
+            make=ZeroThree,
+            memory=lambda of: (
+                (2 * of.master + of.state) / of.shards * of.length
+                + (of.master + of.computed) * of.largest
+            ),
+            traffic=traffic.zero(
+                "{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times",
+                traffic.by_use,
+            ),
+            refusal=nothing,
+        ),
+    }
+)
+"""ZeRO stages by replication.zero, which mode all-reduce supports."""
+
+MODES: Table[str, Mode] = Table(
+    {
+        "all-reduce": Mode(
+            help="each rank updates from the sum of all gradients",
+            make=AllReduce,
+            memory=lambda of: of.replica,
+            traffic=lambda settings: traffic.ALL_REDUCE.get(settings.algorithm),
+            refusal=nothing,
+            stages=ZERO,
+        ),
+        "master": Mode(
+            help="rank 0 alone updates",
+            make=Master,
+            memory=lambda of: of.replica - of.state * of.length * (1 - 1 / of.axes.ranks),
+            traffic=lambda settings: traffic.MASTER,
+            refusal=_WITHOUT_LAYOUTS,
+        ),
+        "server": Mode(
+            help="parameter servers, which compute no rows, update",
+            make=_server_or_worker,
+            memory=_memory_of_servers,
+            traffic=lambda settings: traffic.SERVER[settings.update],
+            refusal=first(
+                lambda config: _has_common_step(config) if _is_late(config.replication) else None,
+                _WITHOUT_LAYOUTS,
+            ),
+            servers=lambda settings: settings.servers,
+            records=lambda settings: ("lead", "staleness") if settings.update != "sync" else (),
+            variants={
+                update: f"replication.update={update}" for update in ("sync", "async", "bounded")
+            },
+        ),
+        "local": Mode(
+            help="local SGD; workers update by themselves and average parameters every "
+            "replication.period steps",
+            make=LocalSGD,
+            memory=lambda of: (
+                of.replica + (3 if has_outer(of.settings) else 1) * of.master * of.length
+            ),
+            traffic=lambda settings: traffic.LOCAL,
+            refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
+        ),
+        "gossip": Mode(
+            help="workers update by themselves and average with one neighbour after each step",
+            make=Gossip,
+            memory=lambda of: of.replica + of.master * of.length,
+            traffic=lambda settings: traffic.GOSSIP,
+            refusal=first(_has_common_step, _WITHOUT_LAYOUTS),
+        ),
+    }
+)
+"""Modes by replication.mode. A new mode needs no more than a row here.
 """
 
+STREAMS: Table[str, Mode] = Table(
+    {
+        "async": Mode(
+            help="(PipeDream) updates after every micro-batch",
+            make=PipeDream,
+            # Stage s of p stores p - s versions of the parameters with which layers compute.
+            memory=lambda of: of.replica + (of.axes.pp - 1) / 2 * of.computed * of.length,
+            traffic=unknown,
+            refusal=_OF_STREAMS,
+        ),
+        "async-2bw": Mode(
+            help="(PipeDream-2BW) updates once a step, with gradients at the parameters of the "
+            "step before",
+            make=PipeDream2BW,
+            memory=lambda of: of.replica + of.computed * of.length,
+            traffic=unknown,
+            refusal=_OF_STREAMS,
+        ),
+    }
+)
+"""Modes by pipeline.schedule, for asynchronous pipelines. Their replicas use an all-reduce."""
 
-STREAMS: dict[str, Callable[[ReplicationContext], Replication]] = {
-    "async": PipeDream,
-    "async-2bw": PipeDream2BW,
-}
-"""Constructors by pipeline.schedule, for asynchronous pipelines. Their replicas use an all-reduce.
-"""
+
+def mode_of(config: Config) -> Mode:
+    """Return the row of the configured replication mode."""
+    settings = config.replication
+    mode = MODES[settings.mode]
+    return STREAMS.get(config.pipeline.schedule, mode.stages.get(settings.zero, mode))
 
 
 def replication_for(replica: ReplicationContext) -> Replication:
     """Return the configured replication mode; collective."""
-    settings, stream = replica.config.replication, STREAMS.get(replica.config.pipeline.schedule)
-    return stream(replica) if stream else MODES[settings.mode, settings.zero](replica)
+    return mode_of(replica.config).make(replica)
+
+
+def refusal_of(config: Config) -> ConfigError | None:
+    """Return the error about a key that the configured mode does not support, or None."""
+    return first(of_zero, mode_of(config).refusal)(config)
+
+
+def servers_of(config: Config) -> int:
+    """Return the number of the last ranks, which compute no rows."""
+    return mode_of(config).servers(config.replication)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpitrain.config import ASYNCHRONOUS, Config
+from mpitrain.config import Config
 from mpitrain.parallel.data.weight_stashing import WeightStashing
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
@@ -23,7 +23,7 @@ from mpitrain.pipeline.instructions import (
     with_messages,
 )
 from mpitrain.pipeline.pipeline import Pipeline, Shape, rows_of, shape_in
-from mpitrain.pipeline.schedules import plan_of
+from mpitrain.pipeline.schedules import STREAMS, plan_of
 from mpitrain.pipeline.stage import Stage
 
 
@@ -48,7 +48,7 @@ def pieces(stage: int, stages: int, micro_batches: int) -> Pieces:
     A stage posts the receive of a step's first activation when the step begins. Before, it does not
     know whether there will be another step.
     """
-    plan = fused_at_the_input(plan_of(ASYNCHRONOUS[0], stages, 3 * micro_batches))
+    plan = fused_at_the_input(plan_of(next(iter(STREAMS)), stages, 3 * micro_batches))
     first, second, third = _cut(with_messages(plan)[stage], micro_batches)
     following, end = moved(second, -micro_batches), moved(third, -2 * micro_batches)
     done = {(type(i), i) for i in following}
@@ -185,4 +185,4 @@ def _nothing(*arguments: Any) -> None:
 
 def pipeline_for(config: Config) -> type[Pipeline]:
     """Return the class of pipeline for the configured schedule."""
-    return AsyncPipeline if config.pipeline.schedule in ASYNCHRONOUS else Pipeline
+    return AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline

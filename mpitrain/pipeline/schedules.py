@@ -18,6 +18,7 @@ The drawings show time from left to right, as `mpitrain plan schedule` prints it
 A second block of rows continues the first.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from mpitrain.pipeline.instructions import (
     Forward,
     Plan,
 )
+from mpitrain.tables import Table
 
 Keyed = tuple[float, Compute]
 
@@ -266,12 +268,15 @@ class Schedule(NamedTuple):
     chunks   number of chunks per stage, if the schedule fixes it; None: any number
     place    (stages, chunks per stage) -> the stage of each chunk
     grouped  whether the number of micro-batches must be a multiple of the number of stages
+    every    of an asynchronous schedule: (stages) -> the least possible `every` of
+             `memory.versions`; None: synchronous
     """
 
     compute: Callable[[int, int, int, int], list[Compute]]
     chunks: int | None = None
     place: Callable[[int, int], tuple[int, ...]] = looped
     grouped: bool = False
+    every: Callable[[int], int] | None = None
 
 
 def of_chunks(
@@ -283,23 +288,30 @@ def of_chunks(
     return Schedule(lambda s, p, m, v: compute(s, p, m), chunks, place)
 
 
-SCHEDULES = {
-    "naive": of_chunks(naive, 1, looped),
-    "gpipe": of_chunks(gpipe, 1, looped),
-    "1f1b": of_chunks(one_f_one_b, 1, looped),
-    "interleaved": Schedule(interleaved, grouped=True),
-    "zero-bubble": of_chunks(zero_bubble, 1, looped),
-    "zb-v": of_chunks(zb_v, 2, vee),
-    "v-half": of_chunks(v_half, 2, vee),
-    "breadth-first": Schedule(breadth_first),
-}
+SCHEDULES: Table[str, Schedule] = Table(
+    {
+        "naive": of_chunks(naive, 1, looped),
+        "gpipe": of_chunks(gpipe, 1, looped),
+        "1f1b": of_chunks(one_f_one_b, 1, looped),
+        "interleaved": Schedule(interleaved, grouped=True),
+        "zero-bubble": of_chunks(zero_bubble, 1, looped),
+        "zb-v": of_chunks(zb_v, 2, vee),
+        "v-half": of_chunks(v_half, 2, vee),
+        "breadth-first": Schedule(breadth_first),
+    }
+)
 """Synchronous schedules by name.
 
 The command line and the tests read this table: a new schedule needs one entry and nothing else.
 """
 
-STREAMS: dict[str, Callable[[int], int]] = {"async": lambda p: 0, "async-2bw": lambda p: p}
-"""Asynchronous schedules by name: (stages) -> the least possible `every` of `memory.versions`.
+STREAMS: Table[str, Schedule] = Table(
+    {
+        "async": SCHEDULES["1f1b"]._replace(every=lambda p: 0),
+        "async-2bw": SCHEDULES["1f1b"]._replace(every=lambda p: p),
+    }
+)
+"""Asynchronous schedules by name. `STREAMS` of `parallel/modes.py` has a row for each.
 
 They run 1F1B without a flush between steps: the pipeline does not drain, and each stage updates by
 itself. `async_pipeline.py` runs the steps; `parallel/data/weight_stashing.py` updates.
@@ -318,7 +330,8 @@ PipeDream-2BW (async-2bw) has the same order, but updates once a step: * stands 
 Step t computes with version max(0, t - 1), counted from 0.
 """
 
-NAMED = {**SCHEDULES, **dict.fromkeys(STREAMS, SCHEDULES["1f1b"])}
+NAMED = ChainMap(STREAMS, SCHEDULES)
+"""All schedules by name, the synchronous ones first."""
 
 
 def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Plan:

@@ -85,6 +85,7 @@ def stream(
             f"but these are {m} and {p}.",
             f"Take --micro-batches {p} or more.",
         )
+    every = STREAMS[name].every
     steps = DRAWN + 2 + -(-2 * p // m)
     plan = find_plan(name, p, steps * m, chunks)
     simulation = simulate(with_messages(plan), [cost] * p, transfer, receive, is_eager, overhead)
@@ -111,7 +112,7 @@ def stream(
         name,
         plan,
         m,
-        m if STREAMS[name](p) else 0,
+        m if every and every(p) else 0,
         Simulation(drawn, ()),
         starts[(steps - 1) * m] - starts[(steps - 2) * m],
         simulation.timeline[-1][0].start,

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.config import ASYNCHRONOUS, Config
+from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.schedule_files import find_plan
+from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.report.timeline import Timeline, computed, within
 from mpitrain.run.run_dir import configuration
@@ -81,7 +82,7 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
     stages = config.layout.pp
     if len(replica) != stages:
         return None
-    if config.pipeline.schedule in ASYNCHRONOUS:
+    if config.pipeline.schedule in STREAMS:
         return _of_stream(timeline, replica, steps, config)
     plan = find_plan(
         config.pipeline.schedule, stages, config.batch.micro_batches, config.pipeline.chunks or None

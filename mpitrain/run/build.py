@@ -12,20 +12,16 @@ from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, as_it_is, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
-from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
-from mpitrain.machine import process
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
-from mpitrain.optim import RULES
-from mpitrain.parallel.averaging.local_sgd import has_outer
-from mpitrain.parallel.grid import divisor
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.given import Given, agree_on
+from mpitrain.run.memory import check_memory
 from mpitrain.run.resolve import Resolved, resolve, resolve_here
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
@@ -95,7 +91,7 @@ def build(
 
     def facts(resolved: Resolved) -> dict[str, Any]:
         opened.append(found := source or _source(resolved.config, largest))
-        _check_memory(transport, resolved, found)
+        check_memory(transport, resolved, found, model)
         return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
 
     resolved = resolve(transport, given, facts)
@@ -117,102 +113,6 @@ def build(
         trainer.replication.restore(found.manifest.scalars)
         done = found.done
     return Job(trainer, source, done)
-
-
-def _check_memory(transport: Transport, resolved: Resolved, source: Source | Unopened) -> None:
-    """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
-
-    It is called before the model is built; activations are not counted.
-    """
-    config = resolved.config
-    length, count = _size(resolved, source)
-    ranks, where = transport.hosts.count(transport.hosts[transport.rank]), "on this host"
-    if config.device.kind == "cuda":
-        ranks, where = -(-ranks // process.gpus()), "on this GPU"
-    parts = divisor(resolved.axes, transport.hosts, config.replication.shard)
-    elements = _held(resolved, length, parts) + _on_its_way(resolved, source, length)
-    needed = ranks * np.dtype(config.precision.stored).itemsize * elements
-    free = process.free_memory(config.device.kind)
-    if needed > free:
-        raise ConfigError(
-            f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.1f} GB {where}, "
-            f"but {free / 1e9:,.1f} GB are free.",
-            "Lower model.width or model.layers"
-            + (", or start fewer ranks per host." if ranks > 1 else "."),
-        )
-
-
-def _held(resolved: Resolved, length: float, parts: int) -> float:
-    """Return the elements of parameters, gradients and optimizer state on a rank.
-
-    If ranks hold different amounts, it is the mean over them.
-
-    length  elements of the flat parameter buffer of all stages together
-    parts   number of ranks that ZeRO shards over
-    """
-    settings, (dp, ranks) = resolved.config.replication, (resolved.axes.dp, resolved.axes.ranks)
-    length, state = length / resolved.axes.pp, RULES[resolved.config.optimizer.name].per_parameter
-    # In half precision ZeRO shards the float32 parameters from stage 1 on. It shards the rounded
-    # copy from stage 3 on.
-    is_half = resolved.config.precision.is_half
-    mirror = _of_mirror(resolved) if is_half and settings.zero < 3 else 0.0
-    # The servers hold one replica together. Each worker holds one without optimizer state.
-    if settings.mode == "server":
-        # Synchronous servers receive the workers' gradients in a separate buffer.
-        arriving = settings.has_common_step
-        return ((2 + mirror) * dp + 2 + arriving + state) * length / ranks
-    if settings.mode == "master":  # Rank 0 alone has optimizer state.
-        return (2 + mirror + state / ranks) * length
-    averages = {"local": 3 if has_outer(settings) else 1, "gossip": 1}.get(settings.mode, 0)
-    copies = ((1 if is_half else 3, 1), (2, 1), (1, state))
-    divided = sum(count / (parts if settings.zero >= stage else 1) for stage, count in copies)
-    stages = resolved.axes.pp
-    # Stashed versions of the weights, as the mean over the stages.
-    stashed = {"async": (stages - 1) / 2, "async-2bw": 1}.get(resolved.config.pipeline.schedule, 0)
-    return (averages + divided + mirror + stashed * (mirror or 1)) * length
-
-
-def _of_mirror(resolved: Resolved) -> float:
-    """Return the element size of the mirror, divided by that of the master parameters.
-
-    The mirror is the half-precision copy with which layers compute; without one the result is 1.
-    """
-    half = resolved.device.half
-    return half.itemsize / np.dtype(resolved.config.precision.stored).itemsize if half else 1.0
-
-
-def _on_its_way(resolved: Resolved, source: Source | Unopened, length: float) -> float:
-    """Estimate the elements of the unsharded buffers that ZeRO gathers to and reduces from.
-
-    They hold at least the largest unit, or one of several model chunks.
-    """
-    config, parts = resolved.config, len(resolved.plan.place)
-    kinds = (0, 0, 1, 1 + _of_mirror(resolved))[config.replication.zero]
-    if parts > 1:
-        return kinds * length / parts
-    shallow = config.model.model_copy(update={"layers": min(2, config.model.layers)})
-    layers = described(resolved.device.ops, resolved.config.layout)
-    units = model(config.model_copy(update={"model": shallow}), source, layers) if kinds else []
-    spans = Storage(units, config.precision.stored, resolved.axes.dp).spans
-    return kinds * max((span.stop - span.start for span in spans), default=0)
-
-
-def _size(resolved: Resolved, source: Source | Unopened) -> tuple[int, int]:
-    """Return the flat buffer's elements and the number of parameters of the configured network.
-
-    They are extrapolated from networks of one and two layers, which are quick to describe.
-    """
-    config, layers = resolved.config, described(resolved.device.ops, resolved.config.layout)
-
-    def size(depth: int) -> tuple[int, int]:
-        shallow = config.model.model_copy(update={"layers": depth})
-        units = model(config.model_copy(update={"model": shallow}), source, layers)
-        storage = Storage(units, config.precision.stored, resolved.axes.dp)
-        return storage.length, storage.parameter_count
-
-    (length, count), (length_of_two, count_of_two) = size(1), size(2)
-    others = config.model.layers - 1
-    return length + others * (length_of_two - length), count + others * (count_of_two - count)
 
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:

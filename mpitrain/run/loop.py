@@ -14,6 +14,7 @@ from mpitrain.config import Config, Run
 from mpitrain.data import amounts
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
+from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint import save_load
@@ -366,8 +367,8 @@ class _Run:
                 "tokens_per_s": size * context / step_s,
                 "tokens_seen": context * rates["samples_seen"],
             }
-        if self._config.replication.mode == "server" and self._config.replication.update != "sync":
-            rates |= {"lead": outcome.lead, "staleness": outcome.staleness}
+        records = mode_of(self._config).records(self._config.replication)
+        rates |= {name: getattr(outcome, name) for name in records}
         skipped = (
             {}
             if outcome.updated

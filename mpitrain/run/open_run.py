@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from mpitrain.config import Config, parse, with_settings
+from mpitrain.config import Config, with_settings
+from mpitrain.config.plugins import load
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.choices import parse
 from mpitrain.run.given import RunLocation, agree_on
 from mpitrain.run.run_dir import (
     CHECKPOINTS,
@@ -32,6 +34,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
         raise ConfigError(
             f"There is no run in {folder}: it has no {CONFIG}.", "Name the directory of a run."
         )
+    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
     then = configuration(folder)
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))

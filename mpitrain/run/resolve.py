@@ -8,19 +8,20 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from mpitrain.collectives.engine.codecs import Wire, parse_wire
-from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
-from mpitrain.config import Config, check_choice
+from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.ops.device import Device, device_for
-from mpitrain.optim import RULES, checked
+from mpitrain.optim import checked
 from mpitrain.parallel.grid import Axes, axes, divisor
+from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import goes_in_passes
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
+from mpitrain.run.choices import check
 from mpitrain.run.given import Given, agree_on
 from mpitrain.transport.agreement import alike_on_all_ranks
 from mpitrain.transport.base import Transport
@@ -83,9 +84,10 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     hosts   host of every rank, by rank
     raises  ConfigError if it does not fit the ranks, hosts or this rank's device
     """
-    check_names(given.config)
+    check(given.config)
     config = checked(given.config)
-    found = axes(config, len(hosts))
+    servers = servers_of(config)
+    found = axes(config, len(hosts), servers)
     divisor(found, hosts, config.replication.shard)
     plan = _planned(config, found)
     kind = config.device.kind
@@ -101,26 +103,13 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
         }
     )
     config.model_post_init(None)  # The kind that replaced `auto` has rules of its own.
-    axes(config, len(hosts))  # Each micro-batch needs a row; their number may have changed.
+    check(config)
+    axes(
+        config, len(hosts), servers
+    )  # Each micro-batch needs a row; their number may have changed.
     check_rows(config, found)
     wire, file = parse_wire(config.replication.wire), config.replication.tuning
     return Resolved(config, found, plan, wire, read_tuning(Path(file)) if file else DEFAULT, device)
-
-
-def choices() -> dict[str, tuple[str, ...]]:
-    """Return {key: allowed names} for the keys that name an entry of a table."""
-    return {
-        **dict.fromkeys(
-            ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
-        ),
-        "optimizer.name": tuple(RULES),
-    }
-
-
-def check_names(config: Config) -> None:
-    """Raise ConfigError for a name that is not in its table."""
-    for key, known in choices().items():
-        check_choice(key, config.flat()[key], known)
 
 
 def _planned(config: Config, found: Axes) -> Plan:

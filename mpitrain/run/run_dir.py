@@ -27,7 +27,8 @@ from typing import Any
 import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import PATHS, Config, check_text, keys, parse, read_toml
+from mpitrain.config import PATHS, Config, check_text, keys, read_toml
+from mpitrain.config.plugins import check_named, digests, entries, imported
 from mpitrain.data import (
     TENTH,
     Scan,
@@ -43,6 +44,7 @@ from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
+from mpitrain.run.choices import without_plugins
 from mpitrain.run.given import RunLocation
 from mpitrain.run.metrics import cut_after
 from mpitrain.run.resolve import Resolved
@@ -100,6 +102,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
     if not has_run or not saved:
         return RunLocation(str(folder), "", has_run)
     then = configuration(folder)
+    check_named(then.run.plugins, digests(config.run.plugins), folder)
     changed = _changes(then, checked(config))
     if fixed := [
         f"{key} {then!r} -> {now!r}"
@@ -156,7 +159,8 @@ def configuration(folder: Path) -> Config:
     if isinstance(tables.get("run"), dict) and "out" in tables["run"]:
         # The folder may have a new name that is not valid in a configuration.
         tables["run"]["out"] = "."
-    then = parse(tables, folder / CONFIG)
+    check_named(entries(tables), imported(), folder)
+    then = without_plugins(tables, folder / CONFIG)
     then = then.model_copy(update={"optimizer": without_unread(then.optimizer)})
     missing = [
         key.name
@@ -202,6 +206,8 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
+    for values in (old, new):  # The files may have moved.
+        values["run.plugins"] = digests(values["run.plugins"])
     if has_tokens(old["data.source"]):
         old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":
@@ -358,6 +364,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     tables = config.model_dump()
     # The file lies in the run directory, so run.out is the file's own folder.
     tables["run"]["out"], tables["layout"]["dp"] = ".", resolved.axes.dp
+    tables["run"]["plugins"] = [*map(os.path.abspath, config.run.plugins)]
     tables["data"]["source"], tables["data"]["validation"] = (
         absolute(config.data.source),
         absolute(config.data.validation),

@@ -10,57 +10,59 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from mpitrain.bench.plot_loss import draw
-from mpitrain.bench.training.formulas import FORMULAS, LETTERS
 from mpitrain.collectives.selection.table import choices
-from mpitrain.config import Config, parse, with_settings
+from mpitrain.config import Config, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import axes, divisor
-from mpitrain.parallel.modes import MODES
+from mpitrain.parallel.modes import MODES, mode_of, servers_of
 from mpitrain.parallel.replication.records import StepResult
+from mpitrain.parallel.traffic import LETTERS, Formula, Sample
 from mpitrain.run.build import Job, build
-from mpitrain.run.resolve import check_names
+from mpitrain.run.choices import parse
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.transport.base import Transport
 
 WARM_UP = 1
 """Steps that are not timed: the first one allocates buffers."""
 
-UPDATES = ("sync", "async", "bounded")
-"""Update rules of parameter servers."""
-
 RING = "replication.algorithm=ring"
 
-WORDS: dict[str, tuple[str, ...]] = {
-    **{name: (f"replication.algorithm={name}",) for name in choices("allreduce")},
-    **{
-        f"zero{stage}{end}": (f"replication.zero={stage}", f"replication.shard={shard}", RING)
-        for end, shard in (("", "all"), ("-host", "host"))
-        for mode, stage in MODES
-        if mode == "all-reduce" and stage
-    },
-    **{
-        mode: (f"replication.mode={mode}", RING)
-        for mode, stage in MODES
-        if mode not in ("all-reduce", "server")
-    },
-    **{
-        f"server-{update}": ("replication.mode=server", f"replication.update={update}", RING)
-        for update in UPDATES
-    },
-}
-"""{mode of --modes: its settings}.
 
-Modes that are not all-reduce algorithms use a ring for their sums: the transport counts its bytes.
-"""
+def settings_by_mode() -> dict[str, tuple[str, ...]]:
+    """Return {mode of --modes: its settings}.
 
-USUAL = (
-    "star",
-    "ring",
-    "auto",
-    *(word for word in WORDS if word not in choices("allreduce") and not word.endswith("-host")),
-)
-"""The default of --modes. On one host, a `-host` mode equals the mode without the suffix."""
+    Modes that are not all-reduce algorithms use a ring for their sums: the transport counts its
+    bytes.
+    """
+    sharded = {stage for mode in MODES.values() for stage in mode.stages}
+    return {
+        **{name: (f"replication.algorithm={name}",) for name in choices("allreduce")},
+        **{
+            f"zero{stage}{end}": (f"replication.zero={stage}", f"replication.shard={shard}", RING)
+            for end, shard in (("", "all"), ("-host", "host"))
+            for stage in sorted(sharded)
+        },
+        **{
+            name: (f"replication.mode={name}", RING)
+            for name, mode in MODES.items()
+            if not mode.stages and not mode.variants
+        },
+        **{
+            f"{name}-{end}": (f"replication.mode={name}", setting, RING)
+            for name, mode in MODES.items()
+            for end, setting in mode.variants.items()
+        },
+    }
+
+
+def usual() -> list[str]:
+    """Return the default of --modes.
+
+    On one host, a `-host` mode equals the mode without the suffix.
+    """
+    others = (mode for mode in settings_by_mode() if mode not in choices("allreduce"))
+    return ["star", "ring", "auto", *(mode for mode in others if not mode.endswith("-host"))]
 
 
 class Row(NamedTuple):
@@ -107,15 +109,16 @@ def jobs(words: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) ->
             "compare measures what ranks send each other, and one rank sends nothing.",
             "mpitrain launch -n 2 -- compare",
         )
+    known = settings_by_mode()
     found, refused = {}, {}
     for word in words:
-        if word not in WORDS:
+        if word not in known:
             raise ConfigError(
-                f"A mode is one of {', '.join(WORDS)}, but --modes names {word!r}.",
+                f"A mode is one of {', '.join(known)}, but --modes names {word!r}.",
                 "Name some of these.",
             )
         try:
-            found[word] = _job([*settings, *WORDS[word]], hosts)
+            found[word] = _job([*settings, *known[word]], hosts)
         except ConfigError as error:
             refused[word] = error
     for word, refusal in refused.items():
@@ -136,9 +139,8 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
             f"{config.run.steps}.",
             "Leave run.steps to --steps.",
         )
-    check_names(config)
     config = checked(config)
-    divisor(axes(config, len(hosts)), hosts, config.replication.shard)
+    divisor(axes(config, len(hosts), servers_of(config)), hosts, config.replication.shard)
     return config
 
 
@@ -192,11 +194,8 @@ def _measured(
     )
     mine = mean(times), mean(waits), sent / len(outcomes), trainer.replication.held()
     step_s, comm_s, sent_bytes, held_bytes = zip(*transport.gather_text(mine), strict=True)
-    lie, formula = trainer.grid.axes, FORMULAS.get(word)
-    workers, is_known = (
-        lie.ranks - lie.servers,
-        trainer.config.replication.wire == "none" and lie.tp == lie.pp == 1,
-    )
+    lie = trainer.grid.axes
+    workers = lie.ranks - lie.servers
     return Row(
         word,
         workers,
@@ -204,13 +203,31 @@ def _measured(
         trainer.config.batch.size / max(step_s),
         max(comm_s[:workers]),
         [*sent_bytes],
-        formula.of(job) if formula and is_known else None,
+        predicted(job),
         [*held_bytes],
         *latest,
         evaluated[0],
         [(end, finite(outcome.loss)) for end, outcome in zip(ends, outcomes, strict=True)],
         time.perf_counter() - began,
     )
+
+
+def formula_of(word: str) -> Formula | None:
+    """Return the formula of a mode of --modes, or None."""
+    config = parse(with_settings({}, [*settings_by_mode()[word]]))
+    return mode_of(config).traffic(config.replication)
+
+
+def predicted(job: Job) -> float | None:
+    """Return the bytes that the busiest rank of a job sends per step by formula, or None."""
+    trainer, data = job.trainer, job.data
+    config, axes = trainer.config, trainer.grid.axes
+    formula = mode_of(config).traffic(config.replication)
+    if formula is None or config.replication.wire != "none" or axes.tp > 1 or axes.pp > 1:
+        return None
+    inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))
+    sample = Sample(inputs.nbytes, targets.nbytes, targets.size * data.classes)
+    return formula.of(trainer.replication.replica, sample)
 
 
 def _trained(job: Job, alive: Callable[[int], None]) -> Iterator[StepResult]:
@@ -278,7 +295,11 @@ def _aligned(cells: Sequence[str]) -> str:
 
 def footer(rows: Sequence[Row]) -> list[str]:
     """Return the formulas of these modes in words, and the meaning of their letters."""
-    said = {row.mode: FORMULAS[row.mode].words for row in rows if row.formula_bytes is not None}
+    said = {
+        row.mode: formula.words
+        for row in rows
+        if row.formula_bytes is not None and (formula := formula_of(row.mode))
+    }
     used = set(re.findall(r"n'|\b(?:lg|[A-Zhmns])\b(?!')", " ".join(said.values())))
     letters = [f"{letter} {meaning}" for letter, meaning in LETTERS.items() if letter in used]
     return [

@@ -14,10 +14,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpitrain.bench.collectives.table import FAR
-from mpitrain.config import ASYNCHRONOUS, Config
+from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
 from mpitrain.optim import RULES
+from mpitrain.parallel.modes import MODES, mode_of
+from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import Job
 from mpitrain.transport.base import Transport
 
@@ -101,7 +103,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     dp      replicas
     raises  ConfigError if the peer is not installed or does not support the configuration
     """
-    if config.replication.mode != "all-reduce":
+    if not MODES[config.replication.mode].stages:
         raise ConfigError(
             f"The peer has no servers, but replication.mode is {config.replication.mode}.",
             "Leave out --peer, or set replication.mode=all-reduce.",
@@ -177,13 +179,13 @@ def check_same_work(settings: Sequence[str]) -> None:
 
 def check_common_steps(config: Config) -> None:
     """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time. Local."""
-    if config.replication.mode == "server" and config.replication.update != "sync":
+    if mode_of(config).records(config.replication):
         raise ConfigError(
             "bench train measures steps that all ranks make together, but replication.update is "
             f"{config.replication.update}.",
             "Set replication.update=sync.",
         )
-    if config.pipeline.schedule in ASYNCHRONOUS:
+    if config.pipeline.schedule in STREAMS:
         raise ConfigError(
             "bench train measures steps that all ranks make together, but in pipeline.schedule "
             f"{config.pipeline.schedule} none ends.",

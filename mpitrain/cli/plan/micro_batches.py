@@ -140,9 +140,10 @@ def _verify(
     """Measure steps with these numbers of micro-batches in turns; print them and the predictions."""
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import WARM_UP, Ours, alternate
-    from mpitrain.config import parse, with_settings
+    from mpitrain.config import with_settings
     from mpitrain.plan.micro_batches import best
     from mpitrain.run.build import build
+    from mpitrain.run.choices import parse
 
     sides = []
     for each in predicted:

@@ -15,6 +15,7 @@ from mpitrain.cli.terminal.status import is_launched, status
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
+from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.run.metrics import CLOSING
 
 
@@ -195,9 +196,9 @@ def unmeasured(config: Config, hosts: Sequence[str]) -> str:
 def way(config: Config) -> str:
     """Return in words how the ranks divide the work."""
     layout, replication = config.layout, config.replication
-    if replication.mode == "server":
-        return f"{replication.servers} of them {replication.update} server(s)"
-    if replication.mode != "all-reduce":
+    if servers := servers_of(config):
+        return f"{servers} of them {replication.update} server(s)"
+    if not MODES[replication.mode].stages:
         return f"mode {replication.mode}"
     said = []
     if layout.tp > 1:

@@ -12,43 +12,52 @@ from mpitrain.collectives.selection.algorithm import (
     of_plan,
     of_plans,
 )
+from mpitrain.tables import Table
 
-ALL_REDUCE = {
-    "ring": of_plan(ring.all_reduce, segments=chunks_in_segments),
-    "halving-doubling": of_plan(recursive.halving_doubling, segments=chunks_in_segments),
-    "recursive-doubling": of_plan(recursive.recursive_doubling),
-    "tree": of_plan(binomial.all_reduce),
-    "star": of_plan(star.all_reduce, is_rival=never),
-    "hierarchical": of_plans(
-        hierarchical.all_reduce, hierarchical.is_rival, hierarchical.segments_of
-    ),
-    "shared": Algorithm(
-        shared_memory.bind_shared, refusal=shared_memory.refusal, is_rival=shared_memory.is_rival
-    ),
-    "native": Algorithm(native.Native, refusal=native.refusal, is_rival=native.is_rival),
-}
+ALL_REDUCE: Table[str, Algorithm] = Table(
+    {
+        "ring": of_plan(ring.all_reduce, segments=chunks_in_segments),
+        "halving-doubling": of_plan(recursive.halving_doubling, segments=chunks_in_segments),
+        "recursive-doubling": of_plan(recursive.recursive_doubling),
+        "tree": of_plan(binomial.all_reduce),
+        "star": of_plan(star.all_reduce, is_rival=never),
+        "hierarchical": of_plans(
+            hierarchical.all_reduce, hierarchical.is_rival, hierarchical.segments_of
+        ),
+        "shared": Algorithm(
+            shared_memory.bind_shared,
+            refusal=shared_memory.refusal,
+            is_rival=shared_memory.is_rival,
+        ),
+        "native": Algorithm(native.Native, refusal=native.refusal, is_rival=native.is_rival),
+    }
+)
 
-REDUCE_SCATTER = {
-    "ring": of_plan(ring.reduce_scatter, segments=chunks_in_segments),
-    "pairwise": of_plan(pairwise.reduce_scatter, is_rival=never),
-    "shared": Algorithm(
-        shared_memory_halves.bind_reduce_scatter,
-        refusal=shared_memory_halves.refusal,
-        is_rival=shared_memory.is_rival,
-        of_all_reduce=shared_memory_halves.REDUCE_SCATTER_TAKES,
-    ),
-}
+REDUCE_SCATTER: Table[str, Algorithm] = Table(
+    {
+        "ring": of_plan(ring.reduce_scatter, segments=chunks_in_segments),
+        "pairwise": of_plan(pairwise.reduce_scatter, is_rival=never),
+        "shared": Algorithm(
+            shared_memory_halves.bind_reduce_scatter,
+            refusal=shared_memory_halves.refusal,
+            is_rival=shared_memory.is_rival,
+            of_all_reduce=shared_memory_halves.REDUCE_SCATTER_TAKES,
+        ),
+    }
+)
 
-ALL_GATHER = {
-    "ring": of_plan(ring.all_gather, segments=chunks_in_segments),
-    "pairwise": of_plan(pairwise.all_gather, is_rival=never),
-    "shared": Algorithm(
-        shared_memory_halves.bind_all_gather,
-        refusal=shared_memory_halves.refusal,
-        is_rival=shared_memory.is_rival,
-        of_all_reduce=shared_memory_halves.ALL_GATHER_TAKES,
-    ),
-}
+ALL_GATHER: Table[str, Algorithm] = Table(
+    {
+        "ring": of_plan(ring.all_gather, segments=chunks_in_segments),
+        "pairwise": of_plan(pairwise.all_gather, is_rival=never),
+        "shared": Algorithm(
+            shared_memory_halves.bind_all_gather,
+            refusal=shared_memory_halves.refusal,
+            is_rival=shared_memory.is_rival,
+            of_all_reduce=shared_memory_halves.ALL_GATHER_TAKES,
+        ),
+    }
+)
 
 TABLES = {"allreduce": ALL_REDUCE, "reduce-scatter": REDUCE_SCATTER, "all-gather": ALL_GATHER}
 """Algorithms with a choice by "auto".

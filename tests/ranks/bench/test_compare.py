@@ -6,8 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mpitrain.bench.training.compare import compare, jobs
-from mpitrain.bench.training.formulas import FORMULAS
+from mpitrain.bench.training.compare import compare, formula_of, jobs, settings_by_mode
 from mpitrain.config import parse, with_settings
 from mpitrain.machine import arena
 from mpitrain.run.build import build
@@ -31,7 +30,11 @@ def measured(words, hosts, *settings):
 @pytest.mark.parametrize("hosts, parts", [("aa", 1), ("abc", 2), ("abab", 1), ("aaaaa", 1)])
 def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
     rows = measured(
-        [word for word in FORMULAS if word not in ("shared", *APART)],
+        [
+            word
+            for word in settings_by_mode()
+            if formula_of(word) and word not in ("shared", *APART)
+        ],
         hosts,
         "run.steps=2",
         f"batch.micro_batches={parts}",

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.bench.training.compare import USUAL, jobs
-from mpitrain.bench.training.formulas import FORMULAS
+from mpitrain.bench.training.compare import formula_of, jobs, predicted, usual
 from mpitrain.cli import commands
 from mpitrain.cli.bench.train import _configured as of_bench_train
 from mpitrain.config import parse
@@ -36,11 +35,11 @@ def by_formula(hosts, settings):
     def one(transport):
         source, found = None, {}
         for word, config in jobs(
-            [word for word in USUAL if word in FORMULAS], settings, hosts
+            [word for word in usual() if formula_of(word)], settings, hosts
         ).items():
             job = build(transport, config, source=source)
             source, axes = job.source, job.trainer.grid.axes
-            found[word] = str(axes.ranks - axes.servers), f"{FORMULAS[word].of(job):,.0f}"
+            found[word] = str(axes.ranks - axes.servers), f"{predicted(job):,.0f}"
             job.close()
         return found
 
@@ -62,7 +61,7 @@ def by_formula(hosts, settings):
 def test_the_bytes_of_modes_are_those_of_their_formulas(command, hosts, settings):
     table = PARALLEL.read_text().partition(f"$ {command}")[2].partition("```")[0]
     shown = {word: (workers, sent, formula) for word, workers, sent, formula in ROW.findall(table)}
-    assert set(shown) == set(USUAL)
+    assert set(shown) == set(usual())
     right = by_formula(hosts, ["run.eval_rows=512", "model.layers=2", "model.width=64", *settings])
     assert {word: figures for word, figures in shown.items() if word in right} == {
         word: (workers, nbytes, nbytes) for word, (workers, nbytes) in right.items()

@@ -1,6 +1,7 @@
 """One table of all-reduces: a line in it is all that the configuration, help, auto, cost model and benchmarks need."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import coded
+from tests.rows import replaced
 from tests.training import TINY, curves
 
 NAME = "ring-backwards"
@@ -69,11 +71,10 @@ def test_an_added_algorithm_is_predicted_and_a_candidate_of_auto(hosts, added, m
         )
         assert one == pytest.approx(other, rel=1e-9) and one > 0
     assert NAME in candidates(Topology(hosts))
-    for name in set(algorithm_table.ALL_REDUCE) - {NAME}:
-        monkeypatch.setitem(
-            algorithm_table.ALL_REDUCE, name, algorithm_table.ALL_REDUCE["star"]
-        )  # which is no rival
-    assert choose(DEFAULT, Topology(hosts), 100, 4) == NAME
+    star = algorithm_table.ALL_REDUCE["star"]  # which is no rival
+    others = dict.fromkeys(set(algorithm_table.ALL_REDUCE) - {NAME}, star)
+    with patch.dict(algorithm_table.ALL_REDUCE, others):
+        assert choose(DEFAULT, Topology(hosts), 100, 4) == NAME
 
 
 def test_an_added_algorithm_is_a_row_of_the_benchmark(added):
@@ -96,11 +97,11 @@ def test_what_was_bound_says_what_it_became(monkeypatch):
         run_ranks(2, became, "auto")
         == [choose(DEFAULT, Topology(("a", "a")), 1000, 4, "plain")] * 2
     )
-    monkeypatch.setitem(algorithm_table.ALL_REDUCE, "shared", Algorithm(lambda *bound: None))
-    with pytest.raises(ConfigError, match="algorithm shared needs 2 x 4,000 bytes in /dev/shm"):
-        run_ranks(2, became, "shared")
-    monkeypatch.setattr("mpitrain.collectives.bind.chosen_by_model", lambda *facts: "shared")
-    assert run_ranks(2, became, "auto") == ["ring"] * 2, "where it cannot be had"
+    with replaced(algorithm_table.ALL_REDUCE, "shared", Algorithm(lambda *bound: None)):
+        with pytest.raises(ConfigError, match="algorithm shared needs 2 x 4,000 bytes in /dev/shm"):
+            run_ranks(2, became, "shared")
+        monkeypatch.setattr("mpitrain.collectives.bind.chosen_by_model", lambda *facts: "shared")
+        assert run_ranks(2, became, "auto") == ["ring"] * 2, "where it cannot be had"
 
 
 def test_a_name_that_is_in_no_table_is_refused_on_every_rank_with_the_nearest_one():

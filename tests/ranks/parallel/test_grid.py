@@ -14,7 +14,7 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import device_for
 from mpitrain.parallel.grid import Axes, Grid, axes
-from mpitrain.parallel.modes import replication_for
+from mpitrain.parallel.modes import replication_for, servers_of
 from mpitrain.parallel.replication.protocol import ReplicationContext
 from mpitrain.parallel.replication.records import StepInput
 from mpitrain.pipeline.partition import assign_units
@@ -380,5 +380,5 @@ SERVERS = "replication.mode=server"
 )
 def test_a_refusal_of_a_layout_names_only_what_can_help(ranks, settings, way_out):
     with pytest.raises(ConfigError) as raised:
-        axes(parse(with_settings({}, settings)), ranks)
+        axes(config := parse(with_settings({}, settings)), ranks, servers_of(config))
     assert str(raised.value).endswith(way_out)

@@ -7,6 +7,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Span, dealt
 from mpitrain.optim import STATE
 from mpitrain.parallel.grid import axes
+from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.servers.messages import header
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
@@ -232,7 +233,7 @@ def test_a_stop_and_a_nan_of_any_rank_reach_all(asked):
 )
 def test_ranks_are_workers_and_servers(settings, ranks, words):
     with pytest.raises(ConfigError) as caught:
-        axes(configured(SERVER, *settings), ranks)
+        axes(config := configured(SERVER, *settings), ranks, servers_of(config))
     assert words in str(caught.value)
 
 

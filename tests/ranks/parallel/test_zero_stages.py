@@ -9,7 +9,7 @@ from mpitrain.machine import cuda
 from mpitrain.optim import RULES
 from mpitrain.parallel.data.unsharded_buffers import TURNS
 from mpitrain.parallel.data.zero_three import ZeroThree
-from mpitrain.parallel.modes import MODES
+from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
@@ -17,6 +17,7 @@ from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
 from tests.laws.collectives import measured
 from tests.ranks.parallel.test_replication import everything
+from tests.rows import replaced
 from tests.training import TINY, configured, curve, curves
 
 pytestmark = pytest.mark.slow
@@ -91,13 +92,13 @@ class Strict(ZeroThree):
             self.buckets.slots.views[bucket].fill(np.nan)
 
 
-@pytest.mark.parametrize("mode", (MODES["all-reduce", 2], ZeroThree, Strict))
-def test_evaluation_logits_and_text_are_those_of_one_rank(mode, monkeypatch):
+@pytest.mark.parametrize("mode", (ZERO[2].make, ZeroThree, Strict))
+def test_evaluation_logits_and_text_are_those_of_one_rank(mode):
     settings = [TIED, "batch.micro_batches=2", "run.eval_rows=20"]
     (one,) = run_ranks(1, everything, settings)
-    monkeypatch.setitem(MODES, ("all-reduce", 0), mode)
-    for found in run_ranks(3, everything, settings):
-        assert_equal(one, found)
+    with replaced(MODES, "all-reduce", MODES["all-reduce"]._replace(make=mode)):
+        for found in run_ranks(3, everything, settings):
+            assert_equal(one, found)
 
 
 @STAGES

@@ -9,19 +9,20 @@ import pytest
 from mpitrain.bench.collectives.table import write_json
 from mpitrain.bench.training.compare import (
     COLUMNS,
-    USUAL,
-    WORDS,
     Row,
     footer,
+    formula_of,
     heading,
     jobs,
     line,
     plot,
+    settings_by_mode,
+    usual,
 )
-from mpitrain.bench.training.formulas import FORMULAS, LETTERS
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import MODES
+from mpitrain.parallel.traffic import LETTERS
 
 
 def row(mode, **changes):
@@ -47,10 +48,10 @@ def row(mode, **changes):
 def test_every_all_reduce_and_every_mode_of_the_package_has_a_word():
     found = {
         (config.replication.mode, config.replication.zero)
-        for config in jobs(list(WORDS), [], "aabb").values()
+        for config in jobs(list(settings_by_mode()), [], "aabb").values()
     }
-    assert found == set(MODES) and set(choices("allreduce")) <= set(WORDS)
-    assert set(FORMULAS) <= set(WORDS) and set(USUAL) <= set(WORDS)
+    rows = {(name, stage) for name, mode in MODES.items() for stage in (0, *mode.stages)}
+    assert found == rows and {*choices("allreduce"), *usual()} <= set(settings_by_mode())
 
 
 def test_a_mode_is_stronger_than_a_setting_of_all_and_nothing_else_differs():
@@ -99,7 +100,9 @@ def test_the_formulas_below_the_table_come_with_what_their_letters_stand_for():
         "star               sends (n-1) S, the root",
         "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers",
     ]
-    for word, formula in FORMULAS.items():
+    for word in settings_by_mode():
+        if not (formula := formula_of(word)):
+            continue
         said = footer([row(word)])[-1]
         letters = set(
             re.findall(r"n'|\b(?:lg|[a-zA-Z])\b(?!')", re.sub(r"\b[aA] |'s\b", "", formula.words))

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.config import Config, keys, parse, read_toml, with_settings
+from mpitrain.config import Config, keys, read_toml, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import axes, share
+from mpitrain.parallel.modes import servers_of
+from mpitrain.run.choices import parse
 from tests.processes import mpitrain
 
 README = Path(__file__).parents[3] / "README.md"
@@ -365,7 +367,7 @@ def test_every_key_has_help():
 )
 def test_a_layout_that_does_not_come_out_is_refused(settings, ranks, complaint):
     with pytest.raises(ConfigError) as raised:
-        axes(parse(with_settings({}, settings)), ranks)
+        axes(config := parse(with_settings({}, settings)), ranks, servers_of(config))
     assert complaint in raised.value.law
 
 

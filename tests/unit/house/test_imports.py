@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[3] / "mpitrain"
 # Ground floor first: a room imports only from itself and from rooms above it in this list.
 FLOORS = [
     "errors",
+    "tables",
     "files",
     "plots",
     "strict_json",

@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import COMMANDS, commands
-from mpitrain.config import keys, parse, with_settings
+from mpitrain.config import keys, with_settings
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
-from mpitrain.run.resolve import check_names
+from mpitrain.run.choices import parse
+from tests.rows import tables
 from tests.unit.house.test_imports import FLOORS, PACKAGE, SOURCES, imported_names
 
 HERE = Path(__file__).parents[3]
@@ -79,6 +80,14 @@ def test_the_page_of_pipelines_lists_every_schedule():
     assert all(f"`{name}`" in text for name in STREAMS)
 
 
+def test_the_page_of_the_house_lists_the_table_of_every_kind_with_its_file():
+    section = HOUSE.read_text().partition("## What to touch")[2].partition("\n## ")[0]
+    named = {*re.findall(r"`([\w/.]+)`", section)}
+    for table in tables():
+        module, _, name = table.removeprefix("mpitrain.").rpartition(".")
+        assert {name, f"{module.replace('.', '/')}.py"} <= named
+
+
 @pytest.mark.parametrize("page", (HOUSE, TESTS), ids=("house", "tests"))
 def test_the_files_that_a_page_names_are_there(page):
     text = page.read_text()
@@ -126,9 +135,7 @@ def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(page, mo
             done = CliRunner().invoke(commands, words)
             assert done.exit_code == 0, (words, done.output)
             found = read[-1] if read else {}
-            check_names(
-                parse(with_settings({}, [*found.get("settings", ()), *found.get("others", ())]))
-            )
+            parse(with_settings({}, [*found.get("settings", ()), *found.get("others", ())]))
             words = list(
                 found.get("arguments", ())
             )  # of `launch`: the command that it runs, or a program of the user's

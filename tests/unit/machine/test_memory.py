@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.collectives.selection.tuning import DEFAULT
-from mpitrain.config import parse
+from mpitrain.config import with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Storage
@@ -17,9 +17,11 @@ from mpitrain.machine import process
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
 from mpitrain.parallel.grid import axes
+from mpitrain.parallel.modes import MODES, STREAMS, mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run import build
+from mpitrain.run import build, memory
 from mpitrain.run.build import Job
+from mpitrain.run.choices import parse
 from mpitrain.run.resolve import Resolved
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
@@ -41,7 +43,7 @@ def config_of(kind="gpt", layers=3, **more):
 def resolved(config, ranks=1):
     return Resolved(
         config,
-        axes(config, ranks),
+        axes(config, ranks, servers_of(config)),
         plan_of("1f1b", 1, 1),
         parse_wire("none"),
         DEFAULT,
@@ -54,7 +56,8 @@ def resolved(config, ranks=1):
 def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
     config = config_of(kind, layers)
     storage = Storage(build.model(config, SOURCES[kind], Plain(ops_for("cpu"))), "float32")
-    assert build._size(resolved(config), SOURCES[kind]) == (storage.length, storage.parameter_count)
+    found, count = memory.sizes(resolved(config), SOURCES[kind], 1, build.model)
+    assert (found.length, count) == (storage.length, storage.parameter_count)
 
 
 @pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
@@ -63,12 +66,13 @@ def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_number
     ranks, hosts, sharing, optimizer, monkeypatch
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
-    length, count = build._size(resolved(config, ranks), SOURCES["gpt"])
+    found, count = memory.sizes(resolved(config, ranks), SOURCES["gpt"], 1, build.model)
+    length = found.length
     needed = sharing * length * 4 * (2 + RULES[optimizer].per_parameter)
 
     def run(transport):
         if transport.hosts[transport.rank] == "a":
-            build._check_memory(transport, resolved(config, ranks), SOURCES["gpt"])
+            memory.check_memory(transport, resolved(config, ranks), SOURCES["gpt"], build.model)
 
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(ranks, run, hosts=hosts)
@@ -88,7 +92,7 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
     zero, shard, hosts, monkeypatch
 ):
     config, n = config_of(layers=1000, replication={"zero": zero, "shard": shard}), len(hosts)
-    length, _ = build._size(resolved(config, n), SOURCES["gpt"])
+    length = memory.sizes(resolved(config, n), SOURCES["gpt"], n, build.model)[0].length
     largest = (
         8 * 24**2 + 7 * 24
     )  # the mlp half of a block: its two matrices and biases, and its norm
@@ -102,41 +106,80 @@ def test_what_replicas_divide_counts_as_a_part_and_the_largest_unit_on_its_way(
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(
         n,
-        lambda transport: build._check_memory(transport, resolved(config, n), SOURCES["gpt"]),
+        lambda transport: memory.check_memory(
+            transport, resolved(config, n), SOURCES["gpt"], build.model
+        ),
         hosts=hosts,
     )
     monkeypatch.setattr(process, "free_memory", lambda kind: needed - 1)
     with pytest.raises(ConfigError, match="parameters with gradients"):
         run_ranks(
             n,
-            lambda transport: build._check_memory(transport, resolved(config, n), SOURCES["gpt"]),
+            lambda transport: memory.check_memory(
+                transport, resolved(config, n), SOURCES["gpt"], build.model
+            ),
             hosts=hosts,
         )
 
 
-@pytest.mark.parametrize(
-    "ranks, replication",
-    [
-        (2, {}),
-        (2, {"zero": 1}),
-        (3, {"mode": "server", "servers": 1}),
-        (3, {"mode": "master"}),
-        (2, {"mode": "gossip"}),
-        (2, {"mode": "local"}),
-        (2, {"mode": "local", "outer_momentum": 0.9}),
-        (2, {"mode": "local", "outer_lr": 0.7}),
-    ],
-)
-def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(ranks, replication):
-    def held(transport):
-        replication = build.build(transport, config, source=SOURCES["gpt"]).trainer.replication
-        replication.sync_parameters()
-        return replication.held() - replication.replica.grid.scratch_bytes
+def layouts():
+    """{row of each mode, with its variants: the sections that choose it}."""
+    found = {}
+    for name, mode in MODES.items():
+        for stage in (0, *mode.stages):
+            for setting in mode.variants.values() or [f"replication.zero={stage}"]:
+                sections = with_settings({"replication": {"mode": name}}, [setting])
+                found[f"{name} {setting}"] = sections
+    for name in STREAMS:
+        found[name] = {"pipeline": {"schedule": name}}
+    return found
 
-    config = config_of(replication=replication)
-    found = resolved(config, ranks)
-    asked = 4 * ranks * build._held(found, build._size(found, SOURCES["gpt"])[0], found.axes.dp)
-    assert sum(run_ranks(ranks, held)) == pytest.approx(asked, rel=1e-12)
+
+def check_held(ranks, sections, rounding=1e-12):
+    """The formula of the mode gives the bytes that all ranks hold together, without scratch.
+
+    Two buffers take turns in the stages of ZeRO that have any; the formula counts the larger one.
+    """
+
+    def held(transport):
+        trainer = build.build(transport, config, source=SOURCES["gpt"]).trainer
+        trainer.sync_parameters()
+        sizes, _ = memory.sizes(trainer.resolved, SOURCES["gpt"], trainer.grid.axes.dp, build.model)
+        row = mode_of(trainer.config)
+        whole = row.memory(sizes._replace(largest=0))
+        in_turns = row.memory(sizes) - whole
+        return trainer.replication.held() - trainer.grid.scratch_bytes - whole, whole, in_turns
+
+    units = {"replication": {**sections.get("replication", {}), "bucket_mb": 1e-6}}  # are buckets
+    config = config_of(**{**sections, **units})
+    more, (whole, *_), (in_turns, *_) = zip(*run_ranks(ranks, held), strict=True)
+    more, rounding = sum(more) / ranks, rounding * whole
+    assert in_turns - rounding <= more <= 2 * in_turns + rounding
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize("sections", layouts().values(), ids=layouts())
+def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(sections, ranks, compute):
+    config = config_of(**sections)
+    if ranks <= servers_of(config):
+        pytest.skip("servers need a worker")
+    sections = {**sections, "precision": {"compute": compute}}
+    check_held(ranks, sections)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_the_memory_of_stages_is_a_mean_as_if_they_were_equal(name):
+    """The first stage of `async` stores the most versions of its own parameters."""
+    for ranks in (2, 3, 4):
+        batch = {"size": 4, "micro_batches": ranks}
+        sections = {"pipeline": {"schedule": name}, "layout": {"pp": ranks}, "batch": batch}
+        check_held(ranks, sections, rounding=0.05)
+
+
+@pytest.mark.parametrize("outer", [{"outer_momentum": 0.9}, {"outer_lr": 0.7}])
+def test_an_outer_optimizer_counts(outer):
+    check_held(2, {"replication": {"mode": "local", **outer}})
 
 
 def test_units_are_not_built_for_a_model_that_does_not_fit(monkeypatch):
@@ -163,17 +206,27 @@ def test_on_a_gpu_its_own_memory_counts(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy.devices, "memory", (1000, 8 << 30))
     monkeypatch.setattr(cupy.devices, "count", 2)
-    monkeypatch.setattr(build, "_size", lambda resolved, source: (1000, 1000))
+    monkeypatch.setattr(
+        memory,
+        "sizes",
+        lambda *known, real=memory.sizes: (real(*known)[0]._replace(length=1000), 1000),
+    )
     config = config_of(device={"kind": "cuda"})
     with pytest.raises(
         ConfigError, match=r"of 2 rank\(s\) need .* GB on this GPU, but 0\.0 GB are free"
     ):
         run_ranks(
-            3, lambda transport: build._check_memory(transport, resolved(config, 3), SOURCES["gpt"])
+            3,
+            lambda transport: memory.check_memory(
+                transport, resolved(config, 3), SOURCES["gpt"], build.model
+            ),
         )
     monkeypatch.setattr(cupy.devices, "memory", (8 << 30, 8 << 30))
     run_ranks(
-        3, lambda transport: build._check_memory(transport, resolved(config, 3), SOURCES["gpt"])
+        3,
+        lambda transport: memory.check_memory(
+            transport, resolved(config, 3), SOURCES["gpt"], build.model
+        ),
     )
 
 
@@ -231,5 +284,8 @@ def test_no_width_is_so_large_that_its_number_of_parameters_looks_small(kind, wi
     )
     with pytest.raises(ConfigError, match=r"parameters with gradients .* are free"):
         run_ranks(
-            1, lambda transport: build._check_memory(transport, resolved(config), SOURCES[kind])
+            1,
+            lambda transport: memory.check_memory(
+                transport, resolved(config), SOURCES[kind], build.model
+            ),
         )

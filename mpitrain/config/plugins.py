@@ -1,0 +1,116 @@
+"""Plugins: Python files of the user that add rows to tables, imported once in a process."""
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from threading import RLock
+from types import ModuleType
+from typing import Any
+
+from mpitrain.errors import ConfigError
+from mpitrain.files import contents
+
+MARK = " sha256:"
+"""An entry of run.plugins is FILE, or FILE, this mark and the file's digest."""
+_ERRORS: dict[str, ConfigError | None] = {}
+"""{digest: the error of its import}, of each file that this process has tried to import."""
+_LOCK = RLock()
+
+
+def load(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Import the plugins that the tables name, in order, and return the tables with their digests.
+
+    The same content is imported once in a process.
+
+    raises  ConfigError if a file is missing, is not the one of its digest, or raises an exception
+    """
+    if not (found := entries(tables)):
+        return tables
+    return {**tables, "run": {**tables["run"], "plugins": [*map(_pinned, found)]}}
+
+
+def entries(tables: Mapping[str, Any]) -> list[str]:
+    """Return run.plugins of the tables; [] if it is invalid, which the validation refuses."""
+    run = tables.get("run")
+    found = run.get("plugins") if isinstance(run, Mapping) else None
+    if isinstance(found, list) and all(isinstance(entry, str) for entry in found):
+        return found
+    return []
+
+
+def digests(found: Sequence[str]) -> list[str]:
+    """Return the digests of entries; "" for an entry without one."""
+    return [entry.partition(MARK)[2] for entry in found]
+
+
+def imported() -> list[str]:
+    """Return the digests of the plugins that this process has imported."""
+    return [digest for digest, error in _ERRORS.items() if error is None]
+
+
+def check_named(found: Sequence[str], named: Collection[str], folder: Path) -> None:
+    """Raise ConfigError unless the user has named the plugins of a run, with the same content.
+
+    A run directory names no code to run: its author may be another person.
+
+    found   run.plugins of the run's configuration
+    named   digests of the files that the user has named
+    folder  the run directory
+    """
+    for name, _, digest in (entry.partition(MARK) for entry in found):
+        if digest not in named:
+            raise ConfigError(
+                f"The run in {folder} was trained with the plugin {name} (sha256 {digest[:12]}), but no "
+                "file with this content was named now.",
+                "Read the file, then name it: in run.plugins of `mpitrain train`, by --plugin of other "
+                "commands.",
+            )
+
+
+def _pinned(entry: str) -> str:
+    """Import the file of an entry, unless it is imported already; return the entry with a digest."""
+    name, _, wanted = entry.partition(MARK)
+    with _LOCK:
+        if wanted in imported():
+            return entry
+        try:
+            code = contents(Path(name))
+        except OSError as error:
+            raise ConfigError(
+                f"The plugin {name} cannot be read: {error.strerror}.",
+                "Name a Python file in run.plugins.",
+            ) from None
+        digest = hashlib.sha256(code).hexdigest()
+        if wanted not in ("", digest):
+            raise ConfigError(
+                f"The plugin {name} must have sha256 {wanted[:12]}, but it has {digest[:12]}.",
+                "Name the file as it was, or leave the digest out.",
+            )
+        if digest not in _ERRORS:
+            _ERRORS[digest] = _import(code, name, digest)
+        if failure := _ERRORS[digest]:
+            raise ConfigError(failure.law, failure.way_out)
+    return f"{name}{MARK}{digest}"
+
+
+def _import(code: bytes, name: str, digest: str) -> ConfigError | None:
+    """Run the code as a module of its own in sys.modules; return the error, or None."""
+    module = ModuleType(f"mpitrain_plugin_{digest[:16]}")
+    module.__file__ = name
+    sys.modules[module.__name__] = module  # Dataclasses look their module up there.
+    try:
+        exec(compile(code, name, "exec"), module.__dict__)
+        return None
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == name]
+        if isinstance(error, SyntaxError) and error.filename == name:
+            lines.append(error.lineno)
+        where = f", line {lines[-1]}" if lines else ""
+        said = error.law if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        return ConfigError(
+            f"The plugin {name} cannot be imported{where}: {said}",
+            "Correct the file, or leave it out of run.plugins.",
+        )
