@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mpitrain.collectives.bind import bind as bind
     from mpitrain.collectives.group import Group as Group
     from mpitrain.config import Config as Config
-    from mpitrain.config import parse as parse
     from mpitrain.errors import MpitrainError as MpitrainError
     from mpitrain.layers.base import Unit as Unit
     from mpitrain.layers.compose import Residual as Residual
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from mpitrain.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
     from mpitrain.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
+    from mpitrain.run.choices import parse as parse
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.trainer import replicas_equal as replicas_equal
     from mpitrain.transport.mpi import connect as connect
@@ -72,7 +72,7 @@ _HOMES = {
     "mlp": "models.mlp",
     "normal": "layers.initial",
     "ops_for": "ops.device",
-    "parse": "config",
+    "parse": "run.choices",
     "replicas_equal": "run.trainer",
     "run_ranks": "transport.threads",
 }

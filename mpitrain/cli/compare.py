@@ -82,7 +82,8 @@ def command(
 
 
 def _kind(changes: list[str]) -> Any:
-    from mpitrain.config import parse, with_settings
+    from mpitrain.config import with_settings
+    from mpitrain.run.choices import parse
 
     return parse(with_settings({}, changes)).device.kind
 

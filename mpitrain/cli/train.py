@@ -58,9 +58,9 @@ def _meant(option: str, args: list[str]) -> str:
 
     If the key cannot have the given value, the hint is the reason. Without a similar key it is "".
     """
-    from mpitrain.config import nearest, parse, with_settings
+    from mpitrain.config import nearest, with_settings
     from mpitrain.errors import ConfigError
-    from mpitrain.run.resolve import check_names
+    from mpitrain.run.choices import parse
 
     keys = nearest(option.lstrip("-"))
     value = "VALUE"
@@ -69,7 +69,7 @@ def _meant(option: str, args: list[str]) -> str:
             value = word.partition("=")[2] or (value if following.startswith("--") else following)
     if len(keys) == 1 and value != "VALUE":
         try:
-            check_names(parse(with_settings({}, [f"{keys[0]}={value}"])))
+            parse(with_settings({}, [f"{keys[0]}={value}"]))
         except ConfigError as refusal:
             return f", and {refusal.law}"
     return f"; did you mean {' or '.join(f'--set {key}={value}' for key in keys)}?" if keys else ""
@@ -231,6 +231,7 @@ class Stop:
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.terminal.progress import Progress, Silent
+    from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
     from mpitrain.run.watchdog import Watchdog
     from mpitrain.transport.agreement import check_same, on_all_ranks
@@ -249,7 +250,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     if (
         finished.job.step < config.run.steps
         and config.run.sample
-        and finished.job.source.model == "gpt"
+        and MODELS[config.model.kind].writes
         and not finished.stopped
     ):
         _print_sample(finished, stop.asked)
@@ -267,7 +268,8 @@ def unmeasured(config: Any, hosts: Sequence[str]) -> str:
 
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
     """Return the configuration of the file, or of the resumed run, with the settings applied."""
-    from mpitrain.config import parse, read_toml, with_settings
+    from mpitrain.config import read_toml, with_settings
+    from mpitrain.run.choices import parse
     from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
 
     if config_file:
@@ -294,18 +296,19 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
     from itertools import islice
 
     from mpitrain.cli.generate import readable
+    from mpitrain.data import source_kind
     from mpitrain.errors import TrainingError
     from mpitrain.run.generate import tokens
 
     trainer = finished.job.trainer
-    is_text, until = (
-        not trainer.config.data.source.startswith("tokens:"),
+    writes_text, until = (
+        source_kind(trainer.config.data.source).is_text,
         time.monotonic() + SAMPLE_SECONDS,
     )
     try:
         drawn = tokens(
             trainer,
-            [ord("\n") if is_text else 0],
+            [ord("\n") if writes_text else 0],
             temperature=0.8,
             top_k=40,
             seed=0,
@@ -313,7 +316,9 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
         )
         sample = list(islice(drawn, trainer.config.run.sample))
         text = (
-            b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
+            b"".join(readable([bytes(sample)]))
+            if writes_text
+            else " ".join(map(str, sample)).encode()
         )
         said = b"a sample of what it writes:\n" + text + b"\n"
     except TrainingError as error:
@@ -330,7 +335,7 @@ def print_keys(section: str) -> None:
     from textwrap import fill
 
     from mpitrain.config import keys
-    from mpitrain.run.resolve import choices
+    from mpitrain.run.choices import choices, help_of
 
     names = choices()
     sections = {
@@ -362,7 +367,7 @@ def print_keys(section: str) -> None:
             )
             click.echo(
                 fill(
-                    key.help,
+                    help_of(key),
                     width,
                     initial_indent="      ",
                     subsequent_indent="      ",

@@ -4,7 +4,7 @@ ASYNCHRONOUS  the schedules without a pipeline flush, in which each stage update
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
 """
 
-from mpitrain.config.reading import check_choice, nearest, parse, read_toml, with_settings
+from mpitrain.config.reading import check_choice, nearest, parse, read_toml, refusal, with_settings
 from mpitrain.config.sections import (
     ASYNCHRONOUS,
     KEPT_ON_HOST,
@@ -20,7 +20,7 @@ from mpitrain.config.sections import (
     Replication,
     Run,
 )
-from mpitrain.config.whole import Config, keys
+from mpitrain.config.whole import Config, Key, keys
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -30,6 +30,7 @@ __all__ = [
     "Config",
     "Data",
     "Device",
+    "Key",
     "Layout",
     "Model",
     "Optimizer",
@@ -42,5 +43,6 @@ __all__ = [
     "nearest",
     "parse",
     "read_toml",
+    "refusal",
     "with_settings",
 ]

@@ -16,8 +16,6 @@ from mpitrain.config.whole import Config, keys
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 
-# The beginnings of the names of labelled sources, which need model.kind mlp.
-LABELLED = ("digits", "idx:")
 # These keys hold paths, which in a configuration file are relative to its folder.
 BESIDE = (
     ("data", "source"),
@@ -31,7 +29,6 @@ LISTED = "`mpitrain train --help-config` lists every key with its type and range
 
 NOT_YET = {"model.kind": "cnn"}  # These values are planned.
 PATTERNS = {  # The patterns of `sections` in words, for messages.
-    "data.validation": "must be tokens:FILE or tenth, or empty",
     "run.delay": "must be RANK:MS or random:MS:P with P from 0 to 1, or several of these with commas between",
     "replication.wire": "must be none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]",
     "pipeline.partition": "must be time, or numbers and commas, as in 4,4,3,5",
@@ -126,59 +123,35 @@ def _toml_value(text: str) -> Any:
 
 
 def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
-    """Make a `Config` of tables such as {"run": {"steps": 100}}.
+    """Make a `Config` of tables, checked by types, ranges and the rules between keys.
 
-    Tables without model.kind get the kind that fits data.source.
+    It does not know the tables of other rooms; `run.choices.parse` checks their names as well.
 
-    Parameters
-    ----------
-    tables : mapping
-        Values by section and key.
-    path : Path, optional
-        The file that the tables were read from, for messages.
-
-    Returns
-    -------
-    Config
-
-    Raises
-    ------
-    ConfigError
-        One error that lists all invalid keys and values.
+    path    the file that the tables were read from, for messages
+    raises  ConfigError that lists all invalid keys and values
     """
     try:
-        return Config.model_validate(_with_kind(tables))
+        return Config.model_validate(tables)
     except ValidationError as error:
         said = "\n".join(_complaint(item) for item in error.errors())
-        raise ConfigError(
-            said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED
-        ) from None
+        raise refusal(said, path) from None
 
 
-def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add model.kind mlp to tables with a labelled data.source and no model.kind."""
-    data, model = tables.get("data", {}), tables.get("model", {})
-    source = data.get("source") if isinstance(data, Mapping) else None
-    if (
-        isinstance(source, str)
-        and source.startswith(LABELLED)
-        and isinstance(model, Mapping)
-        and "kind" not in model
-    ):
-        return {**tables, "model": {**model, "kind": "mlp"}}
-    return tables
+def refusal(said: str, path: Path | None) -> ConfigError:
+    """Return the error for invalid keys and values; path: the file that they were read from."""
+    return ConfigError(said, f"The configuration file is {path}.\n{LISTED}" if path else LISTED)
 
 
-def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+def check_choice(name: str, value: str, choices: Collection[str], path: Path | None = None) -> None:
     """Raise ConfigError, with the message of `parse`, unless the value is one of the choices.
 
     choices  of a key that names an entry of a table outside of this package
+    path     the file that the value was read from
     """
     if value not in choices:
         *others, last = map(repr, choices)
-        raise ConfigError(
-            _no_choice(name, f"must be {', '.join(others)} or {last}", value, choices), LISTED
-        )
+        law = f"must be {', '.join(others)} or {last}"
+        raise refusal(_no_choice(name, law, value, choices), path)
 
 
 def nearest(word: str) -> list[str]:

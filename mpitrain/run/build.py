@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -16,17 +15,17 @@ from mpitrain.data import (
     Unopened,
     as_it_is,
     beside,
-    has_tokens,
     largest_token,
     open_source,
+    source_kind,
+    zeros,
 )
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
-from mpitrain.models.gpt import gpt
-from mpitrain.models.mlp import mlp
+from mpitrain.models.table import MODELS, check_data
 from mpitrain.optim import STATE
 from mpitrain.parallel.averaging.local_sgd import has_outer
 from mpitrain.parallel.grid import divisor
@@ -103,8 +102,14 @@ def build(
     """
     resolved = resolve(transport, config if source else _with_validation(transport, config))
     config = resolved.config
+    name = "this data source" if source else config.data.source
     source = source or _opened(transport, config, noted)
-    on_all_ranks(transport, lambda: _check_memory(transport, resolved, source))
+
+    def check() -> None:
+        check_data(config.model.kind, source.form, name)
+        _check_memory(transport, resolved, source)
+
+    on_all_ranks(transport, check)
     found = save_load.read_beside(transport, saved) if saved else None
     done = found.done if found else Done(0, 0, transport.gather_text(uuid4().hex)[0])
     check_same(
@@ -232,18 +237,7 @@ def _size(resolved: Resolved, source: Source | Unopened) -> tuple[int, int]:
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
     """Make the units of the configured network for this data source, with a layer factory."""
-    m = config.model
-    if m.kind == "gpt":
-        return gpt(
-            layers,
-            vocab=source.inputs,
-            context=m.context,
-            width=m.width,
-            heads=m.heads,
-            depth=m.layers,
-            tied=m.tied,
-        )
-    return mlp(layers, features=source.inputs, hidden=[m.width] * m.layers, classes=source.classes)
+    return list(MODELS[config.model.kind].build(layers, config.model, source))
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
@@ -255,12 +249,9 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     backend, batch = device.backend, config.batch
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
-    shape = (rows, config.model.context) if source.model == "gpt" else (rows, source.inputs)
     computed = device.half or config.precision.stored
-    inputs = np.zeros(shape, np.int64 if source.model == "gpt" else computed)
-    right = backend.from_host(
-        np.zeros(math.prod(shape[:2]) if source.model == "gpt" else rows, np.int64)
-    )
+    inputs, targets = zeros(source, rows, computed)
+    right = backend.from_host(targets.reshape(-1))
     arena = device.arena()
 
     def loss(logits: Any) -> Any:
@@ -288,7 +279,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
 def _with_validation(transport: Transport, config: Config) -> Config:
     """Return a copy in which rank 0 resolves an empty data.validation; collective."""
     data = config.data
-    if data.validation or not has_tokens(data.source):
+    if data.validation or not source_kind(data.source).is_token_file:
         return config
     found = transport.gather_text(beside(data.source))[0]
     return config.model_copy(update={"data": data.model_copy(update={"validation": found})})
@@ -300,7 +291,7 @@ def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
     A token file without a valid scan is scanned by all ranks, each an equal slice.
     """
     name = config.data.source
-    if not has_tokens(name):
+    if not source_kind(name).is_token_file:
         return on_all_ranks(transport, lambda: _source(config, None))
     now = on_all_ranks(transport, lambda: as_it_is(name))
     largest = noted.largest if noted and noted == now._replace(largest=noted.largest) else None
@@ -313,7 +304,7 @@ def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
 
 def _source(config: Config, scan: Scan | None) -> Source:
     data = config.data
-    source = open_source(
+    return open_source(
         data.source,
         config.model.context,
         config.precision.stored,
@@ -321,9 +312,3 @@ def _source(config: Config, scan: Scan | None) -> Source:
         scan,
         data.validation,
     )
-    if source.model != config.model.kind:
-        raise ConfigError(
-            f"The model.kind for {config.data.source} is {source.model}, but the configuration says {config.model.kind}.",
-            f"Train with --set model.kind={source.model}, or choose another data source.",
-        )
-    return source

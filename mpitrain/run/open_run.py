@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
-from mpitrain.config import Config, parse, with_settings
+from mpitrain.config import Config, with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
+from mpitrain.models.table import MODELS
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.directories import newest
+from mpitrain.run.choices import parse
 from mpitrain.run.run_dir import (
     CHECKPOINTS,
     CONFIG,
@@ -57,11 +59,11 @@ def open_run(
         on_all_ranks(transport, lambda: str(newest(folder / CHECKPOINTS)))
     )[0]
     vocabulary = config.data.vocabulary or 256
-    is_enough = not needs_data and config.model.kind == "gpt"
+    is_enough = not needs_data and MODELS[config.model.kind].takes == "tokens"
     return build(
         transport,
         config,
         Path(saved),
-        Unopened("gpt", vocabulary, vocabulary) if is_enough else None,
+        Unopened("tokens", (config.model.context,), vocabulary, vocabulary) if is_enough else None,
         noted_scan(folder),
     )

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.collectives.engine.codecs import Wire, parse_wire
-from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
-from mpitrain.config import Config, check_choice, parse
+from mpitrain.config import Config, parse
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.ops.device import Device, device_for
@@ -18,6 +17,7 @@ from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import goes_in_passes
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
+from mpitrain.run.choices import check_names
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -59,19 +59,6 @@ def resolve(transport: Transport, config: Config) -> Resolved:
     file = config.replication.tuning
     tuning = on_all_ranks(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
     return Resolved(config, found, plan, wire, tuning, device)
-
-
-def choices() -> dict[str, tuple[str, ...]]:
-    """Return {key: allowed names} for the keys that name an entry of a table of algorithms."""
-    return dict.fromkeys(
-        ("replication.algorithm", "layout.algorithm"), algorithm_table.choices("allreduce")
-    )
-
-
-def check_names(config: Config) -> None:
-    """Raise ConfigError for a name that is not in its table."""
-    for key, known in choices().items():
-        check_choice(key, config.flat()[key], known)
 
 
 def _planned(config: Config, found: Axes) -> Plan:

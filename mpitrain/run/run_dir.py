@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import Config, keys, parse, read_toml
-from mpitrain.data import TENTH, Scan, Source, TokenSource, Unopened, absolute, has_tokens
+from mpitrain.config import Config, keys, read_toml
+from mpitrain.data import TENTH, Scan, Source, TokenSource, Unopened, absolute, source_kind
 from mpitrain.errors import ConfigError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
+from mpitrain.run.choices import parse
 from mpitrain.run.metrics import cut_after
 from mpitrain.run.resolve import Resolved
 from mpitrain.transport.agreement import on_all_ranks
@@ -205,7 +206,7 @@ def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
         return {**data, "validation": ""}
     return (
         {**data, "validation": TENTH}
-        if has_tokens(then.data.source) and not then.data.validation
+        if source_kind(then.data.source).is_token_file and not then.data.validation
         else data
     )
 
@@ -220,7 +221,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
-    if has_tokens(old["data.source"]):
+    if source_kind(old["data.source"]).is_token_file:
         old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":
         ignored += ("device.kind",)
@@ -376,7 +377,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         absolute(config.data.source),
         absolute(config.data.validation),
     )
-    if config.data.source.startswith("tokens:"):
+    if source.form == "tokens" and not source_kind(config.data.source).is_text:
         tables["data"]["vocabulary"] = source.inputs
     tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)
     if config.replication.tuning:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from mpitrain.bench.plot_loss import draw
 from mpitrain.bench.training.formulas import FORMULAS, LETTERS
 from mpitrain.collectives.selection.table import choices
-from mpitrain.config import Config, parse, with_settings
+from mpitrain.config import Config, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build
-from mpitrain.run.resolve import check_names
+from mpitrain.run.choices import parse
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.transport.base import Transport
 
@@ -135,7 +135,6 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
             f"{config.run.steps}.",
             "Leave run.steps to --steps.",
         )
-    check_names(config)
     divisor(axes(config, len(hosts)), hosts, config.replication.shard)
     return config
 

@@ -17,6 +17,7 @@ from mpitrain.bench.collectives.table import FAR
 from mpitrain.config import ASYNCHRONOUS, Config
 from mpitrain.errors import ConfigError
 from mpitrain.files import write_whole
+from mpitrain.models.table import MODELS, kinds
 from mpitrain.run.build import Job
 from mpitrain.transport.base import Transport
 
@@ -120,13 +121,14 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
         )
     stages, micro_batches = config.layout.pp, config.batch.micro_batches
     if (
-        config.model.kind != "gpt"
+        not MODELS[config.model.kind].has_peer
         or config.optimizer.name != "adamw"
         or (micro_batches > 1 and stages == 1)
     ):
         raise ConfigError(
             "The peer trains a GPT with AdamW in one micro-batch.",
-            "Leave out --peer, or set model.kind=gpt, optimizer.name=adamw and batch.micro_batches=1.",
+            f"Leave out --peer, or set model.kind={' or '.join(kinds(lambda row: row.has_peer))}, "
+            "optimizer.name=adamw and batch.micro_batches=1.",
         )
     if stages > 1 and (
         config.pipeline.schedule not in ("gpipe", "1f1b")

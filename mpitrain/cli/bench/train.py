@@ -123,7 +123,8 @@ def command(
 def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
     """Return the configuration to measure on `size` ranks."""
     from mpitrain.bench.training.steps import WARM_UP
-    from mpitrain.config import parse, with_settings
+    from mpitrain.config import with_settings
+    from mpitrain.run.choices import parse
 
     shape = {**SHAPE, "batch.size": SEQUENCES * size, "run.steps": WARM_UP + blocks * steps}
     return parse(with_settings({}, [*(f"{key}={value}" for key, value in shape.items()), *changes]))
@@ -202,7 +203,7 @@ def _measure(
             advice := foreign(job.trainer.resolved.tuning, transport.hosts)
         ):
             click.echo(f"{advice} in replication.tuning")
-        tokens = config.batch.size * config.model.context if config.model.kind == "gpt" else 0
+        tokens = config.batch.size * config.model.context if job.source.form == "tokens" else 0
         click.echo(
             f"{transport.size} ranks, {config.batch.size} rows per step, "
             f"{job.trainer.parameter_count} parameters, "

@@ -77,7 +77,8 @@ def command(
 
 
 def _configured(config_file: Path | None, changes: list[str]) -> Any:
-    from mpitrain.config import parse, read_toml, with_settings
+    from mpitrain.config import read_toml, with_settings
+    from mpitrain.run.choices import parse
 
     return parse(with_settings(read_toml(config_file) if config_file else {}, changes), config_file)
 
@@ -163,9 +164,10 @@ def _verify(
     """Measure steps with these numbers of micro-batches in turns; print them and the predictions."""
     from mpitrain.bench.training.stages import stage_rows, stage_table
     from mpitrain.bench.training.steps import WARM_UP, Ours, alternate
-    from mpitrain.config import parse, with_settings
+    from mpitrain.config import with_settings
     from mpitrain.plan.micro_batches import best
     from mpitrain.run.build import build
+    from mpitrain.run.choices import parse
 
     sides = []
     for each in predicted:

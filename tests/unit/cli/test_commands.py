@@ -15,11 +15,12 @@ from mpitrain.cli.launch import command as launch_command
 from mpitrain.cli.session import settings_of
 from mpitrain.cli.terminal.progress import way
 from mpitrain.collectives.engine.codecs import parse_wire
-from mpitrain.config import keys, parse, with_settings
+from mpitrain.config import keys, with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
 from mpitrain.run.build import Job
+from mpitrain.run.choices import help_of, parse
 from mpitrain.run.generate import _draw
 from tests.processes import mpitrain
 
@@ -56,7 +57,7 @@ def test_help_config_lists_every_key():
     assert shown.exit_code == 0
     said = " ".join(shown.output.split())
     for key in keys():
-        assert f"{key.name} = " in said and key.help in said and key.range in said
+        assert f"{key.name} = " in said and help_of(key) in said and key.range in said
 
 
 def test_help_config_of_a_section_lists_its_keys_alone_in_lines_that_fit():

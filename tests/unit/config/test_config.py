@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.config import Config, keys, parse, read_toml, with_settings
+from mpitrain.config import Config, keys, read_toml, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import axes, share
+from mpitrain.run.choices import help_of, parse
 from tests.processes import mpitrain
 
 README = Path(__file__).parents[3] / "README.md"
@@ -332,7 +333,7 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path):
 
 
 def test_every_key_has_help():
-    assert all(key.help for key in keys())
+    assert all(help_of(key) for key in keys())
     assert len({key.name for key in keys()}) == len(list(keys()))
 
 

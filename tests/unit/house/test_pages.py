@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import COMMANDS, commands
-from mpitrain.config import keys, parse, with_settings
+from mpitrain.config import keys, with_settings
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
-from mpitrain.run.resolve import check_names
+from mpitrain.run.choices import parse
 from tests.unit.house.test_imports import FLOORS, PACKAGE, SOURCES, imported_names
 
 HERE = Path(__file__).parents[3]
@@ -126,9 +126,7 @@ def test_a_command_on_a_page_has_the_options_and_settings_that_it_takes(page, mo
             done = CliRunner().invoke(commands, words)
             assert done.exit_code == 0, (words, done.output)
             found = read[-1] if read else {}
-            check_names(
-                parse(with_settings({}, [*found.get("settings", ()), *found.get("others", ())]))
-            )
+            parse(with_settings({}, [*found.get("settings", ()), *found.get("others", ())]))
             words = list(
                 found.get("arguments", ())
             )  # of `launch`: the command that it runs, or a program of the user's

@@ -24,7 +24,7 @@ from mpitrain.run.resolve import Resolved
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 
-SOURCES = {"gpt": Unopened("gpt", 50, 50), "mlp": Unopened("mlp", 20, 10)}
+SOURCES = {"gpt": Unopened("tokens", (8,), 50, 50), "mlp": Unopened("samples", (20,), 20, 10)}
 
 
 def config_of(kind="gpt", layers=3, **more):
