@@ -1,7 +1,6 @@
 """The table of models by kind, and the rules that a configuration must obey for its model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from mpitrain.config import Config
@@ -12,10 +11,6 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
-
-
-def _unchecked(config: Config) -> None:
-    """Accept every configuration."""
 
 
 class Model(NamedTuple):
@@ -38,10 +33,10 @@ class Model(NamedTuple):
     help: str
     split: str
     divides: tuple[tuple[str, str], ...] = ()
-    check: Callable[[Config], None] = _unchecked
+    check: Callable[[Config], None] = lambda config: None
     writes: bool = False
     has_peer: bool = False
-    phrases: Mapping[str, str] = MappingProxyType({})
+    phrases: Mapping[str, str] = {}
 
 
 MODELS: dict[str, Model] = {
