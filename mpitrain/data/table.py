@@ -16,7 +16,7 @@ class SourceKind(NamedTuple):
 
     open           makes the source; raises DataError if its data is missing or wrong
     form           of the data: a model must take it
-    argument       the word in help texts for the path behind the prefix; empty: there is none
+    argument       the path behind the prefix as help texts write it, :FILE; empty: there is none
     help           a remark for the help of data.source, in brackets; may be empty
     is_text        its tokens are the bytes of text
     is_token_file  it is a file of uint16 tokens. All ranks scan it for its largest token, and
@@ -43,9 +43,9 @@ def _refuse(request: Request) -> Source:
 SOURCES: dict[str, SourceKind] = {
     "pydocs": SourceKind(open_pydocs, "tokens", is_text=True),
     "digits": SourceKind(open_digits, "samples", module="sklearn"),
-    "text": SourceKind(open_text, "tokens", "FILE", is_text=True),
-    "tokens": SourceKind(open_tokens, "tokens", "FILE", "flat uint16", is_token_file=True),
-    "idx": SourceKind(open_idx, "samples", "DIR", "MNIST files"),
+    "text": SourceKind(open_text, "tokens", ":FILE", is_text=True),
+    "tokens": SourceKind(open_tokens, "tokens", ":FILE", "flat uint16", is_token_file=True),
+    "idx": SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
 }
 """Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
 
@@ -67,7 +67,7 @@ def source_kind(name: str) -> SourceKind:
 def names(with_help: bool = False) -> str:
     """Return the spellings of all sources: pydocs, digits, text:FILE, tokens:FILE or idx:DIR."""
     words = [
-        _spelled(prefix) + (f" ({row.help})" if with_help and row.help else "")
+        prefix + row.argument + (f" ({row.help})" if with_help and row.help else "")
         for prefix, row in SOURCES.items()
     ]
     return f"{', '.join(words[:-1])} or {words[-1]}"
@@ -75,12 +75,9 @@ def names(with_help: bool = False) -> str:
 
 def token_files() -> str:
     """Return the spellings of the sources that are files of tokens: tokens:FILE."""
-    return " or ".join(_spelled(prefix) for prefix, row in SOURCES.items() if row.is_token_file)
-
-
-def _spelled(prefix: str) -> str:
-    argument = SOURCES[prefix].argument
-    return f"{prefix}:{argument}" if argument else prefix
+    return " or ".join(
+        prefix + row.argument for prefix, row in SOURCES.items() if row.is_token_file
+    )
 
 
 def open_source(

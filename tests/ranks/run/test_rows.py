@@ -94,7 +94,7 @@ def rows(monkeypatch):
     bigram = Model(bigrams, "tokens", "of pairs", split="width", check=even, writes=True)
     monkeypatch.setitem(MODELS, "bigram", bigram)
     monkeypatch.setitem(MODELS, "picture", Model(picture, "images", "for images", split="width"))
-    monkeypatch.setitem(SOURCES, "count", SourceKind(Counting, "tokens", "WORD"))
+    monkeypatch.setitem(SOURCES, "count", SourceKind(Counting, "tokens", ":WORD"))
     images = SourceKind(lambda request: Counting(request, "images"), "images")
     monkeypatch.setitem(SOURCES, "marks", images)
 
