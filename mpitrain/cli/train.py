@@ -207,6 +207,7 @@ class Stop:
 
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.terminal.progress import Progress, Silent
+    from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
 
     stop.connected(transport.rank)
@@ -216,7 +217,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     if (
         finished.job.step < config.run.steps
         and config.run.sample
-        and finished.job.source.model == "gpt"
+        and MODELS[config.model.kind].writes
         and not finished.stopped
     ):
         _print_sample(finished, stop.asked)
@@ -252,18 +253,19 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
     from itertools import islice
 
     from mpitrain.cli.generate import readable
+    from mpitrain.data import source_kind
     from mpitrain.errors import TrainingError
     from mpitrain.run.generate import tokens
 
     trainer = finished.job.trainer
-    is_text, until = (
-        not trainer.config.data.source.startswith("tokens:"),
+    writes_text, until = (
+        source_kind(trainer.config.data.source).is_text,
         time.monotonic() + SAMPLE_SECONDS,
     )
     try:
         drawn = tokens(
             trainer,
-            [ord("\n") if is_text else 0],
+            [ord("\n") if writes_text else 0],
             temperature=0.8,
             top_k=40,
             seed=0,
@@ -271,7 +273,9 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
         )
         sample = list(islice(drawn, trainer.config.run.sample))
         text = (
-            b"".join(readable([bytes(sample)])) if is_text else " ".join(map(str, sample)).encode()
+            b"".join(readable([bytes(sample)]))
+            if writes_text
+            else " ".join(map(str, sample)).encode()
         )
         said = b"a sample of what it writes:\n" + text + b"\n"
     except TrainingError as error:

@@ -12,7 +12,6 @@ from mpitrain.machine.kinds import Kind
 
 WIRE = r"^(none|fp16|bf16|int8|topk(:.+)?|powersgd(:.+)?)$"
 ASYNC_LR = r"^(1/workers|staleness|[0-9]{1,9}(\.[0-9]{0,20})?(e-?[0-9]{1,2})?)$"
-VALIDATION = r"^(tenth|tokens:.+)?$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")
@@ -107,7 +106,7 @@ class Run(Section):
     sample: int = Field(
         400,
         ge=0,
-        description="number of tokens that a gpt generates after training, for at most 10 s; 0: "
+        description="number of tokens that a {rows} generates after training, for at most 10 s; 0: "
         "none",
     )
     delay: str = Field(
@@ -139,37 +138,31 @@ class Run(Section):
 class Data(Section):
     source: str = Field(
         "pydocs",
-        description="data to train on: pydocs, digits, text:FILE, tokens:FILE (flat uint16) or "
-        "idx:DIR (MNIST files)",
+        description="data to train on: {rows}",
     )
     validation: str = Field(
         "",
-        pattern=VALIDATION,
-        description="held-out tokens for a data.source tokens:FILE: another tokens:FILE, or tenth "
+        description="held-out tokens for a data.source {rows}: another {rows}, or tenth "
         "for the last tenth of the source. Empty: the file val.bin in the folder of a "
         "train.bin, if there is one, else tenth",
     )
     vocabulary: int = Field(
         0,
         ge=0,
-        description="vocabulary size for tokens:FILE; 0: the largest token in the file + 1. Text "
+        description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text "
         "always has 256",
     )
 
 
 class Model(Section):
-    kind: Literal["gpt", "mlp"] = Field(
-        "gpt",
-        description="gpt for tokens, mlp for labelled samples; if the key is not set, the kind "
-        "that fits data.source",
+    kind: str = Field(
+        "gpt", description="{rows}; if the key is not set, the kind that fits data.source"
     )
-    layers: int = Field(
-        4, ge=1, description="number of transformer blocks, or of hidden layers of the mlp"
-    )
+    layers: int = Field(4, ge=1, description="number of {rows}")
     width: int = Field(
         128,
         ge=1,
-        description="channels of the residual stream, or units of each hidden layer of the mlp",
+        description="{rows}",
     )
     heads: int = Field(4, ge=1, description="number of attention heads; must divide model.width")
     context: int = Field(128, ge=1, description="tokens in one sequence")
@@ -236,8 +229,8 @@ class Pipeline(Section):
     partition: str = Field(
         "",
         pattern=PARTITION,
-        description="number of units in each model chunk, as in 4,4,3,5. The units of a gpt are "
-        "the embedding, 2 per block, and the head. Empty: balanced by parameters. "
+        description="number of units in each model chunk, as in 4,4,3,5. {rows} "
+        "Empty: balanced by parameters. "
         "time: balanced by times that all ranks measure at the start",
     )
 

@@ -361,7 +361,7 @@ class _Run:
         step_s, comm_s = (now - self._since) / steps, self._comm_s / steps
         self._since, self._logged_at, self._comm_s = now, step, 0.0
         rates = {"samples_per_s": size / step_s, "samples_seen": self._after(step).samples}
-        if self._source.model == "gpt":
+        if self._source.form == "tokens":
             context = self._config.model.context
             rates |= {
                 "tokens_per_s": size * context / step_s,

@@ -7,6 +7,7 @@ from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
+from mpitrain.models.table import MODELS
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.choices import parse
@@ -68,10 +69,12 @@ def open_run(
 
     given = agree_on(transport, on_these_ranks, look)
     vocabulary = given.config.data.vocabulary or 256
-    is_enough = not needs_data and given.config.model.kind == "gpt"
+    is_enough = not needs_data and MODELS[given.config.model.kind].takes == "tokens"
     return build(
         transport,
         given,
         Path(given.place.saved),
-        Unopened("gpt", vocabulary, vocabulary) if is_enough else None,
+        Unopened("tokens", (given.config.model.context,), vocabulary, vocabulary)
+        if is_enough
+        else None,
     )

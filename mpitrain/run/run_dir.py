@@ -37,7 +37,7 @@ from mpitrain.data import (
     Unopened,
     absolute,
     as_it_is,
-    has_tokens,
+    source_kind,
 )
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
@@ -191,7 +191,7 @@ def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
         return {**data, "validation": ""}
     return (
         {**data, "validation": TENTH}
-        if has_tokens(then.data.source) and not then.data.validation
+        if source_kind(then.data.source).is_token_file and not then.data.validation
         else data
     )
 
@@ -208,7 +208,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
     for values in (old, new):  # The files may have moved.
         values["run.plugins"] = digests(values["run.plugins"])
-    if has_tokens(old["data.source"]):
+    if source_kind(old["data.source"]).is_token_file:
         old["data.validation"] = old["data.validation"] or TENTH
     if new["device.kind"] == "auto":
         ignored += ("device.kind",)
@@ -369,7 +369,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         absolute(config.data.source),
         absolute(config.data.validation),
     )
-    if config.data.source.startswith("tokens:"):
+    if source.form == "tokens" and not source_kind(config.data.source).is_text:
         tables["data"]["vocabulary"] = source.inputs
     tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)
     if config.replication.tuning:

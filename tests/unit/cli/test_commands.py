@@ -15,12 +15,12 @@ from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
 from mpitrain.cli.terminal.progress import way
 from mpitrain.collectives.engine.codecs import parse_wire
-from mpitrain.config import parse, with_settings
+from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
 from mpitrain.run.build import Job
-from mpitrain.run.choices import keys
+from mpitrain.run.choices import keys, parse
 from mpitrain.run.generate import _draw
 from tests.processes import mpitrain
 

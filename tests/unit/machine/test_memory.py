@@ -14,6 +14,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
+from mpitrain.models.table import MODELS
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
 from mpitrain.parallel.grid import axes
@@ -26,7 +27,8 @@ from mpitrain.run.resolve import Resolved
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 
-SOURCES = {"gpt": Unopened("gpt", 50, 50), "mlp": Unopened("mlp", 20, 10)}
+SIZES = {"tokens": Unopened("tokens", (8,), 50, 50), "samples": Unopened("samples", (20,), 20, 10)}
+SOURCES = {kind: SIZES[row.takes] for kind, row in MODELS.items()}
 
 
 def config_of(kind="gpt", layers=3, **more):
