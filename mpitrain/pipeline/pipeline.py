@@ -67,12 +67,8 @@ class Pipeline:
 
         self.stages, self._asked, first = dict[int, Stage](), {}, 0
         for part in own(plan.place, here):
-            self.stages[part] = self._stage(
-                parts[part], replication, arena, first, poll, transport.recorder
-            )
-            self._asked[part] = ForwardOnly(
-                parts[part], replication, arena, first, poll, transport.recorder
-            )
+            common = parts[part], replication, arena, first, poll, transport.recorder
+            self.stages[part], self._asked[part] = self._stage(*common), ForwardOnly(*common)
             first += len(parts[part])
         transport.recorder.facts(
             parts={part: [unit.name for unit in parts[part]] for part in self.stages}

@@ -25,7 +25,7 @@ from typing import Any, Self
 from mpitrain.machine.backend import Copy, DeviceBackend, on_device
 from mpitrain.transport.base import Transport
 from mpitrain.transport.forwarding import Forwarding
-from mpitrain.transport.requests import Request
+from mpitrain.transport.requests import Request, Several
 
 
 class UnderWay:
@@ -183,19 +183,7 @@ class DeviceTransport(Forwarding):
             return self._inner.start_native_all_reduce(array, op)
         # The call blocks: Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045).
         self._carrier.native_all_reduce(array, op)
-        return _Ended()
+        return Several([])  # complete from the start
 
     def _way(self, array: Any) -> Transport:
         return self._carrier if on_device(array) else self._inner
-
-
-class _Ended:
-    """A request that is complete from the start."""
-
-    source = -1
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
