@@ -288,9 +288,9 @@ class Trainer:
         self.replication.begin(index)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
+            start = self.share().start
             self.pipe.train(
-                index,
-                self.share().start,
+                [(index, start + mine.start, len(mine), True) for mine in shares],
                 [(len(mine), *inputs.shape[1:]) for mine in shares],
                 lambda micro: of(micro, inputs),
                 loss,
