@@ -108,17 +108,15 @@ def _bind(
     own, choice = None, {}
     if unfit(array) is None:
         own = offer(transport, array)
-        if algorithm == "auto":
-            choice = {
-                f"choice of {memory} memory": chosen_by_model(
-                    transport, array, tuning, operation, memory
-                )
-                for memory in ("window", "plain")
-            }
-    agreed = agree(transport, name, array, choices(operation), algorithm, own, op=op, **choice)
+        choice = {
+            memory: chosen_by_model(transport, array, tuning, operation, memory)
+            for memory in ("window", "plain")
+            if algorithm == "auto"
+        }
+    agreed = agree(transport, name, array, choices(operation), algorithm, own, op=op, choice=choice)
     if choice:
         is_window = all(location for location, _ in agreed.owns)
-        algorithm = choice[f"choice of {'window' if is_window else 'plain'} memory"]
+        algorithm = choice["window" if is_window else "plain"]
     if refusal := table[algorithm].refusal(situation(transport, array)):
         raise on_every_rank(refusal)
     reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)

@@ -27,7 +27,7 @@ from typing import Any
 import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import PATHS, Config, check_text, keys, parse, read_toml
+from mpitrain.config import PATHS, Config, Data, check_text, keys, parse, read_toml
 from mpitrain.data import (
     TENTH,
     Scan,
@@ -115,7 +115,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         str(saved[-1]),
         has_run,
         changed,
-        held_out_as_before(then, ())["validation"] if is_same else "",
+        held_out_as_before(then.data, ())["validation"] if is_same else "",
         noted_largest(folder, config.data.source),
     )
 
@@ -173,20 +173,18 @@ def configuration(folder: Path) -> Config:
     return then
 
 
-def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
+def held_out_as_before(then: Data, settings: Sequence[str]) -> dict[str, Any]:
     """Return the table `data` of an earlier run, to open it again with the same held-out tokens.
 
     If the settings name another data.source, the default of data.validation applies to that.
     A run of a version without data.validation held out the last tenth.
     """
     names = [setting.partition("=")[0].strip() for setting in settings]
-    data = then.model_dump()["data"]
+    data = then.model_dump()
     if "data.source" in names:
         return {**data, "validation": ""}
     return (
-        {**data, "validation": TENTH}
-        if has_tokens(then.data.source) and not then.data.validation
-        else data
+        {**data, "validation": TENTH} if has_tokens(then.source) and not then.validation else data
     )
 
 
