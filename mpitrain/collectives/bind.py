@@ -108,8 +108,9 @@ def _bind(
     own, choice = None, {}
     if unfit(array) is None:
         own = offer(transport, array)
+        topology = situation(transport, array)
         choice = {
-            memory: chosen_by_model(transport, array, tuning, operation, memory)
+            memory: choose(tuning, topology, array.size, array.itemsize, memory, operation)
             for memory in ("window", "plain")
             if algorithm == "auto"
         }
@@ -134,18 +135,6 @@ def situation(transport: Transport, array: np.ndarray) -> Topology:
     """Return the Topology of these ranks and this array, on which the algorithms depend."""
     dtype = array.dtype.name
     return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
-
-
-def chosen_by_model(
-    transport: Transport,
-    array: np.ndarray,
-    tuning: Tuning,
-    operation: str = "allreduce",
-    memory: str = "window",
-) -> str:
-    """Return the algorithm that "auto" chooses for this array, in this class of memory."""
-    topology = situation(transport, array)
-    return choose(tuning, topology, array.size, array.itemsize, memory, operation)
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:

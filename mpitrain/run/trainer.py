@@ -123,7 +123,7 @@ class Trainer:
         self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
         place = resolved.plan.place
 
-        def assigned() -> tuple[list[Unit], list[list[Unit]], dict[str, list[int]]]:
+        def assigned() -> tuple[list[Unit], *tuple[Any, ...]]:
             model = list(units(layers) if callable(units) else units)
             check_units(model, layers.rows)
             counts = cut(model, len(place), self.config.pipeline.partition)

@@ -12,25 +12,18 @@ from mpitrain.transport.base import Transport
 Result = TypeVar("Result")
 
 
-def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result:
+def on_all_ranks(
+    transport: Transport,
+    function: Callable[[], Result],
+    subject: str = "",
+    facts: Callable[[Result], dict[str, Any]] = lambda result: {},
+) -> Result:
     """Call `function` on every rank; if any rank raises an MpitrainError, raise it on all ranks.
 
-    Collective; errors as `from_all_ranks`.
-    """
-    return alike_on_all_ranks(transport, "", function, lambda result: {})
-
-
-def alike_on_all_ranks(
-    transport: Transport,
-    subject: str,
-    function: Callable[[], Result],
-    facts: Callable[[Result], dict[str, Any]],
-) -> Result:
-    """Call `function` on every rank, and refuse results with different facts; collective.
+    Collective; errors as `from_all_ranks`. Results with different facts are refused.
 
     subject  the subject of the facts, for the message
     facts    returns {name: value} of a result, serialisable as JSON
-    raises   as `from_all_ranks` and `check_same`
     """
     results: list[Result] = []
 
