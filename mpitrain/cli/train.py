@@ -231,21 +231,21 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     from mpitrain.run.choices import parse
     from mpitrain.run.run_dir import configuration, held_out_as_before, is_run
 
-    if config_file:
-        return parse(with_settings(read_toml(config_file), settings), config_file)
     out = with_settings({}, settings).get("run", {}).get("out")
-    if resume == "no" or not isinstance(out, str) or not is_run(Path(out)):
-        return parse(with_settings({}, settings))
-    load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
-    then = configuration(Path(out))
-    # A resumed run may have another number of ranks, so the layout is not taken over.
-    stored = {**then.model_dump(), "layout": {}, "pipeline": {}}
-    stored["data"] = held_out_as_before(then, settings)
-    stages = with_settings(stored, settings)["layout"].get("pp", 1)
-    if isinstance(stages, int) and stages > then.batch.micro_batches:
-        # More stages than before may need more micro-batches: 0 chooses their number.
-        settings = ["batch.micro_batches=0", *settings]
-    return parse(with_settings(stored, settings))
+    tables: dict[str, Any] = {}
+    if config_file:
+        tables = read_toml(config_file)
+    elif resume != "no" and isinstance(out, str) and is_run(Path(out)):
+        load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
+        then = configuration(Path(out))
+        # A resumed run may have another number of ranks, so the layout is not taken over.
+        tables = {**then.model_dump(), "layout": {}, "pipeline": {}}
+        tables["data"] = held_out_as_before(then.data, settings)
+        stages = with_settings(tables, settings)["layout"].get("pp", 1)
+        if isinstance(stages, int) and stages > then.batch.micro_batches:
+            # More stages than before may need more micro-batches: 0 chooses their number.
+            tables["batch"]["micro_batches"] = 0
+    return parse(with_settings(tables, settings), config_file)
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:

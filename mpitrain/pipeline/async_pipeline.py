@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpitrain.config import Config
 from mpitrain.parallel.data.weight_stashing import WeightStashing
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
@@ -182,6 +181,6 @@ def _nothing(*arguments: Any) -> None:
     raise AssertionError(arguments)
 
 
-def pipeline_for(config: Config) -> type[Pipeline]:
-    """Return the class of pipeline for the configured schedule."""
-    return AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline
+def pipeline_for(schedule: str) -> type[Pipeline]:
+    """Return the class of pipeline for a schedule."""
+    return AsyncPipeline if schedule in STREAMS else Pipeline

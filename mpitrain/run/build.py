@@ -101,7 +101,8 @@ def build(
 
     resolved = resolve(transport, given, facts)
     (source,) = opened
-    found = save_load.read_beside(transport, saved) if saved else None
+    checkpoint = saved or given.place.saved
+    found = save_load.read_beside(transport, Path(checkpoint)) if checkpoint else None
     done = found.done if found else Done(0, 0, given.run)
     if resolved.config.pipeline.partition == TIME:
         resolved = _cut_by_time(transport, resolved, source)

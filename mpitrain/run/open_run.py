@@ -42,7 +42,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
     anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows}"]
     # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
-    alone["data"] = held_out_as_before(then, settings)
+    alone["data"] = held_out_as_before(then.data, settings)
     return parse(with_settings(alone, [*anew, *settings]))
 
 
@@ -69,12 +69,7 @@ def open_run(
 
     given = agree_on(transport, on_these_ranks, look)
     vocabulary = given.config.data.vocabulary or 256
+    context = given.config.model.context
     is_enough = not needs_data and MODELS[given.config.model.kind].takes == "tokens"
-    return build(
-        transport,
-        given,
-        Path(given.place.saved),
-        Unopened("tokens", (given.config.model.context,), vocabulary, vocabulary)
-        if is_enough
-        else None,
-    )
+    source = Unopened("tokens", (context,), vocabulary, vocabulary) if is_enough else None
+    return build(transport, given, source=source)

@@ -27,7 +27,7 @@ from typing import Any
 import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import PATHS, Config, check_text, keys, read_toml
+from mpitrain.config import PATHS, Config, Data, check_text, keys, read_toml
 from mpitrain.config.plugins import check_named, digests, entries, imported
 from mpitrain.data import (
     TENTH,
@@ -119,7 +119,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         str(saved[-1]),
         has_run,
         changed,
-        held_out_as_before(then, ())["validation"] if is_same else "",
+        held_out_as_before(then.data, ())["validation"] if is_same else "",
         noted_largest(folder, config.data.source),
     )
 
@@ -179,19 +179,19 @@ def configuration(folder: Path) -> Config:
     return then
 
 
-def held_out_as_before(then: Config, settings: Sequence[str]) -> dict[str, Any]:
+def held_out_as_before(then: Data, settings: Sequence[str]) -> dict[str, Any]:
     """Return the table `data` of an earlier run, to open it again with the same held-out tokens.
 
     If the settings name another data.source, the default of data.validation applies to that.
     A run of a version without data.validation held out the last tenth.
     """
     names = [setting.partition("=")[0].strip() for setting in settings]
-    data = then.model_dump()["data"]
+    data = then.model_dump()
     if "data.source" in names:
         return {**data, "validation": ""}
     return (
         {**data, "validation": TENTH}
-        if source_kind(then.data.source).is_token_file and not then.data.validation
+        if source_kind(then.source).is_token_file and not then.validation
         else data
     )
 

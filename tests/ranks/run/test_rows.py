@@ -114,7 +114,9 @@ def configured(*settings):
 
 
 def trained(config, resume="no"):
-    return run_ranks(2, lambda transport: train(transport, lambda: config, resume, lambda: False, Silent()))
+    return run_ranks(
+        2, lambda transport: train(transport, lambda: config, resume, lambda: False, Silent())
+    )
 
 
 def test_a_toy_model_and_source_train_evaluate_resume_and_write_on_two_replicas(tmp_path):
