@@ -95,7 +95,7 @@ class Operation(NamedTuple):
     products: bool = False
 
     def nbytes(self, itemsize: int = 4, **sizes: int) -> int:
-        """Return the bytes of operands that a device reads and writes in the example, each once.
+        """Return the bytes that a device reads and writes in the example, each array once.
 
         itemsize  bytes of an element
         sizes     the size of each letter
@@ -144,7 +144,12 @@ OPERATIONS: dict[str, Operation] = {
                 1,
             ),
             "logits": ("a linear layer before a loss", "x:M,K w:N,K b:N -> y:M,N saved", "y", 1),
-            "linear_gelu": ("a linear layer with GELU", "x:M,K w:N,K b:N -> y:M,N saved", "y", 1),
+            "linear_gelu": (
+                "a linear layer with GELU",
+                "x:M,K w:N,K b:N -> y:M,N saved:M,N",
+                "y",
+                1,
+            ),
             "linear_relu": ("a linear layer with ReLU", "x:M,K w:N,K b:N -> y:M,N saved", "y", 1),
             "linear_backward_input": (
                 "input gradient of linear",
@@ -368,6 +373,11 @@ OPERATIONS: dict[str, Operation] = {
 }
 """Operations by name.
 
-Letters of the shapes: B batch, T tokens, C channels, H heads, D channels of a head, V vocabulary;
-M rows, K inputs, N outputs; L length of a flat array.
+Sizes in the operands:
+
+B, T, C  batch, tokens, channels
+H, D     heads, channels of a head
+M, K, N  rows, inputs, outputs
+V        vocabulary
+L        length of a flat array
 """
