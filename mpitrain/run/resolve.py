@@ -47,8 +47,7 @@ def resolve(transport: Transport, config: Config) -> Resolved:
 
     raises  ConfigError on every rank if it does not fit the ranks, hosts or devices
     """
-    on_all_ranks(transport, lambda: check_names(config))
-    config = on_all_ranks(transport, lambda: checked(config))
+    config = on_all_ranks(transport, lambda: with_defaults(config))
     found = on_all_ranks(transport, lambda: axes(config, transport.size))
     on_all_ranks(transport, lambda: divisor(found, transport.hosts, config.replication.shard))
     plan = on_all_ranks(transport, lambda: _planned(config, found))
@@ -77,6 +76,15 @@ def check_names(config: Config) -> None:
     """Raise ConfigError for a name that is not in its table."""
     for key, known in choices().items():
         check_choice(key, config.flat()[key], known)
+
+
+def with_defaults(config: Config) -> Config:
+    """Check the names, and return a copy with the defaults of the update rule.
+
+    raises  ConfigError for a name that is not in its table, or for keys that do not fit the rule
+    """
+    check_names(config)
+    return checked(config)
 
 
 def _planned(config: Config, found: Axes) -> Plan:

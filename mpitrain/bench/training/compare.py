@@ -14,12 +14,11 @@ from mpitrain.bench.training.formulas import FORMULAS, LETTERS
 from mpitrain.collectives.selection.table import choices
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.optim import checked
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build
-from mpitrain.run.resolve import check_names
+from mpitrain.run.resolve import with_defaults
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.transport.base import Transport
 
@@ -136,8 +135,7 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
             f"{config.run.steps}.",
             "Leave run.steps to --steps.",
         )
-    check_names(config)
-    config = checked(config)
+    config = with_defaults(config)
     divisor(axes(config, len(hosts)), hosts, config.replication.shard)
     return config
 
