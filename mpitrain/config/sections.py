@@ -375,7 +375,10 @@ class Precision(Section):
 
 
 class Optimizer(Section):
-    name: str = Field("adamw", description="update rule")
+    name: str = Field(
+        "adamw",
+        description="update rule; keys that the rule does not read must have their defaults",
+    )
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(
         0.1,
