@@ -1,7 +1,8 @@
 """The keys of the configuration: type, range, default and help of each; as pydantic models."""
 
 import os
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -28,6 +29,8 @@ class Section(BaseModel):
     """A table of the configuration file: no unknown keys, no implicit conversions, no NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    basic: ClassVar[Sequence[str]] = ()
+    """The keys that a first run of one's own needs; the others are advanced."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -60,6 +63,8 @@ class Section(BaseModel):
 
 
 class Run(Section):
+    basic = ("seed", "steps", "out", "eval_every")
+
     seed: int = Field(0, ge=0, description="seed of the initial parameters and of the data order")
     steps: int = Field(
         400,
@@ -112,6 +117,8 @@ class Run(Section):
 
 
 class Data(Section):
+    basic = ("source", "validation")
+
     source: str = Field(
         "pydocs",
         description="data to train on: pydocs, digits, text:FILE, tokens:FILE (flat uint16) or "
@@ -133,6 +140,8 @@ class Data(Section):
 
 
 class Model(Section):
+    basic = ("kind", "layers", "width", "heads", "context")
+
     kind: Literal["gpt", "mlp"] = Field(
         "gpt",
         description="gpt for tokens, mlp for labelled samples; if the key is not set, the kind "
@@ -154,6 +163,8 @@ class Model(Section):
 
 
 class Batch(Section):
+    basic = ("size", "micro_batches")
+
     size: int = Field(
         32,
         ge=1,
@@ -169,6 +180,8 @@ class Batch(Section):
 
 
 class Layout(Section):
+    basic = ("dp", "tp", "pp")
+
     dp: int = Field(
         0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
     )
@@ -197,6 +210,8 @@ class Layout(Section):
 
 
 class Pipeline(Section):
+    basic = ("schedule",)
+
     schedule: str = Field(
         "1f1b",
         description="pipeline schedule: naive, gpipe, 1f1b, interleaved, zero-bubble, zb-v, "
@@ -221,6 +236,8 @@ class Pipeline(Section):
 
 
 class Replication(Section):
+    basic = ("mode", "zero", "algorithm")
+
     mode: Literal["all-reduce", "master", "server", "local", "gossip"] = Field(
         "all-reduce",
         description="how replicas are synchronised. all-reduce: each rank updates from the sum of "
@@ -351,6 +368,8 @@ class Replication(Section):
 
 
 class Precision(Section):
+    basic = ("compute",)
+
     compute: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         "float32",
         description="dtype of parameters, activations and gradients. bfloat16 and float16 are "
@@ -374,6 +393,8 @@ class Precision(Section):
 
 
 class Optimizer(Section):
+    basic = ("name", "lr")
+
     name: Literal["sgd", "momentum", "adamw"] = Field("adamw", description="update rule")
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(
@@ -413,6 +434,8 @@ class Optimizer(Section):
 
 
 class Checkpoint(Section):
+    basic = ("every",)
+
     every: int = Field(
         100, ge=0, description="steps between checkpoints; 0: only when the run ends or is stopped"
     )
@@ -422,6 +445,8 @@ class Checkpoint(Section):
 
 
 class Device(Section):
+    basic = ("kind",)
+
     kind: Literal["auto", Kind] = Field(
         "auto",
         description="device to compute on; auto: cuda if every rank finds a GPU, else cpu; "
