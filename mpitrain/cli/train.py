@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -115,6 +114,8 @@ def command(
     tenth, betas 0.8 and 0.95, weight decay 0.1 of matrices, gradients clipped to norm 1.
     """
     if described is not None:
+        from mpitrain.cli.config_help import print_keys
+
         print_keys(described)
         return
     be_courtesy()
@@ -283,48 +284,3 @@ def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
     if trainer.transport.rank == 0:
         sys.stdout.buffer.write(said)
         sys.stdout.buffer.flush()
-
-
-def print_keys(section: str) -> None:
-    """Print the keys of a section, or of "all", with default, type, range and help."""
-    import json
-    from itertools import groupby
-    from textwrap import fill
-
-    from mpitrain.run.choices import keys
-
-    sections = {
-        name: list(rows) for name, rows in groupby(keys(), lambda key: key.name.partition(".")[0])
-    }
-    if section != "all" and section not in sections:
-        raise click.BadParameter(
-            f"{section!r} is no section; there are {', '.join(sections)}.",
-            param_hint="--help-config",
-        )
-    width = min(130, shutil.get_terminal_size((100, 24)).columns)
-    click.echo(
-        fill(
-            "Every path in a configuration file counts from the folder of that file; behind --set, from the current "
-            "directory.",
-            width,
-        )
-    )
-    for name in sections if section == "all" else [section]:
-        click.echo(f"\n[{name}]")
-        for key in sections[name]:
-            law = f"{key.type}, {key.range}" if key.range else key.type
-            head = f"{key.name} = {json.dumps(key.default)}"
-            click.echo(
-                fill(
-                    f"  {head:<40} {law}", width, subsequent_indent=" " * 43, break_on_hyphens=False
-                )
-            )
-            click.echo(
-                fill(
-                    key.help,
-                    width,
-                    initial_indent="      ",
-                    subsequent_indent="      ",
-                    break_on_hyphens=False,
-                )
-            )

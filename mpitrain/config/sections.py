@@ -1,8 +1,8 @@
 """The keys of the configuration: type, range, default and help of each; as pydantic models."""
 
 import os
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -36,6 +36,8 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    basic: ClassVar[Sequence[str]] = ()
+    """The keys that a first run of one's own needs; the others are advanced."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -78,6 +80,8 @@ class Section(BaseModel):
 
 
 class Run(Section):
+    basic = ("seed", "steps", "out", "eval_every")
+
     seed: int = Field(0, ge=0, description="seed of the initial parameters and of the data order")
     steps: int = Field(
         400,
@@ -136,6 +140,8 @@ class Run(Section):
 
 
 class Data(Section):
+    basic = ("source", "validation")
+
     source: str = Field(
         "pydocs",
         description="data to train on: {rows}",
@@ -155,6 +161,8 @@ class Data(Section):
 
 
 class Model(Section):
+    basic = ("kind", "layers", "width", "heads", "context")
+
     kind: str = Field(
         "gpt", description="{rows}; if the key is not set, the kind that fits data.source"
     )
@@ -172,6 +180,8 @@ class Model(Section):
 
 
 class Batch(Section):
+    basic = ("size", "micro_batches")
+
     size: int = Field(
         32,
         ge=1,
@@ -187,6 +197,8 @@ class Batch(Section):
 
 
 class Layout(Section):
+    basic = ("dp", "tp", "pp")
+
     dp: int = Field(
         0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
     )
@@ -215,6 +227,8 @@ class Layout(Section):
 
 
 class Pipeline(Section):
+    basic = ("schedule",)
+
     schedule: str = Field(
         "1f1b",
         description="pipeline schedule: {rows}, or a file of `mpitrain plan schedule --json`. "
@@ -236,6 +250,8 @@ class Pipeline(Section):
 
 
 class Replication(Section):
+    basic = ("mode", "zero", "algorithm")
+
     mode: str = Field("all-reduce", description="how replicas are synchronised. {rows}")
     servers: int = Field(
         1,
@@ -352,6 +368,8 @@ class Replication(Section):
 
 
 class Precision(Section):
+    basic = ("compute",)
+
     compute: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         "float32",
         description="dtype of parameters, activations and gradients. bfloat16 and float16 are "
@@ -375,6 +393,8 @@ class Precision(Section):
 
 
 class Optimizer(Section):
+    basic = ("name", "lr")
+
     name: str = Field(
         "adamw",
         description="update rule; keys that the rule does not read must have their defaults",
@@ -417,6 +437,8 @@ class Optimizer(Section):
 
 
 class Checkpoint(Section):
+    basic = ("every",)
+
     every: int = Field(
         100, ge=0, description="steps between checkpoints; 0: only when the run ends or is stopped"
     )
@@ -426,6 +448,8 @@ class Checkpoint(Section):
 
 
 class Device(Section):
+    basic = ("kind",)
+
     kind: Literal["auto", Kind] = Field(
         "auto",
         description="device to compute on; auto: cuda if every rank finds a GPU, else cpu; "

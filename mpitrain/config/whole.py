@@ -106,6 +106,7 @@ class Key(NamedTuple):
     default: Any
     range: str
     help: str
+    is_basic: bool
 
 
 def keys() -> Iterator[Key]:
@@ -122,4 +123,5 @@ def keys() -> Iterator[Key]:
             ]
             kind = type(choices[0]).__name__ if choices else key.annotation.__name__
             allowed = " | ".join(map(str, choices)) if choices else ", ".join(bounds)
-            yield Key(f"{section}.{name}", kind, key.default, allowed, key.description)
+            is_basic = name in field.annotation.basic
+            yield Key(f"{section}.{name}", kind, key.default, allowed, key.description, is_basic)
