@@ -38,6 +38,16 @@ def begun(start, pauses=(1, 5, 20)):
     return start()
 
 
+def sets(**values):
+    """The options --set of a command, {section__key: value}."""
+    settings = (f"{key.replace('__', '.')}={value}" for key, value in values.items())
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+TINY_STEPS = sets(model__layers=1, model__width=16, model__context=16, batch__size=6)
+"""A job whose steps take no time."""
+
+
 def mpitrain(*words, **more):
     return run([*PROGRAM, *words], **more)
 

@@ -30,7 +30,8 @@ def go(ranks, settings, resume="no", stop=never, watcher=Silent):
     """Train on so many threads; whether the run was stopped."""
     config = parse(with_settings({}, settings))
     return run_ranks(
-        ranks, lambda own: train(own, config, resume, partial(stop, own.rank), watcher()).stopped
+        ranks,
+        lambda own: train(own, lambda: config, resume, partial(stop, own.rank), watcher()).stopped,
     )[0]
 
 

@@ -35,7 +35,7 @@ def rendered(data, columns):
     return ["".join(row).rstrip() for row in rows]
 
 
-def on_a_terminal(words, columns=80, rows=24, seen=lambda data, job: None, **more):
+def on_a_terminal(words, columns=80, seen=lambda data, job: None, *, rows=24, **more):
     """(exit code, bytes) of a program whose streams are a terminal of so many columns, but for those named in `more`.
 
     seen    called with all bytes and the process whenever more have come

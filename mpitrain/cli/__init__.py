@@ -18,12 +18,8 @@ USAGE = 2
 """Exit code of wrong usage or configuration."""
 STOPPED = 85
 """Exit code of a run that stopped on request; `--resume` continues it."""
-LAUNCHED = "MPITRAIN_LAUNCHED"
-"""Environment variable set by `launch`, which can stop a run without ending its launcher."""
-BEGAN, ENDED, STOPPED_AT = "; run directory ", "done: parameters bitwise equal", "stopped at step "
-"""Phrases that rank 0 of `train` prints and `launch` reads: a run began, ended, or was stopped."""
 NOT_BEGUN = "stopped before the run began: there is nothing to save"
-"""The phrase of a run that was stopped before it had a run directory."""
+"""The message of a run that was stopped before it had a run directory."""
 
 COMMANDS = {
     "train": "Train a network on all ranks of the MPI job.",

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.output_checks import Outputs, check_files
-from mpitrain.cli.session import MOST, mpi_session, settings_of
+from mpitrain.cli.job_options import DEVICE, changes, configured
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.session import MOST, mpi_session
 
 EVALUATED = 512
 """Rows of the evaluation: evaluating all of them would take longer than the steps."""
@@ -36,19 +37,9 @@ EVALUATED = 512
     metavar="SECTION.KEY=VALUE",
     help="Set one configuration key for all modes (repeatable).",
 )
-@click.option("--device", metavar="KIND", help="Kind of device: auto, cpu, cuda, cuda-sim.")
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    help="Write the rows to this JSON file as they are measured.",
-)
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(path_type=Path),
-    help="Draw loss over time to this file, at the end.",
-)
+@DEVICE
+@output_option("--json", "Write the rows to this JSON file as they are measured.")
+@output_option("--plot", "Draw loss over time to this file, at the end.")
 def command(
     modes: str | None,
     steps: int,
@@ -71,21 +62,13 @@ def command(
                 on the fullest rank, without activations
     stale       largest staleness of a gradient, in updates
     """
-    changes = [
+    changed = [
         f"run.steps={steps}",
         f"run.eval_rows={EVALUATED}",
-        *settings,
-        *settings_of(("device.kind", device)),
+        *changes(settings, device=device),
     ]
-    with mpi_session(kind=lambda: _kind(changes)) as transport:
-        _compare(transport, modes, changes, json_file, plot_file)
-
-
-def _kind(changes: list[str]) -> Any:
-    from mpitrain.config import with_settings
-    from mpitrain.run.choices import parse
-
-    return parse(with_settings({}, changes)).device.kind
+    with mpi_session(kind=lambda: configured(None, changed).device.kind) as transport:
+        _compare(transport, modes, changed, json_file, plot_file)
 
 
 def _compare(

@@ -2,10 +2,12 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import click
 
-from mpitrain.cli.session import kind_of, mpi_session, plugin_option, settings_of
+from mpitrain.cli.job_options import OWN_DEVICE, PLUGINS, PP, TP, changes
+from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import TrainingError, on_every_rank, visible
 
 
@@ -18,34 +20,20 @@ from mpitrain.errors import TrainingError, on_every_rank, visible
     metavar="N",
     help="Held-out rows to evaluate, spread evenly; 0: all (default: as in training).",
 )
-@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option("--device", metavar="KIND", help="Kind of device (default: the run's own).")
-@plugin_option
-def command(
-    run: Path,
-    data: str | None,
-    rows: int | None,
-    tp: int | None,
-    pp: int | None,
-    device: str | None,
-    plugins: tuple[str, ...],
-) -> None:
+@TP
+@PP
+@OWN_DEVICE
+@PLUGINS
+def command(run: Path, **options: Any) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."""
-    settings = settings_of(
-        ("data.source", data),
-        ("run.eval_rows", rows),
-        ("layout.tp", tp),
-        ("layout.pp", pp),
-        ("device.kind", device),
-        ("run.plugins", list(plugins) or None),
-    )
-    with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
+    settings = changes((), **options)
+    configured = configured_of(run, settings)
+    with mpi_session(kind=lambda: configured().device.kind) as transport:
         from mpitrain.data import TENTH
         from mpitrain.run.open_run import open_run
         from mpitrain.run.trainer import evaluated_rows
 
-        job = open_run(transport, run, settings)
+        job = open_run(transport, run, configured)
         found = job.trainer.evaluate(job.data)
         assert found is not None  # `evaluate` returns None only after a stop request
         loss, accuracy = found

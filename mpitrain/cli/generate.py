@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from mpitrain.cli.job_options import OWN_DEVICE, PLUGINS, PP, TP, changes
 from mpitrain.cli.numbers import finite
-from mpitrain.cli.session import MOST, kind_of, mpi_session, plugin_option, settings_of
+from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
 
 if TYPE_CHECKING:
@@ -55,10 +56,10 @@ if TYPE_CHECKING:
 @click.option(
     "--raw", is_flag=True, help="Write the bytes without escapes, even if they are not text."
 )
-@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option("--device", metavar="KIND", help="Kind of device (default: the run's own).")
-@plugin_option
+@TP
+@PP
+@OWN_DEVICE
+@PLUGINS
 def command(
     run: Path,
     prompt: str,
@@ -67,27 +68,20 @@ def command(
     top_k: int,
     seed: int,
     raw: bool,
-    tp: int | None,
-    pp: int | None,
-    device: str | None,
-    plugins: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Generate text with the newest checkpoint of RUN_DIR.
 
     Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
     """
-    settings = settings_of(
-        ("layout.tp", tp),
-        ("layout.pp", pp),
-        ("device.kind", device),
-        ("run.plugins", list(plugins) or None),
-    )
-    with mpi_session(kind=lambda: kind_of(run, settings)) as transport:
+    settings = changes((), **options)
+    configured = configured_of(run, settings)
+    with mpi_session(kind=lambda: configured().device.kind) as transport:
         from mpitrain.run.generate import tokens
         from mpitrain.run.open_run import open_run
         from mpitrain.transport.agreement import on_all_ranks
 
-        trainer, source, _ = open_run(transport, run, settings, needs_data=False)
+        trainer, source, _ = open_run(transport, run, configured, needs_data=False)
         is_text = not trainer.config.data.source.startswith("tokens:")
         start = on_all_ranks(transport, lambda: _prompt(prompt, is_text, source))
 

@@ -1,11 +1,18 @@
-"""Checks of output files: before a command measures anything, and after it has printed all."""
+"""Output files: their options, and checks before a command measures and after it has printed all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
+
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write
+
+
+def output_option(name: str, text: str) -> Callable[[Callable], Callable]:
+    """Return the option `--json`, `--csv` or `--plot`, which names an output file."""
+    return click.option(name, f"{name[2:]}_file", type=click.Path(path_type=Path), help=text)
 
 
 def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:

@@ -5,10 +5,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
 from mpitrain.machine import process
@@ -23,14 +22,6 @@ MOST = 10**6
 """Upper limit of options that count something."""
 LONGEST = 1e9
 """Longest timeout, in seconds, that a timer of the operating system accepts."""
-
-plugin_option = click.option(
-    "--plugin",
-    "plugins",
-    multiple=True,
-    metavar="FILE",
-    help="A plugin that the run was trained with (repeatable): its run.plugins.",
-)
 
 
 @contextmanager
@@ -100,22 +91,16 @@ def mpi_session(
         )
 
 
-def settings_of(*options: tuple[str, Any]) -> list[str]:
-    """Return `section.key=value` for each option that is not None."""
-    return [f"{key}={_toml(value)}" for key, value in options if value is not None]
+def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:
+    """Return a function that reads, once, the configuration of a run directory for one rank."""
 
+    @cache
+    def configured() -> Any:
+        from mpitrain.run.open_run import configured
 
-def _toml(value: Any) -> str:
-    import tomli_w
+        return configured(folder, settings)
 
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
-
-
-def kind_of(folder: Path, settings: list[str]) -> str:
-    """Return the device.kind of a run directory with these settings applied."""
-    from mpitrain.run.open_run import configured
-
-    return configured(folder, settings).device.kind
+    return configured
 
 
 def refuse_strangers(transport: "Transport") -> None:

@@ -7,19 +7,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli import LAUNCHED, NOT_BEGUN, STOPPED
-from mpitrain.cli.session import STALL_SECONDS, mpi_session, settings_of
+from mpitrain.cli import NOT_BEGUN, STOPPED
+from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, GEMM, PP, SET, TP, changes
+from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.output import be_courtesy
-from mpitrain.machine.kinds import KINDS
+from mpitrain.cli.terminal.status import status
 
 ANNOUNCED = 1.2 * last_words.SECONDS
 """Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
@@ -76,16 +77,8 @@ def _meant(option: str, args: list[str]) -> str:
 
 
 @click.command(cls=TrainCommand)
-@click.argument(
-    "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
-)
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set one configuration key (repeatable).",
-)
+@CONFIG_FILE
+@SET
 @click.option("--out", metavar="DIR", help="Run directory (default runs/<date>-<n>).")
 @click.option(
     "--resume",
@@ -94,15 +87,11 @@ def _meant(option: str, args: list[str]) -> str:
     metavar="[=auto]",
     help="Resume the run in --out from its newest checkpoint; =auto starts a run if there is none.",
 )
-@click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
-@click.option("--device", metavar="KIND", help=f"Kind of device: auto, {', '.join(KINDS)}.")
-@click.option(
-    "--gemm",
-    metavar="WHO",
-    help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
-)
+@DP
+@TP
+@PP
+@DEVICE
+@GEMM
 @click.option(
     "--help-config",
     "described",
@@ -114,14 +103,9 @@ def _meant(option: str, args: list[str]) -> str:
 def command(
     config_file: Path | None,
     settings: tuple[str, ...],
-    out: str | None,
     resume: str | None,
-    dp: int | None,
-    tp: int | None,
-    pp: int | None,
-    device: str | None,
-    gemm: str | None,
     described: str | None,
+    **options: Any,
 ) -> None:
     """Train a network on all ranks of the MPI job.
 
@@ -134,16 +118,8 @@ def command(
         print_keys(described)
         return
     be_courtesy()
-    options = settings_of(
-        ("layout.dp", dp),
-        ("layout.tp", tp),
-        ("layout.pp", pp),
-        ("device.kind", device),
-        ("device.gemm", gemm),
-        ("run.out", out),
-    )
-    overrides = [*settings, *options]
-    configured = partial(_configured, config_file, overrides, resume or "no")
+    changed = changes(settings, **options)
+    configured = cache(lambda: _configured(config_file, changed, resume or "no"))
     stop = Stop()
     with mpi_session(
         kind=lambda: configured().device.kind,
@@ -215,7 +191,7 @@ class Stop:
             time.sleep(1 if rank > 0 else 0)
             if not self._is_noted:
                 if rank == 0:
-                    self.say(NOT_BEGUN)
+                    self.say(status("not begun") + NOT_BEGUN)
                 os._exit(STOPPED)
 
     def say(self, text: str) -> None:
@@ -232,20 +208,11 @@ class Stop:
 def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Stop) -> Any:
     from mpitrain.cli.terminal.progress import Progress, Silent
     from mpitrain.run.loop import train
-    from mpitrain.run.watchdog import Watchdog
-    from mpitrain.transport.agreement import check_same, on_all_ranks
 
     stop.connected(transport.rank)
-    watchdog = Watchdog(transport.rank, STALL_SECONDS, transport.traffic)
-    config = on_all_ranks(transport, configured)
-    watchdog.patience(config.run.stall_seconds)
-    check_same(transport, "configuration", config.flat())
-    if transport.rank == 0 and (advice := unmeasured(config, transport.hosts)):
-        print(advice, flush=True)
-    if transport.rank == 0 and LAUNCHED not in os.environ and last_words.parent() == "prterun":
-        print(last_words.ADVICE, flush=True)
     watcher = Progress(stop.say) if transport.rank == 0 else Silent()
-    finished = train(transport, config, resume, stop.asked, watcher, stop.note, watchdog)
+    finished = train(transport, configured, resume, stop.asked, watcher, stop.note)
+    config = finished.job.trainer.config
     if (
         finished.job.step < config.run.steps
         and config.run.sample
@@ -254,15 +221,6 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     ):
         _print_sample(finished, stop.asked)
     return finished
-
-
-def unmeasured(config: Any, hosts: Sequence[str]) -> str:
-    """Return a line of advice if `auto` has no measured constants for these hosts, else ""."""
-    from mpitrain.collectives.selection.tuning import DEFAULT, foreign
-
-    advice = foreign(DEFAULT, hosts)
-    is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
-    return f"{advice} in replication.tuning" if advice and is_guessed else ""
 
 
 def _configured(config_file: Path | None, settings: list[str], resume: str) -> Any:
@@ -282,14 +240,11 @@ def _configured(config_file: Path | None, settings: list[str], resume: str) -> A
     # A resumed run may have another number of ranks, so the layout is not taken over.
     stored = {**then.model_dump(), "layout": {}, "pipeline": {}}
     stored["data"] = held_out_as_before(then, settings)
-    config = parse(with_settings(stored, settings))
-    if config.layout.pp > config.batch.micro_batches and not any(
-        one.startswith("batch.micro_batches") for one in settings
-    ):
+    stages = with_settings(stored, settings)["layout"].get("pp", 1)
+    if isinstance(stages, int) and stages > then.batch.micro_batches:
         # More stages than before may need more micro-batches: 0 chooses their number.
-        settings = [*settings, "batch.micro_batches=0"]
-        config = parse(with_settings(stored, settings))
-    return config
+        settings = ["batch.micro_batches=0", *settings]
+    return parse(with_settings(stored, settings))
 
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:

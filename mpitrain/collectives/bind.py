@@ -9,8 +9,8 @@ from __future__ import annotations  # so that help() prints signatures as they a
 
 import numpy as np
 
-from mpitrain.collectives.direct.shared_memory import no_window
-from mpitrain.collectives.engine.agreement import agree
+from mpitrain.collectives.direct.shared_memory import no_window, offer
+from mpitrain.collectives.engine.agreement import agree, unfit
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.engine.executor import Execution, Reduction
 from mpitrain.collectives.plans.topology import Topology
@@ -105,18 +105,28 @@ def _bind(
     """
     tuning, arithmetic = tuning or DEFAULT, arithmetic or HOST
     asked, table, name = algorithm, TABLES[operation], operation.replace("allreduce", "all-reduce")
-    tag = agree(transport, name, array, choices(operation), algorithm, op=op)
-    if algorithm == "auto":
-        algorithm = chosen_by_model(transport, array, tuning, operation)
-        agree(transport, f"{name} by auto, from one tuning,", array, tuple(table), algorithm)
+    own, choice = None, {}
+    if unfit(array) is None:
+        own = offer(transport, array)
+        if algorithm == "auto":
+            choice = {
+                f"choice of {memory} memory": chosen_by_model(
+                    transport, array, tuning, operation, memory
+                )
+                for memory in ("window", "plain")
+            }
+    agreed = agree(transport, name, array, choices(operation), algorithm, own, op=op, **choice)
+    if choice:
+        is_window = all(location for location, _ in agreed.owns)
+        algorithm = choice[f"choice of {'window' if is_window else 'plain'} memory"]
     if refusal := table[algorithm].refusal(situation(transport, array)):
         raise on_every_rank(refusal)
-    reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
+    reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     if reduction is None:
         if asked == "shared" and transport.size > 1 and not transport.allocates_on_device:
             raise on_every_rank(no_window(transport, array))
         algorithm = "ring"
-        reduction = table[algorithm].bind(transport, array, op, tag, arithmetic)
+        reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm
     return reduction
@@ -129,17 +139,15 @@ def situation(transport: Transport, array: np.ndarray) -> Topology:
 
 
 def chosen_by_model(
-    transport: Transport, array: np.ndarray, tuning: Tuning, operation: str = "allreduce"
+    transport: Transport,
+    array: np.ndarray,
+    tuning: Tuning,
+    operation: str = "allreduce",
+    memory: str = "window",
 ) -> str:
-    """Return the algorithm that "auto" chooses for this array; collective."""
-    return choose(
-        tuning,
-        situation(transport, array),
-        array.size,
-        array.itemsize,
-        memory_of(transport, array),
-        operation,
-    )
+    """Return the algorithm that "auto" chooses for this array, in this class of memory."""
+    topology = situation(transport, array)
+    return choose(tuning, topology, array.size, array.itemsize, memory, operation)
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:
@@ -155,7 +163,7 @@ def bind_broadcast(
     transport: Transport, array: np.ndarray, root: int = 0, algorithm: str = "binomial"
 ) -> Reduction:
     """Bind a broadcast of the root's array to the arrays of all ranks."""
-    tag = agree(transport, "broadcast", array, choices("broadcast"), algorithm, root=root)
+    tag, _ = agree(transport, "broadcast", array, choices("broadcast"), algorithm, root=root)
     plan = PLANS["broadcast"][algorithm](transport.rank, transport.size, array.size, root)
     return Execution(transport, array, "add", plan, tag)
 
@@ -169,7 +177,7 @@ def bind_reduce(
     arithmetic: Arithmetic = HOST,
 ) -> Reduction:
     """Bind a reduction into the root's array; the arrays of all other ranks are scratch."""
-    tag = agree(transport, "reduce", array, choices("reduce"), algorithm, op=op, root=root)
+    tag, _ = agree(transport, "reduce", array, choices("reduce"), algorithm, op=op, root=root)
     plan = PLANS["reduce"][algorithm](transport.rank, transport.size, array.size, root)
     return Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
 
@@ -182,7 +190,7 @@ def bind_all_to_all(
     raises   CommError on every rank also if the two arrays overlap, differ in size or dtype, or do
              not divide into one chunk per rank
     """
-    tag = agree(transport, "all-to-all", outgoing, choices("all-to-all"), algorithm)
+    tag, _ = agree(transport, "all-to-all", outgoing, choices("all-to-all"), algorithm)
     agree(transport, "all-to-all", incoming, choices("all-to-all"), algorithm)
     if any(transport.gather_text(overlap(outgoing, incoming))):
         raise on_every_rank(
@@ -210,6 +218,6 @@ def bind_ping_pong(
     transport: Transport, array: np.ndarray, algorithm: str = "ping-pong"
 ) -> Reduction:
     """Bind a message from rank 0 to the last rank, and its way back."""
-    tag = agree(transport, "sendrecv", array, choices("sendrecv"), algorithm)
+    tag, _ = agree(transport, "sendrecv", array, choices("sendrecv"), algorithm)
     plan = PLANS["sendrecv"][algorithm](transport.rank, transport.size, array.size)
     return Execution(transport, array, "add", plan, tag)

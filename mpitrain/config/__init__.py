@@ -1,9 +1,18 @@
 """The configuration of a run: `sections` defines the keys, `whole` the Config, `reading` parses it.
 
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
+PATHS         the (section, key) of all paths
 """
 
-from mpitrain.config.reading import check_choice, nearest, parse, read_toml, with_settings
+from mpitrain.config.reading import (
+    PATHS,
+    check_choice,
+    check_text,
+    nearest,
+    parse,
+    read_toml,
+    with_settings,
+)
 from mpitrain.config.sections import (
     KEPT_ON_HOST,
     Batch,
@@ -22,6 +31,7 @@ from mpitrain.config.whole import Config, keys
 
 __all__ = [
     "KEPT_ON_HOST",
+    "PATHS",
     "Batch",
     "Checkpoint",
     "Config",
@@ -35,6 +45,7 @@ __all__ = [
     "Replication",
     "Run",
     "check_choice",
+    "check_text",
     "keys",
     "nearest",
     "parse",

@@ -20,7 +20,7 @@ from mpitrain.files import contents
 # The beginnings of the names of labelled sources, which need model.kind mlp.
 LABELLED = ("digits", "idx:")
 # These keys hold paths, which in a configuration file are relative to its folder.
-BESIDE = (
+PATHS = (
     ("data", "source"),
     ("data", "validation"),
     ("replication", "tuning"),
@@ -74,7 +74,7 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys."
         ) from None
-    for section, key in BESIDE:
+    for section, key in PATHS:
         table = tables.get(section)
         if not isinstance(table, dict):
             continue
@@ -179,6 +179,14 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     if value not in choices:
         law = f"must be {listed(choices)}"
         raise ConfigError(_no_choice(name, law, value, [*map(str, choices)]), LISTED)
+
+
+def check_text(name: str, value: str) -> None:
+    """Raise ConfigError, with the message of `parse`, unless the text is valid UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} must be UTF-8, but is {value!r}.", LISTED) from None
 
 
 def nearest(word: str) -> list[str]:

@@ -7,18 +7,8 @@
 A layer may also define both halves in one, `backward(w, dy, saved, dw, arena) -> dx`. The function
 `backward` below then calls it. This is not possible where other work comes between the halves.
 
-**Optional fusions.** With one of these attributes, if it is true, a layer offers to do more work in
-the same pass over memory:
-
-    adds_to_output  y, saved = layer.forward(w, x, arena, residual=r)
-                    y includes r in its sum
-    adds_to_input   dx, pending = layer.backward_input(w, dy, saved, arena, residual=r)
-                    dx includes r in its sum; the same holds for `backward`
-    without_gelu    of a layer y = gelu(z): a layer with the same weights that ends in z;
-                    saved[0] is the state that this other layer would have saved
-    takes_gelu      dz, pending = layer.backward_input(w, dy, saved, arena, gelu=s[1])
-                    for a layer with input x = gelu(z), which the layer before saved as s;
-                    backward then continues with `without_gelu`, and s[1] is consumed
+With an attribute `fusion` a layer offers to do work of its neighbours in the same pass over memory
+(fusion.py).
 
 A layer that takes tokens has an attribute `vocab`, the number of tokens. A trainer checks that all
 tokens are below it.
@@ -34,7 +24,7 @@ from __future__ import annotations  # help() then prints signatures as they are 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -222,31 +212,26 @@ class Layer(Protocol):
 
 
 def backward(
-    layer: Layer,
+    layer: Any,
     w: Weights,
     dy: np.ndarray,
     saved: Any,
     dw: Gradients,
     arena: Arena,
-    residual: np.ndarray | None = None,
+    fused: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Run both halves of a layer's backward, by its own `backward` if it has one.
 
-    residual  added to dx, for a layer with `adds_to_input`; None otherwise
-    returns   dx, or None if the input has no gradient
+    fused    the last argument of a fused call (`Fusion`); None: the call is not fused
+    returns  dx, or None if the input has no gradient
     """
-    both, half = getattr(layer, "backward", None), cast(Any, layer).backward_input
+    both, half = getattr(layer, "backward", None), layer.backward_input
+    # Unpacking arguments from a tuple would keep `saved` alive.
     if both:
         return (
-            both(w, dy, saved, dw, arena)
-            if residual is None
-            else both(w, dy, saved, dw, arena, residual=residual)
+            both(w, dy, saved, dw, arena) if fused is None else both(w, dy, saved, dw, arena, fused)
         )
-    dx, pending = (
-        half(w, dy, saved, arena)
-        if residual is None
-        else half(w, dy, saved, arena, residual=residual)
-    )
+    dx, pending = half(w, dy, saved, arena) if fused is None else half(w, dy, saved, arena, fused)
     del saved  # the weight half may reuse these buffers
     layer.backward_weight(pending, dw, arena)
     return dx

@@ -1,4 +1,4 @@
-"""Layers made of layers: sequences, and residual connections. They use the fusions of base.py."""
+"""Layers made of layers: sequences, and residual connections. They use fusions (fusion.py)."""
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Parameter, Weights, backward
+from mpitrain.layers.fusion import Fusion, fusion_of
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Writes, reference
 
@@ -47,17 +48,14 @@ class Sequential:
         first, *_, last = (*children, *children)
         self.children, self._first, self._last = children, first, last
         self.output_is_free = children[last].output_is_free
-        self.adds_to_output = getattr(children[last], "adds_to_output", False)
-        self.adds_to_input = getattr(children[first], "adds_to_input", False)
         self.vocab = getattr(children[first], "vocab", 0)
+        offers = {name: fusion_of(child) for name, child in children.items()}
+        self.fusion = Fusion(offers[last].adds_to_output, offers[first].adds_to_input)
         self._back: dict[str, Any] = dict(children)
-        self._gelus, self._takers = set(), set()
-        for (name, child), (after, taker) in pairwise(children.items()):
-            if getattr(taker, "takes_gelu", False) and (
-                without := getattr(child, "without_gelu", None)
-            ):
-                self._back[name] = without
-                self._gelus.add(name)
+        self._cuts, self._takers = dict[str, Any](), set()
+        for (name, offer), (after, next_offer) in pairwise(offers.items()):
+            if offer.gelu_cut and next_offer.takes_gelu:
+                self._cuts[name], self._back[name] = offer.gelu_cut
                 self._takers.add(after)
 
     def parameters(self) -> list[Parameter]:
@@ -77,18 +75,18 @@ class Sequential:
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`.
 
-        residual is added to the output if the last child has `adds_to_output`.
+        residual is added to the output if the last child offers this. The state lists the
+        children's; the slope of a cut GELU follows the state of its layer.
         """
-        saved = []
+        saved: list[Any] = []
         for name, child in self.children.items():
-            own = w.get(name, NOTHING)
-            adds = residual is not None and name == self._last
-            x, kept = (
-                child.forward(own, x, arena, residual=residual)
-                if adds
-                else child.forward(own, x, arena)
+            forward, own = self._cuts.get(name, child.forward), w.get(name, NOTHING)
+            x, *state = (
+                forward(own, x, arena)
+                if residual is None or name != self._last
+                else forward(own, x, arena, residual)
             )
-            saved.append(kept)
+            saved += state
         return x, saved
 
     def backward_input(
@@ -96,23 +94,18 @@ class Sequential:
     ) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`.
 
-        residual is added to the gradient if the first child has `adds_to_input`.
+        residual is added to the gradient if the first child offers this.
         """
         pending = {}
         for name, child in reversed(self._back.items()):
-            # `_popped` drops the last reference, so this child's buffers return to the arena
-            # before the next child allocates.
-            own = w.get(name, NOTHING)
-            if name in self._takers:
-                dy, pending[name] = child.backward_input(
-                    own, dy, self._popped(name, saved), arena, gelu=saved[-1][1]
-                )
-            elif residual is not None and name == self._first:
-                dy, pending[name] = child.backward_input(
-                    own, dy, self._popped(name, saved), arena, residual=residual
-                )
-            else:
-                dy, pending[name] = child.backward_input(own, dy, self._popped(name, saved), arena)
+            # `pop` drops the last reference, so this child's buffers return to the arena before
+            # the next child allocates.
+            own, fused = w.get(name, NOTHING), self._fused(name, saved, residual)
+            dy, pending[name] = (
+                child.backward_input(own, dy, saved.pop(), arena)
+                if fused is None
+                else child.backward_input(own, dy, saved.pop(), arena, fused)
+            )
         return dy, pending
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
@@ -127,24 +120,18 @@ class Sequential:
         """Run both halves of backward, child by child, and return the gradient of the input."""
         for name, child in reversed(self._back.items()):
             own, gradients = w.get(name, NOTHING), dw.get(name, NOTHING)
-            if name in self._takers:
-                dy, pending = child.backward_input(
-                    own, dy, self._popped(name, saved), arena, gelu=saved[-1][1]
-                )
-                child.backward_weight(pending, gradients, arena)
-                del pending
-            else:
-                added = residual if name == self._first else None
-                dy = backward(child, own, dy, self._popped(name, saved), gradients, arena, added)
+            fused = self._fused(name, saved, residual)
+            dy = backward(child, own, dy, saved.pop(), gradients, arena, fused)
         return dy
 
-    def _popped(self, name: str, saved: list) -> Any:
-        """Remove a child's saved state from the end of the list, and return it.
+    def _fused(self, name: str, saved: list, residual: Any) -> Any:
+        """Return the last argument of a child's fused call in backward; None: it is not fused.
 
-        For a child that runs backward without its GELU, return the state of the rest.
+        The slope before a child lies below the child's own state, and is removed.
         """
-        own = saved.pop()
-        return own[0] if name in self._gelus else own
+        if name in self._takers:
+            return saved.pop(-2)
+        return residual if name == self._first else None
 
 
 class Residual:
@@ -163,10 +150,7 @@ class Residual:
 
     def __init__(self, inner: Any, add: Writes | None = None):
         self.inner, self.add = inner, add or reference.add
-        self._output_is_sum, self._input_is_sum = (
-            getattr(inner, "adds_to_output", False),
-            getattr(inner, "adds_to_input", False),
-        )
+        self._fusion = fusion_of(inner)
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters of the inner layer."""
@@ -178,8 +162,8 @@ class Residual:
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`."""
-        if self._output_is_sum:
-            return self.inner.forward(w, x, arena, residual=x)
+        if self._fusion.adds_to_output:
+            return self.inner.forward(w, x, arena, x)
         y, saved = self.inner.forward(w, x, arena)
         total = y if self.inner.output_is_free else arena.take(y.shape, y.dtype)
         self.add(y, x, total, arena)
@@ -187,8 +171,8 @@ class Residual:
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""
-        if self._input_is_sum:
-            return self.inner.backward_input(w, dy, saved, arena, residual=dy)
+        if self._fusion.adds_to_input:
+            return self.inner.backward_input(w, dy, saved, arena, dy)
         dx, pending = self.inner.backward_input(w, dy, saved, arena)
         self.add(dx, dy, dx, arena)
         return dx, pending
@@ -199,7 +183,7 @@ class Residual:
 
     def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
         """Run both halves of backward, and return the gradient of the input."""
-        if self._input_is_sum:
+        if self._fusion.adds_to_input:
             return backward(self.inner, w, dy, saved, dw, arena, dy)
         dx = backward(self.inner, w, dy, saved, dw, arena)
         self.add(dx, dy, dx, arena)

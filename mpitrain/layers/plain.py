@@ -13,6 +13,7 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
 from mpitrain.layers.compose import Residual
+from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
@@ -58,13 +59,17 @@ class Linear:
         return (*shape[:-1], self.outputs)
 
     @property
-    def without_gelu(self) -> Linear | None:
-        """This layer without its GELU; None if it has no GELU."""
+    def fusion(self) -> Fusion:
+        """The cut of this layer's GELU, if it has one."""
         if self.activation != "gelu":
-            return None
+            return Fusion()
         bare = copy(self)
         bare.product_backward_input = self.ops.linear_backward_input
-        return bare
+        return Fusion(gelu_cut=GeluCut(self._forward_cut, bare))
+
+    def _forward_cut(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any, Any]:
+        y, (saved, slope) = self.forward(w, x, arena)
+        return y, saved, slope
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`."""
@@ -77,13 +82,13 @@ class Linear:
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_input_through_gelu(
-        self, w: Weights, dy: Any, saved: Any, gelu: Any, arena: Arena
+        self, w: Weights, dy: Any, saved: Any, slope: Any, arena: Arena
     ) -> tuple[Any, Any]:
         """Return the results of `backward_input`, times the derivative of the GELU before this
         layer.
         """
         dx, pending = self.ops.gelu_linear_backward_input(
-            flat_rows(dy), w["weight"], saved, gelu, arena
+            flat_rows(dy), w["weight"], saved, slope, arena
         )
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
@@ -95,14 +100,11 @@ class Linear:
 
 
 class FusedLinear(Linear):
-    """A linear layer with fused kernels for a residual and for the GELU before it: see base.py."""
+    """A linear layer that, without an activation, adds a residual and takes the GELU before it."""
 
     @property
-    def adds_to_output(self):
-        """Whether `forward` accepts a residual: only without an activation."""
-        return self.activation is None
-
-    takes_gelu = adds_to_output
+    def fusion(self) -> Fusion:
+        return super().fusion if self.activation else Fusion(adds_to_output=True, takes_gelu=True)
 
     def forward(self, w, x, arena, residual=None):
         if residual is None:
@@ -112,10 +114,10 @@ class FusedLinear(Linear):
         )
         return y.reshape(residual.shape), saved
 
-    def backward_input(self, w, dy, saved, arena, gelu=None):
-        if gelu is None:
+    def backward_input(self, w, dy, saved, arena, slope=None):
+        if slope is None:
             return super().backward_input(w, dy, saved, arena)
-        return self.backward_input_through_gelu(w, dy, saved, gelu, arena)
+        return self.backward_input_through_gelu(w, dy, saved, slope, arena)
 
 
 class Logits(Linear):
@@ -132,7 +134,7 @@ class LayerNorm:
     gain, bias  (width,)
     """
 
-    output_is_free, adds_to_input = False, True
+    output_is_free, fusion = False, Fusion(adds_to_input=True)
 
     def __init__(self, ops: Ops, width: int):
         self.ops, self.width = ops, width

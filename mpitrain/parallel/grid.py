@@ -118,6 +118,19 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
     return next(iter(replicas.values()))
 
 
+def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:
+    """Return whether all groups along dp have the same pattern of hosts.
+
+    Only then do they all sum in the same order.
+
+    hosts   host of every rank, by rank
+    """
+    groups: dict[Coords, list[str]] = {}
+    for rank in range(axes.ranks - axes.servers):
+        groups.setdefault(axes.place(rank)._replace(dp=0), []).append(hosts[rank])
+    return len({tuple(map(names.index, names)) for names in groups.values()}) == 1
+
+
 class Grid:
     """This rank's coordinates, and its process group along each axis. Construction and `close` are
     collective.
@@ -172,7 +185,7 @@ class Grid:
         self.tp = axis(here.dp + axes.dp * here.pp)
         self.tp.algorithm = tp_algorithm or algorithm
         self.dp = axis(here.tp + axes.tp * here.pp)
-        if axes.tp > 1 and not self._lie_alike(self.dp):
+        if axes.tp > 1 and not lie_alike(axes, transport.hosts):
             self.dp.algorithm = "ring"  # a ring's order of summation does not depend on the hosts
         self.pp = axis(here.tp + axes.tp * here.dp)
         self.servers = self._along(0 if self.is_server else None)
@@ -218,15 +231,6 @@ class Grid:
             algorithm = algorithm_table.ALL_REDUCE.get(group.algorithm)
             if refusal := algorithm and algorithm.refusal(Topology(group.transport.hosts)):
                 raise refusal
-
-    def _lie_alike(self, group: Group) -> bool:
-        """Return whether all groups of this kind have the same pattern of hosts; collective.
-
-        Only then do they all sum in the same order.
-        """
-        hosts = group.transport.hosts
-        ways = self.transport.gather_text([hosts.index(host) for host in hosts])
-        return all(way == ways[0] for way in ways)
 
     def shard_groups(self, shard: str) -> tuple[Group, Group]:
         """Return the ZeRO sharding group and the replication group (as FSDP's hybrid sharding);

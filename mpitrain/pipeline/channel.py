@@ -5,7 +5,8 @@ from typing import Any
 
 from mpitrain.machine.arena import Arena
 from mpitrain.pipeline.instructions import ACTIVATION, GRADIENT, Message
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
+from mpitrain.transport.requests import Request
 
 
 class Channel:

@@ -5,21 +5,11 @@ from __future__ import annotations  # help() prints signatures as they are writt
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.data import (
-    Scan,
-    Source,
-    Unopened,
-    as_it_is,
-    beside,
-    has_tokens,
-    largest_token,
-    open_source,
-)
+from mpitrain.data import Source, Unopened, as_it_is, has_tokens, largest_token, open_source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
@@ -30,10 +20,11 @@ from mpitrain.pipeline.partition import TIME
 from mpitrain.pipeline.profile_units import by_time, unit_seconds
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.given import Given, agree_on
 from mpitrain.run.memory import check_memory
-from mpitrain.run.resolve import Resolved, resolve
+from mpitrain.run.resolve import Resolved, resolve, resolve_here
 from mpitrain.run.trainer import Trainer
-from mpitrain.transport.agreement import check_same, on_all_ranks
+from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
 
@@ -67,10 +58,9 @@ class Job(NamedTuple):
 
 def build(
     transport: Transport,
-    config: Config,
+    config: Config | Given,
     saved: Path | None = None,
     source: Source | Unopened | None = None,
-    noted: Scan | None = None,
 ) -> Job:
     """Build a run from its configuration and, if given, from a checkpoint; collective.
 
@@ -84,8 +74,6 @@ def build(
         A checkpoint directory to load: RUN/checkpoints/step-N.
     source : Source, optional
         A data source that replaces the configured one.
-    noted : Scan, optional
-        An earlier scan of the token file, on rank 0. If the file has changed, it is scanned again.
 
     Returns
     -------
@@ -97,25 +85,22 @@ def build(
     MpitrainError
         On every rank, if configuration, data, checkpoint and ranks do not fit together.
     """
-    resolved = resolve(transport, config if source else _with_validation(transport, config))
-    config = resolved.config
-    source = source or _opened(transport, config, noted)
-    on_all_ranks(transport, lambda: check_memory(transport, resolved, source, model))
+    given = config if isinstance(config, Given) else agree_on(transport, lambda: config)
+    largest = None if source else _largest(transport, given)
+    opened: list[Source | Unopened] = []
+
+    def facts(resolved: Resolved) -> dict[str, Any]:
+        opened.append(found := source or _source(resolved.config, largest))
+        check_memory(transport, resolved, found, model)
+        return {"inputs": found.inputs, "classes": found.classes, "held_out": found.held_out}
+
+    resolved = resolve(transport, given, facts)
+    (source,) = opened
     found = save_load.read_beside(transport, saved) if saved else None
-    done = found.done if found else Done(0, 0, transport.gather_text(uuid4().hex)[0])
-    check_same(
-        transport,
-        "data source and checkpoint",
-        {
-            "inputs": source.inputs,
-            "classes": source.classes,
-            "held_out": source.held_out,
-            **done._asdict(),
-        },
-    )
-    if config.pipeline.partition == TIME:
+    done = found.done if found else Done(0, 0, given.run)
+    if resolved.config.pipeline.partition == TIME:
         resolved = _cut_by_time(transport, resolved, source)
-    trainer = Trainer(transport, lambda layers: model(config, source, layers), resolved)
+    trainer = Trainer(transport, lambda layers: model(resolved.config, source, layers), resolved)
     if found:
         found = save_load.load(
             found,
@@ -185,40 +170,33 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     return resolved._replace(config=config.model_copy(update={"pipeline": pipeline}))
 
 
-def _with_validation(transport: Transport, config: Config) -> Config:
-    """Return a copy in which rank 0 resolves an empty data.validation; collective."""
-    data = config.data
-    if data.validation or not has_tokens(data.source):
-        return config
-    found = transport.gather_text(beside(data.source))[0]
-    return config.model_copy(update={"data": data.model_copy(update={"validation": found})})
+def _largest(transport: Transport, given: Given) -> int | None:
+    """Return the largest token of a token file; None for any other source; collective.
 
-
-def _opened(transport: Transport, config: Config, noted: Scan | None) -> Source:
-    """Open the data source; collective.
-
-    A token file without a valid scan is scanned by all ranks, each an equal slice.
+    A file without a valid scan is scanned by all ranks, each an equal slice.
     """
-    name = config.data.source
-    if not has_tokens(name):
-        return on_all_ranks(transport, lambda: _source(config, None))
-    now = on_all_ranks(transport, lambda: as_it_is(name))
-    largest = noted.largest if noted and noted == now._replace(largest=noted.largest) else None
-    largest = transport.gather_text(largest)[0]
-    if largest is None:
-        mine = on_all_ranks(transport, lambda: largest_token(name, transport.rank, transport.size))
-        largest = max(transport.gather_text(mine))
-    return on_all_ranks(transport, lambda: _source(config, now._replace(largest=largest)))
+    name = given.config.data.source
+    if not has_tokens(name) or given.place.largest is not None:
+        return given.place.largest
+    # A wrong configuration is refused before the scan.
+    on_all_ranks(transport, lambda: resolve_here(given, transport.hosts))
+    return max(
+        from_all_ranks(transport, lambda: largest_token(name, transport.rank, transport.size))
+    )
 
 
-def _source(config: Config, scan: Scan | None) -> Source:
+def _source(config: Config, largest: int | None) -> Source:
+    """Open the data source.
+
+    largest  the largest token of a token file; None for any other source
+    """
     data = config.data
     source = open_source(
         data.source,
         config.model.context,
         config.precision.stored,
         data.vocabulary,
-        scan,
+        None if largest is None else as_it_is(data.source)._replace(largest=largest),
         data.validation,
     )
     if source.model != config.model.kind:

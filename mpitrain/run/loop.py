@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpitrain import __version__
-from mpitrain.config import Config
+from mpitrain.config import Config, Run
 from mpitrain.data import amounts
 from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
 from mpitrain.files import mend
@@ -19,21 +19,15 @@ from mpitrain.parallel.replication.records import StepResult
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.given import Given, RunLocation, agree_on
 from mpitrain.run.metrics import MetricsFile
 from mpitrain.run.resume import ResumeInfo, past
-from mpitrain.run.run_dir import (
-    CHECKPOINTS,
-    METRICS,
-    RunLocation,
-    claim,
-    find,
-    noted_scan,
-)
+from mpitrain.run.run_dir import CHECKPOINTS, METRICS, claim, look
 from mpitrain.run.trace_setup import Traced
 from mpitrain.run.trainer import replicas_equal
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.trace.recorder import Recorder
-from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.traced_transport import Recorded
 
@@ -45,6 +39,9 @@ OVERFLOWS = 20
 
 class Watcher(Protocol):
     """An observer of the run on rank 0; the command line draws a progress bar with it."""
+
+    def agreed(self, config: Config, hosts: Sequence[str]) -> None:
+        """Handle the configuration as given, once all ranks agree; `hosts` by rank."""
 
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         """Handle the start of the run, or its resume after record["step"] steps."""
@@ -70,69 +67,66 @@ class Finished(NamedTuple):
 
 def train(
     transport: Transport,
-    config: Config,
+    configured: Callable[[], Config],
     resume: str,
     stop_requested: Callable[[], bool],
     watcher: Watcher,
     begins: Callable[[], None] = lambda: None,
-    watchdog: Watchdog | None = None,
 ) -> Finished:
     """Train a model as configured, in its run directory; collective.
 
-    resume          see `run_dir.find`
+    configured      returns this rank's configuration; it may raise an MpitrainError
+    resume          see `run_dir.look`
     stop_requested  called once per step and per batch of an evaluation. If it returns True on any
                     rank, the run saves a checkpoint and ends. An evaluation that is due then is
                     left to the run that resumes.
     watcher         observes the run on rank 0
     begins          called on every rank before there is anything to save; from then on a signal
                     must not end the process, but make `stop_requested` return True
-    watchdog        a running watchdog of the caller; None starts one; it is closed at the end
     raises          MpitrainError with `agreed` set if all ranks raise it
     """
-    if config.run.trace and not transport.recorder.is_on:
-        transport = Recorded(transport, Recorder())
-    with closing(
-        watchdog or Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)
-    ) as watchdog:
-        return _train(transport, config, resume, stop_requested, watcher, begins, watchdog)
+    with closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic)) as watchdog:
+
+        def watched() -> Config:
+            config = configured()
+            watchdog.patience(config.run.stall_seconds)
+            return config
+
+        watchdog.alive("looking for the run directory")
+        given = agree_on(
+            transport,
+            watched,
+            lambda config: look(config, resume, transport.size) if transport.rank == 0 else None,
+        )
+        if transport.rank == 0:
+            watcher.agreed(given.config, transport.hosts)
+        if given.config.run.trace and not transport.recorder.is_on:
+            transport = Recorded(transport, Recorder())
+        return _train(transport, given, stop_requested, watcher, begins, watchdog)
 
 
 def _train(
     transport: Transport,
-    config: Config,
-    resume: str,
+    given: Given,
     stop_requested: Callable[[], bool],
     watcher: Watcher,
     begins: Callable[[], None],
     watchdog: Watchdog,
 ) -> Finished:
-    watchdog.alive("looking for the run directory")
-    place = find(transport, config, resume)
-    if place.held_out:
-        config = config.model_copy(
-            update={"data": config.data.model_copy(update={"validation": place.held_out})}
-        )
     watchdog.alive("building the model")
+    saved = given.place.saved
     with transport.recorder.pausing("building the model"):
-        job = build(transport, config, place.saved, noted=noted_scan(place.folder))
+        job = build(transport, given, Path(saved) if saved else None)
     watchdog.alive("claiming the run directory")
     begins()
-    on_all_ranks(transport, lambda: _check_steps(job.step, config))
-    claimed = on_all_ranks(
-        transport,
-        lambda: (
-            claim(place, job.trainer.resolved, job.source, job.step)
-            if transport.rank == 0
-            else None
-        ),
-    )
+    locks: list[int] = []
     try:
-        folder, before = transport.gather_text(
-            (str(claimed[0]), past(claimed[0], job.step)) if claimed else None
+        folder, before = from_all_ranks(
+            transport, lambda: _claimed(transport.rank, given, job, locks)
         )[0]
         run = _Run(
             job,
-            place,
+            given.place,
             Path(folder),
             ResumeInfo(*before),
             stop_requested,
@@ -145,16 +139,26 @@ def _train(
         with closing(run):
             return Finished(run.loop(), job)
     finally:
-        if claimed:
-            os.close(claimed[1])
+        for lock in locks:
+            os.close(lock)
 
 
-def _check_steps(done: int, config: Config) -> None:
-    if done > config.run.steps:
+def _claimed(rank: int, given: Given, job: Job, locks: list[int]) -> tuple[str, ResumeInfo] | None:
+    """Claim the run directory on rank 0, and return it with the earlier part of the run.
+
+    locks   receives the descriptor of its lock, which the caller must close
+    raises  MpitrainError, on any rank if the run has more steps than it shall have
+    """
+    if job.step > given.config.run.steps:
         raise CheckpointError(
-            f"The checkpoint is at step {done}, past run.steps {config.run.steps}.",
-            f"Set run.steps to at least {done}.",
+            f"The checkpoint is at step {job.step}, past run.steps {given.config.run.steps}.",
+            f"Set run.steps to at least {job.step}.",
         )
+    if rank > 0:
+        return None
+    folder, lock = claim(given.place, job.trainer.resolved, job.source, job.step)
+    locks.append(lock)
+    return str(folder), past(folder, job.step)
 
 
 class _Run:

@@ -1,5 +1,6 @@
 """Opens a trained run again, for an evaluation or to generate text."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mpitrain.config import Config, with_settings
@@ -9,25 +10,24 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import Job, build
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.choices import parse
+from mpitrain.run.given import RunLocation, agree_on
 from mpitrain.run.run_dir import (
     CHECKPOINTS,
     CONFIG,
     configuration,
     held_out_as_before,
     is_run,
-    noted_scan,
+    noted_largest,
 )
-from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 
-def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
-    """Return the configuration to open a run directory with.
+def configured(folder: Path, settings: list[str]) -> Config:
+    """Return the configuration to open a run directory with, on one rank.
 
     Keys of layout, replication and pipeline have their defaults, not the values of the run.
 
     settings  `section.key=value` each, applied last
-    ranks     number of ranks that open the run; the batch size depends on it
     raises    ConfigError if there is no run in the directory
     """
     if not is_run(folder):
@@ -38,7 +38,7 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
     then = configuration(folder)
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
-    anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows * ranks}"]
+    anew = ["run.delay=", "batch.micro_batches=0", f"batch.size={rows}"]
     # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     alone["data"] = held_out_as_before(then, settings)
@@ -46,25 +46,32 @@ def configured(folder: Path, settings: list[str], ranks: int = 1) -> Config:
 
 
 def open_run(
-    transport: Transport, folder: Path, settings: list[str], needs_data: bool = True
+    transport: Transport, folder: Path, alone: Callable[[], Config], needs_data: bool = True
 ) -> Job:
     """Build the job of a run directory from its newest checkpoint; collective.
 
     The number of ranks may differ from the number in training.
 
-    settings    `section.key=value` each, instead of the values in the run's configuration
+    alone       returns the configuration on one rank, from `configured`
     needs_data  False: build a token model without opening its data source
     """
-    config = on_all_ranks(transport, lambda: configured(folder, settings, transport.size))
-    saved = transport.gather_text(
-        on_all_ranks(transport, lambda: str(newest(folder / CHECKPOINTS)))
-    )[0]
-    vocabulary = config.data.vocabulary or 256
-    is_enough = not needs_data and config.model.kind == "gpt"
+
+    def on_these_ranks() -> Config:
+        config = alone()
+        size = config.batch.size * transport.size
+        return config.model_copy(update={"batch": config.batch.model_copy(update={"size": size})})
+
+    def look(config: Config) -> RunLocation:
+        saved = newest(folder / CHECKPOINTS)
+        largest = noted_largest(folder, config.data.source)
+        return RunLocation(str(folder), str(saved), True, largest=largest)
+
+    given = agree_on(transport, on_these_ranks, look)
+    vocabulary = given.config.data.vocabulary or 256
+    is_enough = not needs_data and given.config.model.kind == "gpt"
     return build(
         transport,
-        config,
-        Path(saved),
+        given,
+        Path(given.place.saved),
         Unopened("gpt", vocabulary, vocabulary) if is_enough else None,
-        noted_scan(folder),
     )

@@ -1,15 +1,17 @@
 """Resolves a configuration for the given ranks and devices, once and equally on every rank."""
 
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from zlib import crc32
 
 from mpitrain.collectives.engine.codecs import Wire, parse_wire
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.machine import process
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.parallel.modes import servers_of
@@ -18,8 +20,9 @@ from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.memory import goes_in_passes
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
-from mpitrain.run.choices import check, parse
-from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.run.choices import check
+from mpitrain.run.given import Given, agree_on
+from mpitrain.transport.agreement import alike_on_all_ranks
 from mpitrain.transport.base import Transport
 
 
@@ -42,25 +45,68 @@ class Resolved(NamedTuple):
     device: Device
 
 
-def resolve(transport: Transport, config: Config) -> Resolved:
-    """Resolve a configuration; collective.
+def resolve(
+    transport: Transport,
+    config: Config | Given,
+    facts: Callable[[Resolved], dict[str, Any]] = lambda resolved: {},
+) -> Resolved:
+    """Resolve a configuration, the second agreement of a start; collective, in one gather.
 
-    raises  ConfigError on every rank if it does not fit the ranks, hosts or devices
+    A configuration that is not `Given` costs the first agreement, too.
+
+    facts   called with the result on every rank, before the agreement; returns what else must be
+            the same on all ranks
+    raises  ConfigError on every rank if it does not fit the ranks, hosts or devices, or if ranks
+            read different files; any MpitrainError of `facts`
     """
-    on_all_ranks(transport, lambda: check(config))
-    servers = servers_of(config)
-    found = on_all_ranks(transport, lambda: axes(config, transport.size, servers))
-    on_all_ranks(transport, lambda: divisor(found, transport.hosts, config.replication.shard))
-    plan = on_all_ranks(transport, lambda: _planned(config, found))
-    batch = config.batch.model_copy(update={"micro_batches": plan.micro_batches})
-    config, device = _settled(transport, config.model_copy(update={"batch": batch}))
-    # Each micro-batch needs a row; their number may have changed.
-    on_all_ranks(transport, lambda: axes(config, transport.size, servers))
-    on_all_ranks(transport, lambda: check_rows(config, found))
-    wire = on_all_ranks(transport, lambda: parse_wire(config.replication.wire))
-    file = config.replication.tuning
-    tuning = on_all_ranks(transport, lambda: read_tuning(Path(file)) if file else DEFAULT)
-    return Resolved(config, found, plan, wire, tuning, device)
+    given = config if isinstance(config, Given) else agree_on(transport, lambda: config)
+    resolved = alike_on_all_ranks(
+        transport,
+        "data source and checkpoint",
+        partial(resolve_here, given, transport.hosts),
+        lambda found: {
+            "replication.tuning": crc32(repr(found.tuning).encode()),
+            "pipeline.schedule": crc32(repr(found.plan).encode()),
+            **facts(found),
+        },
+    )
+    if resolved.device.kind == "cuda" and transport.rank == 0:
+        _say_who_shares(given.gpus, transport.hosts)
+    return resolved
+
+
+def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
+    """Resolve a configuration on this rank; `resolve` does so on all ranks together.
+
+    `auto` becomes cuda if every rank finds a GPU, else cpu.
+
+    hosts   host of every rank, by rank
+    raises  ConfigError if it does not fit the ranks, hosts or this rank's device
+    """
+    config = given.config
+    check(config)
+    found = axes(config, len(hosts), servers_of(config))
+    divisor(found, hosts, config.replication.shard)
+    plan = _planned(config, found)
+    kind = config.device.kind
+    if kind == "auto":
+        kind = "cuda" if all(given.gpus) else "cpu"
+    device = device_for(
+        kind, config.device.gemm, config.device.tiles, compute=config.precision.compute
+    )
+    config = config.model_copy(
+        update={
+            "batch": config.batch.model_copy(update={"micro_batches": plan.micro_batches}),
+            "device": config.device.model_copy(update={"kind": kind}),
+        }
+    )
+    config.model_post_init(None)  # The kind that replaced `auto` has rules of its own.
+    axes(
+        config, len(hosts), found.servers
+    )  # Each micro-batch needs a row; their number may have changed.
+    check_rows(config, found)
+    wire, file = parse_wire(config.replication.wire), config.replication.tuning
+    return Resolved(config, found, plan, wire, read_tuning(Path(file)) if file else DEFAULT, device)
 
 
 def _planned(config: Config, found: Axes) -> Plan:
@@ -118,36 +164,17 @@ def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
     )
 
 
-def _settled(transport: Transport, config: Config) -> tuple[Config, Device]:
-    """Resolve device.kind `auto` and make the device; collective.
+def _say_who_shares(gpus: Sequence[int], hosts: Sequence[str]) -> None:
+    """Print a warning if a host has more ranks than GPUs.
 
-    `auto` becomes cuda if every rank finds a GPU, else cpu.
-
-    raises  ConfigError on every rank if a rank lacks the device, or it does not support the keys
+    gpus, hosts  the number of GPUs that each rank finds, and its host, by rank
     """
-    kind = config.device.kind
-    if kind == "auto":
-        kind = "cuda" if all(transport.gather_text(process.gpus() > 0)) else "cpu"
-    wanted, compute = config.device, config.precision.compute
-    device = on_all_ranks(
-        transport, lambda: device_for(kind, wanted.gemm, wanted.tiles, compute=compute)
-    )
-    if kind == "cuda":
-        _say_who_shares(transport)
-    chosen = config.model_copy(update={"device": config.device.model_copy(update={"kind": kind})})
-    # The kind that replaced `auto` has rules of its own, so the configuration is validated again.
-    return on_all_ranks(transport, lambda: parse(chosen.model_dump())), device
-
-
-def _say_who_shares(transport: Transport) -> None:
-    """Print a warning on rank 0 if a host has more ranks than GPUs; collective."""
-    found = dict(zip(transport.hosts, transport.gather_text(process.gpus()), strict=True))
     crowded = [
-        f"{transport.hosts.count(host)} ranks on {host} share {gpus} GPU{'s' * (gpus > 1)}"
-        for host, gpus in found.items()
-        if transport.hosts.count(host) > gpus
+        f"{hosts.count(host)} ranks on {host} share {count} GPU{'s' * (count > 1)}"
+        for host, count in dict(zip(hosts, gpus, strict=True)).items()
+        if hosts.count(host) > count
     ]
-    if crowded and transport.rank == 0:
+    if crowded:
         print(
             f"warning: {'; '.join(crowded)}: they take turns, and each needs its own memory.",
             file=sys.stderr,

@@ -1,4 +1,4 @@
-"""The run directory: `find` looks at it before the model is built, `claim` writes it afterwards.
+"""The run directory: `look` reads it before the model is built, `claim` writes it afterwards.
 
 RUN/
     config.toml    the resolved configuration, with all keys
@@ -22,23 +22,31 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
-from mpitrain.config import Config, keys, read_toml
-from mpitrain.config.plugins import check_named, digests, entries, imported
-from mpitrain.data import TENTH, Scan, Source, TokenSource, Unopened, absolute, has_tokens
-from mpitrain.errors import ConfigError
+from mpitrain.config import PATHS, Config, check_text, keys, read_toml
+from mpitrain.config.plugins import check_named, digests, entries, imported, load
+from mpitrain.data import (
+    TENTH,
+    Scan,
+    Source,
+    TokenSource,
+    Unopened,
+    absolute,
+    as_it_is,
+    has_tokens,
+)
+from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
-from mpitrain.run.choices import parse, without_plugins
+from mpitrain.run.choices import without_plugins
+from mpitrain.run.given import RunLocation
 from mpitrain.run.metrics import cut_after
 from mpitrain.run.resolve import Resolved
-from mpitrain.transport.agreement import on_all_ranks
-from mpitrain.transport.base import Transport
 
 METRICS, CONFIG, TUNING, TILES, TOKENS = (
     "metrics.jsonl",
@@ -56,42 +64,13 @@ FIXED = ("model.", "optimizer.name", "data.vocabulary")
 """The keys that must not change when a run resumes: other values mean another model."""
 
 
-class RunLocation(NamedTuple):
-    """The location of a run, as rank 0 found it.
-
-    folder    the run directory; None for a new one under runs/, which gets its name in `claim`
-    saved     the checkpoint to resume from, or None
-    has_run   whether the folder holds a run
-    changed   keys with other values than in the resumed run: {key: [then, now]}
-    held_out  the data.validation of the resumed run, if the source is the same and the
-              configuration names no other; else empty
-    """
-
-    folder: Path | None = None
-    saved: Path | None = None
-    has_run: bool = False
-    changed: dict[str, list[Any]] = {}
-    held_out: str = ""
-
-
-def find(transport: Transport, config: Config, resume: str) -> RunLocation:
-    """Find the run directory that the configuration names; collective.
+def look(config: Config, resume: str, ranks: int) -> RunLocation:
+    """Find the run directory that the configuration names; for rank 0.
 
     resume  "no" refuses a directory with a run, "yes" one without a checkpoint; "auto" accepts both
-    raises  ConfigError on every rank for a refused directory, or for a run of another model
+    ranks   number of ranks, for advice
+    raises  ConfigError for a refused directory, or for a run of another model
     """
-
-    def look() -> list[Any] | None:
-        if transport.rank != 0:
-            return None
-        place = _look(config, resume, transport.size)
-        return [str(place.folder or ""), str(place.saved or ""), *place[2:]]
-
-    folder, saved, *rest = transport.gather_text(on_all_ranks(transport, look))[0]
-    return RunLocation(Path(folder) if folder else None, Path(saved) if saved else None, *rest)
-
-
-def _look(config: Config, resume: str, ranks: int) -> RunLocation:
     if not config.run.out:
         if resume != "no":
             raise ConfigError("--resume needs the directory of the run.", _how_to_resume(ranks))
@@ -120,7 +99,7 @@ def _look(config: Config, resume: str, ranks: int) -> RunLocation:
             "Start it again with --resume=auto.",
         )
     if not has_run or not saved:
-        return RunLocation(folder, None, has_run)
+        return RunLocation(str(folder), "", has_run)
     then = configuration(folder)
     check_named(then.run.plugins, digests(config.run.plugins), folder)
     changed = _changes(then, config)
@@ -135,11 +114,12 @@ def _look(config: Config, resume: str, ranks: int) -> RunLocation:
         )
     is_same = "data.source" not in changed and not config.data.validation
     return RunLocation(
-        folder,
-        saved[-1],
+        str(folder),
+        str(saved[-1]),
         has_run,
         changed,
         held_out_as_before(then, ())["validation"] if is_same else "",
+        noted_largest(folder, config.data.source),
     )
 
 
@@ -242,14 +222,13 @@ def claim(
 ) -> tuple[Path, int]:
     """Make and lock the run directory, and write its first files; for rank 0.
 
-    place    the location that `find` returned
-
+    place    the location that `look` returned
     step     number of steps before this start; metrics of later steps are removed
     returns  the directory, and the descriptor of its lock, which the caller must close
     raises   ConfigError if the directory cannot be written, or if another run is active in it
     """
     tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
-    folder = place.folder
+    folder = Path(place.folder) if place.folder else None
     try:
         folder = folder or _fresh()
         folder.mkdir(parents=True, exist_ok=True)
@@ -284,7 +263,7 @@ def _begin(
         sweep(checkpoints)
     if run.facts(CONFIG) and not place.has_run:
         raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
-    if steps(folder / CHECKPOINTS)[-1:] != ([place.saved] if place.saved else []):
+    if steps(folder / CHECKPOINTS)[-1:] != ([Path(place.saved)] if place.saved else []):
         raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
     tables = _tables(resolved, source, folder)
     run.write_whole(
@@ -299,7 +278,7 @@ def _begin(
     run.remove_tree(TRACE)
     if config.run.trace:
         run.make(TRACE).close()
-    if place.saved is None:
+    if not place.saved:
         run.write_whole(METRICS, "")
     else:
         cut_after(folder / METRICS, step)
@@ -310,12 +289,17 @@ def trace_file(folder: Path, rank: int) -> Path:
     return folder / TRACE / f"rank-{rank:05d}"
 
 
-def noted_scan(folder: Path | None) -> Scan | None:
-    """Read the result of a token scan from a run directory; None if there is no valid one."""
+def noted_largest(folder: Path, source: str) -> int | None:
+    """Return the largest token of a token file from the scan that a run directory has noted.
+
+    None if there is no valid scan, or if the file has changed since.
+    """
     try:
-        scan = Scan(**json.loads(contents(folder / TOKENS, inner=1))) if folder else None
-        return scan if scan and type(scan.largest) is int and 0 <= scan.largest < 1 << 16 else None
-    except (OSError, ValueError, TypeError, RecursionError):
+        scan = Scan(**json.loads(contents(folder / TOKENS, inner=1)))
+        is_valid = type(scan.largest) is int and 0 <= scan.largest < 1 << 16
+        is_known = is_valid and scan == as_it_is(source)._replace(largest=scan.largest)
+        return scan.largest if is_known else None
+    except (OSError, ValueError, TypeError, RecursionError, DataError):
         return None
 
 
@@ -390,8 +374,9 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         tables["replication"]["tuning"] = TUNING
     if config.device.tiles:
         tables["device"]["tiles"] = TILES
-    # An absolute path may have parts that are not UTF-8, so the tables are validated again.
-    return parse(tables).model_dump()
+    for section, key in PATHS:  # An absolute path may have parts that are not UTF-8.
+        check_text(f"{section}.{key}", "".join(tables[section][key]))
+    return dict(load(tables))
 
 
 def _schedule(name: str) -> str:

@@ -119,20 +119,20 @@ class Trainer:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
         self._layers = layers = layers_for(resolved.device.ops, grid.tp, self.config.layout)
-        model = on_all_ranks(
-            self.transport, lambda: list(units(layers) if callable(units) else units)
-        )
-        on_all_ranks(self.transport, lambda: check_units(model, layers.rows))
-        self.parameter_count = parameter_count(model)
         place = resolved.plan.place
-        parts, tied = on_all_ranks(
-            self.transport,
-            lambda: assign_units(
-                model, cut(model, len(place), self.config.pipeline.partition), place
-            ),
-        )
+
+        def assigned() -> tuple[list[Unit], list[list[Unit]], dict[str, list[int]]]:
+            model = list(units(layers) if callable(units) else units)
+            check_units(model, layers.rows)
+            counts = cut(model, len(place), self.config.pipeline.partition)
+            grid.check()
+            return model, *assign_units(model, counts, place)
+
+        model, parts, tied = on_all_ranks(self.transport, assigned)
+        self.parameter_count = parameter_count(model)
         grid.place_model(place, tied)
-        on_all_ranks(self.transport, grid.check)
+        if tied:
+            on_all_ranks(self.transport, grid.check)
         mine = [parts[part] for part in own(place, grid.place.pp)]
         self.units = [unit for part in mine for unit in part]
         firsts = [0, *accumulate(map(len, mine))] if len(parts) > 1 else []

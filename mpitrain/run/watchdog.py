@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from mpitrain.transport.base import Traffic
+from mpitrain.transport.requests import Traffic
 
 
 class Watchdog:

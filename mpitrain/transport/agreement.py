@@ -3,7 +3,7 @@
 Without it, the other ranks would wait for ever for a rank that has stopped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mpitrain import errors
@@ -15,11 +15,47 @@ Result = TypeVar("Result")
 def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result:
     """Call `function` on every rank; if any rank raises an MpitrainError, raise it on all ranks.
 
-    Of several errors, the one of the lowest rank is raised. Collective. The function must not
-    communicate. The error has its attribute `agreed` set, because every rank has it. So one rank
-    may print it, and all ranks may exit together. If only some ranks failed, the message names
-    them. An OSError that the function does not catch becomes a ConfigError: the system refused a
-    path.
+    Collective; errors as `from_all_ranks`.
+    """
+    results: list[Result] = []
+    try:
+        from_all_ranks(transport, lambda: results.append(function()))
+        return results[0]
+    finally:
+        results.clear()  # The traceback of an error has this frame: it must not keep a result alive.
+
+
+def alike_on_all_ranks(
+    transport: Transport,
+    what: str,
+    function: Callable[[], Result],
+    facts: Callable[[Result], dict[str, Any]],
+) -> Result:
+    """Call `function` on every rank; ConfigError on all ranks unless all results have equal facts.
+
+    Collective; other errors as `from_all_ranks`.
+
+    what   the subject of the facts, for the message
+    facts  returns {name: value} of a result, serialisable as JSON
+    """
+    results: list[Result] = []
+
+    def found() -> dict[str, Any]:
+        results.append(function())
+        return facts(results[0])
+
+    check_same(what, from_all_ranks(transport, found), transport.hosts)
+    return results[0]
+
+
+def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[Any]:
+    """Call `function` on every rank, and return the results of all ranks, by rank.
+
+    Collective: one `gather_text`. The results must be serialisable as JSON. The function must not
+    communicate. Of several errors, the one of the lowest rank is raised on all ranks. It has its
+    attribute `agreed` set, because every rank has it. So one rank may print it, and all ranks may
+    exit together. If only some ranks failed, the message names them. An OSError that the function
+    does not catch becomes a ConfigError: the system refused a path.
     """
     result: Any = None
     failure = None
@@ -33,10 +69,11 @@ def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result
             f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
             "Name another path, or look at what is there.",
         ]
-    failures = transport.gather_text(failure)
+    everyone = transport.gather_text([failure, result])
+    failures = [failure for failure, _ in everyone]
     first = next((f for f in failures if f), None)
     if first is None:
-        return result
+        return [result for _, result in everyone]
     kind, law, way_out = first
     ranks = [rank for rank, f in enumerate(failures) if f]
     if len(ranks) < transport.size:
@@ -50,27 +87,22 @@ def on_all_ranks(transport: Transport, function: Callable[[], Result]) -> Result
     try:
         raise agreed_on
     finally:
-        # objects of those frames alive.
-        del (
-            agreed_on,
-            result,
-        )
+        del agreed_on, result
 
 
-def check_same(transport: Transport, what: str, facts: dict[str, Any]) -> None:
-    """Raise an agreed ConfigError unless every rank passes the same facts; collective.
+def check_same(what: str, everyone: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
+    """Raise an agreed ConfigError unless every rank has the same facts.
 
-    what   the subject of the facts, for the message
-    facts  name -> a value that JSON can carry
+    what      the subject of the facts, for the message
+    everyone  by rank, as `from_all_ranks` returns them: {name: value}
     """
-    everyone = transport.gather_text(facts)
     for rank, others in enumerate(everyone):
-        for name in facts:
+        for name in everyone[0]:
             if others[name] != everyone[0][name]:
                 raise errors.on_every_rank(
                     errors.ConfigError(
-                        f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({transport.hosts[0]}) and "
-                        f"{others[name]!r} on rank {rank} ({transport.hosts[rank]}).",
+                        f"All ranks need one {what}, but {name} is {everyone[0][name]!r} on rank 0 ({hosts[0]}) and "
+                        f"{others[name]!r} on rank {rank} ({hosts[rank]}).",
                         "Start all ranks with the same arguments, and let them read the same files.",
                     )
                 )

@@ -16,19 +16,11 @@ import numpy as np
 from mpitrain.errors import CommError
 from mpitrain.machine import process
 from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.transport.base import (
-    FIRST_CLAIMED_TAG,
-    Several,
-    Tenants,
-    Traffic,
-    Transport,
-    aligned_zeros,
-    check_message,
-    poll_until,
-)
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.mpi_requests import Receive, Send, Turns
 from mpitrain.transport.native import library_call
-from mpitrain.transport.windows import Windows, no_room
+from mpitrain.transport.requests import Several, Traffic, check_message, poll_until
+from mpitrain.transport.windows import Tenants, Windows, no_room
 
 TYPE_BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message.

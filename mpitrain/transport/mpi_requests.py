@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.transport.base import Traffic
+from mpitrain.transport.requests import Traffic
 
 
 class Turns:

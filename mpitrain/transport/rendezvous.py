@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.transport.base import LONGEST_PAUSE, named
+from mpitrain.transport.requests import LONGEST_PAUSE, named
 
 NOTHING = np.empty(0, np.uint8)
 

@@ -18,17 +18,11 @@ import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.trace.recorder import SILENT, Recorder
-from mpitrain.transport.base import (
-    FIRST_CLAIMED_TAG,
-    Tenants,
-    Traffic,
-    Transport,
-    aligned_zeros,
-    check_message,
-)
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport, aligned_zeros
 from mpitrain.transport.native import expected
 from mpitrain.transport.rendezvous import Arrival, Message, World
-from mpitrain.transport.windows import Windows
+from mpitrain.transport.requests import Traffic, check_message
+from mpitrain.transport.windows import Tenants, Windows
 
 OPS = {"add": np.add, "maximum": np.maximum}
 

@@ -7,10 +7,12 @@ import numpy as np
 
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.ring_buffer import RECEIVE, REDUCTION, SEND
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
+from mpitrain.transport.forwarding import Forwarding
+from mpitrain.transport.requests import Request
 
 
-class Recorded(Transport):
+class Recorded(Forwarding):
     """A Transport that wraps another one and records its messages and waits.
 
     A message has the name that the recorder had at the `claim_tag` of its tag. Its record lasts
@@ -19,24 +21,16 @@ class Recorded(Transport):
     """
 
     def __init__(self, inner: Transport, recorder: Recorder):
-        self._inner, self.recorder = inner, recorder
-        self.rank, self.size, self.hosts, self.members = (
-            inner.rank,
-            inner.size,
-            inner.hosts,
-            inner.members,
-        )
-        self.traffic, self.windows, self.tenants = inner.traffic, inner.windows, inner.tenants
-        self.native_dtypes, self.admits_threads = inner.native_dtypes, inner.admits_threads
-        self.allocates_on_device = inner.allocates_on_device
+        super().__init__(inner)
+        self.recorder = recorder
         self._named: dict[int, int] = {}
         self._messages, self._barrier, self._text, self._native = (
             recorder.name(what, inner.members)
             for what in ("messages", "a barrier", "words of all ranks", "MPI's all-reduce")
         )
 
-    def aside(self, array: Any) -> Any:
-        return self._inner.aside(array)
+    def over(self, inner: Transport) -> "Recorded":
+        return Recorded(inner, self.recorder)
 
     def claim_tag(self) -> int:
         tag = self._inner.claim_tag()
@@ -46,22 +40,23 @@ class Recorded(Transport):
         return tag
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
-        recorder, peer = self.recorder, self._member(to)
-        name = self._named.get(tag) or recorder.topic
-        span = recorder.begin(SEND, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
-        return _Noted(self._inner.start_send(array, to, tag), recorder, span, name, peer)
+        return self._noted(SEND, self._inner.start_send, array, tag, self._member(to), to)
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
-        recorder, peer = self.recorder, self._member(source)
-        name = self._named.get(tag) or recorder.topic
-        span = recorder.begin(RECEIVE, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
-        return _Noted(self._inner.start_recv(array, source, tag), recorder, span, name, peer)
+        return self._noted(
+            RECEIVE, self._inner.start_recv, array, tag, self._member(source), source
+        )
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
-        recorder = self.recorder
-        name = self._named.get(tag) or recorder.topic
-        span = recorder.begin(RECEIVE, name, 0, -1, recorder.micro, array.nbytes, -1, tag)
-        return _Noted(self._inner.start_recv_any(array, tag), recorder, span, name, -1)
+        return self._noted(RECEIVE, self._inner.start_recv_any, array, tag, -1)
+
+    def _noted(
+        self, kind: int, start: Callable, array: np.ndarray, tag: int, peer: int, *to: int
+    ) -> Request:
+        """Start a message by `start(array, *to, tag)`, and record it until it is complete."""
+        recorder, name = self.recorder, self._named.get(tag) or self.recorder.topic
+        span = recorder.begin(kind, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
+        return _Noted(start(array, *to, tag), recorder, span, name, peer)
 
     def _member(self, rank: int) -> int:
         # The inner transport refuses a number that is no rank.
@@ -72,32 +67,16 @@ class Recorded(Transport):
         self._inner.wait_until(done, pause, what)
         self.recorder.go_on(wait)
 
-    def admit_thread(self) -> None:
-        self._inner.admit_thread()
-
-    def dismiss_thread(self) -> None:
-        self._inner.dismiss_thread()
-
     def barrier(self) -> None:
         wait = self.recorder.wait(self._barrier)
         self._inner.barrier()
         self.recorder.go_on(wait)
-
-    def split(self, color: int | None, key: int = 0) -> "Recorded | None":
-        part = self._inner.split(color, key)
-        return None if part is None else Recorded(part, self.recorder)
 
     def gather_text(self, value: Any) -> list[Any]:
         wait = self.recorder.wait(self._text)
         found = self._inner.gather_text(value)
         self.recorder.go_on(wait)
         return found
-
-    def allocate(self, count: int, dtype: Any) -> np.ndarray:
-        return self._inner.allocate(count, dtype)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         wait = self.recorder.wait(self._native)
@@ -109,14 +88,6 @@ class Recorded(Transport):
         return _Noted(
             self._inner.start_native_all_reduce(array, op), self.recorder, span, self._native, -1
         )
-
-    def bind_native(
-        self, operation: str, array: np.ndarray, other: np.ndarray
-    ) -> Callable[[], None]:
-        return self._inner.bind_native(operation, array, other)
-
-    def abort(self, message: str) -> None:
-        self._inner.abort(message)
 
 
 class _Noted:

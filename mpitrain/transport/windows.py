@@ -175,6 +175,39 @@ class Windows:
             del self._blocks[window], self._users[window]
 
 
+class Tenants:
+    """A registry of objects, built on a transport, that own communicators or windows.
+
+    The transport closes them before itself. Each rank's garbage collector frees such an object at
+    its own time. The ranks therefore agree on the objects that still exist.
+    """
+
+    def __init__(self) -> None:
+        self._closing: list[weakref.WeakMethod] = []
+
+    def add(self, close: Callable[[], None]) -> None:
+        """Register the bound method that closes an object, by a weak reference. Collective.
+
+        The method must tolerate a second call.
+        """
+        self._closing.append(weakref.WeakMethod(close))
+
+    def close(self, transport: Gathers) -> None:
+        """Close the objects that still exist on every rank, the newest first. Collective.
+
+        An object that exists on only some ranks stays open, because closing is collective.
+        """
+        living = [method() for method in self._closing]
+        self._closing.clear()
+        if not living:
+            return
+        told = transport.gather_text([close is not None for close in living])
+        while living:
+            close = living.pop()
+            if close and all(lives[len(living)] for lives in told):
+                close()
+
+
 def no_room(host: str, needed: int, left: int) -> str:
     """Return the one line that is printed when a window does not fit and plain memory is used
     instead.

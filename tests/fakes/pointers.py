@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 
 from mpitrain.machine.backend import on_device
+from mpitrain.transport.forwarding import Forwarding
 
 
 def behind_pointer(array):
@@ -19,27 +20,20 @@ def behind_pointer(array):
     return raw.view(facts["typestr"]).reshape(facts["shape"])
 
 
-class PointerThreads:
+class PointerThreads(Forwarding):
     """A ThreadTransport that looks through pointers."""
 
-    def __init__(self, threads):
-        self._threads = threads
-
-    def __getattr__(self, name):
-        return getattr(self._threads, name)
+    def over(self, inner):
+        return PointerThreads(inner)
 
     def start_send(self, array, to, tag=0):
-        return self._threads.start_send(behind_pointer(array), to, tag)
+        return super().start_send(behind_pointer(array), to, tag)
 
     def start_recv(self, array, source, tag=0):
-        return self._threads.start_recv(behind_pointer(array), source, tag)
+        return super().start_recv(behind_pointer(array), source, tag)
 
     def start_recv_any(self, array, tag=0):
-        return self._threads.start_recv_any(behind_pointer(array), tag)
+        return super().start_recv_any(behind_pointer(array), tag)
 
     def native_all_reduce(self, array, op="add"):
-        self._threads.native_all_reduce(behind_pointer(array), op)
-
-    def split(self, color, key=0):
-        part = self._threads.split(color, key)
-        return None if part is None else PointerThreads(part)
+        super().native_all_reduce(behind_pointer(array), op)

@@ -6,7 +6,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
 from mpitrain.collectives import bind as binding
-from mpitrain.collectives.bind import bind, chosen_by_model
+from mpitrain.collectives.bind import bind, chosen_by_model, memory_of
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.selection import table as algorithm_table
@@ -190,9 +190,11 @@ class CollectiveLaws:
                 ("all-gather", group.bind_all_gather(array)),
             ):
                 wanted = algorithm if algorithm in algorithm_table.TABLES[operation] else "auto"
-                chosen = {"auto": chosen_by_model(transport, array, group.tuning, operation)}.get(
-                    wanted, wanted
-                )
+                chosen = {
+                    "auto": chosen_by_model(
+                        transport, array, group.tuning, operation, memory_of(transport, array)
+                    )
+                }.get(wanted, wanted)
                 assert reduction.algorithm == chosen or transport.size == 1, (algorithm, operation)
 
     def law_a_group_reduces_by_what_auto_chooses_where_no_algorithm_is_named(self, transport):
@@ -200,7 +202,10 @@ class CollectiveLaws:
         for count in (3, 1001, LONG):
             array = transport.allocate(count, "float64")
             assert (
-                group.bind(array).algorithm == chosen_by_model(transport, array, group.tuning)
+                group.bind(array).algorithm
+                == chosen_by_model(
+                    transport, array, group.tuning, memory=memory_of(transport, array)
+                )
                 or transport.size == 1
             ), count
 

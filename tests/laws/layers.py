@@ -9,6 +9,7 @@ import numpy as np
 
 from mpitrain.layers.base import Unit, backward
 from mpitrain.layers.compose import Sequential
+from mpitrain.layers.fusion import GeluCut, fusion_of
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
@@ -20,43 +21,48 @@ STEP = 1e-5
 
 
 class Watched:
-    """A layer that computes what another does, and finds whoever writes where nobody may."""
+    """A layer that computes as another does, and finds each write into an array that must stay."""
 
     def __init__(self, inner: Any, host: Any):
-        """host: (array on the device) -> a copy of what it holds."""
+        """host: (array on the device) -> a copy of its numbers."""
         self.inner, self._host = inner, host
         self.output_is_free = inner.output_is_free
-        for offer in ("adds_to_output", "adds_to_input", "takes_gelu"):
-            setattr(self, offer, getattr(inner, offer, False))
 
     @property
-    def without_gelu(self):
-        without = getattr(self.inner, "without_gelu", None)
-        return without and WatchedWithoutGelu(without, self._host)
+    def fusion(self):
+        offer = fusion_of(self.inner)
+        if not offer.gelu_cut:
+            return offer
+        bare = Watched(offer.gelu_cut.bare, self._host)
+        return offer._replace(gelu_cut=GeluCut(self._forward_cut, bare))
 
     def parameters(self):
         return self.inner.parameters()
 
-    def forward(self, w, x, arena, **residual):
-        seen = [(array, self._host(array), name) for name, array in {"x": x, **residual}.items()]
-        y, saved = self.inner.forward(w, x, arena, **residual)
-        self._check(seen, "it had gone forward")
-        seen += [] if self.output_is_free else [(y, self._host(y), "y")]
-        # Where it goes back without its GELU, what this left is the second of what was saved.
-        return y, ((saved[0], seen), saved[1]) if self.without_gelu else (saved, seen)
+    def forward(self, w, x, arena, *fused):
+        (y, saved), seen = self._forward(self.inner.forward, w, x, arena, *fused)
+        return y, (saved, seen)
 
-    def backward_input(self, w, dy, saved, arena, **taken):
-        if self.without_gelu:
-            (first, seen), second = saved
-            saved = (first, second), seen
+    def _forward_cut(self, w, x, arena):
+        forward = fusion_of(self.inner).gelu_cut.forward
+        (y, saved, slope), seen = self._forward(forward, w, x, arena)
+        return y, (saved, seen), slope
+
+    def _forward(self, forward, w, x, arena, *fused):
+        """The results of a forward, and the arrays that must stay: (array, its numbers, its name)."""
+        seen = [(x, self._host(x), "x"), *((r, self._host(r), "residual") for r in fused)]
+        found = forward(w, x, arena, *fused)
+        self._check(seen, "it had gone forward")
+        y = found[0]
+        return found, seen + ([] if self.output_is_free else [(y, self._host(y), "y")])
+
+    def backward_input(self, w, dy, saved, arena, *fused):
         saved, seen = saved
-        seen += [
-            (array, self._host(array), name)
-            for name, array in {"dy": dy, **taken}.items()
-            if name != "gelu"
-        ]
+        seen += [(dy, self._host(dy), "dy")]
+        if not fusion_of(self.inner).takes_gelu:
+            seen += [(residual, self._host(residual), "residual") for residual in fused]
         self._check(seen, "the backward half began")
-        dx, pending = self.inner.backward_input(w, dy, saved, arena, **taken)
+        dx, pending = self.inner.backward_input(w, dy, saved, arena, *fused)
         self._check(seen, "its input half was over")
         return dx, (pending, seen)
 
@@ -73,22 +79,41 @@ class Watched:
             )
 
 
-class WatchedWithoutGelu(Watched):
-    """One that goes back alone: it was watched as it went forward."""
+class Unfused:
+    """A layer that computes as another does, and offers no fusion."""
 
-    without_gelu = None
+    def __init__(self, inner: Any):
+        self.inner, self.output_is_free = inner, inner.output_is_free
+
+    def parameters(self):
+        return self.inner.parameters()
+
+    def forward(self, w, x, arena):
+        return self.inner.forward(w, x, arena)
+
+    def backward_input(self, w, dy, saved, arena):
+        return self.inner.backward_input(w, dy, saved, arena)
+
+    def backward_weight(self, pending, dw, arena):
+        self.inner.backward_weight(pending, dw, arena)
 
 
-class WatchedPlain:
-    """The constructors of `Plain`, whose layers are watched."""
+class Wrapping:
+    """The constructors of `Plain`, whose layers are wrapped."""
 
-    def __init__(self, plain: Plain, backend: Backend):
-        self._plain, self._host = plain, lambda array: backend.to_host(array).copy()
+    def __init__(self, plain: Plain, wrap: Any):
+        """wrap: (layer) -> layer."""
+        self._plain, self._wrap = plain, wrap
 
     def __getattr__(self, kind):
-        return lambda *args, **kwargs: Watched(
-            getattr(self._plain, kind)(*args, **kwargs), self._host
-        )
+        return lambda *args, **kwargs: self._wrap(getattr(self._plain, kind)(*args, **kwargs))
+
+
+def watched_plain(plain: Plain, backend: Backend) -> Wrapping:
+    """The constructors of `Plain`, whose layers are watched."""
+    return Wrapping(
+        plain, lambda layer: Watched(layer, lambda array: backend.to_host(array).copy())
+    )
 
 
 def draw(generator, shape):
@@ -145,7 +170,7 @@ class LayerLaws:
     def law_outputs_stay_until_the_weight_half_has_run_and_both_at_once_are_the_halves(
         self, plain: Plain, backend: Backend
     ):
-        watched = WatchedPlain(plain, backend)
+        watched = watched_plain(plain, backend)
         for name, kind in kinds(watched).items():
             for layer in (kind, plain.residual(kind), plain.residual(plain.residual(kind))):
                 found = []
@@ -168,7 +193,7 @@ class LayerLaws:
                 )
 
     def law_a_whole_model_writes_only_into_its_logits(self, plain: Plain, backend: Backend):
-        units = gpt(WatchedPlain(plain, backend), **GPT)
+        units = gpt(watched_plain(plain, backend), **GPT)
         assert units[-1].layer.output_is_free, "the loss writes its gradient over the logits"
         arena, saved, bound = (
             backend.arena(),
@@ -212,6 +237,22 @@ class LayerLaws:
                     ]
                 for clean, spoilt in zip(found[False], found[True], strict=True):
                     assert np.array_equal(clean, spoilt), name
+
+    def law_fused_calls_have_the_bits_of_separate_ones(self, plain: Plain, backend: Backend):
+        found = []
+        for constructors in (plain, Wrapping(plain, Unfused)):
+            found.append({})
+            for name, kind in kinds(constructors).items():
+                for depth, layer in enumerate((kind, constructors.residual(kind))):
+                    weights, gradients, _, slots = placed(layer, backend)
+                    arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
+                    y, saved = layer.forward(weights, x, arena)
+                    y, dy = backend.to_host(y).copy(), backend.from_host(numbers(4, 2, 5, WIDTH))
+                    dx = _both_halves(layer, weights, dy, saved, gradients, arena)
+                    arrays = (dx, *(slot.array for slot in slots.values()))
+                    found[-1][name, depth] = [y, *map(backend.to_host, arrays)]
+        for case, separate in found[1].items():
+            assert all(map(np.array_equal, found[0][case], separate)), case
 
     def law_a_shortcut_has_the_gradient_of_its_sum(self, plain: Plain, backend: Backend):
         for name, kind in kinds(plain).items():

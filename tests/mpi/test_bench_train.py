@@ -9,22 +9,9 @@ from mpitrain.cli.bench.train import _measure as measure
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.transport.threads import run_ranks
-from tests.processes import calls_of_one_start, launch
+from tests.processes import TINY_STEPS, calls_of_one_start, launch, sets
 
-TINY = [
-    "--blocks",
-    "2",
-    "--steps",
-    "3",
-    "--set",
-    "model.layers=1",
-    "--set",
-    "model.width=16",
-    "--set",
-    "model.context=16",
-    "--set",
-    "batch.size=6",
-]
+TINY = ["--blocks", "2", "--steps", "3", *TINY_STEPS]
 
 
 def bench(ranks, *words):
@@ -50,65 +37,24 @@ def test_all_sides_do_the_same_work(tmp_path):
         "torch FSDP2 (reshard_after_forward=False), gloo",
         "torch FSDP2, gloo",
     ]  # by replication.zero
+    command = ["bench", "train", *TINY, "--peer", "torch"]
+    against = ["--against", "replication.algorithm=star", "--against", "replication.overlap=false"]
     calls = [
         [
-            "bench",
-            "train",
-            *TINY,
-            "--peer",
-            "torch",
-            "--set",
-            "model.tied=true",
-            "--set",
-            f"replication.zero={zero}",
-            "--against",
-            "replication.algorithm=star",
-            "--against",
-            "replication.overlap=false",
+            *command,
+            *sets(model__tied="true", replication__zero=zero),
+            *against,
             "--json",
             f"{zero}.json",
         ]
         for zero in range(len(peers))
     ]
     schedules = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-    calls += [
-        [
-            "bench",
-            "train",
-            *TINY,
-            "--peer",
-            "torch",
-            "--pp",
-            "3",
-            "--set",
-            f"pipeline.schedule={name}",
-            "--set",
-            "batch.micro_batches=3",
-            "--json",
-            f"{name}.json",
-        ]
-        for name in schedules
-    ]
-    calls.append(
-        [
-            "bench",
-            "train",
-            *TINY,
-            "--peer",
-            "torch",
-            "--alone",
-            "--tp",
-            "3",
-            "--set",
-            "model.width=24",
-            "--set",
-            "model.heads=3",
-            "--set",
-            "model.tied=true",
-            "--json",
-            "tp.json",
-        ]
-    )
+    for name in schedules:
+        settings = sets(pipeline__schedule=name, batch__micro_batches=3)
+        calls.append([*command, "--pp", "3", *settings, "--json", f"{name}.json"])
+    settings = sets(model__width=24, model__heads=3, model__tied="true")
+    calls.append([*command, "--alone", "--tp", "3", *settings, "--json", "tp.json"])
     _, printed = calls_of_one_start(3, calls, tmp_path, code=0)
     printed, of_stages, of_slices = printed[: len(peers)], printed[len(peers) : -1], printed[-1]
     ours, alone, theirs = json.loads((tmp_path / "tp.json").read_text())["sides"]
@@ -151,19 +97,8 @@ def test_all_sides_do_the_same_work(tmp_path):
 def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "train.json"
-    done = bench(
-        1,
-        "--device",
-        "cuda-sim",
-        "--gemm",
-        "library",
-        "--peer",
-        "torch",
-        "--steps",
-        "1",
-        "--json",
-        str(path),
-    )
+    words = "--device cuda-sim --gemm library --peer torch --steps 1 --json"
+    done = bench(1, *words.split(), str(path))
     assert done.returncode == 0, done.stderr
     assert "cuda-sim, products by NumPy" in done.stdout
     ours, peer = json.loads(path.read_text())["sides"]

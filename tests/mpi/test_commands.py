@@ -467,7 +467,7 @@ def test_a_rank_that_stands_still_is_reported_and_ends_the_job(tmp_path):
         "    if index == 3 and self.transport.rank == 1: time.sleep(60)\n"
         "    return real(self, index, *rest)\n"
         "t.Trainer.step = step\n"
-        f"from mpitrain.cli import main; main(['train', '--out', 'run', '--set', 'run.stall_seconds=1.0', *{TINY!r}])"
+        f"from mpitrain.cli import main; main(['train', '--out', 'run', '--set', 'run.stall_seconds=3.0', *{TINY!r}])"
     )
     done = python_ranks(2, code, tmp_path)
     assert done.returncode != 0

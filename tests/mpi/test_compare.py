@@ -4,24 +4,9 @@ import json
 
 import pytest
 
-from tests.processes import calls_of_one_start, launch
+from tests.processes import TINY_STEPS, calls_of_one_start, launch, sets
 
-TINY = [
-    "--steps",
-    "3",
-    "--set",
-    "model.layers=1",
-    "--set",
-    "model.width=16",
-    "--set",
-    "model.context=16",
-    "--set",
-    "batch.size=6",
-    "--set",
-    "run.eval_rows=6",
-    "--set",
-    "precision.compute=float64",
-]
+TINY = ["--steps", "3", *TINY_STEPS, *sets(run__eval_rows=6, precision__compute="float64")]
 
 
 def test_modes_of_one_start_send_the_bytes_of_their_formulas_and_reach_one_loss(tmp_path):

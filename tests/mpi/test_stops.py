@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.cli.terminal.status import FLAG
 from tests.mpi.test_commands import PROGRAM, TINY, python_ranks, records
 from tests.processes import SECONDS
 from tests.terminals import on_a_terminal, rendered
@@ -29,7 +30,7 @@ def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(
     )
     supervised = (
         "import sys; from mpitrain.cli.launch.supervise import Requests, run\n"
-        f"sys.exit(run(['mpirun', '-n', '2', sys.executable, '-c', {code!r}], {{}}, Requests(), True))"
+        f"sys.exit(run(['mpirun', '-n', '2', sys.executable, '-X', {FLAG!r}, '-c', {code!r}], {{}}, Requests(), True))"
     )
     job = subprocess.Popen(
         [sys.executable, "-c", supervised],
@@ -56,11 +57,11 @@ def test_a_stop_while_the_model_is_built_ends_ranks_at_work_and_ranks_that_wait(
         ),
         (
             f"{RANK}from mpitrain.run import loop\n"
-            "find = loop.find\n"
+            "agree_on = loop.agree_on\n"
             "def stopped(*rest):\n"
             "    if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
-            "    return find(*rest)\n"
-            "loop.find = stopped\n",
+            "    return agree_on(*rest)\n"
+            "loop.agree_on = stopped\n",
             r"rank 0 on \S+: no progress for \d+ s in looking for the run directory",
         ),
     ],
@@ -88,7 +89,7 @@ def test_a_terminal_shows_the_bar_while_the_run_goes_on_and_ctrl_c_is_answered(c
     code, data = on_a_terminal(
         [*PROGRAM, "launch", "-n", "2", "--", "train", "--out", "run", *settings],
         columns,
-        ask,
+        seen=ask,
         cwd=tmp_path,
     )
     assert code == 85 and records(tmp_path / "run")[-1]["event"] == "stopped"

@@ -14,7 +14,8 @@ import numpy as np
 from mpitrain.bench.collectives.columns import Column, figure
 from mpitrain.bench.collectives.table import FAR
 from mpitrain.bench.links.pairs import coded
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
+from mpitrain.transport.requests import Request
 
 SECONDS, FEWEST, MOST = 0.25, 5, 500
 """Seconds for a row, and the least and most windows, if the number of windows is not set."""

@@ -1,13 +1,13 @@
 """`mpitrain bench bandwidth`: measures links with many messages in flight."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli.bench.options import Bytes, table_options, write_rows
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.bench.options import Bytes, table_options
+from mpitrain.cli.bench.rows import Printed, between_ranks, conclude
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 
 MOST_IN_FLIGHT = 1 << 12
@@ -48,12 +48,7 @@ MOST_IN_FLIGHT = 1 << 12
     help="Timed windows per row; 0: as many as fit in a quarter of a second, from 5 to 500.",
 )
 @table_options
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(path_type=Path),
-    help="Draw bandwidth and messages per second to this file.",
-)
+@output_option("--plot", "Draw bandwidth and messages per second to this file.")
 def command(**options: Any) -> None:
     """Measure bandwidth with many messages in flight, one way and both ways, as osu_bw, osu_bibw
     and osu_mbw_mr do.
@@ -68,21 +63,14 @@ def command(**options: Any) -> None:
 def _measure(transport: Any, options: dict[str, Any]) -> int:
     """Measure, print, write and draw; return the number of wrong bytes."""
     from mpitrain.bench.collectives.columns import Table
-    from mpitrain.bench.collectives.header import header, printed
+    from mpitrain.bench.collectives.header import header
     from mpitrain.bench.collectives.request import sizes
     from mpitrain.bench.links.bandwidth import COLUMNS, BandwidthRequest, footer, measure
+    from mpitrain.bench.links.pictures import plot_bandwidth
     from mpitrain.cli.terminal.screen import output_columns
-    from mpitrain.cli.terminal.table_rows import Rows
-    from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.transport.agreement import on_all_ranks
 
-    if transport.size == 1:
-        raise on_every_rank(
-            ConfigError(
-                "bench bandwidth measures messages between two ranks, but there is one.",
-                "mpitrain launch -n 2 -- bench bandwidth",
-            )
-        )
+    between_ranks(transport, "bandwidth")
     lengths = on_all_ranks(
         transport, lambda: sizes(options["min_bytes"], options["max_bytes"], options["factor"])
     )
@@ -96,25 +84,14 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
         options["pairs"] == "all",
         options["iterations"],
     )
-    measured = measure(transport, request)
-    outputs = Outputs()
-    if transport.rank != 0:
-        wrong = sum(row.wrong for row in measured)
-        on_all_ranks(transport, outputs.settle)
-        return wrong
-    shown, rows = Rows(len(request.sizes) * len(request.ways)), list[Any]()
-    table = Table(COLUMNS, 0 if options["wide"] else output_columns())
-    shown.say("\n".join([*printed(facts), "", *table.heading()]))
-    for row in measured:
-        rows.append(row)
-        shown.row(table.line(row))
-        write_rows(outputs, *files, facts, rows)
-    shown.close()
-    click.echo("\n" + "\n".join(footer(rows)))
-    if options["plot_file"]:
-        from mpitrain.bench.links.pictures import plot_bandwidth
-
-        with outputs.to(options["plot_file"]):
-            plot_bandwidth(rows, facts, options["plot_file"])
-    on_all_ranks(transport, outputs.settle)
+    measured, total = measure(transport, request), len(request.sizes) * len(request.ways)
+    table, outputs = Table(COLUMNS, 0 if options["wide"] else output_columns()), Outputs()
+    rows = list(Printed(transport, measured, total, table, facts, outputs, *files))
+    conclude(
+        transport,
+        outputs,
+        lambda: ["", *footer(rows)],
+        options["plot_file"],
+        lambda path: plot_bandwidth(rows, facts, path),
+    )
     return sum(row.wrong for row in rows)

@@ -12,10 +12,10 @@ from mpitrain.cli.bench.fit import fit
 from mpitrain.cli.bench.kernels import gemm, kernels, launch
 from mpitrain.cli.bench.options import Bytes, table_options
 from mpitrain.cli.bench.pairs import command as pairs
-from mpitrain.cli.bench.rows import Printed
+from mpitrain.cli.bench.rows import conclude, printed_sweep
 from mpitrain.cli.bench.train import command as train
 from mpitrain.cli.numbers import finite
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.machine.kinds import KINDS
 
@@ -127,12 +127,7 @@ def collective(name: str) -> click.Command:
         help="Constants of the cost model for `auto` and the predictions, from bench fit.",
     )
     @table_options
-    @click.option(
-        "--plot",
-        "plot_file",
-        type=click.Path(path_type=Path),
-        help="Draw time and bandwidth to this file, at the end.",
-    )
+    @output_option("--plot", "Draw time and bandwidth to this file, at the end.")
     @click.option(
         "--fail-below",
         type=click.FloatRange(min=0),
@@ -158,6 +153,7 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     Return the number of wrong elements, replicas that differ and algorithms that are too slow.
     """
     from mpitrain.bench.collectives.header import header
+    from mpitrain.bench.collectives.plot import plot
     from mpitrain.bench.collectives.table import footer, too_slow
     from mpitrain.collectives.selection.tuning import DEFAULT, foreign, read_tuning
     from mpitrain.transport.agreement import on_all_ranks
@@ -174,16 +170,15 @@ def _measure(transport: Any, name: str, options: dict[str, Any]) -> int:
     if transport.rank == 0 and (advice := foreign(tuning, transport.hosts)):
         click.echo(f"{advice} with --tuning")
     outputs = Outputs()
-    rows = list(Printed(transport, request, tuning, facts, options["wide"], outputs, **files))
+    rows = list(printed_sweep(transport, request, tuning, facts, options["wide"], outputs, **files))
     slow = too_slow(rows, options["fail_below"]) if options["fail_below"] is not None else []
-    if transport.rank == 0:
-        click.echo("\n" + "\n".join([*footer(rows), *slow]))
-        if options["plot_file"]:
-            from mpitrain.bench.collectives.plot import plot
-
-            with outputs.to(options["plot_file"]):
-                plot(rows, facts, options["plot_file"])
-    on_all_ranks(transport, outputs.settle)
+    conclude(
+        transport,
+        outputs,
+        lambda: ["", *footer(rows), *slow],
+        options["plot_file"],
+        lambda path: plot(rows, facts, path),
+    )
     return sum(row.wrong for row in rows) + len(slow)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.options import Bytes, table_options
-from mpitrain.cli.bench.rows import Printed
+from mpitrain.cli.bench.rows import printed_sweep
 from mpitrain.cli.output_checks import Outputs, check_files
 from mpitrain.cli.session import MOST, mpi_session
 
@@ -98,7 +98,7 @@ def _fit(
     identity, tuning = machine(transport), DEFAULT
     rows, outputs = list[Row](), Outputs()
     facts = header(transport, request.operation, request.device, sys.argv[1:])
-    measured = Printed(transport, request, DEFAULT, facts, outputs=outputs, **printing)
+    measured = printed_sweep(transport, request, DEFAULT, facts, outputs=outputs, **printing)
     for number, swept in groupby(measured, key=lambda row: row.sweep):
         rows += swept
         if spoilt := all_spoilt(rows):

@@ -1,7 +1,7 @@
 """`mpitrain bench kernels`, `bench gemm` and `bench launch`: measure one device, without MPI."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,15 +110,16 @@ def kernels(
         click.echo(
             f"{'operation':<26} {'time us':>10} {'rate':>10} {'':<8} {'percent':>8} {'peer us':>10} {'#wrong':>7}"
         )
-        return _printed(
+        rows = _printed(
             measure(device, theirs),
             (json_file, csv_file),
-            name,
+            {"device": name},
             lambda row: (
                 f"{row.name:<26} {row.time_us:10.1f} {row.rate:10.2f} {row.unit:<8} {row.percent:8.1f} "
                 f"{row.peer_us:10.1f} {row.wrong:7}".replace(f"{float('nan'):10.1f}", f"{'-':>10}")
             ),
         )
+        return sum(row.wrong for row in rows)
 
     _end(run)
 
@@ -197,15 +198,16 @@ def gemm(
             f"{'product':<8} {'M x N x K':>18} {'dtype':>8}  {'tile':<13} {'time us':>10} {'library us':>11} "
             f"{'GFLOP/s':>10} {'percent':>8} {'#wrong':>7}"
         )
-        return _printed(
+        rows = _printed(
             bench.measure(device, wanted, dtypes, products),
             (json_file, csv_file),
-            name,
+            {"device": name},
             lambda row: (
                 f"{row.product:<8} {f'{row.m} x {row.n} x {row.k}':>18} {row.dtype:>8}  {row.plan or '-':<13} "
                 f"{row.time_us:10.1f} {row.library_us:11.1f} {row.gflops:10.2f} {row.percent:8.1f} {row.wrong:7}"
             ),
         )
+        return sum(row.wrong for row in rows)
 
     _end(run)
 
@@ -224,19 +226,18 @@ def launch(json_file: Path | None, csv_file: Path | None) -> None:
     def run() -> int:
         from mpitrain.bench.kernels.launch_overhead import measure
 
-        check_files(0, [json_file, csv_file])
         click.echo(
             f"{'operation':<28} {'looked at us':>13} {'found again us':>15} {'ratio':>7} {'calls':>6} {'launches':>9}"
         )
-        seen, outputs = list[Any](), Outputs()
-        for row in measure():
-            seen.append(row)
-            write_rows(outputs, json_file, csv_file, {"arguments": sys.argv[1:]}, seen)
-            click.echo(
+        _printed(
+            measure(),
+            (json_file, csv_file),
+            {},
+            lambda row: (
                 f"{row.name:<28} {row.looked_at_us:13.2f} {row.found_us:15.2f} {row.looked_at_us / row.found_us:7.1f} "
                 f"{row.calls:6} {row.launches:9}"
-            )
-        outputs.settle()
+            ),
+        )
         return 0
 
     _end(run)
@@ -258,20 +259,24 @@ def _device(kind: str, gemm: str, tiles: str, checked: bool) -> "tuple[Device, s
 
 
 def _printed(
-    rows: Any, files: tuple[Path | None, Path | None], name: str, line: Callable[[Any], str]
-) -> int:
-    """Print and write rows as they come; return the number of wrong elements.
+    rows: Iterable[Any],
+    files: tuple[Path | None, Path | None],
+    facts: dict[str, Any],
+    line: Callable[[Any], str],
+) -> list[Any]:
+    """Print and write rows as they come, and return them.
 
     files  JSON and CSV
+    facts  about the device, for the JSON file
     """
     check_files(0, files)
     seen, outputs = list[Any](), Outputs()
     for row in rows:
         seen.append(row)
         click.echo(line(row))
-        write_rows(outputs, *files, {"device": name, "arguments": sys.argv[1:]}, seen)
+        write_rows(outputs, *files, {**facts, "arguments": sys.argv[1:]}, seen)
     outputs.settle()
-    return sum(row.wrong for row in seen)
+    return seen
 
 
 def _tune(rows: Any, out: Path, name: str) -> int:

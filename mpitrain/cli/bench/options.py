@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.output_checks import Outputs
+from mpitrain.cli.output_checks import Outputs, output_option
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_BYTES = 1 << 40
@@ -32,18 +32,8 @@ class Bytes(click.ParamType):
         return int(size)
 
 
-JSON = click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    help="Write the rows to this JSON file as they are measured.",
-)
-CSV = click.option(
-    "--csv",
-    "csv_file",
-    type=click.Path(path_type=Path),
-    help="Write the rows to this CSV file as they are measured.",
-)
+JSON = output_option("--json", "Write the rows to this JSON file as they are measured.")
+CSV = output_option("--csv", "Write the rows to this CSV file as they are measured.")
 WIDE = click.option(
     "--wide", is_flag=True, help="Print every column, even if the terminal is too narrow."
 )

@@ -1,13 +1,13 @@
 """`mpitrain bench pairs`: measures the link between every two ranks."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from mpitrain.cli.bench.options import Bytes, table_options, write_rows
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.bench.rows import between_ranks, conclude
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.session import MOST, mpi_session
 
 
@@ -34,12 +34,7 @@ from mpitrain.cli.session import MOST, mpi_session
     help="Round trips of each pair and size; 0: as many as fit in 0.1 s, from 3 to 500.",
 )
 @table_options
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(path_type=Path),
-    help="Draw both matrices as heat maps to this file.",
-)
+@output_option("--plot", "Draw both matrices as heat maps to this file.")
 def command(**options: Any) -> None:
     """Measure latency and bandwidth of every pair of ranks, and name the links that are slow.
 
@@ -59,18 +54,13 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     from mpitrain.bench.collectives.header import header, printed
     from mpitrain.bench.links.pairs import measure, merged, places_to_judge, rounds
     from mpitrain.bench.links.pairs_table import report
+    from mpitrain.bench.links.pictures import plot_pairs
     from mpitrain.cli.terminal.screen import output_columns
     from mpitrain.cli.terminal.table_rows import Rows
     from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.transport.agreement import on_all_ranks
 
-    if transport.size == 1:
-        raise on_every_rank(
-            ConfigError(
-                "bench pairs measures messages between two ranks, but there is one.",
-                "mpitrain launch -n 2 -- bench pairs",
-            )
-        )
+    between_ranks(transport, "pairs")
     if min(options["short"], options["long"]) < 1:
         raise on_every_rank(
             ConfigError(
@@ -85,23 +75,22 @@ def _measure(transport: Any, options: dict[str, Any]) -> int:
     measured = measure(
         transport, options["short"], options["long"], options["iterations"], places=places
     )
-    outputs = Outputs()
-    if transport.rank != 0:
-        wrong = sum(pair.wrong for pairs in measured for pair in pairs)
-        on_all_ranks(transport, outputs.settle)
-        return wrong
-    shown, pairs = Rows(len(rounds(transport.size)) + 1, "rounds"), list[Any]()
-    shown.say("\n".join([*printed(facts), ""]))
-    for one_round in measured:
-        pairs = merged([*pairs, *one_round])
-        write_rows(outputs, *files, facts, pairs)
-        shown.count()
-    shown.close()
-    click.echo("\n".join(report(pairs, 0 if options["wide"] else output_columns(), places)))
-    if options["plot_file"]:
-        from mpitrain.bench.links.pictures import plot_pairs
-
-        with outputs.to(options["plot_file"]):
-            plot_pairs(pairs, places, facts, options["plot_file"])
-    on_all_ranks(transport, outputs.settle)
+    outputs, pairs = Outputs(), list[Any]()
+    if transport.rank == 0:
+        shown = Rows(len(rounds(transport.size)) + 1, "rounds")
+        shown.say("\n".join([*printed(facts), ""]))
+        for one_round in measured:
+            pairs = merged([*pairs, *one_round])
+            write_rows(outputs, *files, facts, pairs)
+            shown.count()
+        shown.close()
+    else:
+        pairs = [pair for one_round in measured for pair in one_round]
+    conclude(
+        transport,
+        outputs,
+        lambda: report(pairs, 0 if options["wide"] else output_columns(), places),
+        options["plot_file"],
+        lambda path: plot_pairs(pairs, places, facts, path),
+    )
     return sum(pair.wrong for pair in pairs)

@@ -1,52 +1,63 @@
-"""Rows of a collective benchmark, printed and written while they are measured."""
+"""Rows of a benchmark: printed and written while they are measured, drawn at the end."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from mpitrain.cli.bench.options import write_rows
 from mpitrain.cli.output_checks import Outputs
 
+if TYPE_CHECKING:
+    # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
+    from mpitrain.bench.collectives.columns import Table
+    from mpitrain.transport.base import Transport
+
+
+def between_ranks(transport: "Transport", command: str) -> None:
+    """Raise ConfigError on every rank if there is one: no link can be measured."""
+    from mpitrain.errors import ConfigError, on_every_rank
+
+    if transport.size == 1:
+        raise on_every_rank(
+            ConfigError(
+                f"bench {command} measures messages between two ranks, but there is one.",
+                f"mpitrain launch -n 2 -- bench {command}",
+            )
+        )
+
 
 class Printed:
-    """An iterator over the rows of a request as they are measured.
+    """An iterator over rows as they are measured.
 
     Rank 0 prints each row, and writes all rows so far to the files that are named.
     """
 
     def __init__(
         self,
-        transport: Any,
-        request: Any,
-        tuning: Any,
+        transport: "Transport",
+        measured: Iterable[Any],
+        total: int,
+        table: "Table",
         facts: dict[str, Any],
-        wide: bool,
         outputs: Outputs,
         json_file: Path | None,
         csv_file: Path | None,
     ):
-        """Allocate the buffers and print the heading. Collective.
+        """Print the heading.
 
+        total    upper bound of the number of rows
+        facts    the header of the table and of the JSON file
         outputs  collects the errors of failed writes; the caller calls its `settle`
         """
-        from mpitrain.bench.collectives.columns import Table
         from mpitrain.bench.collectives.header import printed
-        from mpitrain.bench.collectives.sweep import sweep
-        from mpitrain.bench.collectives.table import columns
-        from mpitrain.cli.terminal.screen import output_columns
         from mpitrain.cli.terminal.table_rows import Rows
 
-        self._measured, self._files, self._facts = (
-            sweep(transport, request, tuning),
-            (json_file, csv_file),
-            facts,
-        )
-        self._outputs = outputs
-        self._shown = Rows(self._measured.total) if transport.rank == 0 else None
-        self._table = Table(
-            columns(request.buffers, bool(request.wires)), 0 if wide else output_columns()
-        )
-        self.say("\n".join([*printed(facts), "", *self._table.heading()]))
+        self._measured, self._table, self._facts = measured, table, facts
+        self._outputs, self._files = outputs, (json_file, csv_file)
+        self._shown = Rows(total) if transport.rank == 0 else None
+        self.say("\n".join([*printed(facts), "", *table.heading()]))
 
     def __iter__(self) -> Iterator[Any]:
         found = []
@@ -65,3 +76,45 @@ class Printed:
         """Print lines between rows, on rank 0."""
         if self._shown:
             self._shown.say(text)
+
+
+def printed_sweep(
+    transport: "Transport",
+    request: Any,
+    tuning: Any,
+    facts: dict[str, Any],
+    wide: bool,
+    outputs: Outputs,
+    **files: Path | None,
+) -> Printed:
+    """Return the rows of a `SweepRequest`, after allocating its buffers. Collective.
+
+    wide   print every column
+    files  `json_file` and `csv_file`
+    """
+    from mpitrain.bench.collectives.columns import Table
+    from mpitrain.bench.collectives.sweep import sweep
+    from mpitrain.bench.collectives.table import columns
+    from mpitrain.cli.terminal.screen import output_columns
+
+    measured = sweep(transport, request, tuning)
+    table = Table(columns(request.buffers, bool(request.wires)), 0 if wide else output_columns())
+    return Printed(transport, measured, measured.total, table, facts, outputs, **files)
+
+
+def conclude(
+    transport: "Transport",
+    outputs: Outputs,
+    lines: Callable[[], list[str]],
+    plot_file: Path | None,
+    draw: Callable[[Path], None],
+) -> None:
+    """Print the last lines and draw the picture on rank 0; raise its refusals on all ranks."""
+    from mpitrain.transport.agreement import on_all_ranks
+
+    if transport.rank == 0:
+        click.echo("\n".join(lines()))
+        if plot_file:
+            with outputs.to(plot_file):
+                draw(plot_file)
+    on_all_ranks(transport, outputs.settle)

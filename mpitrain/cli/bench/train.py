@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.output_checks import Outputs, check_files
-from mpitrain.cli.session import MOST, mpi_session, settings_of
+from mpitrain.cli.job_options import DEVICE, GEMM, PP, SET, TP, changes, configured
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.session import MOST, mpi_session
 
 SHAPE = {
     "model.layers": 4,
@@ -31,14 +32,10 @@ ALONE = [
 
 
 @click.command("train")
-@click.option("--device", metavar="KIND", help="Kind of device: auto, cpu, cuda, cuda-sim.")
-@click.option(
-    "--gemm",
-    metavar="WHO",
-    help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
-)
-@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
-@click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
+@DEVICE
+@GEMM
+@TP
+@PP
 @click.option(
     "--against",
     "others",
@@ -71,30 +68,10 @@ ALONE = [
     show_default=True,
     help="Training steps in a turn.",
 )
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set one configuration key (repeatable).",
-)
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    help="Write the times of all sides to this JSON file, at the end.",
-)
-@click.option(
-    "--csv",
-    "csv_file",
-    type=click.Path(path_type=Path),
-    help="Write the blocks of all sides to this CSV file, at the end.",
-)
+@SET
+@output_option("--json", "Write the times of all sides to this JSON file, at the end.")
+@output_option("--csv", "Write the blocks of all sides to this CSV file, at the end.")
 def command(
-    device: str | None,
-    gemm: str | None,
-    tp: int | None,
-    pp: int | None,
     others: tuple[str, ...],
     alone: bool,
     peer: str | None,
@@ -103,6 +80,7 @@ def command(
     settings: tuple[str, ...],
     json_file: Path | None,
     csv_file: Path | None,
+    **options: Any,
 ) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences a rank.
 
@@ -110,24 +88,17 @@ def command(
     do the same work. For a pipeline, each stage has a line with its messages and peak memory in a
     step of the first job.
     """
-    changes = [
-        *settings,
-        *settings_of(
-            ("device.kind", device), ("device.gemm", gemm), ("layout.tp", tp), ("layout.pp", pp)
-        ),
-    ]
-    with mpi_session(kind=lambda: _configured(1, blocks, steps, changes).device.kind) as transport:
-        _measure(transport, changes, list(others), alone, peer, blocks, steps, json_file, csv_file)
+    changed = changes(settings, **options)
+    with mpi_session(kind=lambda: _configured(1, blocks, steps, changed).device.kind) as transport:
+        _measure(transport, changed, list(others), alone, peer, blocks, steps, json_file, csv_file)
 
 
-def _configured(size: int, blocks: int, steps: int, changes: list[str]) -> Any:
+def _configured(size: int, blocks: int, steps: int, settings: list[str]) -> Any:
     """Return the configuration to measure on `size` ranks."""
     from mpitrain.bench.training.steps import WARM_UP
-    from mpitrain.config import with_settings
-    from mpitrain.run.choices import parse
 
     shape = {**SHAPE, "batch.size": SEQUENCES * size, "run.steps": WARM_UP + blocks * steps}
-    return parse(with_settings({}, [*(f"{key}={value}" for key, value in shape.items()), *changes]))
+    return configured(None, [*(f"{key}={value}" for key, value in shape.items()), *settings])
 
 
 def _measure(
@@ -160,7 +131,7 @@ def _measure(
     from mpitrain.run.build import build
     from mpitrain.transport.agreement import on_all_ranks
 
-    def configured() -> list[Any]:
+    def all_configured() -> list[Any]:
         check_same_work(others)
         found = [
             _configured(transport.size, blocks, steps, [*settings, *more])
@@ -171,7 +142,7 @@ def _measure(
         return found
 
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file, csv_file]))
-    first, second, third = on_all_ranks(transport, configured)
+    first, second, third = on_all_ranks(transport, all_configured)
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
     config = job.trainer.config  # here device.kind "auto" is resolved

@@ -17,6 +17,7 @@ import click
 
 from mpitrain.cli.launch.program import program
 from mpitrain.cli.launch.supervise import Requests, run
+from mpitrain.cli.terminal.status import FLAG
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 
@@ -100,9 +101,14 @@ def command(ranks: int, extra: tuple[str, ...], dry_run: bool, arguments: tuple[
         asks = any(
             word in ("-h", "--help") or word.startswith("--help-config") for word in found.words
         )
+        options = len(line) - len(found.words) + 1
         sys.exit(
             run(
-                line, settings, requests, found.command == "train" and not asks, bool(found.command)
+                [*line[:options], "-X", FLAG, *line[options:]],
+                settings,
+                requests,
+                found.command == "train" and not asks,
+                bool(found.command),
             )
         )
 

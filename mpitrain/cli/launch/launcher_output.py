@@ -1,8 +1,8 @@
 """The output of a launched job, from which `launch` reads the state of the run and its killed rank.
 
-Bytes are forwarded at once and unchanged, with two exceptions. Open MPI's boxes about an ended rank
-are dropped if our own message reports the same. PMIX errors are dropped after such a message or
-after the end of the run.
+Bytes are forwarded at once and unchanged, with three exceptions. Status lines of rank 0 are
+removed. Open MPI's boxes about an ended rank are dropped if our own message reports the same. PMIX
+errors are dropped after such a message or after the end of the run.
 """
 
 import os
@@ -11,10 +11,10 @@ import select
 import threading
 import time
 from contextlib import suppress
-from typing import NamedTuple
 
-from mpitrain.cli import BEGAN, ENDED, NOT_BEGUN, STOPPED_AT
+from mpitrain.cli.launch.killed import KILLED, KilledRanks
 from mpitrain.cli.terminal.screen import Screen
+from mpitrain.cli.terminal.status import StatusFilter
 
 RULE = b"-" * 74
 """The line above and below each of Open MPI's boxes."""
@@ -24,129 +24,33 @@ LONGEST = 4096
 PAUSE = 0.3
 """Seconds without a byte after which an unfinished box is shown."""
 
-TAG = rb"^(?:\[[^\]\n]*\](?:<\w+>)?: ?|\d+: ?)?"
-"""The start of a line, with the tag of its rank that some launchers add."""
-
-KILLED = (
-    re.compile(
-        rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+)\s+exited\s+on\s+"
-        rb"(?P<how>signal\s+\d+ \([^)]*\))"
-    ),
-    re.compile(
-        rb"^srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?!Exited with)(?P<how>.+)$",
-        re.MULTILINE,
-    ),
-    re.compile(
-        rb"PID (?P<process>\d+) RUNNING AT (?P<host>\S+)\n.*TERMINATED WITH THE EXIT STRING: .*\((?P<how>signal \d+)\)",
-        re.DOTALL,
-    ),
-)
-# srun and its daemons print ABORTED when they kill the remaining ranks.
-# LOST finds the rank that PMIx lost first.
-ABORTED = re.compile(rb"^srun: Job step aborted|^slurmstepd-\S+: error: \*\*\* STEP ", re.MULTILINE)
-LOST = re.compile(
-    rb"^slurmstepd-\S+: error:.* _errhandler: .* source = \[\S+:(\d+)\]", re.MULTILINE
-)
-# After this message srun itself kills the other ranks.
-LEFT = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILINE)
 PMIX = re.compile(rb"\[\S+:\d+\] PMIX ERROR")
 ENDINGS = re.compile(
     rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank"
 )
 
 
-class Killed(NamedTuple):
-    """A process ended by a signal, as Open MPI, Slurm or MPICH reports it. MPICH reports no rank.
-
-    rank  its number. Slurm may list several ranks, as "2-3" or "0,2"; it may have killed some.
-    """
-
-    how: str
-    host: str
-    rank: str = ""
-    process: str = ""
-
-    @property
-    def is_one(self) -> bool:
-        """Whether a single rank or process is named."""
-        return self.rank.isdigit() or not self.rank
-
-    def has(self, rank: int) -> bool:
-        """Return whether this rank is listed."""
-        ends = [
-            [int(end) for end in listed.split("-")] for listed in self.rank.split(",") if listed
-        ]
-        return any(first <= rank <= last for first, *_, last in ([*pair, *pair] for pair in ends))
-
-    def __str__(self) -> str:
-        if not self.is_one:
-            return f"at least one of the ranks {self.rank} on {self.host} was killed: {self.how} (Slurm then ends the others)"
-        if self.rank:
-            return f"rank {self.rank} on {self.host} was killed: {self.how}"
-        return (
-            f"process {self.process} on {self.host} was killed: {self.how}. MPICH does not tell its rank, and ends the "
-            "others itself when one has left"
-        )
-
-
 class LauncherOutput:
     """The state of a run, read from its output.
 
-    began    whether rank 0 has printed the run directory
-    closing  phrase with which rank 0 closed the run: ENDED, STOPPED_AT or NOT_BEGUN; None before
-    run      the run directory that rank 0 printed; "" before
-    spoken   whether any byte was shown on standard error
+    began   whether the run has a run directory
+    end     event of the status line that closed the run: "ended", "stopped" or "not begun"; "" before
+    run     the run directory; "" before
+    spoken  whether any byte was shown on standard error
+    killed  the ranks that a signal ended
     """
 
     def __init__(self) -> None:
         self.began = self.spoken = False
-        self.closing: str | None = None
-        self.run = ""
-        self._killed: list[Killed] = []
-        self._lost: int | None = None
-        self._has_left = self._is_aborted = False
+        self.end = self.run = ""
+        self.killed = KilledRanks()
 
-    @property
-    def killed(self) -> Killed | None:
-        """The process that a signal ended first, if known. srun also kills and lists others."""
-        if self._lost is not None:
-            for killed in self._killed:
-                if killed.has(self._lost):
-                    return killed._replace(rank=str(self._lost))
-        if self._is_aborted and len(self._killed) > 1:
-            # srun killed all ranks before it listed any, so the first one is unknown.
-            return self._killed[0]._replace(
-                rank=",".join(killed.rank for killed in self._killed),
-                host=", ".join(killed.host for killed in self._killed),
-            )
-        return self._killed[0] if self._killed else None
-
-    def hear(self, text: bytes) -> None:
-        """Update the state from whole lines of either stream."""
-        if not self.began and (found := re.search(re.escape(BEGAN.encode()) + rb"(.*)", text)):
-            self.began, self.run = True, found[1].decode(errors="replace").strip()
-        for sentence in (ENDED, STOPPED_AT, NOT_BEGUN):
-            if self.closing is None and re.search(
-                TAG + re.escape(sentence.encode()), text, re.MULTILINE
-            ):
-                self.closing = sentence
-        lost = LOST.search(text)
-        if lost and self._lost is None:
-            self._lost = int(lost[1])
-        left = LEFT.search(text)
-        for pattern in KILLED if not self._has_left else ():
-            for found in pattern.finditer(text, 0, left.start() if left else len(text)):
-                killed = Killed(
-                    **{
-                        name: " ".join(value.decode(errors="replace").split())
-                        for name, value in found.groupdict().items()
-                    }
-                )
-                if not self._killed:
-                    self._is_aborted = bool(ABORTED.search(text, 0, found.start()))
-                if killed not in self._killed:
-                    self._killed.append(killed)
-        self._has_left = self._has_left or bool(left)
+    def note(self, event: str, run_dir: str) -> None:
+        """Update the state by a status line."""
+        if event == "began":
+            self.began, self.run = True, run_dir
+        elif not self.end:
+            self.end = event
 
 
 class Output:
@@ -160,7 +64,7 @@ class Output:
     def pass_on(self, chunk: bytes) -> bytes:
         """Return the bytes to show now."""
         self._recent += chunk
-        self._words.hear(self._recent[: self._recent.rfind(b"\n") + 1])
+        self._words.killed.read(self._recent[: self._recent.rfind(b"\n") + 1])
         self._recent = self._recent[-LONGEST:]
         return chunk
 
@@ -225,22 +129,22 @@ class Errors:
         That is, from the launcher after the end was reported, or from any rank after the run.
         """
         is_servers = line.startswith(self._server) and b"PMIX ERROR" in line
-        return (is_servers and self._is_told()) or bool(self._words.closing and PMIX.match(line))
+        return (is_servers and self._is_told()) or bool(self._words.end and PMIX.match(line))
 
     def _is_told(self) -> bool:
         """Return whether the output already shows how the run ended or why it failed."""
-        return self._words.spoken or bool(self._words.closing)
+        return self._words.spoken or bool(self._words.end)
 
     def _show(self, text: bytes, is_dropped: bool) -> bytes:
         if is_dropped:
-            self._words.hear(text)
+            self._words.killed.read(text)
             return b""
         self._words.spoken = self._words.spoken or bool(text)
         return self._said.pass_on(text)
 
 
 class Passage(threading.Thread):
-    """A thread that copies one file descriptor to another until the source ends.
+    """A thread that copies one file descriptor to another, but for status lines, to the source's end.
 
     is_courtesy  after a failed write, read on and drop the bytes; otherwise close the source
     screen       the terminal of the target, if bars are drawn there
@@ -251,6 +155,7 @@ class Passage(threading.Thread):
         self,
         source: int,
         target: int,
+        words: LauncherOutput,
         stream: Output | Errors,
         is_courtesy: bool = False,
         screen: Screen | None = None,
@@ -259,14 +164,15 @@ class Passage(threading.Thread):
         self._is_courtesy, self._screen = is_courtesy, screen
         self.lost: OSError | None = None
         self._source, self._target, self._stream = source, target, stream
+        self._status = StatusFilter(words.note)
         self._is_waiting = False
         self.start()
 
     def run(self) -> None:
         with suppress(OSError):  # the target has no reader any more
             while chunk := self._read():
-                self._write(self._stream.pass_on(chunk))
-            self._write(self._stream.release())
+                self._write(self._stream.pass_on(self._status.pass_on(chunk)))
+            self._release()
         os.close(self._source)
 
     def finish(self, seconds: float) -> None:
@@ -282,11 +188,15 @@ class Passage(threading.Thread):
 
     def _read(self) -> bytes:
         self._is_waiting = True
-        if self._stream.held and not select.select([self._source], [], [], PAUSE)[0]:
-            self._write(self._stream.release())
+        is_withheld = self._status.held or self._stream.held
+        if is_withheld and not select.select([self._source], [], [], PAUSE)[0]:
+            self._release()
         chunk = os.read(self._source, 1 << 16)
         self._is_waiting = False
         return chunk
+
+    def _release(self) -> None:
+        self._write(self._stream.pass_on(self._status.release()) + self._stream.release())
 
     def _write(self, data: bytes) -> None:
         if self._screen is None:

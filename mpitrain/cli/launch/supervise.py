@@ -1,6 +1,6 @@
 """Supervision of a launched job: forwards its output and stop requests, and decides the exit code.
 
-The exit code follows from rank 0's standard output and the launcher's exit code, which arrive for
+The exit code follows from rank 0's status lines and the launcher's exit code, which arrive for
 every launcher. The ranks need no shared folder and no environment variable for it.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from mpitrain.cli import ENDED, LAUNCHED, NOT_BEGUN, STOPPED, STOPPED_AT, USAGE
+from mpitrain.cli import NOT_BEGUN, STOPPED, USAGE
 from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput, Output, Passage
 from mpitrain.cli.terminal.screen import (
     ONE_TERMINAL,
@@ -62,7 +62,7 @@ def run(
 
     is_ours  the program is an mpitrain command: its ranks know the terminal, and may draw bars
     """
-    environment, screen = {**os.environ, **settings, LAUNCHED: "1"}, Screen()
+    environment, screen = {**os.environ, **settings}, Screen()
     # These screens show the ranks' standard output and standard error, if they draw bars.
     shown: list[Screen | None] = [None, None]
     # srun would not forward a bar before its line ends, so ranks under srun print lines instead.
@@ -83,8 +83,11 @@ def run(
     words = LauncherOutput()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
     passages = [
-        Passage(os.dup(process.stdout.fileno()), 1, Output(words), is_training, shown[0]),
-        Passage(os.dup(process.stderr.fileno()), 2, Errors(words, server), is_training, shown[1]),
+        Passage(os.dup(source.fileno()), target, words, stream, is_training, shown[target - 1])
+        for source, target, stream in (
+            (process.stdout, 1, Output(words)),
+            (process.stderr, 2, Errors(words, server)),
+        )
     ]
     process.stdout.close()
     process.stderr.close()
@@ -101,12 +104,13 @@ def run(
     _kill(process.pid)  # a killed launcher may have left ranks behind
     for passage in passages:
         passage.finish(2)
-    if words.killed and told < 2 and (words.began or not told):
+    killed = words.killed.first()
+    if killed and told < 2 and (words.began or not told):
         which = f". `mpitrain report {shlex.quote(words.run)}` says which one fell silent first"
         say(
             screen,
-            f"{words.killed}"
-            + (which if words.began and not words.killed.is_one else "")
+            f"{killed}"
+            + (which if words.began and not killed.is_one else "")
             + (
                 ". With --resume=auto the run goes on from its last checkpoint, if it has one"
                 if words.began
@@ -175,12 +179,12 @@ def training_code(screen: Screen, words: LauncherOutput, code: int, asked: int) 
 
     asked  stop requests that were forwarded
     """
-    if words.closing in (STOPPED_AT, NOT_BEGUN) and code in (0, STOPPED):
+    if words.end in ("stopped", "not begun") and code in (0, STOPPED):
         return STOPPED
-    if words.closing == ENDED and code == 0:
+    if words.end == "ended" and code == 0:
         return 0
     if asked == 1 and not words.began and code not in (0, USAGE):
-        if words.closing is None:
+        if not words.end:
             say(screen, NOT_BEGUN)
         return STOPPED
     if code == 0:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli.bench.collectives import Bytes
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.plan.chart_width import columns
 from mpitrain.machine import process
 
@@ -34,18 +34,8 @@ OPTIONS = (
         type=Bytes(),
         help="Also print the bytes that each rank sends, for a float32 array of this size.",
     ),
-    click.option(
-        "--json",
-        "json_file",
-        type=click.Path(path_type=Path),
-        help="Write all steps and buffer contents to this file.",
-    ),
-    click.option(
-        "--plot",
-        "plot_file",
-        type=click.Path(path_type=Path),
-        help="Draw the steps to this file. Needs mpitrain[report].",
-    ),
+    output_option("--json", "Write all steps and buffer contents to this file."),
+    output_option("--plot", "Draw the steps to this file. Needs mpitrain[report]."),
 )
 
 

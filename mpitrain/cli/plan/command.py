@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from mpitrain.cli import Group
-from mpitrain.cli.output_checks import Outputs, check_files
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
 from mpitrain.cli.plan.chart_width import columns, filled
 from mpitrain.cli.plan.collectives import all_gather, allreduce, reduce_scatter
 from mpitrain.cli.plan.micro_batches import command as micro_batches
@@ -81,18 +81,8 @@ def amount(name: str, default: float, text: str) -> Callable:
 @amount("--overhead-ms", 0, "Host time of a stage before each instruction.")
 @amount("--saved-mb", 0, "Memory per micro-batch from a stage's forward to its input half.")
 @amount("--pending-mb", 0, "Memory per micro-batch from the input half to the weight half.")
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    help="Write the schedule to this file, as --schedule reads it.",
-)
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(path_type=Path),
-    help="Draw the chart to this file. Needs mpitrain[report].",
-)
+@output_option("--json", "Write the schedule to this file, as --schedule reads it.")
+@output_option("--plot", "Draw the chart to this file. Needs mpitrain[report].")
 def schedule(
     name: str,
     stages: int | None,

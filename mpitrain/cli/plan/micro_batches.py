@@ -1,30 +1,25 @@
 """`mpitrain plan micro-batches`: predicts the best number of micro-batches from a measurement."""
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli.output_checks import Outputs, check_files
-from mpitrain.cli.session import MOST, mpi_session, settings_of
+from mpitrain.cli.job_options import CONFIG_FILE, DEVICE, DP, SET, TP, changes, configured
+from mpitrain.cli.output_checks import Outputs, check_files, output_option
+from mpitrain.cli.session import MOST, mpi_session
 
 
 @click.command("micro-batches")
-@click.argument(
-    "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
-)
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set one configuration key (repeatable).",
-)
-@click.option("--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks).")
-@click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
+@CONFIG_FILE
+@SET
+@DP
+@TP
 @click.option("--pp", type=int, metavar="N", help="Pipeline stages.")
-@click.option("--device", metavar="KIND", help="Kind of device: auto, cpu, cuda, cuda-sim.")
+@DEVICE
 @click.option(
     "--verify", is_flag=True, help="Measure steps with the best number and with its neighbours."
 )
@@ -42,23 +37,15 @@ from mpitrain.cli.session import MOST, mpi_session, settings_of
     show_default=True,
     help="For --verify: steps in a turn.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    help="Write all predictions and the measurement to this file.",
-)
+@output_option("--json", "Write all predictions and the measurement to this file.")
 def command(
     config_file: Path | None,
     settings: tuple[str, ...],
-    dp: int | None,
-    tp: int | None,
-    pp: int | None,
-    device: str | None,
     verify: bool,
     blocks: int,
     steps: int,
     json_file: Path | None,
+    **options: Any,
 ) -> None:
     """Predict the best number of micro-batches: mpitrain launch -n 2 -- plan micro-batches --pp 2
 
@@ -66,27 +53,15 @@ def command(
     measures the messages between stages, and the end of a step. The simulator then predicts the
     time of a step for every number of micro-batches.
     """
-    changes = [
-        *settings,
-        *settings_of(
-            ("layout.dp", dp), ("layout.tp", tp), ("layout.pp", pp), ("device.kind", device)
-        ),
-    ]
-    with mpi_session(kind=lambda: _configured(config_file, changes).device.kind) as transport:
-        _plan(transport, config_file, changes, (blocks, steps) if verify else None, json_file)
-
-
-def _configured(config_file: Path | None, changes: list[str]) -> Any:
-    from mpitrain.config import read_toml, with_settings
-    from mpitrain.run.choices import parse
-
-    return parse(with_settings(read_toml(config_file) if config_file else {}, changes), config_file)
+    changed = changes(settings, **options)
+    read = cache(lambda: configured(config_file, changed))
+    with mpi_session(kind=lambda: read().device.kind) as transport:
+        _plan(transport, read, (blocks, steps) if verify else None, json_file)
 
 
 def _plan(
     transport: Any,
-    config_file: Path | None,
-    changes: list[str],
+    configured: Callable[[], Any],
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
@@ -106,16 +81,17 @@ def _plan(
     )
     from mpitrain.plan.stages import end_s, measure
     from mpitrain.run.build import build
+    from mpitrain.run.given import agree_on
     from mpitrain.run.resolve import resolve
-    from mpitrain.transport.agreement import check_same, on_all_ranks
+    from mpitrain.transport.agreement import on_all_ranks
 
-    config = on_all_ranks(transport, lambda: _configured(config_file, changes))
-    check_same(transport, "configuration", config.flat())
+    given = agree_on(transport, configured)
+    config = given.config
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
-    found = resolve(transport, config)
+    found = resolve(transport, given)
     stages, rows = found.axes.pp, config.batch.size // found.axes.dp
     choices = on_all_ranks(transport, lambda: counts(config, stages, rows))
-    job = build(transport, config)
+    job = build(transport, given)
     trainer = job.trainer
     inputs, targets = trainer.replication.batch(job.data, 0)
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))

@@ -2,15 +2,17 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from mpitrain.cli import BEGAN, ENDED, STOPPED_AT
+from mpitrain.cli.terminal import last_words
 from mpitrain.cli.terminal.screen import shows_output, width
+from mpitrain.cli.terminal.status import is_launched, status
+from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.errors import visible
 from mpitrain.parallel.modes import MODES, servers_of
@@ -63,6 +65,9 @@ SKIPPED = {"skipped": "not finite", "overflow": "gradients beyond float16"}
 class Silent:
     """A watcher that prints nothing, for every rank but 0."""
 
+    def agreed(self, config: Config, hosts: Sequence[str]) -> None:
+        pass
+
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         pass
 
@@ -82,12 +87,18 @@ class Progress:
         self._has_bar = width() is not None
         self._has_lines = not (self._has_bar and shows_output())
 
+    def agreed(self, config: Config, hosts: Sequence[str]) -> None:
+        if advice := unmeasured(config, hosts):
+            print(advice, flush=True)
+        if not is_launched() and last_words.parent() == "prterun":
+            print(last_words.ADVICE, flush=True)
+
     def began(self, config: Config, folder: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
         network = f"{m.kind}, {m.layers} layers of width {m.width}"
         print(
-            f"{network}: {record['parameters']:,} parameters on {visible(c.data.source)}; {record['ranks']} rank(s), "
-            f"{way(c)}{BEGAN}{folder}",
+            f"{status('began', str(folder))}{network}: {record['parameters']:,} parameters on "
+            f"{visible(c.data.source)}; {record['ranks']} rank(s), {way(c)}; run directory {folder}",
             flush=True,
         )
         if said := amounts(c, record):
@@ -128,17 +139,18 @@ class Progress:
             )
         elif event == "end":
             self._bar.close()
-            said = ENDED if record["replicas_equal"] else "done: parameters bitwise NOT equal"
+            is_equal = record["replicas_equal"]
             peaks = record["peak_activation_bytes_of_ranks"]
             print(
-                f"{said} on all ranks, "
+                f"{status('ended') if is_equal else ''}done: parameters bitwise "
+                f"{'equal' if is_equal else 'NOT equal'} on all ranks, "
                 f"peak activations {max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}",
                 flush=True,
             )
         elif event in CLOSING:
             self._bar.close()
             said = (
-                f"{STOPPED_AT}{step}; --resume goes on from there"
+                f"{status('stopped')}stopped at step {step}; --resume goes on from there"
                 if event == "stopped"
                 else f"{event} at step {step}"
             )
@@ -172,6 +184,13 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
         f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps"
     )
+
+
+def unmeasured(config: Config, hosts: Sequence[str]) -> str:
+    """Return a line of advice if `auto` has no measured constants for these hosts, else ""."""
+    advice = foreign(DEFAULT, hosts)
+    is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
+    return f"{advice} in replication.tuning" if advice and is_guessed else ""
 
 
 def way(config: Config) -> str:

@@ -38,7 +38,7 @@ def bind_lossy(
                 matrix does not lie within the array; ConfigError on every rank if the array lies in
                 GPU memory, and the format has residuals, which must lie in host memory
     """
-    tag = agree(
+    tag, _ = agree(
         transport,
         "lossy all-reduce",
         array,

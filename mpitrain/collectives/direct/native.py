@@ -2,15 +2,17 @@
 
 import numpy as np
 
+from mpitrain.collectives.engine.agreement import Agreed
 from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import started_twice
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.errors import CommError
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
+from mpitrain.transport.requests import Request
 
 
 class Native:
-    """MPI's all-reduce bound to an array; a Reduction. It ignores the tag and the arithmetic."""
+    """MPI's all-reduce bound to an array; a Reduction. It ignores the agreement and the arithmetic."""
 
     state = learn = None
     algorithm = ""
@@ -18,7 +20,12 @@ class Native:
     scratch_bytes = 0
 
     def __init__(
-        self, transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+        self,
+        transport: Transport,
+        array: np.ndarray,
+        op: str,
+        agreed: Agreed,
+        arithmetic: Arithmetic,
     ):
         self._transport, self._array, self._op = transport, array, op
         self._request: Request | None = None

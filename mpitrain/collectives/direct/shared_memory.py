@@ -9,10 +9,12 @@ take turns, so one barrier is enough.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from mpitrain.collectives.direct.cuda_ipc import bind_shared_gpu
+from mpitrain.collectives.engine.agreement import Agreed
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
 from mpitrain.collectives.engine.executor import Execution, Reduction, started_twice
 from mpitrain.collectives.plans.pairwise import barrier
@@ -192,51 +194,90 @@ class Small(Shared):
             combine(array, other)
 
 
+def offer(transport: Transport, array: np.ndarray) -> list[Any]:
+    """Return the facts that a binding through shared memory needs of each rank.
+
+    They are the location of the array in a window, or None, and the windows that this rank could
+    borrow for the array.
+    """
+    windows, members = transport.windows, transport.members
+    location = windows.locate(array, members[transport.rank])
+    return [location, windows.idle(_borrowed(transport, array)[2], members)]
+
+
 def bind_shared(
-    transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+    transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
 ) -> Reduction | None:
     """Bind an all-reduce through shared memory; collective, over the ranks of one host.
 
     It uses the window in which the array lies, or copies the array to a window and back. None on
     every rank if the host has no room for a window.
 
+    agreed      with the `offer` of each rank
     arithmetic  for arrays in GPU memory; arrays in host memory use NumPy
     """
     if on_device(array):
-        return bind_shared_gpu(transport, array, op, tag, arithmetic)
+        return bind_shared_gpu(transport, array, op, agreed.tag, arithmetic)
     return bind_in_window(
         transport,
         array,
+        agreed,
         lambda slots: (
-            Small(transport, array, op, tag, slots)
+            Small(transport, array, op, agreed.tag, slots)
             if len(slots) == 2
-            else InPlace(transport, array, op, tag, slots[0])
+            else InPlace(transport, array, op, agreed.tag, slots[0])
         ),
     )
 
 
 def bind_in_window(
-    transport: Transport, array: np.ndarray, make: Callable[[list[list[np.ndarray]]], Shared]
+    transport: Transport,
+    array: np.ndarray,
+    agreed: Agreed,
+    make: Callable[[list[list[np.ndarray]]], Shared],
 ) -> Reduction | None:
     """Return the reduction that `make` builds over shared memory; collective, within one host.
 
     None on every rank if the host has no room for a window.
 
+    agreed  with the `offer` of each rank
     make    takes a list of slots, each the regions of all ranks by rank: two slots of copies for a
             small array, else one
     """
-    is_small = array.nbytes * transport.size <= SMALL
-    windows = None if is_small else _window_of(transport, array)
-    if windows is not None:
-        return make([windows])
-    borrowed = _borrow(transport, array, 2 if is_small else 1)
-    if borrowed is None:
+    locations, idle = zip(*agreed.owns, strict=True)
+    copies, apart, nbytes = _borrowed(transport, array)
+    windows, members = transport.windows, transport.members
+    if copies == 1 and locations[0] and all(one == locations[0] for one in locations):
+        views = windows.views(Location(*locations[0]), members, array.size, array.dtype)
+        if views is not None:
+            return make([views])
+    shared = set.intersection(*map(set, idle))
+    location = (
+        Location(min(shared), 0)
+        if shared
+        else windows.locate(transport.allocate(nbytes, np.uint8), members[transport.rank])
+    )
+    if location is None:
         return None
-    window, slots, nbytes = borrowed
+    slots = []
+    for copy in range(copies):
+        here = location._replace(offset=copy * apart)
+        views = windows.views(here, members, array.size, array.dtype)
+        if views is None:  # The ranks of one host name do not all share memory.
+            return None
+        slots.append(views)
     reduction = make(slots)
     reduction.scratch_bytes = nbytes
-    transport.windows.use(window, reduction)
+    windows.use(location.window, reduction)
     return reduction
+
+
+def _borrowed(transport: Transport, array: np.ndarray) -> tuple[int, int, int]:
+    """Return how an array is copied to a window: copies, bytes between copies, bytes per rank."""
+    copies = 2 if array.nbytes * transport.size <= SMALL else 1
+    apart = -(-array.nbytes // 64) * 64
+    # A power of two has few values, so that windows are reused often.
+    return copies, apart, 1 << max(12, (copies * apart - 1).bit_length())
 
 
 def no_window(transport: Transport, array: np.ndarray) -> ConfigError:
@@ -269,52 +310,3 @@ def is_rival(situation: Topology) -> bool:
     Only binding shows whether GPUs can open each other's memory, and no tuning covers that case.
     """
     return not situation.is_on_device
-
-
-def _window_of(transport: Transport, array: np.ndarray) -> list[np.ndarray] | None:
-    """Return the region of every rank's window at the location of `array`; collective.
-
-    None unless the array lies at the same location on all ranks.
-    """
-    location = transport.windows.locate(array, transport.members[transport.rank])
-    views = (
-        None
-        if location is None
-        else transport.windows.views(location, transport.members, array.size, array.dtype)
-    )
-    locations = transport.gather_text(None if views is None else location)
-    return views if all(p == locations[0] for p in locations) else None
-
-
-def _borrow(
-    transport: Transport, array: np.ndarray, copies: int
-) -> tuple[int, list[list[np.ndarray]], int] | None:
-    """Find a window that is idle on every rank, or allocate one; collective.
-
-    returns  number of the window, `copies` lists of regions for the array by rank, and bytes of the
-             window; None on every rank if the host has no room
-    """
-    apart = -(-array.nbytes // 64) * 64
-    # A power of two has few values, so that windows are reused often.
-    nbytes = 1 << max(12, (copies * apart - 1).bit_length())
-    idle = set.intersection(
-        *map(set, transport.gather_text(transport.windows.idle(nbytes, transport.members)))
-    )
-    location = (
-        Location(min(idle), 0)
-        if idle
-        else transport.windows.locate(
-            transport.allocate(nbytes, np.uint8), transport.members[transport.rank]
-        )
-    )
-    views = [
-        None
-        if location is None
-        else transport.windows.views(
-            location._replace(offset=copy * apart), transport.members, array.size, array.dtype
-        )
-        for copy in range(copies)
-    ]
-    slots = [view for view in views if view is not None]
-    is_whole = all(transport.gather_text(len(slots) == copies))
-    return (location.window, slots, nbytes) if location is not None and is_whole else None

@@ -19,6 +19,7 @@ from mpitrain.collectives.direct.shared_memory import (
     bind_in_window,
     hosts_differ,
 )
+from mpitrain.collectives.engine.agreement import Agreed
 from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.plans.steps import chunk_bounds
@@ -81,7 +82,7 @@ class Half(Shared):
 
 
 def bind_reduce_scatter(
-    transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+    transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
 ) -> Reduction | None:
     """Bind a reduce-scatter through shared memory, as `bind_shared` an all-reduce; collective.
 
@@ -89,17 +90,21 @@ def bind_reduce_scatter(
             elements first, then the elements of ranks r + 1, r + 2 ...
     """
     if on_device(array):
-        return bind_reduce_scatter_gpu(transport, array, op, tag, arithmetic)
-    return bind_in_window(transport, array, partial(_reduce_scatter, transport, array, op, tag))
+        return bind_reduce_scatter_gpu(transport, array, op, agreed.tag, arithmetic)
+    return bind_in_window(
+        transport, array, agreed, partial(_reduce_scatter, transport, array, op, agreed.tag)
+    )
 
 
 def bind_all_gather(
-    transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+    transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
 ) -> Reduction | None:
     """Bind an all-gather through shared memory, as `bind_shared` an all-reduce; collective."""
     if on_device(array):
-        return bind_all_gather_gpu(transport, array, tag)
-    return bind_in_window(transport, array, partial(_all_gather, transport, array, op, tag))
+        return bind_all_gather_gpu(transport, array, agreed.tag)
+    return bind_in_window(
+        transport, array, agreed, partial(_all_gather, transport, array, op, agreed.tag)
+    )
 
 
 def refusal(situation: Topology) -> ConfigError | None:

@@ -1,7 +1,7 @@
 """Agreement: ranks compare the arguments of a binding once, so that runs need no checks."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,18 +10,31 @@ from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.base import Transport
 
 
+class Agreed(NamedTuple):
+    """The agreement of all ranks on the arguments of one binding.
+
+    tag   of the collective
+    owns  by rank: the facts in which ranks may differ, such as the location of the array
+    """
+
+    tag: int
+    owns: list[Any]
+
+
 def agree(
     transport: Transport,
     operation: str,
     array: np.ndarray,
     known: tuple[str, ...],
     algorithm: str,
+    own: Any = None,
     **settings: Any,
-) -> int:
-    """Compare the arguments of a binding over all ranks, and return the tag of the collective.
+) -> Agreed:
+    """Compare the arguments of a binding over all ranks; collective, in one gather.
 
     array     the array to bind
     known     names of the algorithms that exist
+    own       facts of this rank for the others, serialisable as JSON
     settings  other arguments that must be the same on all ranks
     raises    CommError on every rank if any argument differs, if any rank's array is not one
               contiguous, writable block of numbers, or if there is no rank `root`;
@@ -37,7 +50,7 @@ def agree(
     }
     if problem is None:
         mine |= {"count": array.size, "dtype": array.dtype.name}
-    everyone = transport.gather_text(mine)
+    everyone, owns = zip(*transport.gather_text([mine, own]), strict=True)
     for rank, facts in enumerate(everyone):
         if facts["problem"] is not None:
             raise on_every_rank(
@@ -66,7 +79,7 @@ def agree(
                 f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
             )
         )
-    return mine["tag"]
+    return Agreed(mine["tag"], [*owns])
 
 
 def unfit(array: Any) -> str | None:

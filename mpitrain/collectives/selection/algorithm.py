@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.collectives.engine.agreement import Agreed
 from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.compose import Chain
 from mpitrain.collectives.engine.executor import Execution, Reduction
@@ -41,7 +42,7 @@ def chunks_in_segments(hosts: Sequence[str], count: int) -> int:
 class Algorithm(NamedTuple):
     """Descriptor of an all-reduce, a reduce-scatter or an all-gather; an entry of table.py.
 
-    bind           (transport, array, op, tag, arithmetic) -> Reduction; collective. None on every
+    bind           (transport, array, op, agreed, arithmetic) -> Reduction; collective. None on every
                    rank if this machine turns out not to support it, which only binding shows
     plans          (rank, hosts, count) -> plans that a rank runs in turn, which determine the cost;
                    None: the algorithm has no plan, and its all-reduce is measured as a whole
@@ -52,7 +53,7 @@ class Algorithm(NamedTuple):
                    the same name, the time of an empty array and the time per byte
     """
 
-    bind: Callable[[Transport, np.ndarray, str, int, Arithmetic], Reduction | None]
+    bind: Callable[[Transport, np.ndarray, str, Agreed, Arithmetic], Reduction | None]
     plans: Callable[[int, Sequence[str], int], tuple[Plan, ...]] | None = None
     refusal: Callable[[Topology], MpitrainError | None] = anywhere
     is_rival: Callable[[Topology], bool] = always
@@ -71,10 +72,10 @@ def of_plans(
     """
 
     def bind(
-        transport: Transport, array: np.ndarray, op: str, tag: int, arithmetic: Arithmetic
+        transport: Transport, array: np.ndarray, op: str, agreed: Agreed, arithmetic: Arithmetic
     ) -> Reduction:
         links = [
-            Execution(transport, array, op, plan, tag, arithmetic=arithmetic)
+            Execution(transport, array, op, plan, agreed.tag, arithmetic=arithmetic)
             for plan in plans(transport.rank, transport.hosts, array.size)
         ]
         return links[0] if len(links) == 1 else Chain(transport, links)

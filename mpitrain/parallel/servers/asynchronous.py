@@ -21,7 +21,7 @@ from mpitrain.parallel.replication.records import StepInput, StepResult, clippin
 from mpitrain.parallel.servers.messages import header, spread
 from mpitrain.parallel.servers.synchronous import ServerBase, WorkerBase
 from mpitrain.parallel.servers.work_queue import Report, WorkQueue
-from mpitrain.transport.base import Request
+from mpitrain.transport.requests import Request
 
 DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
 """The request, as the first number of a header; answers have none. SETTLE is the last pull before

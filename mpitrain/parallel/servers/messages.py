@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.layers.flat import Piece, Span
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
+from mpitrain.transport.requests import Request
 
 NUMBERS = 10
 """The length of a header."""

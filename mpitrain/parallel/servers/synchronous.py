@@ -21,7 +21,7 @@ from mpitrain.parallel.replication.protocol import Replication, ReplicationConte
 from mpitrain.parallel.replication.records import StepInput, StepResult, clipping, outcome_of
 from mpitrain.parallel.replication.state import StateBuffer
 from mpitrain.parallel.servers.messages import PushPull, by_span, compact, header, spread
-from mpitrain.transport.base import Request
+from mpitrain.transport.requests import Request
 
 
 class _Member(Replication):

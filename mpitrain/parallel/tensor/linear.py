@@ -39,6 +39,7 @@ from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Gradients, Parameter, Weights
+from mpitrain.layers.fusion import Fusion
 from mpitrain.layers.initial import Draw, zeros
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
@@ -170,11 +171,8 @@ class ColumnParallelLinear(Column):
         self.output_is_free |= gather_output
 
     @property
-    def without_gelu(self) -> Linear | None:
-        """This layer without its GELU, for a fused backward; None if it has no GELU or gathers its
-        output.
-        """
-        return None if self._gathers else super().without_gelu
+    def fusion(self) -> Fusion:
+        return Fusion() if self._gathers else super().fusion
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*self._rows.entered(shape)[:-1], self._whole if self._gathers else self.outputs)
@@ -229,8 +227,7 @@ class RowParallelLinear(Linear):
             bias,
             input_is_parallel,
         )
-        self.output_is_free = self.adds_to_output = activation is None
-        self.takes_gelu = input_is_parallel
+        self.output_is_free = activation is None
         self._activation = {
             None: None,
             "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
@@ -247,6 +244,10 @@ class RowParallelLinear(Linear):
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self._rows.left((*shape[:-1], self.outputs))
+
+    @property
+    def fusion(self) -> Fusion:
+        return Fusion(adds_to_output=self.output_is_free, takes_gelu=self._is_parallel)
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
         if not self._is_parallel:
@@ -265,14 +266,14 @@ class RowParallelLinear(Linear):
         return y, (saved, slope)
 
     def backward_input(
-        self, w: Weights, dy: Any, saved: Any, arena: Arena, gelu: Any = None
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
     ) -> tuple[Any, Any]:
-        saved, slope = saved
+        saved, own_slope = saved
         if self._activation:
-            dy = self._activation[1](dy, slope, arena)
+            dy = self._activation[1](dy, own_slope, arena)
         dy = self._rows.whole(dy)
-        if gelu is not None:
-            return self.backward_input_through_gelu(w, dy, saved, gelu, arena)
+        if slope is not None:
+            return self.backward_input_through_gelu(w, dy, saved, slope, arena)
         dx, pending = super().backward_input(w, dy, saved, arena)
         return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
 

@@ -45,7 +45,7 @@ from mpitrain.run.checkpoint.manifest import (
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
 from mpitrain.run.checkpoint.safetensors_files import MOVED, Writing, WritingTensors
 from mpitrain.run.checkpoint.writers import Shares, join, shared_out
-from mpitrain.transport.agreement import check_same, on_all_ranks
+from mpitrain.transport.agreement import alike_on_all_ranks, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
 
@@ -205,8 +205,11 @@ def read_beside(transport: Transport, path: Path) -> Checkpoint:
     """
     while True:
         try:
-            manifest = on_all_ranks(
-                transport, partial(_verified, path, transport.rank, transport.size)
+            manifest = alike_on_all_ranks(
+                transport,
+                "checkpoint",
+                partial(_verified, path, transport.rank, transport.size),
+                lambda manifest: manifest.done._asdict(),
             )
         except CheckpointError:
             successor = _successor(transport, path)
@@ -214,7 +217,6 @@ def read_beside(transport: Transport, path: Path) -> Checkpoint:
                 raise
             path = successor
             continue
-        check_same(transport, "checkpoint", manifest.done._asdict())
         return Checkpoint(path, manifest)
 
 
@@ -256,7 +258,7 @@ def load(
     """
     while True:
         try:
-            mine = on_all_ranks(
+            everyone = from_all_ranks(
                 transport,
                 partial(
                     fill, found.path, found.manifest, kept, storage, backend, layout, transport.rank
@@ -268,11 +270,7 @@ def load(
                 raise
             found = read_beside(transport, successor)
             continue
-        changed = {
-            name.split("/")[0]: what
-            for named in transport.gather_text(mine)
-            for name, what in named.items()
-        }
+        changed = {name.split("/")[0]: what for named in everyone for name, what in named.items()}
         then = ", ".join(f"{axis} {size}" for axis, size in found.manifest.layout.items())
         for what in sorted({*changed.values()}) if transport.rank == 0 else ():
             names = ", ".join(sorted(name for name in changed if changed[name] == what))

@@ -22,7 +22,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from mpitrain.machine.backend import Copy, DeviceBackend, on_device
-from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.base import Transport
+from mpitrain.transport.forwarding import Forwarding
+from mpitrain.transport.requests import Request
 
 
 class Carrier(Protocol):
@@ -152,7 +154,7 @@ class Direct:
         self._host.native_all_reduce(array, op)
 
 
-class DeviceTransport(Transport):
+class DeviceTransport(Forwarding):
     """A Transport for messages in device and host memory; its `allocate` returns device memory.
 
     `hosts`, tags, traffic and windows are the host transport's. A staged message counts in
@@ -160,32 +162,19 @@ class DeviceTransport(Transport):
     owns the streams and the staging memory.
     """
 
-    admits_threads = False
-    allocates_on_device = True
-
     def __init__(self, host: Transport, backend: DeviceBackend, carrier: Carrier):
-        self._host, self.backend, self._carrier = host, backend, carrier
-        self.rank, self.size, self.hosts, self.members = (
-            host.rank,
-            host.size,
-            host.hosts,
-            host.members,
-        )
-        self.traffic, self.windows, self.native_dtypes = (
-            host.traffic,
-            host.windows,
-            host.native_dtypes,
-        )
-        self.tenants, self.recorder = host.tenants, host.recorder
+        super().__init__(host)
+        self.backend, self._carrier = backend, carrier
+        self.admits_threads, self.allocates_on_device = False, True
+
+    def over(self, inner: Transport) -> "DeviceTransport":
+        return DeviceTransport(inner, self.backend, self._carrier.over(inner))
 
     def aside(self, array: Any) -> Aside | None:
         """Return the message stream for a reduction of `array`; None in host memory, where all work
         is in order.
         """
         return Aside(self.backend, self._carrier.under_way) if on_device(array) else None
-
-    def claim_tag(self) -> int:
-        return self._host.claim_tag()
 
     def start_send(self, array: Any, to: int, tag: int = 0) -> Request:
         return self._way(array).start_send(array, to, tag)
@@ -199,48 +188,21 @@ class DeviceTransport(Transport):
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         self._carrier.wait_until(done, pause, what)
 
-    def admit_thread(self) -> None:
-        self._host.admit_thread()
-
-    def dismiss_thread(self) -> None:
-        self._host.dismiss_thread()
-
-    def barrier(self) -> None:
-        self._host.barrier()
-
-    def split(self, color: int | None, key: int = 0) -> "DeviceTransport | None":
-        part = self._host.split(color, key)
-        return (
-            None if part is None else DeviceTransport(part, self.backend, self._carrier.over(part))
-        )
-
-    def gather_text(self, value: Any) -> list[Any]:
-        return self._host.gather_text(value)
-
     def allocate(self, count: int, dtype: Any) -> Any:
         return self.backend.zeros(count, dtype)
-
-    def close(self) -> None:
-        self._host.close()
 
     def native_all_reduce(self, array: Any, op: str = "add") -> None:
         self._way(array).native_all_reduce(array, op)
 
     def start_native_all_reduce(self, array: Any, op: str = "add") -> Request:
         if not on_device(array):
-            return self._host.start_native_all_reduce(array, op)
+            return self._inner.start_native_all_reduce(array, op)
         # The call blocks: Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045).
         self._carrier.native_all_reduce(array, op)
         return _Ended()
 
-    def bind_native(self, operation: str, array: Any, other: Any) -> Callable[[], None]:
-        return self._host.bind_native(operation, array, other)
-
-    def abort(self, message: str) -> None:
-        self._host.abort(message)
-
     def _way(self, array: Any) -> Any:
-        return self._carrier if on_device(array) else self._host
+        return self._carrier if on_device(array) else self._inner
 
 
 class _Ended:

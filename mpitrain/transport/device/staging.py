@@ -15,8 +15,9 @@ import numpy as np
 from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena, HostMemory
 from mpitrain.machine.backend import Copy, DeviceBackend
-from mpitrain.transport.base import Request, Several, Transport, check_message, named
+from mpitrain.transport.base import Transport
 from mpitrain.transport.device.messages import UnderWay
+from mpitrain.transport.requests import Request, Several, check_message, named
 
 PIECE = 1 << 20
 """Bytes of a piece: long enough for the full rate of links and copy engines, short enough to

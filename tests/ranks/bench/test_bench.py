@@ -19,7 +19,7 @@ from mpitrain.bench.collectives.verify import error_norm, wrong_elements, wrong_
 from mpitrain.cli.bench.collectives import OPERATIONS
 from mpitrain.cli.bench.collectives import _measure as measure
 from mpitrain.cli.bench.collectives import command as bench
-from mpitrain.cli.train import unmeasured
+from mpitrain.cli.terminal.progress import unmeasured
 from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.topology import Topology

@@ -179,7 +179,7 @@ import numpy as np
 from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.engine.progress import ProgressThread
 from mpitrain.collectives.plans.ring import all_reduce
-from mpitrain.transport.base import Traffic
+from mpitrain.transport.requests import Traffic
 from mpitrain.transport.rendezvous import World
 from mpitrain.transport.windows import Windows
 from mpitrain.transport.threads import ThreadTransport

@@ -342,7 +342,10 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, tmp_path):
     def go(folder, resume, stop):
         config = parse(with_settings({}, [*settings, f"run.out={tmp_path / folder}"]))
         return run_ranks(
-            3, lambda own: train(own, config, resume, lambda: stop(own.rank), Silent()).stopped
+            3,
+            lambda own: (
+                train(own, lambda: config, resume, lambda: stop(own.rank), Silent()).stopped
+            ),
         )
 
     def facts(folder):
@@ -388,7 +391,7 @@ def test_a_finished_run_that_is_extended_is_the_run_planned_that_long_bit_for_bi
         config = parse(
             with_settings({}, [*settings, f"run.out={tmp_path / folder}", f"run.steps={steps}"])
         )
-        run_ranks(3, train, config, resume, lambda: False, Silent())
+        run_ranks(3, train, lambda: config, resume, lambda: False, Silent())
 
     def facts(
         folder,

@@ -5,6 +5,7 @@ import pytest
 
 from mpitrain.collectives.engine import progress
 from mpitrain.collectives.selection.table import choices
+from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.trainer import replicas_equal
@@ -266,8 +267,14 @@ def test_ranks_with_different_configurations_or_data_are_refused():
     def run(transport):
         config = configured(*TINY, f"model.context={16 - transport.rank}")
         with pytest.raises(
-            ConfigError, match="All ranks need one data source and checkpoint, but held_out is"
+            ConfigError,
+            match=r"All ranks need one configuration, but model\.context is 16 on rank 0",
         ):
             build(transport, config)
+        source = Unopened("gpt", 256, 256, 7 + transport.rank)
+        with pytest.raises(
+            ConfigError, match="All ranks need one data source and checkpoint, but held_out is 7"
+        ):
+            build(transport, configured(*TINY), source=source)
 
     run_ranks(2, run)

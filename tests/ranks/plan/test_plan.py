@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from mpitrain.bench.training import steps as training_steps
 from mpitrain.cli import commands
+from mpitrain.cli.plan.micro_batches import _configured as configured
 from mpitrain.cli.plan.micro_batches import _plan as plan
 from mpitrain.errors import ConfigError
 from mpitrain.plan import stages as measuring
@@ -33,7 +35,9 @@ def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, cap
     monkeypatch.setattr(measuring, "FAR", math.inf)  # whatever else runs on this machine
     monkeypatch.setattr(training_steps, "FAR", math.inf)
     (tmp_path / "job.toml").write_text('[pipeline]\nschedule = "zero-bubble"\n[layout]\ndp = 2\n')
-    run_ranks(4, plan, tmp_path / "job.toml", TINY, (1, 2), tmp_path / "found.json")
+    run_ranks(
+        4, plan, partial(configured, tmp_path / "job.toml", TINY), (1, 2), tmp_path / "found.json"
+    )
     text = capsys.readouterr().out
     assert (
         "2 stages by zero-bubble, 4 rows in each of 2 replica(s), " in text
@@ -76,7 +80,7 @@ def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys
         measuring, "FAR", 0.5
     )  # so that every median is too far from the fastest pass
     monkeypatch.setattr(training_steps, "FAR", 0.5)
-    run_ranks(2, plan, None, TINY, (1, 2), tmp_path / "found.json")
+    run_ranks(2, plan, partial(configured, None, TINY), (1, 2), tmp_path / "found.json")
     text = capsys.readouterr().out
     assert (
         "Set batch.micro_batches" not in text
@@ -111,7 +115,7 @@ def test_what_leaves_no_choice_is_refused_on_every_rank_before_anything_is_measu
     ranks, settings, law, capsys
 ):
     with pytest.raises(ConfigError) as caught:
-        run_ranks(ranks, plan, None, [*TINY, *settings], None, None)
+        run_ranks(ranks, plan, partial(configured, None, [*TINY, *settings]), None, None)
     assert caught.value.agreed and law in caught.value.law and capsys.readouterr().out == ""
 
 

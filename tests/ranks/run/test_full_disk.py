@@ -135,7 +135,7 @@ def test_products_are_printed_although_they_cannot_be_written(fills, tmp_path, c
     fills(1)
     row = type("Row", (), {"wrong": 0, "_asdict": lambda self: {"a": 1.0}})()
     with pytest.raises(ConfigError, match="No space left"):
-        kernels._printed([row], (tmp_path / "a.json", None), "here", lambda row: "a row")
+        kernels._printed([row], (tmp_path / "a.json", None), {}, lambda row: "a row")
     assert capsys.readouterr().out == "a row\n" and not list(tmp_path.iterdir())
 
 

@@ -1,17 +1,20 @@
 """A run from start to end on ranks that are threads: what it evaluates, what it writes, when it stops and when it fails."""
 
+import json
 import os
 import socket
 import threading
 import time
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpitrain.config import parse, with_settings
+from mpitrain.data import as_it_is
 from mpitrain.errors import TrainingError
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.run import watchdog
@@ -19,10 +22,10 @@ from mpitrain.run.build import build
 from mpitrain.run.checkpoint import save_load
 from mpitrain.run.checkpoint.directories import newest
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.open_run import configured
-from mpitrain.run.run_dir import noted_scan
+from mpitrain.run.open_run import configured, open_run
+from mpitrain.run.run_dir import noted_largest
 from mpitrain.run.trainer import Trainer
-from mpitrain.transport.base import Traffic
+from mpitrain.transport.requests import Traffic
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS
 from tests.runs import go, records, validated
@@ -178,8 +181,9 @@ def test_eval_rows_is_a_bound_and_zero_means_all(book):
 
 def test_an_opened_run_evaluates_as_many_rows_at_once_as_a_rank_trained_with(book, tmp_path):
     go(3, [*book, "batch.size=18", "batch.micro_batches=2", "run.eval_every=-1"])
+    alone = partial(configured, tmp_path / "run", [])
     for ranks in (1, 2, 4):
-        config = configured(tmp_path / "run", [], ranks)
+        config = run_ranks(ranks, open_run, tmp_path / "run", alone)[0].trainer.config
         assert config.batch.size // (ranks * (config.batch.micro_batches or 1)) == 3
 
 
@@ -394,15 +398,32 @@ def test_a_watchdog_says_which_message_a_rank_waits_for(monkeypatch, capfd):
     )
 
 
+@pytest.fixture
+def tokens(tmp_path):
+    """A data.source of ten tokens, of which the run directory `tmp_path` has noted the largest."""
+    np.arange(10, dtype="<u2").tofile(tmp_path / "book")
+    source = f"tokens:{tmp_path / 'book'}"
+    scan = as_it_is(source)._replace(largest=9)
+    (tmp_path / "tokens.json").write_text(json.dumps(scan._asdict()))
+    assert noted_largest(tmp_path, source) == 9
+    return source
+
+
 @pytest.mark.parametrize("text", (b"[" * 100_000, b"{}", b"\xff", b"[1]", b""))
-def test_a_note_of_tokens_that_cannot_be_read_is_none(text, tmp_path):
+def test_a_note_of_tokens_that_cannot_be_read_is_none(text, tokens, tmp_path):
     (tmp_path / "tokens.json").write_bytes(text)
-    assert noted_scan(tmp_path) is None
+    assert noted_largest(tmp_path, tokens) is None
 
 
-def test_a_note_of_tokens_that_is_a_pipe_is_none(tmp_path):
+def test_a_note_of_tokens_that_is_a_pipe_is_none(tokens, tmp_path):
+    (tmp_path / "tokens.json").unlink()
     os.mkfifo(tmp_path / "tokens.json")
-    assert noted_scan(tmp_path) is None
+    assert noted_largest(tmp_path, tokens) is None
+
+
+def test_a_note_of_a_file_of_tokens_that_is_gone_is_none(tokens, tmp_path):
+    (tmp_path / "book").unlink()
+    assert noted_largest(tmp_path, tokens) is None
 
 
 def test_of_a_stream_whose_steps_become_known_together_each_has_its_own_time(book, tmp_path):

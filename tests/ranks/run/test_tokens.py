@@ -13,7 +13,7 @@ from mpitrain.errors import DataError
 from mpitrain.run import build as build_module
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
-from mpitrain.run.open_run import open_run
+from mpitrain.run.open_run import configured, open_run
 from mpitrain.transport.threads import run_ranks
 
 TINY = [
@@ -50,7 +50,9 @@ def settings(tmp_path):
 
 def go(ranks, settings, steps, resume="no"):
     config = parse(with_settings({}, [*settings, f"run.steps={steps}"]))
-    run_ranks(ranks, lambda transport: train(transport, config, resume, lambda: False, Silent()))
+    run_ranks(
+        ranks, lambda transport: train(transport, lambda: config, resume, lambda: False, Silent())
+    )
 
 
 def test_each_rank_scans_its_part_once_a_run_and_again_only_if_the_file_has_changed(
@@ -61,7 +63,12 @@ def test_each_rank_scans_its_part_once_a_run_and_again_only_if_the_file_has_chan
     assert json.loads((tmp_path / "run/tokens.json").read_text())["largest"] == 901
     scans.clear()
     go(2, settings, 4, "yes")
-    job = run_ranks(2, lambda transport: open_run(transport, tmp_path / "run", []))[0]
+    job = run_ranks(
+        2,
+        lambda transport: open_run(
+            transport, tmp_path / "run", lambda: configured(tmp_path / "run", [])
+        ),
+    )[0]
     assert scans == [] and job.source.inputs == 902
     os.utime(tmp_path / "tokens", ns=(1, 1))
     go(2, settings, 6, "yes")

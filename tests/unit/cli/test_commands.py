@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands, train
 from mpitrain.cli.generate import readable
+from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
-from mpitrain.cli.session import settings_of
 from mpitrain.cli.terminal.progress import way
 from mpitrain.collectives.engine.codecs import parse_wire
 from mpitrain.config import parse, with_settings
@@ -47,9 +47,10 @@ def test_every_command_explains_itself(name):
     ],
 )
 def test_a_path_of_an_option_reaches_the_configuration_as_it_was_named(name):
-    assert with_settings(
-        {}, settings_of(("run.out", name), ("layout.dp", 3), ("data.source", None))
-    ) == {"run": {"out": name}, "layout": {"dp": 3}}
+    assert with_settings({}, changes((), out=name, dp=3, data=None)) == {
+        "run": {"out": name},
+        "layout": {"dp": 3},
+    }
 
 
 def test_help_config_lists_every_key():

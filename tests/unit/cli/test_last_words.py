@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from mpitrain.cli import LAUNCHED
 from mpitrain.cli.terminal import last_words
 from mpitrain.cli.train import Stop
 from tests.mpi.test_commands import TINY
@@ -17,7 +16,6 @@ from tests.processes import SECONDS
 MPIRUN = """
 import os, pathlib, signal, subprocess, sys, time
 pathlib.Path("/proc/self/comm").write_text("prterun")
-os.environ.pop({launched!r}, None)
 with open("forwarded", "wb") as forwarded:
     rank = subprocess.Popen([sys.executable, "-m", "mpitrain", *{words!r}], stdout=forwarded)
 while b"step  " not in pathlib.Path("forwarded").read_bytes() and rank.poll() is None:
@@ -41,7 +39,7 @@ def test_a_rank_that_mpirun_ends_says_so_on_the_output_of_mpirun_and_warned_befo
         "run.log_every=1",
     ]
     done = subprocess.run(
-        [sys.executable, "-c", MPIRUN.format(launched=LAUNCHED, words=words)],
+        [sys.executable, "-c", MPIRUN.format(words=words)],
         cwd=tmp_path,
         text=True,
         capture_output=True,

@@ -6,7 +6,6 @@ from contextlib import suppress
 
 import pytest
 
-from mpitrain.cli import ENDED
 from mpitrain.cli.launch.launcher_output import LauncherOutput, Passage
 from mpitrain.cli.launch.launcher_output import Output as OutputWords
 from mpitrain.cli.terminal.output import Output, OutputError
@@ -58,10 +57,11 @@ def test_what_the_encoding_lacks_is_written_as_an_escape(tmp_path):
 def test_launch_hears_a_run_to_its_end_though_its_own_output_is_full(is_courtesy):
     read, write = os.pipe()
     words = LauncherOutput()
-    passage = Passage(read, os.open("/dev/full", os.O_WRONLY), OutputWords(words), is_courtesy)
+    full = os.open("/dev/full", os.O_WRONLY)
+    passage = Passage(read, full, words, OutputWords(words), is_courtesy)
     with suppress(BrokenPipeError):
-        for text in ("step 1\n" * 30_000, ENDED + "\n"):
+        for text in ("step 1\n" * 30_000, '\x1e{"mpitrain": "ended", "run_dir": ""}\n'):
             os.write(write, text.encode())
     os.close(write)
     passage.join(SECONDS)
-    assert words.closing == (ENDED if is_courtesy else None)
+    assert words.end == ("ended" if is_courtesy else "")

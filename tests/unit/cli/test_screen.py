@@ -8,6 +8,7 @@ import termios
 import pytest
 
 from mpitrain.cli.terminal import progress, screen
+from mpitrain.cli.terminal.status import FLAG
 from tests.mpi.test_commands import TINY
 from tests.processes import PROGRAM
 from tests.terminals import on_a_terminal, rendered
@@ -84,7 +85,7 @@ def test_a_launcher_that_forwards_two_pipes_in_any_order_breaks_no_line(tmp_path
     """It passes standard output on when the run has ended: lines that came by it would stand behind the bar's."""
     launcher = (
         "import subprocess, sys\n"
-        f"said = subprocess.run({TRAIN!r}, stdout=subprocess.PIPE).stdout\n"
+        f"said = subprocess.run({[TRAIN[0], '-X', FLAG, *TRAIN[1:]]!r}, stdout=subprocess.PIPE).stdout\n"
         "sys.stdout.buffer.write(said)"
     )
     supervised = (
@@ -101,7 +102,7 @@ def test_a_launcher_that_forwards_two_pipes_in_any_order_breaks_no_line(tmp_path
 @pytest.mark.parametrize("columns, rows", [(80, 24), (40, 1), (120, 0)])
 def test_one_rank_shows_each_line_whole_and_one_bar(columns, rows, tmp_path):
     """Also where the terminal has one row, or does not know how many it has."""
-    code, data = on_a_terminal(TRAIN, columns, rows, cwd=tmp_path)
+    code, data = on_a_terminal(TRAIN, columns, rows=rows, cwd=tmp_path)
     assert code == 0, data
     drawn = data.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
     whole = [text for text in drawn if text and not text.endswith("\x1b[K")]

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.cli import ENDED, NOT_BEGUN, STOPPED_AT
-from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput, Output
-from tests.processes import SECONDS
+from mpitrain.cli import NOT_BEGUN
+from mpitrain.cli.launch.launcher_output import Errors, LauncherOutput
+from mpitrain.cli.terminal.status import FLAG, StatusFilter
+from tests.processes import SECONDS, run
 
 ROOT = Path(__file__).parents[3]
 PATIENCE = SECONDS
@@ -36,7 +37,10 @@ PMIX = (
     + b" PMIX ERROR: PMIX_ERR_UNREACH in file /openmpi-5.0.11/3rd-party/openpmix/src/server/pmix_server.c at line 31\n"
 )
 SRUN = b"srun: error: node2: task 1: Killed\n"
-BEGAN = "gpt: 12 parameters; run directory runs/x"
+BEGAN = '\x1e{"mpitrain": "began", "run_dir": "runs/x"}'
+ENDED, STOPPED, NOTHING = (
+    f'\x1e{{"mpitrain": "{event}", "run_dir": ""}}' for event in ("ended", "stopped", "not begun")
+)
 
 
 def started(code, training=True, prelude="signal.signal(signal.SIGHUP, signal.SIG_DFL)", **more):
@@ -70,12 +74,14 @@ def test_a_result_that_standard_output_does_not_take_is_said_and_no_success():
     "said, code, returned",
     [
         (ENDED, 0, 0),
-        (f"{STOPPED_AT}5;", 85, 85),
-        (f"{STOPPED_AT}5;", 0, 85),
+        (STOPPED, 85, 85),
+        (STOPPED, 0, 85),
         (ENDED, 1, 1),
-        (f"{STOPPED_AT}5;", 1, 1),
-        (NOT_BEGUN, 85, 85),
+        (STOPPED, 1, 1),
+        (NOTHING, 85, 85),
         ("failed at step 5", 1, 1),
+        ("done: parameters bitwise equal on all ranks", 0, 1),
+        ("stopped at step 5; --resume goes on from there", 0, 1),
         ("", 0, 1),
         ("", 2, 2),
         ("step 4/5", 0, 1),
@@ -94,25 +100,48 @@ def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
         code == 1
         and b"the launcher returned 0, but rank 0 did not say that the run ended" in errors
     )
-    assert (
-        supervised(f"import os; print({BEGAN!r}); print({ENDED!r}); os.kill(os.getpid(), 9)")[0]
-        == 137
-    )
-    assert supervised("import os; os.kill(os.getpid(), 9)", training=False)[0] == 137
+    ending = "import os; os.kill(os.getpid(), 9)"
+    assert supervised(f"print({BEGAN!r}); print({ENDED!r}); {ending}")[0] == 137
+    assert supervised(ending, training=False)[0] == 137
 
 
 def test_a_tag_of_the_launcher_before_each_line_does_not_hide_the_end():
-    assert (
-        supervised(
-            f"print('[1,0]<stdout>: {BEGAN}'); print('[1,0]<stdout>: {ENDED} on all ranks')"
-        )[0]
-        == 0
+    for tag in ("[1,0]<stdout>: ", "0: "):
+        lines = [f"{tag}{BEGAN}", f"{tag}step 1/1", f"{tag}{ENDED}", f"{tag}done"]
+        code, out, errors = supervised(f"print(*{lines!r}, sep='\\n')")
+        assert (code, out, errors) == (0, f"{tag}step 1/1\n{tag}done\n".encode(), b"")
+
+
+@pytest.mark.parametrize("stream", ("stdout", "stderr"))
+def test_status_lines_are_removed_from_either_stream_and_nothing_else_is(stream):
+    code, out, errors = supervised(
+        f"import sys; print('a bar', {BEGAN!r} + '\\nstep', {ENDED!r}, 'done', sep='\\n', file=sys.{stream})"
     )
-    assert supervised(f"print('0: {BEGAN}'); print('0: {ENDED} on all ranks')")[0] == 0
+    shown = b"a bar\nstep\ndone\n"
+    assert (code, out + errors) == (0, shown)
 
 
-def test_a_directory_that_is_named_like_an_end_is_none():
-    assert supervised(f"print('{BEGAN}/{STOPPED_AT}5'); print('{ENDED} on all ranks')")[0] == 0
+@pytest.mark.parametrize("size", (1, 7, 10000))
+def test_a_status_line_is_read_however_it_is_cut(size):
+    events = []
+    status = StatusFilter(lambda *facts: events.append(facts))
+    text = f"one\r\n{BEGAN}\r\ntwo\x1e\x1e{{three\n{STOPPED}\nfour\x1e".encode()
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    shown = b"".join(map(status.pass_on, pieces)) + status.release()
+    assert events == [("began", "runs/x"), ("stopped", "")]
+    assert shown == b"one\r\ntwo\x1e\x1e{three\nfour\x1e"
+
+
+def test_without_launch_a_rank_writes_no_status_line_and_with_it_any_path_survives():
+    call = "from mpitrain.cli.terminal.status import status; print(status('began', 'ü\\n\\udcff'), end='')"
+    for flags, wanted in (([], []), (["-X", FLAG], [("began", "ü\n\udcff")])):
+        events: list[tuple[str, str]] = []
+        out = run([sys.executable, *flags, "-c", call]).stdout.encode()
+        assert (
+            StatusFilter(lambda event, path, to=events: to.append((event, path))).pass_on(out)
+            == b""
+        )
+        assert events == wanted
 
 
 LISTENS = (
@@ -126,7 +155,7 @@ LISTENS = (
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
 def test_a_request_reaches_a_run_that_reports_nothing_and_is_answered_in_a_line(number):
-    process = started(LISTENS.format(first="ready", last=f"{STOPPED_AT}3; --resume", code=85))
+    process = started(LISTENS.format(first="ready", last=STOPPED, code=85))
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE)
@@ -143,7 +172,7 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
 
 
 def test_what_rank_0_said_of_that_is_not_said_again():
-    process = started(LISTENS.format(first="ready", last=NOT_BEGUN, code=14))
+    process = started(LISTENS.format(first="ready", last=f"{NOTHING}\n{NOT_BEGUN}", code=14))
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=PATIENCE)
@@ -159,7 +188,7 @@ def test_a_request_that_the_launcher_had_no_ranks_for_is_repeated_when_the_run_h
         "while not got: time.sleep(.01)\n"
         f"print({BEGAN!r})\n"
         "while len(got) < 2: time.sleep(.01)\n"
-        f"print({STOPPED_AT!r} + '1'); sys.exit(85)"
+        f"print({STOPPED!r}); sys.exit(85)"
     )
     process = started(code)
     assert process.stdout.readline() == b"ready\n"
@@ -170,10 +199,10 @@ def test_a_request_that_the_launcher_had_no_ranks_for_is_repeated_when_the_run_h
 
 def test_a_second_request_ends_the_launcher():
     process = started(
-        f"import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('heard'));\nprint({BEGAN!r})\n"
+        f"import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('heard'));\nprint({BEGAN!r} + '\\nready')\n"
         "while True: time.sleep(1)"
     )
-    assert process.stdout.readline().decode().strip() == BEGAN
+    assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == b"heard\n"
     process.send_signal(signal.SIGTERM)
@@ -183,7 +212,7 @@ def test_a_second_request_ends_the_launcher():
 
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
     process = started(
-        LISTENS.format(first=BEGAN, last=f"{STOPPED_AT}3; --resume", code=85),
+        LISTENS.format(first=f"{BEGAN}\nready", last=STOPPED, code=85),
         prelude="signal.signal(signal.SIGHUP, signal.SIG_IGN)",
     )
     process.stdout.readline()
@@ -265,7 +294,7 @@ def test_a_box_that_alone_tells_what_happened_stays():
     for text in (EXITED, NO_SLOTS, b"ours\n" + NO_SLOTS, PMIX, RULE, RULE[:10]):
         assert sifted(text)[0] == text
     words = LauncherOutput()
-    Output(words).pass_on(f"{STOPPED_AT}3; --resume\n".encode())
+    words.note("stopped", "")
     of_a_rank = PMIX.replace(SERVER, b"[node2.local:77]")
     assert Errors(words, SERVER).pass_on(EXITED + PMIX + of_a_rank) == b"", (
         "after a stop neither box nor line says anything new"
@@ -291,14 +320,19 @@ def test_a_box_that_alone_tells_what_happened_stays():
     ],
 )
 def test_a_killed_rank_is_named_with_its_host(text, said):
-    assert str(sifted(text)[1].killed) == str(sifted(text[:30], text[30:])[1].killed) == said
+    assert (
+        str(sifted(text)[1].killed.first())
+        == str(sifted(text[:30], text[30:])[1].killed.first())
+        == said
+    )
 
 
 def test_a_rank_that_srun_kills_because_another_left_is_not_the_one_that_was_killed():
     left = b"srun: error: node1: task 0: Exited with exit code 1\n"
-    assert sifted(left + SRUN)[1].killed is None
-    assert sifted(left, SRUN)[1].killed is None
-    assert sifted(SRUN, left)[1].killed.rank == sifted(SRUN + left)[1].killed.rank == "1"
+    assert sifted(left + SRUN)[1].killed.first() is None
+    assert sifted(left, SRUN)[1].killed.first() is None
+    assert sifted(SRUN, left)[1].killed.first().rank == "1"
+    assert sifted(SRUN + left)[1].killed.first().rank == "1"
 
 
 # What srun of Slurm 22.05 said on two hosts with two ranks each when rank 3 was killed: most often, and one time in six.
@@ -336,7 +370,7 @@ SRUN_MIXES = (
 )
 def test_of_ranks_that_srun_lists_together_no_wrong_one_is_named(text, said):
     for parts in ([text], [text[:30], text[30:]], text.splitlines(True)):
-        assert str(sifted(*parts)[1].killed) == said
+        assert str(sifted(*parts)[1].killed.first()) == said
 
 
 def test_where_srun_names_several_ranks_launch_points_to_the_report_of_the_run():

@@ -133,7 +133,7 @@ def trained(folder, resume="auto", *settings):
     run_ranks(
         1,
         train,
-        parse(with_settings(tables, [*settings, f'run.out="{folder}"'])),
+        lambda: parse(with_settings(tables, [*settings, f'run.out="{folder}"'])),
         resume,
         lambda: False,
         Silent(),

@@ -20,7 +20,7 @@ from mpitrain.ops.cuda.tiles import write_tiles
 from mpitrain.pipeline.schedule_files import find_plan, write_plan
 from mpitrain.run.loop import train
 from mpitrain.run.open_run import configured, open_run
-from mpitrain.run.run_dir import configuration, find
+from mpitrain.run.run_dir import configuration, look
 from mpitrain.transport.threads import run_ranks
 
 TINY = [
@@ -44,7 +44,7 @@ def trained(folder, *settings, resume="no", ranks=1, base=TINY):
             {**tables, "layout": {}}, [*([] if tables else base), *settings, f'run.out="{folder}"']
         )
     )
-    run_ranks(ranks, train, config, resume, lambda: False, Silent())
+    run_ranks(ranks, train, lambda: config, resume, lambda: False, Silent())
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
 
@@ -124,10 +124,14 @@ def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
         typed = parse(
             with_settings({}, [*tokens, "run.steps=6", f'run.out="{tmp_path / name}"'])
         )  # as a file says it
-        run_ranks(1, train, typed, "yes", lambda: False, Silent())
+        run_ranks(1, train, lambda typed=typed: typed, "yes", lambda: False, Silent())
         opened = run_ranks(
             1,
-            lambda transport, name: open_run(transport, tmp_path / name, []).data.held_out_tokens,
+            lambda transport, name: (
+                open_run(
+                    transport, tmp_path / name, lambda: configured(tmp_path / name, [])
+                ).data.held_out_tokens
+            ),
             name,
         )
         assert [*held_out(name), *opened] == [50 if name == "after" else 200] * 4, name
@@ -157,12 +161,12 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_names_the_way_to_star
 ):
     tables = with_settings({}, [*TINY, f'run.out="{tmp_path}"'])
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(1, train, parse(tables), "no", lambda: False, killed_at(2))
+        run_ranks(1, train, lambda: parse(tables), "no", lambda: False, killed_at(2))
     with pytest.raises(ConfigError, match="--resume=auto"):
-        run_ranks(1, train, parse(tables), resume, lambda: False, Silent())
-    run_ranks(1, train, parse(tables), "auto", lambda: False, Silent())
+        run_ranks(1, train, lambda: parse(tables), resume, lambda: False, Silent())
+    run_ranks(1, train, lambda: parse(tables), "auto", lambda: False, Silent())
     with pytest.raises(ConfigError, match="Add --resume to go on"):
-        run_ranks(1, train, parse(tables), "no", lambda: False, Silent())
+        run_ranks(1, train, lambda: parse(tables), "no", lambda: False, Silent())
 
 
 def test_a_run_whose_configuration_is_gone_is_not_started_over(folder):
@@ -173,7 +177,7 @@ def test_a_run_whose_configuration_is_gone_is_not_started_over(folder):
         ("no", "already holds a run"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            run_ranks(1, train, parse(tables), resume, lambda: False, Silent())
+            run_ranks(1, train, lambda: parse(tables), resume, lambda: False, Silent())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL])
@@ -221,7 +225,7 @@ def evaluated(folder, *settings, ranks=1):
     """Held-out loss of a run, as `eval` opens it."""
 
     def run(transport):
-        trainer, source, _ = open_run(transport, folder, list(settings))
+        trainer, source, _ = open_run(transport, folder, lambda: configured(folder, list(settings)))
         source.held_out = 8
         return trainer.evaluate(source)[0]
 
@@ -293,7 +297,7 @@ def test_a_run_by_a_schedule_s_file_is_opened_from_anywhere_and_its_own_file_sta
     assert configuration(tmp_path / "run").pipeline.schedule == f"{tmp_path}/own.json"
     assert evaluated(tmp_path / "run") == before
     with pytest.raises(ConfigError, match="run already holds a run"):
-        run_ranks(1, find, parse(read_toml(tmp_path / "run/config.toml")), "no")
+        look(parse(read_toml(tmp_path / "run/config.toml")), "no", 1)
 
 
 def test_only_what_the_user_changed_is_told_when_a_run_goes_on(tmp_path, monkeypatch):
@@ -302,7 +306,7 @@ def test_only_what_the_user_changed_is_told_when_a_run_goes_on(tmp_path, monkeyp
     own = [*TINY, "data.source=text:book", "run.out=run"]
     trained(Path("run"), base=own)
     config = parse(with_settings({}, [*own, "run.steps=5", "optimizer.lr=0.5"]))
-    assert run_ranks(1, find, config, "yes")[0].changed == {
+    assert look(config, "yes", 1).changed == {
         "run.steps": [3, 5],
         "optimizer.lr": [0.002, 0.5],
     }
@@ -315,7 +319,7 @@ def test_a_run_that_goes_on_is_told_from_one_that_ended(folder):
             if held:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             with pytest.raises(ConfigError, match=complaint):
-                run_ranks(1, find, config, "no")
+                look(config, "no", 1)
 
 
 def test_what_only_training_needs_does_not_stop_an_evaluation(tmp_path):
@@ -348,7 +352,7 @@ def test_a_configuration_that_does_not_say_everything_is_refused(folder, damage,
         configuration(folder)
     config = parse(with_settings({}, [*TINY, f'run.out="{folder}"', "run.steps=4"]))
     with pytest.raises(ConfigError, match=complaint):
-        run_ranks(2, train, config, "yes", lambda: False, Silent())
+        run_ranks(2, train, lambda: config, "yes", lambda: False, Silent())
 
 
 def test_keys_that_a_later_version_has_added_are_no_damage(folder):
@@ -382,7 +386,7 @@ def test_resume_without_a_directory_prints_the_line_that_goes_on_with_the_newest
 ):
     def refusal(ranks):
         with pytest.raises(ConfigError) as raised:
-            run_ranks(ranks, find, parse({}), "yes")
+            look(parse({}), "yes", ranks)
         return str(raised.value)
 
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,76 @@
+"""Options of several commands that describe the training job: the configuration file and keys."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.machine.kinds import KINDS
+
+KEYS = {
+    "data": "data.source",
+    "rows": "run.eval_rows",
+    "dp": "layout.dp",
+    "tp": "layout.tp",
+    "pp": "layout.pp",
+    "device": "device.kind",
+    "gemm": "device.gemm",
+    "out": "run.out",
+    "plugins": "run.plugins",
+}
+"""The configuration key that each option sets."""
+
+CONFIG_FILE = click.argument(
+    "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
+)
+SET = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set one configuration key (repeatable).",
+)
+DP = click.option(
+    "--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks)."
+)
+TP = click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
+PP = click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
+DEVICE = click.option("--device", metavar="KIND", help=f"Kind of device: auto, {', '.join(KINDS)}.")
+OWN_DEVICE = click.option(
+    "--device", metavar="KIND", help="Kind of device (default: the run's own)."
+)
+GEMM = click.option(
+    "--gemm",
+    metavar="WHO",
+    help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
+)
+PLUGINS = click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    metavar="FILE",
+    callback=lambda context, option, files: list(files) or None,
+    help="A plugin that the run was trained with (repeatable): its run.plugins.",
+)
+
+
+def changes(settings: tuple[str, ...], **options: Any) -> list[str]:
+    """Return the settings and, for each option that is not None, `section.key=value`."""
+    given = {KEYS[name]: value for name, value in options.items() if value is not None}
+    return [*settings, *(f"{key}={_toml(value)}" for key, value in given.items())]
+
+
+def _toml(value: Any) -> str:
+    import tomli_w
+
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
+
+
+def configured(config_file: Path | None, settings: list[str]) -> Any:
+    """Return the configuration of the file, or the defaults, with the settings applied."""
+    from mpitrain.config import read_toml, with_settings
+    from mpitrain.run.choices import parse
+
+    return parse(
+        with_settings(read_toml(config_file) if config_file else {}, settings), config_file
+    )
