@@ -39,6 +39,13 @@ DEVICE = click.option("--device", metavar="KIND", help=f"Kind of device: auto, {
 OWN_DEVICE = click.option(
     "--device", metavar="KIND", help="Kind of device (default: the run's own)."
 )
+PLUGINS = click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    metavar="FILE",
+    help="A plugin that the run was trained with (repeatable): its run.plugins.",
+)
 GEMM = click.option(
     "--gemm",
     metavar="WHO",
@@ -55,8 +62,8 @@ PLUGINS = click.option(
 
 
 def changes(settings: tuple[str, ...], **options: Any) -> list[str]:
-    """Return the settings and, for each option that is not None, `section.key=value`."""
-    given = {KEYS[name]: value for name, value in options.items() if value is not None}
+    """Return the settings and, for each option that is given, `section.key=value`."""
+    given = {KEYS[name]: value for name, value in options.items() if value not in (None, ())}
     return [*settings, *(f"{key}={_toml(value)}" for key, value in given.items())]
 
 

@@ -35,7 +35,6 @@ class Binder(Protocol):
 
     transport: Transport
     algorithm: str
-    progress_thread: str
 
     @property
     def rank(self) -> int: ...
@@ -88,15 +87,8 @@ class TimedReduction:
     beyond their last use.
     """
 
-    def __init__(
-        self, inner: Reduction, waited: StallTime, transport: Transport, progress_thread: str
-    ):
-        self._inner, self._waited, self._transport, self._progress_thread = (
-            inner,
-            waited,
-            transport,
-            progress_thread,
-        )
+    def __init__(self, inner: Reduction, waited: StallTime, transport: Transport):
+        self._inner, self._waited, self._transport = inner, waited, transport
         self.algorithm, self.is_messages, self.state, self.learn = (
             inner.algorithm,
             inner.is_messages,
@@ -121,7 +113,7 @@ class TimedReduction:
 
         Between hosts, a thread progresses the messages meanwhile.
         """
-        moving = mover(self._transport, [self._inner], self._progress_thread)
+        moving = mover(self._transport, [self._inner])
         moving.start(self._inner)
         yield
         moving.leave()
@@ -186,9 +178,8 @@ class ActivationBuffer:
     def _found(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> TimedReduction:
         bound, key = self._buffer.bound, (operation, op)
         if key not in bound:
-            group = self._group
             bound[key] = TimedReduction(
-                bind(self._buffer.elements), self._waited, group.transport, group.progress_thread
+                bind(self._buffer.elements), self._waited, self._group.transport
             )
         return bound[key]
 

@@ -48,8 +48,6 @@ class Group:
         As in `bind`.
     arena : Arena, optional
         Counts the bytes that `exchange` leases.
-    progress_thread : {"auto", "no"}
-        As `replication.progress_thread`.
 
     Attributes
     ----------
@@ -77,9 +75,7 @@ class Group:
         tuning: Tuning | None = None,
         arithmetic: Arithmetic | None = None,
         arena: Arena | None = None,
-        progress_thread: str = "auto",
     ):
-        self.progress_thread = progress_thread
         self.transport, self.algorithm = transport, algorithm
         self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
         self.arena = arena or Arena()

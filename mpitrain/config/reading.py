@@ -181,10 +181,10 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
         raise ConfigError(_no_choice(name, law, value, [*map(str, choices)]), LISTED)
 
 
-def check_text(name: str, value: str) -> None:
-    """Raise ConfigError, with the message of `parse`, unless the text is valid UTF-8."""
+def check_text(name: str, value: str | list[str]) -> None:
+    """Raise ConfigError, with the message of `parse`, unless text or texts are valid UTF-8."""
     try:
-        value.encode()
+        "".join(value).encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{name} must be UTF-8, but is {value!r}.", LISTED) from None
 

@@ -382,7 +382,7 @@ class Precision(Section):
 
 
 class Optimizer(Section):
-    name: Literal["sgd", "momentum", "adamw"] = Field("adamw", description="update rule")
+    name: str = Field("adamw", description="update rule")
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(
         0.1,

@@ -69,7 +69,7 @@ class Parameter(NamedTuple):
         if self.slices is None:
             return self.shape
         shapes = [tuple(s.stop - s.start for s in rectangle) for rectangle in self.slices]
-        joined = self._joined_along
+        joined = self.joined_along
         return tuple(
             sum(shape[dim] for shape in shapes) if dim == joined else length
             for dim, length in enumerate(shapes[0])
@@ -79,10 +79,10 @@ class Parameter(NamedTuple):
         """Return this rank's region of the whole tensor."""
         if self.slices is None:
             return whole
-        return np.concatenate([whole[rectangle] for rectangle in self.slices], self._joined_along)
+        return np.concatenate([whole[rectangle] for rectangle in self.slices], self.joined_along)
 
     @property
-    def _joined_along(self) -> int:
+    def joined_along(self) -> int:
         """The dim in which the rectangles differ; 0 for a single rectangle."""
         assert self.slices is not None
         first = self.slices[0]

@@ -9,7 +9,8 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Parameter, Weights, backward
 from mpitrain.layers.fusion import Fusion, fusion_of
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import Writes, reference
+from mpitrain.ops import Writes
+from mpitrain.ops.reference.layers import add as add_arrays
 
 NOTHING: dict = {}
 
@@ -149,7 +150,7 @@ class Residual:
     output_is_free = True
 
     def __init__(self, inner: Any, add: Writes | None = None):
-        self.inner, self.add = inner, add or reference.add
+        self.inner, self.add = inner, add or add_arrays
         self._fusion = fusion_of(inner)
 
     def parameters(self) -> list[Parameter]:

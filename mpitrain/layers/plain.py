@@ -6,6 +6,7 @@ channels, H heads, V vocabulary.
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from typing import Any
@@ -15,6 +16,7 @@ from mpitrain.layers.base import Gradients, Layer, Loss, Parameter, Weights
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.fusion import Fusion, GeluCut
 from mpitrain.layers.initial import Draw, normal, ones, zeros
+from mpitrain.layers.now import Now
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 
@@ -132,12 +134,13 @@ class LayerNorm:
     """Layer normalisation, (x - mean) / standard deviation * gain + bias, over the last dim.
 
     gain, bias  (width,)
+    epsilon     added to the variance
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)
 
-    def __init__(self, ops: Ops, width: int):
-        self.ops, self.width = ops, width
+    def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5):
+        self.ops, self.width, self.epsilon = ops, width, epsilon
 
     def parameters(self):
         """Return gain and bias."""
@@ -150,7 +153,7 @@ class LayerNorm:
         return shape
 
     def forward(self, w, x, arena):
-        y, saved = self.ops.layer_norm(flat_rows(x), w["gain"], w["bias"], arena)
+        y, saved = self.ops.layer_norm(flat_rows(x), w["gain"], w["bias"], self.epsilon, arena)
         return y.reshape(x.shape), saved
 
     def backward_input(self, w, dy, saved, arena, residual=None):
@@ -248,10 +251,22 @@ class Plain:
     ----------
     ops : Ops
         The operations of a device: see `ops_for`.
+
+    Attributes
+    ----------
+    now : Now
+        The step and rows that the layers compute; for layers that draw random numbers.
     """
 
     def __init__(self, ops: Ops):
-        self.ops = ops
+        self.ops, self.now = ops, Now()
+
+    def row_numbers(self, shape: Sequence[int]) -> range:
+        """Return the numbers within the global batch of the rows of an activation (..., C).
+
+        Rows are samples, or the tokens of sequences, counted from the first row of the batch.
+        """
+        return self.now.numbers(math.prod(shape[:-1]))
 
     def embedding(self, vocab: int, context: int, width: int) -> Embedding:
         """Return an embedding, tokens (B, T) to (B, T, width), with learned positions.
@@ -264,24 +279,46 @@ class Plain:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
         return LayerNorm(self.ops, width)
 
-    def qkv(self, width: int, heads: int, draw: Draw) -> Linear:
-        """Return a linear layer from width to 3 width: queries, keys and values of all heads."""
-        return FusedLinear(self.ops, width, 3 * width, draw)
+    def joined_linear(
+        self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"
+    ) -> Linear:
+        """Return a linear layer with several outputs side by side, which may differ in width.
+
+        Output i has counts[i] x each columns. layout.tp splits each output, between runs of `each`
+        columns. All are one tensor, weight (sum of columns, inputs).
+
+        noun    of the counts, for the error if layout.tp does not divide one
+        """
+        return FusedLinear(self.ops, inputs, sum(counts) * each, draw)
+
+    def qkv(self, width: int, heads: int, draw: Draw, kv_heads: int | None = None) -> Linear:
+        """Return a linear layer from width to the queries, keys and values of all heads.
+
+        Without kv_heads, keys and values have as many heads as queries, and the outputs 3 width
+        columns. With kv_heads, groups of queries share a head (Ainslie et al. 2023, GQA).
+
+        raises  ConfigError if heads do not divide width, or kv_heads not heads
+        """
+        shared = heads if kv_heads is None else kv_heads
+        each = divided(width, heads, f"heads do not divide a width of {width}")
+        divided(heads, shared, f"key and value heads do not divide {heads} heads")
+        return self.joined_linear(width, (heads, shared, shared), each, draw, "heads")
 
     def residual(self, inner: Layer) -> Residual:
         """Return a residual connection, x + inner(x)."""
         return Residual(inner, self.ops.add)
 
-    def attention(self, width: int, heads: int) -> Attention:
-        """Return causal attention, (B, T, 3 width) to (B, T, width); ConfigError if heads do not
-        divide width.
+    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> Attention:
+        """Return causal attention, (B, T, 3 width) to (B, T, width).
+
+        raises  ConfigError if heads do not divide width, or differ from kv_heads
         """
-        if heads < 1 or width % heads:
-            near = min(
-                (h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads)
-            )
+        divided(width, heads, f"heads do not divide a width of {width}")
+        if kv_heads not in (None, heads):
             raise ConfigError(
-                f"{heads} heads do not divide a width of {width}.", f"Nearest that does: {near}."
+                f"This attention has a key and value head for each head, but of {heads} heads "
+                f"there are {kv_heads}.",
+                "Leave kv_heads out, or use an attention layer of your own after `qkv`.",
             )
         return Attention(self.ops, heads)
 
@@ -312,6 +349,14 @@ class Plain:
     def loss(self) -> Loss:
         """Return the softmax cross-entropy over logits (N, V), for targets (N,) from 0 to V - 1."""
         return CrossEntropy(self.ops)
+
+
+def divided(whole: int, count: int, law: str) -> int:
+    """Return whole / count; raise ConfigError with the nearest divisor if count is not one."""
+    if count < 1 or whole % count:
+        near = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - count))
+        raise ConfigError(f"{count} {law}.", f"Nearest that does: {near}.")
+    return whole // count
 
 
 def flat_rows(x):

@@ -4,7 +4,7 @@ from __future__ import annotations  # so that help() prints signatures as they a
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.machine.devices import backend_for
 from mpitrain.machine.kinds import Kind
-from mpitrain.ops import Ops, cuda, host
+from mpitrain.ops import Ops, bodies, cuda
 from mpitrain.ops.cuda.linear import Multiply
 from mpitrain.ops.host.rounded import TYPES, rounded
 
@@ -80,12 +80,12 @@ def device_for(
     backend = backend_for(kind)
     if backend.kind not in KERNELS:
         if compute not in TYPES:
-            return Device(backend, cast(Ops, host))
-        ops, mirror = rounded(host, compute)
+            return Device(backend, bodies.host())
+        ops, mirror = rounded(compute)
         return Device(backend, ops, mirror=mirror)
     multiply = cuda.multiply(gemm, tiles)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
-    device = Device(backend, cast(Ops, cuda.body(kernels, multiply, backend)), kernels, multiply)
+    device = Device(backend, bodies.cuda(kernels, multiply, backend), kernels, multiply)
     return (
         device._replace(mirror=partial(cuda.mirror, kernels), half=HALVES[compute])
         if compute in HALVES

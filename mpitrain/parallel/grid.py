@@ -1,10 +1,11 @@
 """The grid of ranks: each rank's coordinates and process groups (as torch's DeviceMesh)."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic
+from mpitrain.collectives.engine.compose import Chain
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.topology import Topology
 from mpitrain.collectives.selection import table as algorithm_table
@@ -14,6 +15,7 @@ from mpitrain.config import Config
 from mpitrain.config.delays import delays
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
+from mpitrain.optim.tensors import FactSums
 from mpitrain.transport.base import Transport
 
 
@@ -158,7 +160,6 @@ class Grid:
         arithmetic: Arithmetic = HOST,
         arena: Arena | None = None,
         tp_algorithm: str = "",
-        progress_thread: str = "auto",
     ):
         assert axes.ranks == transport.size
         self.axes, self.transport = axes, transport
@@ -170,7 +171,7 @@ class Grid:
         self.reports_loss = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
 
         def group_of(part: Transport) -> Group:
-            groups.append(Group(part, algorithm, tuning, arithmetic, arena, progress_thread))
+            groups.append(Group(part, algorithm, tuning, arithmetic, arena))
             return groups[-1]  # no reference to `self`: it would make a reference cycle
 
         self._group_of = group_of
@@ -260,6 +261,29 @@ class Grid:
         holders  key of `holders`; "": the tensors of this rank alone
         """
         return not holders or self.holders[holders].rank == 0
+
+    def fact_sums(self, *groups: Group) -> FactSums:
+        """Return the sums of facts over the ranks that hold other elements of the same tensors.
+
+        Recursive doubling adds every element in one order, whatever its offset and the hosts. So
+        tied stages and other replicas, which hold the same elements, get the same bits.
+        groups  the facts are summed over each of these groups in turn
+        """
+
+        def bind(facts: Any) -> Callable[[], None]:
+            with self.transport.recorder.called("sums over tensors"):
+                links = [
+                    Group(
+                        group.transport, "recursive-doubling", group.tuning, group.arithmetic
+                    ).bind(facts)
+                    for group in groups
+                ]
+            return Chain(self.transport, links).run
+
+        def counts(holders: str) -> bool:
+            return self.holders.get(holders) is not self.tp or self.counts(holders)
+
+        return FactSums(bind, counts)
 
     @property
     def scratch_bytes(self) -> int:

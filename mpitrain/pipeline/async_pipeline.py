@@ -22,7 +22,7 @@ from mpitrain.pipeline.instructions import (
     fused_at_the_input,
     with_messages,
 )
-from mpitrain.pipeline.pipeline import Pipeline, Shape, shape_in
+from mpitrain.pipeline.pipeline import Pipeline, Shape, rows_of, shape_in
 from mpitrain.pipeline.schedules import STREAMS, plan_of
 from mpitrain.pipeline.stage import Stage
 
@@ -120,11 +120,18 @@ class AsyncPipeline(Pipeline):
         return Updating(units, replication, *rest)
 
     def train(
-        self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]
+        self,
+        step: int,
+        row: int,
+        shapes: Sequence[Shape],
+        first: Callable[[int], Any],
+        loss: Callable[[int, Any], Any],
     ) -> None:
         """Run a step's forwards and the backwards between them; drain if the replication `ends`."""
         m = self._micro_batches
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
+        for micro, rows in enumerate(rows_of(step, row, shapes), self._steps * m):
+            self._rows[micro % (2 * m)] = rows
         self._run(
             self._pieces.next if self._steps else self._pieces.first,
             lambda micro: first(micro % m),
@@ -151,7 +158,7 @@ class AsyncPipeline(Pipeline):
         """Execute a program, with micro-batches numbered for the current step."""
         m = self._micro_batches
         execute(
-            self._turning(moved(program, self._steps * m, 2 * m)),
+            self._announced(self._turning(moved(program, self._steps * m, 2 * m)), self._rows),
             self.stages,
             len(self._parts),
             first,

@@ -1,12 +1,13 @@
 """The pipeline runtime of one rank: its chunks of the model, and programs to train and evaluate."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from mpitrain.layers.base import Unit
+from mpitrain.layers.now import Now
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline.channel import Channel
@@ -22,6 +23,8 @@ from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.transport.base import Transport
 
 Shape = tuple[int, ...]
+Rows = tuple[int, int, int, bool]
+"""The arguments of `Now.set` for a micro-batch."""
 
 
 class Pipeline:
@@ -30,6 +33,7 @@ class Pipeline:
     stages       {chunk: Stage} of this rank, in ascending order
     input_shape  (chunk, shape of the model's input) -> shape of the chunk's input
     channel      to the other stages
+    now          the step and rows of the running instruction, as layers read it
     peak_bytes   peak of activation memory on this rank in the last step, without the update
     bytes sent   per micro-batch an activation and a gradient over each boundary between stages
     """
@@ -42,17 +46,20 @@ class Pipeline:
         replication: Replication,
         arena: Arena,
         dtype: Any,
+        now: Now,
     ):
         """Build this rank's stages and programs.
 
         parts      the units of each chunk of the model
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
+        now        of the layer factory that made the units
         """
         here, self._last = transport.rank, plan.place[-1]
         self._transport, self._parts = transport, parts
         self._arena, self.channel = arena, Channel(transport, arena, dtype)
         channel, self.peak_bytes = self.channel, 0
+        self.now, self._rows = now, dict[int, Rows]()
 
         def poll() -> None:
             replication.poll()
@@ -79,10 +86,17 @@ class Pipeline:
         return Stage(units, replication, *rest)
 
     def train(
-        self, shapes: Sequence[Shape], first: Callable[[int], Any], loss: Callable[[int, Any], Any]
+        self,
+        step: int,
+        row: int,
+        shapes: Sequence[Shape],
+        first: Callable[[int], Any],
+        loss: Callable[[int, Any], Any],
     ) -> None:
         """Run the forwards and backwards of one step.
 
+        step    number of the step
+        row     first row of this replica within the global batch
         shapes  shape of the model's input in each micro-batch
         first   (micro-batch) -> that input; called only on the stage of the first chunk
         loss    (micro-batch, output of the model) -> the gradient of that output; called only on
@@ -91,10 +105,26 @@ class Pipeline:
         for stage in self.stages.values():
             stage.begin(len(shapes))
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
+        self._rows = dict(enumerate(rows_of(step, row, shapes)))
         arena, before = self._arena, self._arena.peak
         arena.peak = arena.live
-        execute(self._program, self.stages, len(self._parts), first, loss, self.channel)
+        execute(
+            self._announced(self._program, self._rows),
+            self.stages,
+            len(self._parts),
+            first,
+            loss,
+            self.channel,
+        )
         self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
+
+    def _announced(
+        self, program: Iterable[Instruction], rows: Mapping[int, Rows]
+    ) -> Iterator[Instruction]:
+        """Yield the program; before each instruction, set `now` to the rows of its micro-batch."""
+        for instruction in program:
+            self.now.set(*rows[instruction.micro])
+            yield instruction
 
     def drain(self) -> None:
         """Finish the micro-batches that `train` left in flight: none in this class. Collective."""
@@ -110,7 +140,7 @@ class Pipeline:
         found: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
         execute(
-            self._question,
+            self._announced(self._question, {0: (0, 0, shape[0], False)}),
             self._asked,
             len(self._parts),
             lambda micro: first(),
@@ -150,6 +180,15 @@ def shape_in(
     shapes  of the model's input, by micro-batch of a step
     """
     return input_shape(part, shapes[micro % len(shapes)])
+
+
+def rows_of(step: int, row: int, shapes: Iterable[Shape]) -> list[Rows]:
+    """Return the arguments of `Now.set` for each micro-batch of a training step."""
+    found = []
+    for rows, *_ in shapes:
+        found.append((step, row, rows, True))
+        row += rows
+    return found
 
 
 def own(place: Sequence[int], stage: int) -> list[int]:

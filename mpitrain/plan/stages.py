@@ -218,6 +218,7 @@ def _there_and_back(
 
 def _input(trainer: Trainer, part: int, inputs: np.ndarray) -> Any:
     """Return an input of a chunk, on this rank's device."""
+    trainer.pipe.now.set(0, 0, len(inputs), True)
     if part == 0:
         return trainer.placed(inputs)
     return _drawn(trainer, trainer.pipe.input_shape(part, inputs.shape))

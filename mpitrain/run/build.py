@@ -140,6 +140,7 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     backend, batch = device.backend, config.batch
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
+    layers.now.set(0, 0, rows, True)
     shape = (rows, config.model.context) if source.model == "gpt" else (rows, source.inputs)
     computed = device.half or config.precision.stored
     inputs = np.zeros(shape, np.int64 if source.model == "gpt" else computed)

@@ -12,6 +12,7 @@ from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import load
 from mpitrain.config.whole import Key
+from mpitrain.optim import RULES
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, refusal_of
 from mpitrain.pipeline.schedules import SCHEDULES
 
@@ -19,6 +20,7 @@ from mpitrain.pipeline.schedules import SCHEDULES
 def choices() -> dict[str, tuple[Any, ...]]:
     """Return {key: allowed names} for the keys that name a row of a table."""
     return {
+        "optimizer.name": (*RULES,),
         "replication.mode": (*MODES,),
         "replication.zero": (0, *ZERO),
         "replication.algorithm": algorithm_table.choices("allreduce"),

@@ -11,7 +11,7 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
-from mpitrain.optim import STATE
+from mpitrain.optim import RULES
 from mpitrain.parallel.grid import divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
@@ -78,5 +78,5 @@ def sizes(
         length / chunks if chunks > 1 else largest,
         master,
         half if config.precision.is_half else 0,
-        len(STATE[config.optimizer.name]) * master,
+        RULES[config.optimizer.name].per_parameter * master,
     ), count

@@ -13,6 +13,7 @@ from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.ops.device import Device, device_for
+from mpitrain.optim import checked
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
@@ -83,9 +84,10 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
     hosts   host of every rank, by rank
     raises  ConfigError if it does not fit the ranks, hosts or this rank's device
     """
-    config = given.config
-    check(config)
-    found = axes(config, len(hosts), servers_of(config))
+    check(given.config)
+    config = checked(given.config)
+    servers = servers_of(config)
+    found = axes(config, len(hosts), servers)
     divisor(found, hosts, config.replication.shard)
     plan = _planned(config, found)
     kind = config.device.kind
@@ -101,8 +103,9 @@ def resolve_here(given: Given, hosts: Sequence[str]) -> Resolved:
         }
     )
     config.model_post_init(None)  # The kind that replaced `auto` has rules of its own.
+    check(config)
     axes(
-        config, len(hosts), found.servers
+        config, len(hosts), servers
     )  # Each micro-batch needs a row; their number may have changed.
     check_rows(config, found)
     wire, file = parse_wire(config.replication.wire), config.replication.tuning

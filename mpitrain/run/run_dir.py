@@ -41,6 +41,7 @@ from mpitrain.data import (
 )
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
+from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.directories import steps, sweep
 from mpitrain.run.choices import without_plugins
@@ -102,7 +103,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         return RunLocation(str(folder), "", has_run)
     then = configuration(folder)
     check_named(then.run.plugins, digests(config.run.plugins), folder)
-    changed = _changes(then, config)
+    changed = _changes(then, checked(config))
     if fixed := [
         f"{key} {then!r} -> {now!r}"
         for key, (then, now) in changed.items()
@@ -160,6 +161,7 @@ def configuration(folder: Path) -> Config:
         tables["run"]["out"] = "."
     check_named(entries(tables), imported(), folder)
     then = without_plugins(tables, folder / CONFIG)
+    then = then.model_copy(update={"optimizer": without_unread(then.optimizer)})
     missing = [
         key.name
         for key in keys()

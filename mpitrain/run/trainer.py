@@ -33,6 +33,7 @@ from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device.cuda_aware import over_device
+from mpitrain.transport.polled import Polled
 
 
 class Trainer:
@@ -92,6 +93,8 @@ class Trainer:
         mine = transport.split(0)
         assert mine is not None
         self._own: Transport | None = mine
+        if self.config.replication.progress_thread == "no":
+            mine = Polled(mine)
         self.transport = over_device(mine, self.backend, self.config.device.cuda_aware)
         self.grid = Grid(
             self.transport,
@@ -101,7 +104,6 @@ class Trainer:
             arithmetic_of(resolved.device),
             arena=self.arena,
             tp_algorithm=self.config.layout.algorithm,
-            progress_thread=self.config.replication.progress_thread,
         )
         try:
             self._build(units, loss)
@@ -153,7 +155,13 @@ class Trainer:
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config)(
-            resolved.plan, parts, grid.pp.transport, self.replication, self.arena, dtype
+            resolved.plan,
+            parts,
+            grid.pp.transport,
+            self.replication,
+            self.arena,
+            dtype,
+            layers.now,
         )
         self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), loss is None)
         self._recorder = recorder = self.transport.recorder
@@ -281,6 +289,8 @@ class Trainer:
         if rows:  # A parameter server has no rows.
             self._straggle(index)
             self.pipe.train(
+                index,
+                self.share().start,
                 [(len(mine), *inputs.shape[1:]) for mine in shares],
                 lambda micro: of(micro, inputs),
                 loss,

@@ -7,9 +7,11 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import cuda, reference
+from mpitrain.ops import bodies
 from mpitrain.ops.cuda.sums import sum_rows
 from tests.cases.numbers import assert_close, numbers, stored, values
+
+reference = bodies.reference()
 
 
 class Askew(Arena):
@@ -30,7 +32,7 @@ def one_askew(which: int, *shapes: tuple[int, ...]) -> tuple[Arena, list[np.ndar
 def check_bias(kernels: Kernels, which: int) -> None:
     """A rank's own rows of a sum begin anywhere; a bias, its gradient, a residual or the output may as well."""
     ops, (arena, (x, b, residual, out, db)) = (
-        cuda.body(kernels),
+        bodies.cuda(kernels),
         one_askew(which, (3, 8), (8,), (3, 8), (3, 8), (8,)),
     )
     ops.add_bias(x, b, out, arena, residual)
@@ -43,11 +45,11 @@ def check_bias(kernels: Kernels, which: int) -> None:
 def check_norm(kernels: Kernels, which: int) -> None:
     """Any array of a LayerNorm may begin anywhere."""
     ops, (arena, (x, gain, bias, dy, residual, dgain)) = (
-        cuda.body(kernels),
+        bodies.cuda(kernels),
         one_askew(which, (3, 8), (8,), (8,), (3, 8), (3, 8), (8,)),
     )
-    y, saved = ops.layer_norm(x, gain, bias, arena)
-    true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), None)
+    y, saved = ops.layer_norm(x, gain, bias, 1e-5, arena)
+    true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), 1e-5, None)
     assert_close(y, true_y)
     dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena, residual)
     true_dx, truth = reference.layer_norm_backward_input(
@@ -61,7 +63,7 @@ def check_norm(kernels: Kernels, which: int) -> None:
 
 def check_embedding(kernels: Kernels, which: int) -> None:
     """Any array of an embedding may begin anywhere."""
-    ops, tokens = cuda.body(kernels), np.array([[1, 0, 4]])
+    ops, tokens = bodies.cuda(kernels), np.array([[1, 0, 4]])
     arena, (table, positions, out, dx, dtable, dpositions) = one_askew(
         which, (5, 8), (3, 8), (1, 3, 8), (1, 3, 8), (5, 8), (3, 8)
     )

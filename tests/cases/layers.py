@@ -7,9 +7,11 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import cuda, reference
+from mpitrain.ops import bodies, cuda
 from mpitrain.ops.cuda.sums import sum_rows
 from tests.cases.numbers import assert_close, numbers, stored, values
+
+reference = bodies.reference()
 
 
 def halves(
@@ -38,7 +40,7 @@ def check_linear(
     gemm: str = "tiled",
 ) -> None:
     """A linear layer, forward and the three backward halves."""
-    ops, arena, name = cuda.body(kernels, cuda.multiply(gemm)), Arena(), f"linear{activation}"
+    ops, arena, name = bodies.cuda(kernels, cuda.multiply(gemm)), Arena(), f"linear{activation}"
     x, w, b, dy = (
         stored(a, dtype)
         for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n))
@@ -62,7 +64,7 @@ def check_fused(
     kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32", gemm: str = "tiled"
 ) -> None:
     """A linear layer after one with GELU: the residual in its sum; backward GELU's derivative, written over what was kept."""
-    ops, arena = cuda.body(kernels, cuda.multiply(gemm)), Arena()
+    ops, arena = bodies.cuda(kernels, cuda.multiply(gemm)), Arena()
     x, up, b, w, residual, dy = (
         stored(a, dtype)
         for a in (
@@ -90,7 +92,7 @@ def check_fused(
 
 def check_logits(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32") -> None:
     """Logits begin at multiples of 64 elements, and through loss and both backward products nobody touches what is between."""
-    ops, arena, targets = cuda.body(kernels), Arena(), np.arange(m) % n
+    ops, arena, targets = bodies.cuda(kernels), Arena(), np.arange(m) % n
     x, w = stored(numbers(1, m, k), dtype), stored(numbers(2, n, k), dtype)
     y, saved = ops.logits(x, w, None, arena)
     assert (
@@ -109,7 +111,7 @@ def check_logits(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32
 
 def check_activation(kernels: Kernels, n: int, activation: str, dtype: str = "float32") -> None:
     """An activation alone, forward and backward, on arrays of which those of an odd length have no alignment."""
-    ops = cuda.body(kernels)
+    ops = bodies.cuda(kernels)
     z, dy = (stored(numbers(seed, n), dtype, shifted=n % 2 == 1) for seed in (1, 2))
     true_y, true_saved = getattr(reference, activation)(values(z), None)
     truth = getattr(reference, f"{activation}_backward")(values(dy), true_saved, None)
@@ -122,7 +124,7 @@ def check_sums(
     kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted: bool = False
 ) -> None:
     """A sum of two arrays, into a third and into one of them, and of rows, a bias and a residual: rounded once."""
-    ops, arena = cuda.body(kernels), Arena()
+    ops, arena = bodies.cuda(kernels), Arena()
     a, b, bias = (
         stored(x, dtype, shifted) for x in (numbers(1, m, n), numbers(2, m, n), numbers(3, n))
     )
@@ -150,7 +152,7 @@ def check_weighted_sums(
     kernels: Kernels, n: int, dtype: str = "float32", shifted: bool = False
 ) -> None:
     """A sum with weights, and one array alone, into a third and into either."""
-    ops, arena = cuda.body(kernels), Arena()
+    ops, arena = bodies.cuda(kernels), Arena()
     a, b = (stored(numbers(seed, n), dtype, shifted) for seed in (1, 2))
     for other in (b, None):
         reference.weighted_sum(
@@ -187,7 +189,7 @@ def check_layer_norm(
 
     adds: dx has a residual in its sum
     """
-    ops, arena = cuda.body(kernels), Arena()
+    ops, arena = bodies.cuda(kernels), Arena()
     x, gain, bias, dy, residual = (
         stored(a, dtype, shifted)
         for a in (
@@ -198,8 +200,8 @@ def check_layer_norm(
             numbers(5, m, c),
         )
     )
-    y, saved = ops.layer_norm(x, gain, bias, arena)
-    true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), None)
+    y, saved = ops.layer_norm(x, gain, bias, 1e-5, arena)
+    true_y, true_saved = reference.layer_norm(values(x), values(gain), values(bias), 1e-5, None)
     assert_close(y, true_y, dtype, "y")
     dx, pending = ops.layer_norm_backward_input(dy, gain, saved, arena, residual if adds else None)
     true_dx, truth = reference.layer_norm_backward_input(
@@ -230,7 +232,7 @@ def check_embedding(
     shifted: bool = False,
 ) -> None:
     """Token and position embedding, and the gradients of both tables."""
-    ops = cuda.body(kernels)
+    ops = bodies.cuda(kernels)
     tokens = np.random.default_rng(0).integers(v, size=(b, t)).astype(index)
     table, positions, dx = (
         stored(a, dtype, shifted)
@@ -245,7 +247,7 @@ def check_embedding(
 
 def check_part_of_table(kernels: Kernels, v: int, first: int, positions: bool) -> None:
     """A row that the part does not hold counts as zero, and its gradient is nobody's."""
-    ops, tokens = cuda.body(kernels), np.array([[first + v - 1, first + v, first - 1, first]])
+    ops, tokens = bodies.cuda(kernels), np.array([[first + v - 1, first + v, first - 1, first]])
     table, dx = stored(numbers(1, v, 6), "float32"), stored(numbers(3, 1, 4, 6), "float32")
     added = stored(numbers(2, 4, 6), "float32") if positions else None
     x, saved = ops.embedding(tokens, table, added, Arena(), first)
@@ -260,7 +262,7 @@ def check_attention(
     kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False
 ) -> None:
     """Attention forward and backward."""
-    ops, arena = cuda.body(kernels), Arena()
+    ops, arena = bodies.cuda(kernels), Arena()
     qkv, dy = (
         stored(numbers(1, b, t, 3 * h * d), dtype, shifted),
         stored(numbers(2, b, t, h * d), dtype, shifted),
@@ -278,14 +280,14 @@ def check_attention(
 
 def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     """Attention of no sequences is none, and so is its gradient."""
-    ops, qkv = cuda.body(kernels), stored(numbers(1, 0, 5, 3 * d), dtype)
+    ops, qkv = bodies.cuda(kernels), stored(numbers(1, 0, 5, 3 * d), dtype)
     y, saved = ops.attention(qkv, 1, Arena())
     assert y.shape == (0, 5, d) and ops.attention_backward(y, saved, Arena()).shape == qkv.shape
 
 
 def check_attention_repeats(kernels: Kernels) -> None:
     """In another order of threads each sum is the same to the last bit."""
-    ops, arena = cuda.body(kernels), Arena()
+    ops, arena = bodies.cuda(kernels), Arena()
     qkv, dy = stored(numbers(1, 1, 200, 96), "float16"), stored(numbers(2, 1, 200, 32), "float16")
     found = set()
     for _ in range(2):
@@ -296,7 +298,7 @@ def check_attention_repeats(kernels: Kernels) -> None:
 
 def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
     """Later tokens, however large, change nothing."""
-    ops, qkv = cuda.body(kernels), stored(numbers(1, 1, 70, 3 * d), dtype)
+    ops, qkv = bodies.cuda(kernels), stored(numbers(1, 1, 70, 3 * d), dtype)
     y = ops.attention(qkv, 1, Arena())[0].copy()
     for t in (0, 31, 32, 63, 64):
         later = qkv.copy()

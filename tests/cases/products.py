@@ -8,8 +8,8 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import reference
 from mpitrain.ops.cuda import product, tiles
+from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 SHAPES = [
@@ -27,15 +27,13 @@ TRANSPOSITIONS = [(False, True), (False, False), (True, False), (True, True)]
 
 def gelu(z: np.ndarray) -> np.ndarray:
     """The tanh form."""
-    return 0.5 * z * (1 + np.tanh(reference.GELU_SCALE * (z + reference.GELU_CUBIC * z**3)))
+    return 0.5 * z * (1 + np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3)))
 
 
 def gelu_slope(z: np.ndarray) -> np.ndarray:
     """The derivative of the tanh form."""
-    t = np.tanh(reference.GELU_SCALE * (z + reference.GELU_CUBIC * z**3))
-    return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * reference.GELU_SCALE * (
-        1 + 3 * reference.GELU_CUBIC * z**2
-    )
+    t = np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * z**2)
 
 
 # Of what precedes the activation, and of what C held before.

@@ -6,8 +6,10 @@ Every reduction is bound anew. B batch, T tokens, C channels, V vocabulary.
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Attention, Embedding, LayerNorm, Linear
-from mpitrain.ops import host
+from mpitrain.ops import bodies
 from mpitrain.parallel.grid import share
+
+host = bodies.host()
 
 
 def summed(group, array):

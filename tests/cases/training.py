@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import cuda, reference
+from mpitrain.ops import bodies
 from mpitrain.ops.cuda.sums import sum_all, total
 from mpitrain.ops.cuda.top_k import top_k
 from mpitrain.ops.cuda.wire import (
@@ -22,6 +22,8 @@ from mpitrain.ops.cuda.wire import (
 )
 from tests.cases.numbers import assert_close, numbers, stored, values
 
+reference = bodies.reference()
+
 COUNTS = (0, 1, 7, 8, 9, 1023, 1025, 4099)
 
 
@@ -29,7 +31,7 @@ def check_cross_entropy(
     kernels: Kernels, m: int, v: int, dtype: str = "float32", index: str = "int64", room: int = 0
 ) -> None:
     """Loss, gradient over the logits, and the count of right rows; with `room` elements between the rows."""
-    ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v + room), dtype)[:, :v]
+    ops, logits = bodies.cuda(kernels), stored(3 * numbers(1, m, v + room), dtype)[:, :v]
     targets = np.random.default_rng(0).integers(v, size=m).astype(index)
     truth, right = values(logits), (values(logits).argmax(1) == targets).sum()
     assert int(ops.count_correct(logits, targets, Arena())) == right
@@ -47,7 +49,7 @@ def check_cross_entropy(
 
 def check_huge_logits(kernels: Kernels) -> None:
     """Nothing overflows, and a row of equal maxima counts its first as the largest."""
-    ops = cuda.body(kernels)
+    ops = bodies.cuda(kernels)
     logits = np.array([[1e4, -1e4, 0], [-1e38, 0, 1e38]], np.float32)
     loss, dlogits = ops.cross_entropy(logits, np.array([0, 2]), 1.0, Arena())
     assert loss == 0
@@ -61,7 +63,7 @@ def check_huge_logits(kernels: Kernels) -> None:
 
 def check_stray_target(kernels: Kernels) -> None:
     """A target outside the vocabulary makes the loss NaN instead of reading another row."""
-    ops, logits = cuda.body(kernels), np.zeros((2, 4), np.float32)
+    ops, logits = bodies.cuda(kernels), np.zeros((2, 4), np.float32)
     for stray in (-1, 4):
         assert np.isnan(ops.cross_entropy_loss(logits, np.array([0, stray]), Arena()))
         assert np.isnan(ops.cross_entropy(logits.copy(), np.array([0, stray]), 1.0, Arena())[0])
@@ -71,7 +73,7 @@ def check_split_vocabulary(
     kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32", room: int = 0
 ) -> None:
     """The vocabulary cut into ranks: the four steps, with the sums over ranks done here, equal the whole."""
-    ops, logits = cuda.body(kernels), stored(3 * numbers(1, m, v), dtype)
+    ops, logits = bodies.cuda(kernels), stored(3 * numbers(1, m, v), dtype)
     targets, cuts = (
         np.random.default_rng(0).integers(v, size=m),
         [v * rank // ranks for rank in range(ranks + 1)],
@@ -118,7 +120,7 @@ def check_step(
     mine = [stored(np.abs(numbers(seed, count)) + 0.5, dtype, shifted) for seed in range(buffers)]
     truth = [values(buffer) for buffer in mine]
     getattr(reference, name)(*truth, scale=0.7, arena=None, **scalars)
-    getattr(cuda.body(kernels), name)(*mine, scale=0.7, arena=Arena(), **scalars)
+    getattr(bodies.cuda(kernels), name)(*mine, scale=0.7, arena=Arena(), **scalars)
     for a, b in zip(mine, truth, strict=True):
         assert_close(a, b, dtype, name)
 
@@ -127,7 +129,7 @@ def check_mirrored_step(
     kernels: Kernels, name: str, count: int, mirror: str, shifted: bool, **scalars: float
 ) -> None:
     """The same step, twice, with a mirror: what it would be without one, and the parameters rounded to nearest even."""
-    ops, buffers = cuda.body(kernels), {"sgd": 2, "momentum": 3, "adamw": 4}[name]
+    ops, buffers = bodies.cuda(kernels), {"sgd": 2, "momentum": 3, "adamw": 4}[name]
     mine = [
         stored(np.abs(numbers(seed, count)) + 0.5, "float32", shifted) for seed in range(buffers)
     ]
@@ -142,7 +144,7 @@ def check_mirrored_step(
 
 def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     """Sum, sum of squares and number of elements that are not finite."""
-    ops, x = cuda.body(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
+    ops, x = bodies.cuda(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
     kind = "float64" if dtype == "float64" else "float32"
     assert_close(sum_all(kernels, x, Arena()), values(x).sum(), kind)
     rows = stored(
@@ -160,7 +162,9 @@ def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
 
 def check_large_squares(kernels: Kernels) -> None:
     """Squares beyond float32 are summed in double."""
-    assert_close(cuda.body(kernels).gradient_facts(np.full(10, 1e30, np.float32), Arena())[0], 1e61)
+    assert_close(
+        bodies.cuda(kernels).gradient_facts(np.full(10, 1e30, np.float32), Arena())[0], 1e61
+    )
 
 
 def check_conversion(kernels: Kernels, count: int, source: str, target: str) -> None:

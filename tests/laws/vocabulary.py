@@ -11,7 +11,9 @@ import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
-from mpitrain.ops import Ops, reference
+from mpitrain.ops import Ops, bodies
+
+reference = bodies.reference()
 
 PARTS = (1, 2, 3, 7)
 ROUNDING = {

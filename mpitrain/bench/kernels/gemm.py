@@ -11,11 +11,11 @@ from mpitrain.bench.kernels.operations import count_wrong, stored, values
 from mpitrain.bench.kernels.timing import seconds
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Engine
-from mpitrain.ops import reference
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import DEFAULT, Measured, Tiling, worth_measuring
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import put_product
+from mpitrain.ops.reference.layers import linear_gelu
 
 Shape = tuple[int, int, int]
 """M, N, K: (M, K) times (K, N)."""
@@ -272,7 +272,7 @@ def case_of(device: Device, shape: Shape, dtype: str, what: Product) -> Case:
 
     def _wrong_rows(part: slice, left: np.ndarray, right: np.ndarray) -> int:
         truth = (
-            reference.linear_gelu(left, right, values(bias), None)[0]
+            linear_gelu(left, right, values(bias), None)[0]
             if what.epilogue == "gelu"
             else left @ right.T
         )

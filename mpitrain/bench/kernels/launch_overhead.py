@@ -15,13 +15,17 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.multiprocessor import H100
-from mpitrain.ops import cuda
+from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.cuda import top_k, wire
+from mpitrain.ops.example import examples
+from mpitrain.ops.operands import Operand
 
 TURNS, RUNS = 15, 300
 """Timed turns, and runs in a turn; the fastest turn counts."""
 SIZE = 64
 """Elements of a row; no kernel computes with them."""
+SIZES = dict.fromkeys("MKNCVL", SIZE) | {"B": 2, "T": SIZE // 2, "H": 4, "D": SIZE // 4}
+"""Sizes of the examples of `mpitrain.ops.table`."""
 
 
 class Row(NamedTuple):
@@ -81,71 +85,20 @@ class Ready:
 
 def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     """Return all measured functions by name: operations of layers, and kernels of all-reduces."""
-    arena, ops = Ready(), cuda.body(kernels)
-    x, w, dy, y = (np.zeros((SIZE, SIZE), np.float32) for _ in range(4))
-    gain, bias, p, g, m, v = (np.zeros(SIZE, np.float32) for _ in range(6))
-    tokens, targets = np.zeros((2, SIZE // 2), np.int64), np.zeros(SIZE, np.int64)
-    x3, qkv = x.reshape(2, -1, SIZE), np.zeros((2, SIZE // 2, 3 * SIZE), np.float32)
-    half, coded, scales = (
-        np.zeros(SIZE, np.float16),
-        np.zeros(SIZE, np.int8),
-        np.zeros(1, np.float32),
-    )
-    saved, normed, heeded = (
-        (x, True),
-        (x, gain, bias),
-        (qkv, x3, np.zeros((2, 4, SIZE // 2), np.float32), 4),
-    )
-    _, pending = ops.linear_backward_input(dy, w, saved, arena)
-    # The bias half finds the sums of this weight half.
-    ops.linear_backward_weight(pending, y, False, arena)
-    _, sums = ops.layer_norm_backward_input(dy, gain, normed, arena)
-    facts = ops.row_exponentials(x, targets, 0, gain, arena)
-    number = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.0, "arena": arena, "mirror": half}
-    found = {
-        "linear": (x, w, bias),
-        "logits": (x, w, bias),
-        "linear_gelu": (x, w, bias),
-        "linear_relu": (x, w, bias),
-        "linear_backward_input": (dy, w, saved),
-        "gelu_linear_backward_input": (dy, w, saved, y),
-        "linear_gelu_backward_input": (dy, w, (saved, y)),
-        "linear_relu_backward_input": (dy, w, (saved, y)),
-        "linear_backward_weight": (pending, y, True),
-        "linear_backward_bias": (pending, bias, True),
-        "add": (x, dy, y),
-        "weighted_sum": (x, 0.5, dy, 0.5, y),
-        "add_bias": (y, bias, y),
-        "gelu": (x,),
-        "gelu_backward": (dy, x),
-        "relu": (x,),
-        "relu_backward": (dy, x),
-        "layer_norm": (x, gain, bias),
-        "layer_norm_backward_input": (dy, gain, normed),
-        "layer_norm_backward_gain": (sums, gain, True),
-        "layer_norm_backward_bias": (sums, bias, True),
-        "embedding": (tokens, w, x),
-        "embedding_backward_table": (x3, (tokens, 0), w, True),
-        "embedding_backward_positions": (x3, y, True),
-        "attention": (qkv, 4),
-        "attention_backward": (x3, heeded),
-        "cross_entropy": (x, targets, 1.0),
-        "cross_entropy_loss": (x, targets),
-        "count_correct": (x, targets),
-        "row_maximum": (x,),
-        "row_exponentials": (x, targets, 0, gain),
-        "row_argmax": (x, 0, gain),
-        "cross_entropy_split": (x, targets, 0, gain, facts, 1.0),
-        "count_correct_split": (gain, targets),
-        "gradient_facts": (g,),
-    }
+    arena, ops = Ready(), bodies.cuda(kernels)
+    arguments = examples(ops, SIZES, drawn, arena)
+    p, g, half = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float16)
+    coded, scales = np.zeros(SIZE, np.int8), np.zeros(1, np.float32)
     listed: dict[str, Callable[[], Any]] = {
-        name: partial(getattr(ops, name), *arguments, arena) for name, arguments in found.items()
+        name: partial(
+            getattr(ops, name),
+            *arguments(name),
+            **({"mirror": half} if row.rounds == "mirror" else {}),
+        )
+        for name, row in OPERATIONS.items()
+        if row.cuda
     }
     return listed | {
-        "sgd": partial(ops.sgd, p, g, **number),
-        "momentum": partial(ops.momentum, p, g, m, beta=0.9, **number),
-        "adamw": partial(ops.adamw, p, g, m, v, beta1=0.9, beta2=0.95, eps=1e-8, step=1, **number),
         "add_into": partial(wire.add_into, kernels, p, half),
         "maximum_into": partial(wire.maximum_into, kernels, p, g),
         "convert": partial(wire.convert, kernels, p, half),
@@ -155,6 +108,11 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
         "decode_fp16": partial(wire.decode_fp16, kernels, half, scales, p, True),
         "top_k": partial(top_k.top_k, kernels, p, 3, arena),
     }
+
+
+def drawn(one: Operand, shape: tuple[int, ...]) -> np.ndarray:
+    """Return zeros, as integers for tokens and targets."""
+    return np.zeros(shape, np.int64 if one.below else np.float32)
 
 
 def measure() -> Iterator[Row]:

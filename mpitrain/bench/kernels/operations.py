@@ -7,13 +7,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpitrain.bench.kernels.timing import seconds
-from mpitrain.ops import reference
+from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.sums import sum_rows
 from mpitrain.ops.device import Device
 
 WRONG = 1e-4
 """Upper bound of the error of a right element, relative to the reference's largest element."""
+EPSILON = 1e-5
+"""Added to the variance in LayerNorm."""
 SHAPES = {
     "cpu": (8, 128, 256, 4, 512),
     "cuda-sim": (2, 24, 32, 2, 40),
@@ -142,12 +144,8 @@ def values(x: np.ndarray) -> np.ndarray:
 
 def works(device: Device, peer: Peer | None) -> Iterator[Work]:
     """Yield the operations of a GPT's training step, at sizes that suit the device."""
-    ops, arena, put, get = (
-        device.ops,
-        device.arena(),
-        device.backend.from_host,
-        device.backend.to_host,
-    )
+    ops, reference, arena = device.ops, bodies.reference(), device.arena()
+    put, get = device.backend.from_host, device.backend.to_host
     batch, tokens, width, _, vocab = SHAPES[device.kind]
     rows, rng = batch * tokens, np.random.default_rng(0)
 
@@ -169,7 +167,7 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
     def first(name: str) -> Callable[[], Any]:
         return lambda: kept[name][0] if isinstance(kept[name], tuple) else kept[name]
 
-    size, nbytes = 2.0 * rows * width * 4 * width, 4.0 * MOVED[device.kind] * width
+    size, many_rows = 2.0 * rows * width * 4 * width, MOVED[device.kind]
     yield Work(
         "linear",
         keep("linear", lambda: ops.linear(dx, dw, db, arena)),
@@ -228,23 +226,23 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
             ),
         )
     kept.clear()
-    many, g = numbers(MOVED[device.kind], width), put(gain)
+    many, g = numbers(many_rows, width), put(gain)
     dmany = put(many)
     yield Work(
         "layer_norm",
-        keep("norm", lambda: ops.layer_norm(dmany, g, g, arena)),
+        keep("norm", lambda: ops.layer_norm(dmany, g, g, EPSILON, arena)),
         first("norm"),
-        lambda: reference.layer_norm(many, gain, gain, None)[0],
-        2 * nbytes,
+        lambda: reference.layer_norm(many, gain, gain, EPSILON, None)[0],
+        OPERATIONS["layer_norm"].nbytes(M=many_rows, C=width),
     )
     yield Work(
         "layer_norm input",
         keep("back", lambda: ops.layer_norm_backward_input(dmany, g, kept["norm"][1], arena)),
         first("back"),
         lambda: reference.layer_norm_backward_input(
-            many, gain, reference.layer_norm(many, gain, gain, None)[1], None
+            many, gain, reference.layer_norm(many, gain, gain, EPSILON, None)[1], None
         )[0],
-        3 * nbytes,
+        OPERATIONS["layer_norm_backward_input"].nbytes(M=many_rows, C=width),
     )
     kept.clear()
     total = put(np.empty_like(many))
@@ -258,7 +256,7 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
         lambda: ops.add_bias(dmany, g, total, arena, dmany),
         lambda: total,
         lambda: many + gain + many,
-        3 * nbytes,
+        OPERATIONS["add_bias"].nbytes(M=many_rows, N=width) + many.nbytes,
         peer=in_two_passes,
     )
     yield from attentions(device, peer)
@@ -269,7 +267,7 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
         keep("loss", lambda: ops.cross_entropy_loss(on_device, right, arena)),
         lambda: np.asarray(get(kept["loss"])),
         lambda: reference.cross_entropy_loss(logits, targets, None),
-        logits.nbytes,
+        OPERATIONS["cross_entropy_loss"].nbytes(M=len(targets), V=vocab),
     )
     flat = [np.abs(numbers(many.size)) for _ in range(4)]
     p, grad, m, v = (put(a.copy()) for a in flat)
@@ -287,14 +285,14 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
         lambda: ops.adamw(p, grad, m, v, arena=arena, **scalars),
         lambda: p,
         lambda: flat[0],
-        7 * nbytes,
+        OPERATIONS["adamw"].nbytes(L=many.size),
     )
     yield Work(
         "gradient_facts",
         keep("facts", lambda: ops.gradient_facts(grad, arena)),
         lambda: np.asarray(get(kept["facts"])),
         lambda: np.array(reference.gradient_facts(flat[1], None)),
-        nbytes,
+        OPERATIONS["gradient_facts"].nbytes(L=many.size),
     )
     if device.kernels is not None:
         yield from reductions(device, flat[0], flat[1])
@@ -302,7 +300,12 @@ def works(device: Device, peer: Peer | None) -> Iterator[Work]:
 
 def attentions(device: Device, peer: Peer | None) -> Iterator[Work]:
     """Yield attention, forward and backward, in float32 and, with kernels, in bfloat16."""
-    ops, arena, backend = device.ops, device.arena(), device.backend
+    ops, reference, arena, backend = (
+        device.ops,
+        bodies.reference(),
+        device.arena(),
+        device.backend,
+    )
     batch, tokens, width, heads, _ = SHAPES[device.kind]
     # The causal forward pass has two products over half of all pairs of tokens.
     pairs, rng = (

@@ -13,6 +13,7 @@ from mpitrain.bench.plot_loss import draw
 from mpitrain.collectives.selection.table import choices
 from mpitrain.config import Config, with_settings
 from mpitrain.errors import ConfigError
+from mpitrain.optim import checked
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES, mode_of, servers_of
 from mpitrain.parallel.replication.records import StepResult
@@ -138,6 +139,7 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
             f"{config.run.steps}.",
             "Leave run.steps to --steps.",
         )
+    config = checked(config)
     divisor(axes(config, len(hosts), servers_of(config)), hosts, config.replication.shard)
     return config
 

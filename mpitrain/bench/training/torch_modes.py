@@ -1,4 +1,4 @@
-"""PyTorch's counterparts of our modes and layouts, over gloo and with AdamW.
+"""PyTorch's counterparts of our modes and layouts, over gloo.
 
 Each counterpart is a function of the model, of this rank's arrays (by name) and of the
 configuration.
@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from mpitrain.bench.training.torch_gpt import GPT, Part, copy_weights, mean_loss
 from mpitrain.bench.training.torch_tensor_parallel import divide
 from mpitrain.config import Config
+from mpitrain.optim import RULES
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -39,7 +40,7 @@ class Way(NamedTuple):
 def alone(model: GPT, arrays: Arrays, settings: Config) -> Way:
     """Train on one rank."""
     copy_weights(arrays, model)
-    return Way("torch", partial(_backward, model), _adamw(model, settings))
+    return Way("torch", partial(_backward, model), _optimizer(model, settings))
 
 
 def replicas(model: GPT, arrays: Arrays, settings: Config) -> Way:
@@ -48,7 +49,7 @@ def replicas(model: GPT, arrays: Arrays, settings: Config) -> Way:
     return Way(
         "torch DDP, gloo",
         partial(_backward, nn.parallel.DistributedDataParallel(model)),
-        _adamw(model, settings),
+        _optimizer(model, settings),
     )
 
 
@@ -59,11 +60,9 @@ def divided_state(model: GPT, arrays: Arrays, settings: Config) -> Way:
     """
     copy_weights(arrays, model)
     wrapped = nn.parallel.DistributedDataParallel(model)
+    kind, constants = _class(settings)
     optimizer = ZeroRedundancyOptimizer(
-        _groups(model, settings),
-        torch.optim.AdamW,
-        parameters_as_bucket_view=True,
-        **_constants(settings),
+        _groups(model, settings), kind, parameters_as_bucket_view=True, **constants
     )
     return Way("torch ZeroRedundancyOptimizer, gloo", partial(_backward, wrapped), optimizer)
 
@@ -90,7 +89,7 @@ def _fully_sharded(
     copy_weights(arrays, model)
     for part in [*model.blocks, model]:
         fully_shard(part, mesh=_mesh(model), reshard_after_forward=frees_after_forward)
-    return Way(name, partial(_backward, model), _adamw(model, settings))
+    return Way(name, partial(_backward, model), _optimizer(model, settings))
 
 
 def stages(model: GPT, arrays: Arrays, settings: Config) -> Way:
@@ -111,13 +110,13 @@ def stages(model: GPT, arrays: Arrays, settings: Config) -> Way:
         schedule.step(*([] if rank else [inputs]))
         return torch.zeros(())
 
-    return Way(f"torch {kind.__name__}, gloo", gradients, _adamw(model, settings))
+    return Way(f"torch {kind.__name__}, gloo", gradients, _optimizer(model, settings))
 
 
 def slices(model: GPT, arrays: Arrays, settings: Config) -> Way:
     """Train with tensor parallelism: heads, MLP and vocabulary are sharded as ours are."""
     gradients = divide(model, arrays, _mesh(model))
-    return Way("torch tensor parallel, gloo", gradients, _adamw(model, settings))
+    return Way("torch tensor parallel, gloo", gradients, _optimizer(model, settings))
 
 
 WAYS = {0: replicas, 1: divided_state, 2: divided_gradients, 3: divided_parameters}
@@ -152,8 +151,9 @@ def _mesh(model: GPT) -> DeviceMesh:
     )
 
 
-def _adamw(model: GPT, settings: Config) -> torch.optim.AdamW:
-    return torch.optim.AdamW(_groups(model, settings), **_constants(settings))
+def _optimizer(model: GPT, settings: Config) -> torch.optim.Optimizer:
+    kind, constants = _class(settings)
+    return kind(_groups(model, settings), **constants)
 
 
 def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
@@ -171,6 +171,9 @@ def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _constants(settings: Config) -> dict[str, Any]:
-    o = settings.optimizer
-    return {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.epsilon, "fused": True}
+def _class(settings: Config) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """Return PyTorch's class for the update rule, and its arguments."""
+    mine = settings.optimizer
+    peer = RULES[mine.name].torch
+    assert peer  # `steps` has refused other rules
+    return getattr(torch.optim, peer.name), {"lr": mine.lr, "fused": True, **peer.arguments(mine)}

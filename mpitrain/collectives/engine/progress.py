@@ -168,21 +168,13 @@ def _ended(started: Sequence[Reduction], awaited: Reduction | None = None) -> bo
     return all(ended.values()) if awaited is None else ended[id(awaited)]
 
 
-def mover(
-    transport: Transport, reductions: Sequence[Reduction], thread: str = "auto"
-) -> ProgressEngine:
+def mover(transport: Transport, reductions: Sequence[Reduction]) -> ProgressEngine:
     """Return the progress engine for these reductions: a thread, or an engine that is polled.
 
-    A thread needs an MPI library that supports calls from several threads, and reductions that
-    are messages in host memory. Within one host it would hide little, so it also needs several.
-
-    thread  as replication.progress_thread; "no": never a thread
+    A thread needs a transport that admits it, and reductions that are messages in host memory.
+    Within one host it would hide little, so it also needs several.
     """
-    can = (
-        thread != "no"
-        and transport.admits_threads
-        and all(reduction.is_messages for reduction in reductions)
-    )
+    can = transport.admits_threads and all(reduction.is_messages for reduction in reductions)
     return (
         ProgressThread(transport)
         if can and len(set(transport.hosts)) > 1

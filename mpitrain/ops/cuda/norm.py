@@ -8,14 +8,13 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.ops.cuda.elements import KINDS
 from mpitrain.ops.cuda.grids import ROWS, SCRATCH, WIDE_ROWS, most_shared, row_blocks
 from mpitrain.ops.cuda.sums import add_parts
-from mpitrain.ops.reference import EPSILON
 
 PARTS = 4  # the most parts of the rows per multiprocessor, in a backward
 FEWEST_ROWS = 8  # there are at most rows / FEWEST_ROWS parts, rounded up
 
 
-def layer_norm(kernels: Kernels, x, gain, bias, arena):
-    """Return (y, saved) with y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim.
+def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
+    """Return (y, saved) with y = (x - mean) / sqrt(var + epsilon) * gain + bias over the last dim.
 
     x, y: (M, C); gain, bias: (C,)
     """
@@ -30,7 +29,7 @@ def layer_norm(kernels: Kernels, x, gain, bias, arena):
         "layer_norm",
         row_blocks(rows),
         ROWS,
-        (rows, width, EPSILON, x, gain, bias, y, mean, inverse),
+        (rows, width, epsilon, x, gain, bias, y, mean, inverse),
         macros=macros,
         fresh="y mean inverse",
     )

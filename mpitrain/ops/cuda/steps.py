@@ -1,4 +1,4 @@
-"""Optimizer steps on flat buffers, in place.
+"""Optimizer steps on flat buffers, in place, and gradient statistics.
 
 Numbers that change from step to step lie in device memory. So the arguments of a launch never
 change.
@@ -12,6 +12,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.backend import Backend
 from mpitrain.ops.cuda.elements import KINDS, ByDtypes, Typed, c_type, element
 from mpitrain.ops.cuda.grids import POINTWISE, blocks
+from mpitrain.ops.cuda.sums import total
 
 MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
 
@@ -108,6 +109,24 @@ def adamw(
         ),
         macros=macros,
     )
+
+
+def gradient_facts(kernels: Kernels, x, arena):
+    """Return (2,) float64: the sum of squares, and the number of infinite or NaN elements.
+
+    The host does not wait for the result.
+    """
+    count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
+    facts = arena.take((2, count), "float64")
+    kernels.launch(
+        "gradient_facts",
+        (count,),
+        POINTWISE,
+        (x.size, x, facts[0], facts[1]),
+        macros=KINDS[x.dtype].macros,
+        fresh="square_parts nonfinite_parts",
+    )
+    return total(kernels, facts, arena)
 
 
 def _types(p: Any, mirror: Any) -> Typed:

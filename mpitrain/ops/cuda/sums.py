@@ -74,21 +74,3 @@ def sum_all(kernels: Kernels, x: Any, arena: Any) -> Any:
         fresh="parts",
     )
     return total(kernels, partial, arena).reshape(())
-
-
-def gradient_facts(kernels: Kernels, x, arena):
-    """Return (2,) float64: the sum of squares, and the number of infinite or NaN elements.
-
-    The host does not wait for the result.
-    """
-    count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
-    facts = arena.take((2, count), "float64")
-    kernels.launch(
-        "gradient_facts",
-        (count,),
-        POINTWISE,
-        (x.size, x, facts[0], facts[1]),
-        macros=KINDS[x.dtype].macros,
-        fresh="square_parts nonfinite_parts",
-    )
-    return total(kernels, facts, arena)

@@ -50,7 +50,7 @@ def embedding_backward_table(dx, saved, dtable, accumulate, arena):
 
 def embedding_backward_positions(dx, dpositions, accumulate, arena):
     """Write or add the sum over the batch.    dx: (B, T, C); dpositions: (T or more, C)"""
-    batch, length, _ = dx.shape
+    batch, length, width = dx.shape
     if not accumulate:
         dpositions[length:] = 0
-    sum_rows(dx.reshape(batch, -1), dpositions[:length].reshape(-1), accumulate, arena)
+    sum_rows(dx.reshape(batch, length * width), dpositions[:length].reshape(-1), accumulate, arena)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpitrain.ops.host.blocks import block_shape, row_blocks, sum_rows
 from mpitrain.ops.host.product import put_product
-from mpitrain.ops.reference import GELU_CUBIC, GELU_SCALE
+from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
 
 
 def linear(x, w, b, arena, out=None, residual=None):

@@ -34,11 +34,6 @@ def cross_entropy_loss(logits, targets, arena):
     return loss_sum
 
 
-def count_correct(logits, targets, arena):
-    """Return the number of correct rows.    logits: (M, V); targets: (M,)"""
-    return int(np.count_nonzero(logits.argmax(1) == targets))
-
-
 def row_maximum(logits, arena, out=None):
     """Return maxima.    logits: (M, V); maxima: (M,)"""
     return logits.max(
@@ -86,11 +81,6 @@ def row_argmax(logits, first, maxima, arena, out=None):
     largest = logits[np.arange(len(logits)), columns]
     places[...] = np.where((largest == maxima) | np.isnan(largest), -(first + columns), -np.inf)
     return places
-
-
-def count_correct_split(places, targets, arena):
-    """Return the number of correct rows.    places, targets: (M,)"""
-    return int(np.count_nonzero(-places == targets))
 
 
 def _held(targets, first, logits):

@@ -8,10 +8,9 @@ cache. `pending` is the pair of them.
 import numpy as np
 
 from mpitrain.ops.host.blocks import block_shape, row_blocks
-from mpitrain.ops.reference import EPSILON
 
 
-def layer_norm(x, gain, bias, arena):
+def layer_norm(x, gain, bias, epsilon, arena):
     """Return (y, saved).    x, y: (M, C); gain, bias: (C,)"""
     every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
     every_inverse = arena.take((len(x), 1), x.dtype)
@@ -22,7 +21,7 @@ def layer_norm(x, gain, bias, arena):
         np.subtract(x[rows], inverse, out=n)
         np.vecdot(n, n, out=inverse[:, 0])
         inverse *= mean[0]
-        inverse += EPSILON
+        inverse += epsilon
         np.sqrt(inverse, out=inverse)
         np.divide(1, inverse, out=inverse)
         n *= inverse

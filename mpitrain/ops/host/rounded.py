@@ -20,43 +20,20 @@ from typing import Any, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
+from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import Ops
+from mpitrain.ops import OPERATIONS, Operation, Ops
 from mpitrain.ops.host.blocks import row_blocks
+from mpitrain.ops.operands import operands
 
 Round = Callable[[np.ndarray, Arena], None]
 """Round a float32 array in place."""
-
-FIRST = (
-    "linear",
-    "logits",
-    "linear_gelu",
-    "linear_relu",
-    "linear_backward_input",
-    "gelu_linear_backward_input",
-    "linear_gelu_backward_input",
-    "linear_relu_backward_input",
-    "gelu",
-    "relu",
-    "layer_norm",
-    "layer_norm_backward_input",
-    "embedding",
-    "attention",
-)
-SECOND = ("cross_entropy", "cross_entropy_split")
-"""Operations that return a pair: FIRST rounds its first item, SECOND its second."""
-
-WHOLE = ("attention_backward", "gelu_backward", "relu_backward")
-"""Operations that return one result, which is rounded."""
-
-STEPS = ("sgd", "momentum", "adamw")
 
 
 class Rounded(NamedTuple):
     """Operations in half precision.
 
-    ops     as the host's; `sgd`, `momentum` and `adamw` can also write the rounded parameters to a
-            `mirror`
+    ops     as the host's; optimizer steps can also write the rounded parameters to a `mirror`
     mirror  (parameters, mirror, arena): the same without a step; the mirror may be the parameters
     """
 
@@ -64,10 +41,11 @@ class Rounded(NamedTuple):
     mirror: Callable[[Any, Any, Arena], None]
 
 
-def rounded(body: Any, dtype: str) -> Rounded:
-    """Return the operations of a backend of float32 NumPy arrays, rounded to a 16-bit type.
+def rounded(dtype: str) -> Rounded:
+    """Return the operations on float32 NumPy arrays, rounded to a 16-bit type.
 
-    dtype  "bfloat16" or "float16"
+    dtype   "bfloat16" or "float16"
+    raises  ConfigError for a row that rounds something else than an operand
     """
     put = TYPES[dtype]
 
@@ -76,79 +54,31 @@ def rounded(body: Any, dtype: str) -> Rounded:
             target[block] = parameters[block]
             put(target[block], arena)
 
-    def picking(pick: Callable[[Any], np.ndarray]) -> Callable[[Callable], Callable]:
-        """Return a decorator that rounds one item, chosen by `pick`, of an operation's result."""
+    def rounding(name: str, row: Operation) -> Callable:
+        parameters, results = list(signature(row.host).parameters), operands(row.operands).results
+        if row.rounds not in (*parameters, *results, "nothing"):
+            raise ConfigError(
+                f"In half precision an operation rounds one of its operands or nothing, but `{name}` "
+                f"rounds {row.rounds!r}.",
+                f"Its row in OPERATIONS may name {', '.join((*parameters, *results))} or nothing.",
+            )
 
-        def rounding(operation: Callable) -> Callable:
-            place = list(signature(operation).parameters).index("arena")
-
-            @wraps(operation)
-            def run(*arguments: Any, **named: Any) -> Any:
-                result = operation(*arguments, **named)
-                found, arena = pick(result), arguments[place]
+        # Overflow raises no warning: the loss scale detects it.
+        @np.errstate(over="ignore", invalid="ignore")
+        @wraps(row.host)
+        def run(*arguments: Any, **named: Any) -> Any:
+            result = row.host(*arguments, **named)
+            values = result if len(results) > 1 else [result] if results else []
+            given = dict(zip(parameters, arguments, strict=False)) | named
+            found = (given | dict(zip(results, values, strict=True))).get(row.rounds)
+            if found is not None:
                 for block in row_blocks(found):
-                    put(found[block], arena)
-                return result
-
-            return run
-
-        return rounding
-
-    def stepping(step: Callable) -> Callable:
-        @wraps(step)
-        def run(
-            p: np.ndarray,
-            g: np.ndarray,
-            *state: np.ndarray,
-            arena: Arena,
-            mirror: np.ndarray | None = None,
-            **numbers: Any,
-        ) -> None:
-            for block in row_blocks(p):
-                copy = None if mirror is None else mirror[block]
-                step(
-                    p[block],
-                    g[block],
-                    *(buffer[block] for buffer in state),
-                    arena=arena,
-                    mirror=copy,
-                    **numbers,
-                )
-                if copy is not None:
-                    put(copy, arena)
+                    put(found[block], given["arena"])
+            return result
 
         return run
 
-    def add(a: np.ndarray, b: np.ndarray, out: np.ndarray, arena: Arena) -> None:
-        for block in row_blocks(out):
-            np.add(a[block], b[block], out=out[block])
-            put(out[block], arena)
-
-    def add_bias(
-        x: np.ndarray,
-        b: np.ndarray | None,
-        out: np.ndarray,
-        arena: Arena,
-        residual: np.ndarray | None = None,
-    ) -> None:
-        for block in row_blocks(out):
-            body.add_bias(
-                x[block], b, out[block], arena, None if residual is None else residual[block]
-            )
-            put(out[block], arena)
-
-    changed = {name: picking(lambda pair: pair[0])(getattr(body, name)) for name in FIRST}
-    changed |= {name: picking(lambda pair: pair[1])(getattr(body, name)) for name in SECOND}
-    changed |= {name: picking(lambda dx: dx)(getattr(body, name)) for name in WHOLE}
-    changed |= {name: stepping(getattr(body, name)) for name in STEPS} | {
-        "add": add,
-        "add_bias": add_bias,
-    }
-    # Overflow raises no warning: the loss scale detects it.
-    quietly = np.errstate(over="ignore", invalid="ignore")
-    ops = SimpleNamespace(
-        **{name: quietly(changed.get(name) or getattr(body, name)) for name in Ops.__annotations__}
-    )
+    ops = SimpleNamespace(**{name: rounding(name, row) for name, row in OPERATIONS.items()})
     return Rounded(cast(Ops, ops), mirror)
 
 

@@ -4,7 +4,6 @@ attention.
 
 import numpy as np
 
-EPSILON = 1e-5  # LayerNorm adds this to the variance
 GELU_SCALE = float(np.sqrt(2 / np.pi))
 GELU_CUBIC = 0.044715
 
@@ -142,13 +141,13 @@ def relu_backward(dy, saved, arena):
     return dy * saved
 
 
-def layer_norm(x, gain, bias, arena):
-    """Return (y, saved) with y = (x - mean) / sqrt(var + EPSILON) * gain + bias over the last dim.
+def layer_norm(x, gain, bias, epsilon, arena):
+    """Return (y, saved) with y = (x - mean) / sqrt(var + epsilon) * gain + bias over the last dim.
 
     x, y: (M, C); gain, bias: (C,). Source: Ba, Kiros & Hinton 2016.
     """
     centred = x - x.mean(-1, keepdims=True)
-    inverse = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
+    inverse = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
     normal = centred * inverse
     return normal * gain + bias, (normal, inverse)
 
@@ -229,7 +228,7 @@ def attention(qkv, heads, arena):
     scores = np.where(np.tri(qkv.shape[1], dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    y = (weights @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], -1)
+    y = (weights @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
     return y, (qkv, weights)
 
 
@@ -238,7 +237,7 @@ def attention_backward(dy, saved, arena):
     qkv, weights = saved
     heads = weights.shape[1]
     q, k, v = _heads(qkv, heads)
-    d = dy.reshape(*dy.shape[:2], heads, -1).swapaxes(1, 2)
+    d = dy.reshape(*dy.shape[:2], heads, v.shape[-1]).swapaxes(1, 2)
     dweights = d @ v.swapaxes(-1, -2)
     dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True))
     dscores /= np.sqrt(q.shape[-1], dtype=qkv.dtype)
@@ -279,5 +278,5 @@ def _put(value, out, accumulate):
 
 def _heads(packed, heads):
     """Return views of q, k, v, each (B, H, T, D), into (B, T, 3C)."""
-    batch, length, _ = packed.shape
-    return packed.reshape(batch, length, 3, heads, -1).transpose(2, 0, 3, 1, 4)
+    batch, length, width = packed.shape
+    return packed.reshape(batch, length, 3, heads, width // 3 // heads).transpose(2, 0, 3, 1, 4)

@@ -41,7 +41,13 @@ class AllReduce(Replication):
         super().__init__(replica)
         self._overlap, self._clip = config.replication.overlap, config.optimizer.clip
         self.optimizer = Optimizer(
-            config.optimizer, storage, self._owned(), device.ops, device.backend, arena
+            config.optimizer,
+            storage,
+            self._owned(),
+            device.ops,
+            device.backend,
+            arena,
+            grid.fact_sums(*self._sharding(), grid.tp),
         )
         self.buckets = self._reductions()
         self._control = np.zeros(4)  # the control message always lies on the host
@@ -82,6 +88,10 @@ class AllReduce(Replication):
     def _peers(self) -> Group:
         """Return the group over which gradients are summed: all replicas."""
         return self.replica.grid.dp
+
+    def _sharding(self) -> Sequence[Group]:
+        """Return the groups over which the pieces of a tensor are divided, besides tp."""
+        return ()
 
     def _owned(self) -> Sequence[Piece]:
         """Return the pieces of the flat buffer that this rank updates: here all of it."""
@@ -199,8 +209,19 @@ class AllReduce(Replication):
 
         mine  supplies the learning rate and the number of the step
         """
+        self._sum_facts(scale, mine)
         for piece in self.optimizer.pieces:
             self._update_piece(piece, scale, mine)
+
+    def _sum_facts(self, scale: float, mine: StepInput) -> None:
+        """Sum over whole tensors, if the update rule needs that; before the first piece."""
+        self.optimizer.sum_facts(
+            lambda piece: (self._parameters_of(piece), self._gradients_of(piece)),
+            scale,
+            mine.lr,
+            mine.number - self._skipped,
+            self.buckets.delay,
+        )
 
     def _update_piece(self, piece: Piece, scale: float, mine: StepInput) -> None:
         self.optimizer.update(
@@ -215,9 +236,8 @@ class AllReduce(Replication):
         )
 
     def kept(self) -> list[StateBuffer]:
-        state: dict[str, Any] = self.optimizer.state
         return [
             *super().kept(),
-            *(StateBuffer(name, buffer, self.optimizer.pieces) for name, buffer in state.items()),
+            *(StateBuffer.of(array) for array in self.optimizer.arrays()),
             *self.buckets.kept(),
         ]

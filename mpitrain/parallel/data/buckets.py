@@ -99,7 +99,7 @@ class Buckets:
                     group.bind_lossy(view, wire, self._matrices(bucket)) if is_lossy else None
                 )
         bound = [reduction for reduction in (*self._dense, *self._lossy) if reduction]
-        self._mover = mover(group.transport, bound, config.replication.progress_thread)
+        self._mover = mover(group.transport, bound)
         self.begin(0)
 
     def _matrices(self, bucket: Bucket) -> list[Matrix]:

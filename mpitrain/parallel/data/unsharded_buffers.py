@@ -182,7 +182,6 @@ class ShardedGradients:
         self.mover = mover(
             replica.grid.dp.transport,
             [*self._reductions.values(), *self._totals.values(), *beside],
-            replica.config.replication.progress_thread,
         )
         # The key is the slot; the flag tells whether this is the last micro-batch of a step.
         self._under_way: dict[int, tuple[Bucket, bool]] = {}

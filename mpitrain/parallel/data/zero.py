@@ -33,6 +33,7 @@ import numpy as np
 from mpitrain.collectives.engine.compose import Chain
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.engine.progress import mover
+from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.layers.base import Gradients, Weights
 from mpitrain.layers.flat import Bucket, Piece, shard
@@ -73,6 +74,9 @@ class ZeroBase(AllReduce):
                 strict=True,
             )
         )
+
+    def _sharding(self) -> Sequence[Group]:
+        return [self.dividing]
 
     def _owned(self) -> Sequence[Piece]:
         return list(self._pieces.values())
@@ -153,9 +157,7 @@ class ZeroOne(ZeroBase):
             for unit in range(len(replica.storage.units))
         ]
         self._open: list[Reduction] = []
-        self._mover = mover(
-            self.dividing.transport, self._gathers, replica.config.replication.progress_thread
-        )
+        self._mover = mover(self.dividing.transport, self._gathers)
 
     def _sum(self, gradients: np.ndarray) -> Reduction:
         if self.replica.wire.name != "none":
@@ -183,6 +185,7 @@ class ZeroOne(ZeroBase):
         super().poll()
 
     def _update(self, scale: float, mine: StepInput) -> None:
+        self._sum_facts(scale, mine)
         for piece, gather in zip(self.optimizer.pieces, self._gathers, strict=True):
             self._update_piece(piece, scale, mine)
             self._start(gather)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from mpitrain.layers.flat import Piece
+from mpitrain.layers.flat import Entry, Piece
+from mpitrain.optim.optimizer import StateArray
 
 
 class StateBuffer(NamedTuple):
@@ -21,6 +22,8 @@ class StateBuffer(NamedTuple):
             otherwise the buffer starts as in a new run
     like    name of an "agreed" buffer: this one starts as a copy of it if the checkpoint lacks this
             one, or has it "bound" to another layout
+    entries whole tensors in a buffer of their own, which `pieces` then refer to; empty: the tensors
+            of the flat buffer
     """
 
     name: str
@@ -29,3 +32,9 @@ class StateBuffer(NamedTuple):
     kind: Literal["agreed", "own", "mean", "bound"] = "agreed"
     needed: bool = True
     like: str = ""
+    entries: Sequence[Entry] = ()
+
+    @classmethod
+    def of(cls, state: StateArray) -> "StateBuffer":
+        """Return a buffer of an optimizer's state."""
+        return cls(state.name, state.array, state.pieces, entries=state.entries)

@@ -156,16 +156,21 @@ class ServerBase(_Member):
 
     def _update(self, scale: float, lr: float, number: int) -> None:
         """Update the parameters from `scale` times the gradient buffer."""
-        for piece, held, gradients in zip(
-            self.optimizer.pieces, self._held, self._gradients_held, strict=True
-        ):
+        views = dict(
+            zip(
+                self.optimizer.pieces,
+                zip(self._held, self._gradients_held, strict=True),
+                strict=True,
+            )
+        )
+        self.optimizer.sum_facts(views.__getitem__, scale, lr, number)
+        for piece, (held, gradients) in views.items():
             self.optimizer.update(piece, held, gradients, scale, lr, number)
 
     def kept(self) -> list[StateBuffer]:
-        pieces = self.optimizer.pieces
         return [
-            StateBuffer("parameters", self.parameters, pieces),
-            *(StateBuffer(name, buffer, pieces) for name, buffer in self.optimizer.state.items()),
+            StateBuffer("parameters", self.parameters, self.optimizer.pieces),
+            *(StateBuffer.of(array) for array in self.optimizer.arrays()),
         ]
 
 

@@ -2,6 +2,7 @@
 tensor-parallel group.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -62,6 +63,11 @@ class ShardedLayerFactory(LayerFactory):
 
     _split: VocabParallelCrossEntropy | None = None
 
+    def row_numbers(self, shape: Sequence[int]) -> range:
+        """Return the numbers of this rank's rows within the global batch."""
+        own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
+        return self.now.numbers(every)[self.rows.group.rank * own % max(1, every) :][:own]
+
     def embedding(self, vocab: int, context: int, width: int) -> VocabParallelEmbedding:
         """Return an embedding with split rows of tokens and replicated positions."""
         return VocabParallelEmbedding(self, vocab, context, width, normal(0.02))
@@ -70,18 +76,20 @@ class ShardedLayerFactory(LayerFactory):
         """Return a replicated LayerNorm."""
         return ReplicatedNorm(self, width)
 
-    def qkv(self, width: int, heads: int, draw: Draw) -> Column:
-        """Return the queries, keys and values of this rank's heads: three runs of the outputs."""
-        mine, each = part(self.rows.group, heads, "heads"), width // heads
-        runs = [
-            range(start + mine.start * each, start + mine.stop * each)
-            for start in (0, width, 2 * width)
-        ]
-        return Column(self, runs, width, 3 * width, draw)
+    def joined_linear(
+        self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"
+    ) -> Column:
+        """Return a linear layer with this rank's run of each output."""
+        first, runs = 0, []
+        for count in counts:
+            mine = part(self.rows.group, count, noun)
+            runs.append(range(first + mine.start * each, first + mine.stop * each))
+            first += count * each
+        return Column(self, runs, inputs, first, draw)
 
-    def attention(self, width: int, heads: int) -> HeadAttention:
+    def attention(self, width: int, heads: int, kv_heads: int | None = None) -> HeadAttention:
         """Return the attention of this rank's heads."""
-        super().attention(width, heads)
+        super().attention(width, heads, kv_heads)
         return HeadAttention(self, heads)
 
     def column_linear(

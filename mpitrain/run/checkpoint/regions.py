@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.layers.flat import Piece, Storage
+from mpitrain.layers.flat import Entry, Piece, Storage
 from mpitrain.parallel.replication.state import StateBuffer
 
 Rectangles = tuple[tuple[tuple[int, int], ...], ...]
@@ -109,26 +109,33 @@ def part_of_text(listed: Sequence[Any]) -> Region:
 def described(storage: Storage, kept: Sequence[StateBuffer]) -> dict[str, Any]:
     """Describe the state of a rank as JSON, which `holdings` parses on all ranks."""
     return {
-        "tensors": [
-            [
-                e.name,
-                e.parameter.shape,
-                e.parameter.slices
-                and [[[s.start, s.stop] for s in rectangle] for rectangle in e.parameter.slices],
-                e.start,
-                e.stop,
-            ]
-            for e in storage.entries
+        "tensors": _tensors(storage.entries),
+        "kept": [
+            [k.name, k.kind, k.array.dtype.name, k.array.size, k.pieces, _tensors(k.entries)]
+            for k in kept
         ],
-        "kept": [[k.name, k.kind, k.array.dtype.name, k.array.size, k.pieces] for k in kept],
     }
+
+
+def _tensors(entries: Sequence[Entry]) -> list[list[Any]]:
+    return [
+        [
+            e.name,
+            e.parameter.shape,
+            e.parameter.slices
+            and [[[s.start, s.stop] for s in rectangle] for rectangle in e.parameter.slices],
+            e.start,
+            e.stop,
+        ]
+        for e in entries
+    ]
 
 
 def holdings(description: dict[str, Any]) -> list[HeldRegion]:
     """Return every region of a tensor on a rank, from the description by `described`."""
     found = []
-    for number, (name, kind, dtype, size, pieces) in enumerate(description["kept"]):
-        tensors = description["tensors"] if pieces else [("", [size], None, 0, size)]
+    for number, (name, kind, dtype, size, pieces, own) in enumerate(description["kept"]):
+        tensors = (own or description["tensors"]) if pieces else [("", [size], None, 0, size)]
         everything = sorted(Piece(*piece) for piece in pieces or [(0, size, 0)])
         starts, stops = [piece.start for piece in everything], [piece.stop for piece in everything]
         for tensor, shape, rectangles, start, stop in tensors:

@@ -18,21 +18,22 @@ from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear
 from mpitrain.transport.mpi_requests import Receive, Turns
+from mpitrain.transport.polled import Polled
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS, run
 
 
 def test_a_thread_moves_messages_between_hosts_and_nothing_else():
-    def chosen(transport, algorithm, admits=True):
-        transport.admits_threads = admits
-        return type(mover(transport, [bind(transport, np.ones(5), algorithm=algorithm)]))
+    def chosen(transport, algorithm, way=lambda transport: transport):
+        part = way(transport).split(0)
+        return type(mover(part, [bind(part, np.ones(5), algorithm=algorithm)]))
 
     assert run_ranks(2, chosen, "ring", hosts="ab") == [ProgressThread] * 2
     assert run_ranks(3, chosen, "hierarchical", hosts="aab") == [ProgressThread] * 3
     assert run_ranks(2, chosen, "ring", hosts="aa") == [PolledProgress] * 2
     assert run_ranks(2, chosen, "shared", hosts="aa") == [PolledProgress] * 2
     assert run_ranks(2, chosen, "native", hosts="ab") == [PolledProgress] * 2
-    assert run_ranks(2, chosen, "ring", False, hosts="ab") == [PolledProgress] * 2
+    assert run_ranks(2, chosen, "ring", Polled, hosts="ab") == [PolledProgress] * 2
 
 
 def test_a_thread_that_asks_for_the_interpreter_is_not_kept_waiting_for_milliseconds():
@@ -51,15 +52,15 @@ def test_a_thread_that_asks_for_the_interpreter_is_not_kept_waiting_for_millisec
 
 
 def test_between_hosts_a_column_layer_s_sum_is_made_while_its_weight_half_computes():
-    def run(transport, thread):
-        group, leased, found = Group(transport, progress_thread=thread), [], []
+    def run(transport, way, does_hide):
+        group, leased, found = Group(way(transport)), [], []
         layers = layers_for(ops_for("cpu"), group, Layout(tp=2))
 
         class Patient(ColumnParallelLinear):
             """Its weight half takes as long as the sum, if that ends meanwhile."""
 
             def backward_weight(self, pending, dw, arena):
-                end = time.monotonic() + (SECONDS if thread == "auto" else 0.1)
+                end = time.monotonic() + (SECONDS if does_hide else 0.1)
                 while not np.all(leased[-1].array == 3) and time.monotonic() < end:
                     time.sleep(1e-3)
                 found.append(bool(np.all(leased[-1].array == 3)))
@@ -76,8 +77,8 @@ def test_between_hosts_a_column_layer_s_sum_is_made_while_its_weight_half_comput
             assert np.all(dx == 3) and group.exchanged_s > 0
         return found
 
-    assert run_ranks(2, run, "auto", hosts="ab") == [[True] * 3] * 2
-    assert run_ranks(2, run, "no", hosts="ab") == [[False] * 3] * 2
+    assert run_ranks(2, run, lambda transport: transport, True, hosts="ab") == [[True] * 3] * 2
+    assert run_ranks(2, run, Polled, False, hosts="ab") == [[False] * 3] * 2
 
 
 class Failing:

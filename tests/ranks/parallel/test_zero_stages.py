@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpitrain.machine import cuda
-from mpitrain.optim import STATE
+from mpitrain.optim import RULES
 from mpitrain.parallel.data.unsharded_buffers import TURNS
 from mpitrain.parallel.data.zero_three import ZeroThree
 from mpitrain.parallel.modes import MODES, ZERO
@@ -39,7 +39,7 @@ alone = cache(lambda *settings: curves(1, *BASE, *settings))
 
 
 @STAGES
-@pytest.mark.parametrize("optimizer", STATE)
+@pytest.mark.parametrize("optimizer", RULES)
 def test_in_float64_every_number_of_ranks_has_the_curve_and_the_parameters_of_one(optimizer, stage):
     rule = f"optimizer.name={optimizer}"
     assert np.ptp(alone(rule)[0]) > 0.05, "the loss must move, or equality says nothing"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import host
+from mpitrain.ops import bodies
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.data.weight_stashing import WeightStashing
 from mpitrain.parallel.grid import share
@@ -23,6 +23,8 @@ from mpitrain.run.trainer import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import configured
+
+host = bodies.host()
 
 pytestmark = pytest.mark.slow
 STEPS, ROWS = 6, 13  # ragged, whatever it is divided by

@@ -11,7 +11,7 @@ from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import host
+from mpitrain.ops import bodies
 from mpitrain.parallel.grid import share
 from mpitrain.pipeline.channel import Channel
 from mpitrain.pipeline.execute import execute
@@ -24,6 +24,8 @@ from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel.test_replication import Slots
 from tests.training import configured
 from tests.unit.placing import place
+
+host = bodies.host()
 
 MICRO_BATCHES = 3
 SMALL = [

@@ -1,6 +1,5 @@
 """Layers and whole models on the simulator: what the CPU body computes, and slices that add up to the whole."""
 
-import inspect
 import sys
 
 import numpy as np
@@ -15,12 +14,12 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.machine.devices import SimulatorBackend
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import reference
-from mpitrain.ops.cuda import body
+from mpitrain.ops import bodies
 from mpitrain.ops.device import ops_for
 from tests.cases.numbers import numbers
 from tests.fakes import cupy, gpu
 from tests.laws.layers import LayerLaws
+from tests.laws.operations import OperationLaws
 from tests.laws.transport import laws_of
 from tests.laws.vocabulary import VocabularyLaws
 from tests.unit.placing import place
@@ -28,13 +27,9 @@ from tests.unit.placing import place
 OPS = ops_for("cuda-sim")
 
 
-def test_the_cuda_body_has_the_reference_s_names_and_signatures():
-    for name, function in inspect.getmembers(reference, inspect.isfunction):
-        if not name.startswith("_"):
-            bound = getattr(OPS, name)
-            assert list(inspect.signature(bound).parameters) == list(
-                inspect.signature(function).parameters
-            ), name
+@pytest.mark.parametrize("law", laws_of(OperationLaws))
+def test_operations_on_the_simulator_obey(law):
+    getattr(OperationLaws(), law)(OPS, SimulatorBackend())
 
 
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
@@ -52,7 +47,7 @@ def test_parts_of_a_vocabulary_on_arrays_that_are_not_numpy_s_obey(law, monkeypa
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy, "kernels_alone", True)
     cupy.faults.clear()
-    getattr(VocabularyLaws(), law)(body(gpu.kernels()), CudaBackend())
+    getattr(VocabularyLaws(), law)(bodies.cuda(gpu.kernels()), CudaBackend())
     assert cupy.faults == []
 
 
@@ -61,7 +56,7 @@ def test_layers_on_arrays_that_are_not_numpy_s_obey(law, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy, "kernels_alone", True)
     cupy.faults.clear()
-    getattr(LayerLaws(), law)(Plain(body(gpu.kernels())), CudaBackend())
+    getattr(LayerLaws(), law)(Plain(bodies.cuda(gpu.kernels())), CudaBackend())
     assert cupy.faults == []
 
 
@@ -120,7 +115,7 @@ def test_a_block_is_launched_as_its_products_norms_and_attention_alone(monkeypat
         "launch",
         lambda name, *rest, **more: (names.append(name), launch(name, *rest, **more)),
     )
-    units = gpt(Plain(body(kernels)), vocab=7, context=6, width=8, heads=2, depth=1)[1:3]
+    units = gpt(Plain(bodies.cuda(kernels)), vocab=7, context=6, width=8, heads=2, depth=1)[1:3]
     weights, gradients, _, _ = place(units, 1, np.float32)
     found = {}
 
@@ -161,7 +156,7 @@ def test_column_slices_of_a_linear_layer_add_up_to_the_whole(ranks):
     )
     cuts = [slice(36 * rank // ranks, 36 * (rank + 1) // ranks) for rank in range(ranks)]
     parts = [halves(x, w[cut], b[cut], np.ascontiguousarray(dy[:, cut])) for cut in cuts]
-    truth = halves(x, w, b, dy, reference)
+    truth = halves(x, w, b, dy, bodies.reference())
     y, dx, dw, db = zip(*parts, strict=True)
     assert_all_close([np.concatenate(y, 1), sum(dx), np.concatenate(dw), np.concatenate(db)], truth)
 
@@ -183,7 +178,7 @@ def test_row_slices_of_a_linear_layer_add_up_to_the_whole(ranks):
         )
         for rank, cut in enumerate(cuts)
     ]
-    truth = halves(x, w, b, dy, reference)
+    truth = halves(x, w, b, dy, bodies.reference())
     y, dx, dw, db = zip(*parts, strict=True)
     assert_all_close([sum(y), np.concatenate(dx, 1), np.concatenate(dw, 1), db[0]], truth)
 

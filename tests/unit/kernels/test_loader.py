@@ -15,7 +15,7 @@ from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine import devices
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import cuda
+from mpitrain.ops import bodies
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.top_k import top_k
 
@@ -241,7 +241,7 @@ def test_launches_that_are_found_again_take_twelve_calls_at_most_and_no_argument
     """Of every operation on kernels, and of what all-reduces do to chunks."""
     kernels = Kernels(launch_overhead.Nothing(takes_plain=True))
     made = launch_overhead.operations(kernels)
-    assert made.keys() == {*vars(cuda.body(kernels)), *WIRE, "top_k"}
+    assert made.keys() == {*vars(bodies.cuda(kernels)), *WIRE, "top_k"}
     for run in made.values():
         run()
     monkeypatch.setattr(Argument, "__new__", None)

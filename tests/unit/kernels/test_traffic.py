@@ -7,7 +7,7 @@ import pytest
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator, Traffic
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import cuda
+from mpitrain.ops import bodies, cuda
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.sums import sum_all, sum_rows
 from mpitrain.ops.cuda.top_k import top_k
@@ -25,7 +25,7 @@ def moved(kernel: str, call) -> Traffic:
     """What the only launch of a kernel has moved, of those that `call` makes through the operations it is given."""
     (found,) = (
         launch
-        for launch in traffic(lambda kernels: call(cuda.body(kernels)))
+        for launch in traffic(lambda kernels: call(bodies.cuda(kernels)))
         if launch.kernel == kernel
     )
     return found
@@ -147,7 +147,7 @@ def ones(dtype: str, *shape: int) -> np.ndarray:
 
 def steps(kernels: Kernels, dtype: str) -> None:
     """Every optimizer, with a mirror where elements are of 16 bits."""
-    ops, mirror = cuda.body(kernels), None if dtype == "float32" else ones(dtype)
+    ops, mirror = bodies.cuda(kernels), None if dtype == "float32" else ones(dtype)
     p, g, m, v = (ones("float32") for _ in range(4))
     every = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), "mirror": mirror}
     ops.sgd(p, g, **every)
@@ -157,13 +157,13 @@ def steps(kernels: Kernels, dtype: str) -> None:
 
 def totals(kernels: Kernels, dtype: str) -> None:
     """Of squares, and of elements."""
-    cuda.body(kernels).gradient_facts(ones(dtype), Arena())
+    bodies.cuda(kernels).gradient_facts(ones(dtype), Arena())
     sum_all(kernels, ones(dtype), Arena())
 
 
 def pointwise(kernels: Kernels, dtype: str) -> None:
     """Activations and sums."""
-    ops = cuda.body(kernels)
+    ops = bodies.cuda(kernels)
     ops.relu_backward(ones(dtype), ops.relu(ones(dtype), Arena())[1], Arena())
     ops.add(ones(dtype), ones(dtype), ones(dtype), Arena())
     ops.weighted_sum(ones(dtype), 0.5, ones(dtype), 0.5, ones(dtype), Arena())
@@ -192,7 +192,7 @@ def int8(kernels: Kernels, dtype: str) -> None:
 
 def embeddings(kernels: Kernels, dtype: str) -> None:
     """An embedding, and gradients of its tables in float32."""
-    ops, dx = cuda.body(kernels), ones(dtype, 2, 5, 40)
+    ops, dx = bodies.cuda(kernels), ones(dtype, 2, 5, 40)
     _, saved = ops.embedding(
         np.arange(10).reshape(2, 5), ones(dtype, 37, 40), ones(dtype, 6, 40), Arena()
     )
@@ -207,15 +207,15 @@ def columns(kernels: Kernels, dtype: str) -> None:
 
 def norms(kernels: Kernels, dtype: str) -> None:
     """LayerNorm."""
-    ops, x, gain = cuda.body(kernels), ones(dtype, 9, 40), ones(dtype, 40)
+    ops, x, gain = bodies.cuda(kernels), ones(dtype, 9, 40), ones(dtype, 40)
     ops.layer_norm_backward_input(
-        x, gain, ops.layer_norm(x, gain, gain.copy(), Arena())[1], Arena()
+        x, gain, ops.layer_norm(x, gain, gain.copy(), 1e-5, Arena())[1], Arena()
     )
 
 
 def combined(kernels: Kernels, dtype: str) -> None:
     """The epilogue of a product that a library makes."""
-    ops = cuda.body(kernels, cuda.multiply("library"))
+    ops = bodies.cuda(kernels, cuda.multiply("library"))
     ops.linear(ones(dtype, 9, 16), ones(dtype, 40, 16), ones(dtype, 40), Arena())
 
 

@@ -12,10 +12,12 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.models.mlp import mlp
-from mpitrain.ops import host, reference
+from mpitrain.ops import bodies
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of
 from tests.unit.placing import place, run
+
+host, reference = bodies.host(), bodies.reference()
 
 SMALL = {"vocab": 11, "context": 9, "width": 12, "heads": 3, "depth": 2}
 

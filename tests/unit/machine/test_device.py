@@ -15,7 +15,7 @@ from mpitrain.kernels.engines import KERNELS
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.devices import BACKENDS
 from mpitrain.machine.kinds import KINDS
-from mpitrain.ops import host
+from mpitrain.ops import bodies
 from mpitrain.ops.device import device_for, ops_for
 from tests.fakes import cupy
 
@@ -37,10 +37,12 @@ def test_an_unknown_kind_is_refused_with_the_kinds_there_are():
 def test_on_the_cpu_everything_is_numpy_s(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     device = device_for("cpu", "library", "no such table of tiles")
-    assert device.ops is ops_for("cpu") is host and device.kernels is device.multiply is None
+    assert (
+        device.ops == ops_for("cpu") == bodies.host() and device.kernels is device.multiply is None
+    )
     half = ops_for("cpu", compute="bfloat16")
     (rounded, _), (exact, _) = (
-        ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, host)
+        ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, bodies.host())
     )
     assert rounded == 1 < exact, "layers of one's own round in half precision, too"
     assert arithmetic_of(device) is HOST and device.arena() is not device.arena()

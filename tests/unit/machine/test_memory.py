@@ -15,7 +15,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.ops.device import device_for, ops_for
-from mpitrain.optim import STATE
+from mpitrain.optim import RULES
 from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import MODES, STREAMS, mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
@@ -61,14 +61,14 @@ def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
 
 
 @pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
-@pytest.mark.parametrize("optimizer", STATE)
+@pytest.mark.parametrize("optimizer", RULES)
 def test_a_model_larger_than_what_is_free_on_its_host_is_refused_with_the_numbers(
     ranks, hosts, sharing, optimizer, monkeypatch
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
     found, count = memory.sizes(resolved(config, ranks), SOURCES["gpt"], 1, build.model)
     length = found.length
-    needed = sharing * length * 4 * (2 + len(STATE[optimizer]))
+    needed = sharing * length * 4 * (2 + RULES[optimizer].per_parameter)
 
     def run(transport):
         if transport.hosts[transport.rank] == "a":

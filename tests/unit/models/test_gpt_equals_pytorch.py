@@ -6,8 +6,10 @@ import pytest
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import host
+from mpitrain.ops import bodies
 from tests.unit.placing import place, run
+
+host = bodies.host()
 
 torch = pytest.importorskip("torch")
 torch_gpt = pytest.importorskip(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import host
+from mpitrain.ops import bodies
 from mpitrain.ops.host.rounded import TYPES, rounded
 from mpitrain.parallel.replication.loss_scale import DynamicLossScale
 from mpitrain.parallel.replication.records import StepResult
@@ -55,7 +55,7 @@ def test_numbers_are_rounded_as_a_cast_rounds(dtype):
 
 @pytest.mark.parametrize("dtype", SHORT)
 def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
-    ops, arena, rng = rounded(host, dtype).ops, Arena(), np.random.default_rng(1)
+    ops, arena, rng = rounded(dtype).ops, Arena(), np.random.default_rng(1)
 
     def numbers(*shape):
         return cast(rng.standard_normal(shape).astype(np.float32), dtype)
@@ -75,7 +75,7 @@ def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
         dx, pending = getattr(ops, f"{product.__name__}_backward_input")(dy, w, saved, arena)
         ops.linear_backward_weight(pending, dw := np.empty((12, 12), np.float32), False, arena)
         assert is_short(y, dx) and not is_short(dw), product
-    y, saved = ops.layer_norm(x, b, b, arena)
+    y, saved = ops.layer_norm(x, b, b, 1e-5, arena)
     dx, _ = ops.layer_norm_backward_input(dy, b, saved, arena)
     assert is_short(y, dx)
     y, saved = ops.attention(qkv, 3, arena)
@@ -97,11 +97,11 @@ def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
     ],
 )
 def test_a_step_is_the_host_s_and_writes_the_mirror_rounded(name, buffers, numbers):
-    ops, rng, count = rounded(host, "bfloat16").ops, np.random.default_rng(2), 200_003
+    ops, rng, count = rounded("bfloat16").ops, np.random.default_rng(2), 200_003
     p, g, *state = np.abs(rng.standard_normal((2 + buffers, count))).astype(np.float32)
     mine, mirror = [array.copy() for array in (p, g, *state)], np.empty_like(p)
     common = {"scale": 0.5, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), **numbers}
-    getattr(host, name)(p, g, *state, **common)
+    getattr(bodies.host(), name)(p, g, *state, **common)
     getattr(ops, name)(*mine, mirror=mirror, **common)
     for one, other in zip((p, g, *state), mine, strict=True):
         assert np.array_equal(one, other)

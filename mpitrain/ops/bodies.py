@@ -1,0 +1,63 @@
+"""The operations of each backend, put together from the table.
+
+Plugins may add rows until then.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mpitrain.errors import ConfigError
+from mpitrain.kernels.loader import Kernels
+from mpitrain.machine.backend import Backend, HostBackend
+from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.linear import Multiply
+from mpitrain.ops.cuda.steps import Numbers
+from mpitrain.ops.table import OPERATIONS, Operation, Ops
+
+
+def reference() -> Ops:
+    """Return the definitions."""
+    return _each(lambda name, row: row.reference or row.host)
+
+
+def host() -> Ops:
+    """Return the operations on NumPy arrays."""
+    return _each(lambda name, row: row.host)
+
+
+def cuda(
+    kernels: Kernels, multiply: Multiply = product.gemm, backend: Backend | None = None
+) -> Ops:
+    """Return the operations, launched through these kernels.
+
+    multiply  the matrix product of linear layers
+    backend   the backend of the arrays; None: host memory
+    """
+    given = {
+        "kernels": kernels,
+        "multiply": multiply,
+        "numbers": Numbers(backend or HostBackend()),
+    }
+
+    def bound(name: str, row: Operation) -> Callable:
+        if row.cuda is None:
+            return partial(_refuse, name)
+        first = [given[known] for known in signature(row.cuda).parameters if known in given]
+        return partial(row.cuda, *first)
+
+    return _each(bound)
+
+
+def _refuse(name: str, *arguments: Any, **named: Any) -> None:
+    raise ConfigError(
+        f"Devices compute with kernels, but the operation `{name}` has none.",
+        "Use --device cpu, or give its row in OPERATIONS a body for cuda.",
+    )
+
+
+def _each(body: Callable[[str, Operation], Callable]) -> Ops:
+    """Return the operations with a body each, from name and row."""
+    return cast(Ops, SimpleNamespace(**{name: body(name, row) for name, row in OPERATIONS.items()}))

@@ -1,0 +1,10 @@
+"""Optimizers: the table of update rules, their state on a rank, and learning-rate schedules.
+
+RULES  all update rules; a new one needs a row there and its operation in `ops`
+"""
+
+from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.rules import RULES, checked, without_unread
+from mpitrain.optim.schedule import learning_rate
+
+__all__ = ["RULES", "Optimizer", "checked", "learning_rate", "without_unread"]

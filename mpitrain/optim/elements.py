@@ -1,0 +1,50 @@
+"""Element-wise updates: one operation over the runs of each piece."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpitrain.layers.flat import Piece, Storage
+from mpitrain.ops import Ops
+from mpitrain.optim.rule import ElementWise, Update, Views
+
+
+class ElementUpdates:
+    """Updates of an element-wise rule over the pieces of a rank.
+
+    state  buffers along the pieces, in the order of the operation's arguments
+    """
+
+    def __init__(
+        self,
+        step: ElementWise,
+        storage: Storage,
+        pieces: Sequence[Piece],
+        state: Mapping[str, Any],
+        ops: Ops,
+    ):
+        self._arguments, self._operation = step.arguments, getattr(ops, step.op)
+        self._state = list(state.values())
+        self._runs = {piece: list(storage.runs(piece.start, piece.stop)) for piece in pieces}
+
+    def sum_facts(self, views: Views, update: Update) -> None:
+        """Do nothing: no element depends on another one."""
+
+    def update(
+        self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
+    ) -> None:
+        """Update the parameters of a piece in place, run by run."""
+        arguments = self._arguments(update)
+        for run in self._runs[piece]:
+            here = slice(run.start - piece.start, run.stop - piece.start)
+            along = slice(piece.place + here.start, piece.place + here.stop)
+            self._operation(
+                parameters[here],
+                gradients[here],
+                *(buffer[along] for buffer in self._state),
+                scale=update.scale,
+                lr=update.lr,
+                weight_decay=update.settings.weight_decay if run.decayed else 0.0,
+                arena=update.arena,
+                **arguments,
+                **({} if mirror is None else {"mirror": mirror[here]}),
+            )

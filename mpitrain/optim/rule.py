@@ -1,0 +1,195 @@
+"""The row of an update rule: its hyper-parameters, its state, and how it steps.
+
+A rule is element-wise or tensor-wise. An element-wise rule is one operation over runs of a flat
+buffer. A tensor-wise rule needs sums over whole tensors, whose elements may lie on several ranks:
+
+    facts   each rank adds its elements' share to a flat float64 vector, tensor by tensor
+    sum     one all-reduce over the ranks with other elements of the same tensors
+    apply   each rank updates its elements from the sums, which have the same bits on all of them
+
+The interface carries these rules:
+
+    Nesterov, Adam, Lion  element-wise, with one, two and one buffer of `elements`
+    8-bit AdamW           element-wise: its operation encodes runs of 32 elements. Tensors and pieces
+                          start at multiples of 32, so each run has one owner. Its row will have
+                          two more fields: a dtype for each buffer, and a decoder for checkpoints,
+                          which must not depend on runs.
+    LAMB                  one round: the squares of parameters and of the update, each `scalar`.
+                          The round steps both moments, which are `elements`.
+    Adafactor             two rounds: squares of the gradient by `rows` and by `columns`, and squares
+                          of the parameters; then squares of the update. The state is `rows` and
+                          `columns` of matrices, and `columns` of vectors, all their elements.
+    Muon                  no round: `apply` sees whole matrices. `refusal` names ZeRO and tensor
+                          parallelism. Shapes of its own give a momentum to matrices and AdamW's
+                          moments to other tensors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpitrain import config
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Parameter
+from mpitrain.layers.flat import Piece
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops
+
+Shape = Callable[[Parameter], tuple[int, ...] | None]
+"""(tensor) -> shape of a buffer of its state, or of a sum over it; None: the tensor has none."""
+
+
+def elements(tensor: Parameter) -> tuple[int, ...]:
+    """Return the tensor's own shape. A rank stores the state of the elements that it updates.
+
+    A buffer of any other shape is small: it is whole on each rank that updates an element.
+    """
+    return tensor.shape
+
+
+def rows(tensor: Parameter) -> tuple[int, ...]:
+    """Return the shape without the last dim."""
+    return tensor.shape[:-1]
+
+
+def columns(tensor: Parameter) -> tuple[int, ...]:
+    """Return the shape of the last dim alone."""
+    return tensor.shape[-1:]
+
+
+def scalar(tensor: Parameter) -> tuple[int, ...]:
+    """Return the shape of one number."""
+    return ()
+
+
+Views = Callable[[Piece], tuple[Any, Any]]
+"""(piece) -> its parameters and gradients, as long as the piece."""
+
+
+class Update(NamedTuple):
+    """The numbers and the tools of one update.
+
+    scale    factor of all gradients: clipping, divided by the loss scale
+    lr       learning rate
+    number   number of this update, from 1; skipped ones do not count
+    delayed  whether some of these gradients belong to earlier steps, and some of this step's
+             gradients arrive later
+    """
+
+    settings: config.Optimizer
+    ops: Ops
+    arena: Arena
+    scale: float
+    lr: float
+    number: int
+    delayed: bool = False
+
+
+class ElementWise(NamedTuple):
+    """The step of a rule that updates each element by itself, in one pass over memory.
+
+    op         name of the operation (p, g, *state, scale, lr, weight_decay, arena, mirror=None);
+               state: the buffers in the order of the row, all of shape `elements`
+    arguments  (update) -> the operation's other arguments, by name
+    """
+
+    op: str
+    arguments: Callable[[Update], Mapping[str, float]]
+
+
+class Block(NamedTuple):
+    """Elements [start, stop) of a tensor piece, which form a matrix, row-major.
+
+    rows     indices of the matrix' rows in the whole tensor, all dims but the last flattened; (R,)
+    columns  indices of its columns in the whole tensor; (C,)
+    """
+
+    start: int
+    stop: int
+    rows: Any
+    columns: Any
+
+
+class TensorPiece(NamedTuple):
+    """The elements of one tensor that this rank updates.
+
+    tensor      the logical tensor and its region on this rank
+    parameters  (count,), in place
+    gradients   (count,), to be multiplied by `Update.scale`
+    mirror      (count,), or None; `apply` writes the rounded parameters to it
+    state       buffers by name: (count,) with `elements`, otherwise whole, in their own shape
+    facts       sums by name, of all rounds so far: float64, whole, in their own shape
+    blocks      at most three matrices, which together are all `count` elements
+    """
+
+    tensor: Parameter
+    parameters: Any
+    gradients: Any
+    mirror: Any
+    state: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    blocks: Sequence[Block]
+
+
+class Round(NamedTuple):
+    """Sums over tensors, in one all-reduce.
+
+    facts  shape of each sum by name
+    add    (piece, update): add the share of the piece's elements to `piece.facts`, which is 0 before
+           the first piece. It may change `elements` of the state, as no update is skipped now.
+    """
+
+    facts: Mapping[str, Shape]
+    add: Callable[[TensorPiece, Update], None]
+
+
+class TensorWise(NamedTuple):
+    """The step of a rule that needs sums over whole tensors.
+
+    rounds  in their order; a round sees the sums of all earlier ones
+    apply   (piece, update): step the parameters. It runs once for each tensor of which this rank
+            updates an element. State that is not `elements` must follow from state and sums alone,
+            so that it has the same bits on all ranks.
+    """
+
+    rounds: Sequence[Round]
+    apply: Callable[[TensorPiece, Update], None]
+
+
+class TorchClass(NamedTuple):
+    """The class of torch.optim with the same update, as a peer of `mpitrain bench train`.
+
+    arguments  (settings) -> its arguments besides learning rate and weight decay
+    """
+
+    name: str
+    arguments: Callable[[config.Optimizer], Mapping[str, Any]]
+
+
+def nowhere(settings: config.Config) -> None:
+    """Return None: the rule runs with every configuration."""
+
+
+class Rule(NamedTuple):
+    """The row of an update rule in the table `RULES`.
+
+    help      one phrase for the help of optimizer.name
+    reads     the keys of [optimizer] that are its hyper-parameters; no other one may be set
+    state     shape of each buffer of the state by name, in the order of the operation's arguments
+    step      one operation over elements, or rounds of sums over tensors
+    defaults  its own defaults of keys of [optimizer], where they differ from the section's
+    refusal   (configuration) -> error that explains why the rule cannot run with it, or None
+    torch     its counterpart in PyTorch, or None
+    """
+
+    help: str
+    reads: Sequence[str]
+    state: Mapping[str, Shape]
+    step: ElementWise | TensorWise
+    defaults: Mapping[str, float] = {}
+    refusal: Callable[[config.Config], ConfigError | None] = nowhere
+    torch: TorchClass | None = None
+
+    @property
+    def per_parameter(self) -> int:
+        """Elements of state for each parameter; buffers that are not `elements` do not count."""
+        return sum(shape is elements for shape in self.state.values())

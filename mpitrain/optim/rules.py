@@ -1,0 +1,98 @@
+"""The table of all update rules, and the check of [optimizer] against it."""
+
+from mpitrain import config
+from mpitrain.errors import ConfigError
+from mpitrain.optim.rule import ElementWise, Rule, TorchClass, elements
+from mpitrain.tables import Table
+
+SETTINGS = config.Optimizer.model_fields
+EVERY = ("name", "lr", "clip", "warmup", "schedule")
+"""The keys of [optimizer] that the training step reads with every rule."""
+
+RULES: Table[str, Rule] = Table(
+    {
+        "sgd": Rule(
+            "stochastic gradient descent",
+            ("weight_decay",),
+            {},
+            ElementWise("sgd", lambda update: {}),
+        ),
+        "momentum": Rule(
+            "SGD with heavy-ball momentum (Polyak 1964)",
+            ("weight_decay", "momentum"),
+            {"momentum": elements},
+            ElementWise("momentum", lambda update: {"beta": update.settings.momentum}),
+        ),
+        "adamw": Rule(
+            "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
+            ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon"),
+            {"first_moment": elements, "second_moment": elements},
+            ElementWise(
+                "adamw",
+                lambda update: {
+                    "beta1": update.settings.beta1_delayed
+                    if update.delayed
+                    else update.settings.beta1,
+                    "beta2": update.settings.beta2,
+                    "eps": update.settings.epsilon,
+                    "step": update.number,
+                },
+            ),
+            torch=TorchClass(
+                "AdamW",
+                lambda settings: {
+                    "betas": (settings.beta1, settings.beta2),
+                    "eps": settings.epsilon,
+                },
+            ),
+        ),
+    }
+)
+"""Update rules by optimizer.name. Configuration, help, memory estimates and checkpoints read the
+rows.
+"""
+
+
+def _unread(settings: config.Optimizer) -> list[str]:
+    """Return the keys with other values than their defaults that the rule does not read."""
+    read = (*EVERY, *RULES[settings.name].reads)
+    return [
+        key
+        for key, field in SETTINGS.items()
+        if key not in read and getattr(settings, key) != field.default
+    ]
+
+
+def without_unread(settings: config.Optimizer) -> config.Optimizer:
+    """Return a copy in which keys that the rule does not read have their defaults.
+
+    Earlier versions accepted such keys; they had no effect.
+    """
+    keys = _unread(settings) if settings.name in RULES else []
+    return settings.model_copy(update={key: SETTINGS[key].default for key in keys})
+
+
+def checked(whole: config.Config) -> config.Config:
+    """Return a copy in which hyper-parameters that are not set have the rule's own defaults.
+
+    raises  ConfigError for a key that the rule does not read, or if the rule refuses another key
+    """
+    settings = whole.optimizer
+    config.check_choice("optimizer.name", settings.name, RULES)
+    rule = RULES[settings.name]
+    for key in _unread(settings):
+        readers = [name for name, other in RULES.items() if key in other.reads]
+        raise ConfigError(
+            f"Update rule {settings.name} reads {', '.join(rule.reads)} of [optimizer] besides "
+            f"{', '.join(EVERY[1:])}, but optimizer.{key} is {getattr(settings, key)}.",
+            f"Leave out optimizer.{key}"
+            + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
+        )
+    if refused := rule.refusal(whole):
+        raise refused
+    own = {
+        key: default
+        for key, default in rule.defaults.items()
+        if key not in settings.model_fields_set
+    }
+    return whole.model_copy(update={"optimizer": settings.model_copy(update=own)})

@@ -1,0 +1,208 @@
+"""Tensor-wise updates: the pieces of each tensor on this rank, and the sums over whole tensors."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.layers.base import Parameter
+from mpitrain.layers.flat import Entry, Piece, Storage
+from mpitrain.machine.backend import Backend
+from mpitrain.optim.rule import Block, Shape, TensorPiece, TensorWise, Update, Views
+
+
+class FactSums(NamedTuple):
+    """The sums of facts over the ranks with other elements of the same tensors.
+
+    The order of additions is the same for all ranks with the same elements.
+
+    bind    (vector) -> run; collective. The vector is (count,) float64 in the memory of the backend.
+            `run` leaves the sum in it, and is collective as well.
+    counts  (holders, as `Parameter.holders`) -> whether the sum includes this rank's elements of
+            such tensors. If the sum runs over ranks with the same elements, one of them counts.
+    """
+
+    bind: Callable[[Any], Callable[[], None]]
+    counts: Callable[[str], bool]
+
+
+ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
+"""The sums of a rank that updates whole tensors by itself."""
+
+
+def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
+    """Lay out a whole array of this shape for each tensor, one after the other from `start` on."""
+    found: list[Entry] = []
+    for entry in entries:
+        dims = shape(entry.parameter)
+        if dims is not None:
+            whole = entry.parameter._replace(shape=dims, slices=None)
+            found.append(Entry(entry.name, whole, entry.unit, start))
+            start = found[-1].stop
+    return found
+
+
+def touched(storage: Storage, piece: Piece) -> list[Entry]:
+    """Return the trainable tensors with elements in a piece."""
+    return [
+        entry
+        for entry in storage.entries
+        if entry.parameter.trainable and max(entry.start, piece.start) < min(entry.stop, piece.stop)
+    ]
+
+
+def blocks(tensor: Parameter, start: int, stop: int) -> list[Block]:
+    """Divide elements [start, stop) of a tensor's flattened region into matrices.
+
+    They are the end of a row, whole rows, and the beginning of a row; vectors have one row.
+    """
+    *lead, columns = [_indices(tensor, dim) for dim in range(len(tensor.shape))] or [np.arange(1)]
+    rows = np.zeros(1, np.int64)
+    for dim, mine in enumerate(lead):
+        rows = np.add.outer(rows * tensor.shape[dim], mine).reshape(-1)
+    width, first, found = len(columns), start, list[Block]()
+    while start < stop:
+        row, column = divmod(start, width)
+        whole = 0 if column else (stop - start) // width  # rows
+        end = start + whole * width if whole else min(stop, (row + 1) * width)
+        found.append(
+            Block(
+                start - first,
+                end - first,
+                rows[row : row + max(1, whole)],
+                columns[column : column + end - start],
+            )
+        )
+        start = end
+    return found
+
+
+def _indices(tensor: Parameter, dim: int) -> np.ndarray:
+    """Return the index in the whole tensor of each index of a dim of its region on this rank."""
+    if tensor.slices is None:
+        return np.arange(tensor.shape[dim])
+    found = [np.arange(rectangle[dim].start, rectangle[dim].stop) for rectangle in tensor.slices]
+    return np.concatenate(found) if dim == tensor.joined_along else found[0]
+
+
+class _Fragment(NamedTuple):
+    """The elements of a tensor in a piece; offsets from the beginning of the piece."""
+
+    entry: Entry
+    start: int
+    stop: int
+    blocks: Sequence[Block]
+
+
+class _Sums(NamedTuple):
+    """The flat vector of one round: all facts of all tensors, and its bound all-reduce."""
+
+    vector: Any
+    views: Mapping[str, Mapping[str, Any]]
+    uncounted: Sequence[Any]
+    run: Callable[[], None]
+
+
+class TensorUpdates:
+    """Updates of a tensor-wise rule over the pieces of a rank."""
+
+    def __init__(
+        self,
+        step: TensorWise,
+        storage: Storage,
+        pieces: Sequence[Piece],
+        state: Mapping[str, Any],
+        layouts: Mapping[str, Sequence[Entry]],
+        backend: Backend,
+        sums: FactSums,
+    ):
+        """Allocate the vectors of sums and bind their all-reduces; collective.
+
+        state    buffers by name, along the pieces or as laid out in `layouts`
+        layouts  the tensors of each buffer that is not of `elements`
+        """
+        self._step = step
+        self._along = {name: buffer for name, buffer in state.items() if name not in layouts}
+        self._whole = {name: _views(layout, state[name]) for name, layout in layouts.items()}
+        self._fragments = {
+            piece: [_fragment(entry, piece) for entry in touched(storage, piece)]
+            for piece in pieces
+        }
+        everything = touched(storage, Piece(0, storage.length, 0))
+        self._sums = [_bound(each.facts, everything, backend, sums) for each in step.rounds]
+
+    def sum_facts(self, views: Views, update: Update) -> None:
+        """Run all rounds over all pieces of this rank; collective."""
+        for each, sums in zip(self._step.rounds, self._sums, strict=True):
+            sums.vector.fill(0)
+            for piece, fragments in self._fragments.items():
+                parameters, gradients = views(piece)
+                for fragment in fragments:
+                    each.add(self._piece(piece, fragment, parameters, gradients, None), update)
+            for view in sums.uncounted:
+                view.fill(0)
+            sums.run()
+
+    def update(
+        self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
+    ) -> None:
+        """Update the parameters of a piece in place, tensor by tensor."""
+        for fragment in self._fragments[piece]:
+            self._step.apply(self._piece(piece, fragment, parameters, gradients, mirror), update)
+
+    def _piece(
+        self, piece: Piece, fragment: _Fragment, parameters: Any, gradients: Any, mirror: Any
+    ) -> TensorPiece:
+        entry, start, stop, found = fragment
+        along = slice(piece.place + start, piece.place + stop)
+        return TensorPiece(
+            entry.parameter,
+            parameters[start:stop],
+            gradients[start:stop],
+            None if mirror is None else mirror[start:stop],
+            {name: buffer[along] for name, buffer in self._along.items()}
+            | _of(self._whole, entry.name),
+            {
+                name: array
+                for sums in self._sums
+                for name, array in _of(sums.views, entry.name).items()
+            },
+            found,
+        )
+
+
+def _bound(
+    facts: Mapping[str, Shape], entries: Sequence[Entry], backend: Backend, sums: FactSums
+) -> _Sums:
+    """Lay out the facts of a round in one vector, and bind its all-reduce; collective."""
+    layouts, length = dict[str, list[Entry]](), 0
+    for name, shape in facts.items():
+        layouts[name] = laid_out(entries, shape, length)
+        length = max([length, *(entry.stop for entry in layouts[name])])
+    vector = backend.zeros(length, np.float64)
+    uncounted = [
+        entry.view(vector)
+        for layout in layouts.values()
+        for entry in layout
+        if not sums.counts(entry.parameter.holders)
+    ]
+    views = {name: _views(layout, vector) for name, layout in layouts.items()}
+    return _Sums(vector, views, uncounted, sums.bind(vector))
+
+
+def _views(layout: Sequence[Entry], array: Any) -> dict[str, Any]:
+    return {entry.name: entry.view(array) for entry in layout}
+
+
+def _of(arrays: Mapping[str, Mapping[str, Any]], tensor: str) -> dict[str, Any]:
+    return {name: found[tensor] for name, found in arrays.items() if tensor in found}
+
+
+def _fragment(entry: Entry, piece: Piece) -> _Fragment:
+    low, high = max(entry.start, piece.start), min(entry.stop, piece.stop)
+    return _Fragment(
+        entry,
+        low - piece.start,
+        high - piece.start,
+        blocks(entry.parameter, low - entry.start, high - entry.start),
+    )

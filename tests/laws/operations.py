@@ -1,0 +1,74 @@
+"""Laws of operations: each backend computes the definition of every row of the table.
+
+A law takes the operations and the backend of their arrays.
+"""
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from mpitrain.machine.backend import Backend, HostBackend
+from mpitrain.ops import OPERATIONS, Ops, bodies
+from mpitrain.ops.example import examples
+from mpitrain.ops.operands import Operand, Sizes, dims, operands
+
+PRIVATE = ("saved", "pending")
+"""Results whose content is private to a backend."""
+PRIME = {"M": 7, "K": 5, "N": 3, "C": 11, "V": 13, "B": 2, "T": 5, "H": 2, "D": 3, "L": 101}
+SIZES: tuple[Sizes, ...] = (
+    dict.fromkeys(PRIME, 1),
+    PRIME,
+    {**PRIME, "M": 0, "B": 0, "L": 0},
+    {"M": 130, "K": 40, "N": 515, "C": 515, "V": 300, "B": 2, "T": 67, "H": 3, "D": 8, "L": 70_001},
+)
+TOLERANCE = {"float64": 1e-11, "float32": 3e-5}
+
+
+def drawn(one: Operand, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+    """The same numbers for the same operand, in float64, or integers below a size."""
+    rng = np.random.default_rng(zlib.crc32(one.name.encode()))
+    if one.below:
+        return rng.integers(sizes[one.below], size=shape)
+    numbers = rng.standard_normal(shape)
+    return np.abs(numbers) + 0.5 if one.positive else numbers
+
+
+def computed(ops: Ops, backend: Backend, name: str, sizes: Sizes, dtype: str) -> dict[str, Any]:
+    """What an operation returns and writes on its example, in the memory of the host.
+
+    The numbers of the example are those of float32, so that a float64 example has the same.
+    """
+
+    def draw(one: Operand, shape: tuple[int, ...]) -> Any:
+        array = drawn(one, shape, sizes)
+        return backend.from_host(array if one.below else array.astype("f4").astype(dtype))
+
+    arguments, line = (
+        examples(ops, sizes, draw, backend.arena())(name),
+        operands(OPERATIONS[name].operands),
+    )
+    result = getattr(ops, name)(*arguments)
+    values = [result] if len(line.results) == 1 else [] if result is None else list(result)
+    assert len(values) == len(line.results), f"{name} returns other results than {line.results}"
+    given = {one.name: array for one, array in zip(line.takes, arguments, strict=False)}
+    found = given | dict(zip(line.results, values, strict=True))
+    public = [one for one in line.gives if one.name not in PRIVATE]
+    for one in public:
+        assert np.shape(found[one.name]) == dims(one.shape or "", sizes), (name, one.name)
+    return {one.name: np.float64(backend.to_host(found[one.name])) for one in public}
+
+
+class OperationLaws:
+    """Laws of every row of the table, on the backend of a device or of the host."""
+
+    def law_every_operation_computes_its_definition(self, ops: Ops, backend: Backend) -> None:
+        for name in OPERATIONS:
+            for sizes in SIZES:
+                truth = computed(bodies.reference(), HostBackend(), name, sizes, "float64")
+                for dtype, tolerance in TOLERANCE.items():
+                    found = computed(ops, backend, name, sizes, dtype)
+                    for operand, mine in found.items():
+                        scale = max(np.abs(truth[operand]).max(initial=0), 1e-3)
+                        error = np.abs(mine - truth[operand]).max(initial=0)
+                        assert error <= tolerance * scale, (name, operand, sizes, dtype, error)

@@ -1,0 +1,96 @@
+"""The start of `mpitrain train`: how often ranks parse and agree before the first step, and what they refuse."""
+
+import re
+from ast import literal_eval
+
+import pytest
+
+from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
+from mpitrain.trace.read import read_trace
+from mpitrain.trace.ring_buffer import STEP, WAIT
+from tests.mpi.test_commands import TINY
+from tests.processes import python_ranks
+
+EVERYONE = (0, 1, 2, 3)
+GIVEN, RESOLVED, UNITS, CONTROL, RUN = [EVERYONE] * 5
+"""Agreements of all ranks:
+
+GIVEN     configuration, GPUs, the location of the run: a file may be missing or differ on a rank
+RESOLVED  devices, memory, tuning, schedule and data: each rank reads its own
+UNITS     layers and stages: code of a caller may fail or differ on a rank
+CONTROL   the binding of the control message: address and window of each rank's array
+RUN       the run directory, which rank 0 has made or not, and the earlier part of the run
+"""
+TP, DP = (0, 1), (0, 2)
+"""Groups of rank 0 with tp 2 and dp 2."""
+AGREED = {
+    # A group of one, tp here, agrees with nobody. The bucket of gradients is bound over dp.
+    "dp 4": [GIVEN, RESOLVED, UNITS, EVERYONE, CONTROL, RUN],
+    # Ranks of tp cut their gradients alike. Each binds a bucket of its own and of replicated tensors.
+    "dp 2 x tp 2": [GIVEN, RESOLVED, UNITS, TP, DP, DP, CONTROL, RUN],
+}
+REFUSED = [
+    (["job.toml"], "On rank 1 (", "The configuration file job.toml cannot be read"),
+    (["other.toml"], "All ranks need one configuration, but run.seed is 1 on rank 0 (", ""),
+    (
+        ["--set", "replication.tuning=tuning.json"],
+        "All ranks need one data source and checkpoint, but replication.tuning is ",
+        " on rank 1 (",
+    ),
+]
+"""(arguments, what is said of them) where rank 1 is in a folder without job.toml and with other files."""
+PROGRAM = """
+import os, sys; from mpi4py import MPI; from mpitrain.cli import main; from mpitrain.config import Config
+rank, validate, parsed = MPI.COMM_WORLD.rank, Config.model_validate, []
+Config.model_validate = lambda tables: parsed.append(1) or validate(tables)
+if rank == 1: os.chdir('elsewhere')
+for words in {calls!r}:
+    parsed.clear()
+    try: main(words)
+    except SystemExit as end: everyone = MPI.COMM_WORLD.gather((end.code, len(parsed)))
+    for stream in (sys.stdout, sys.stderr):
+        if rank == 0: print(f'=== {{everyone}}', file=stream, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """One start of all calls: the folder, and (exit code, parses) of all ranks and the text after each call."""
+    folder = tmp_path_factory.mktemp("start")
+    (folder / "elsewhere").mkdir()
+    (folder / "job.toml").touch()
+    for seed, place in enumerate((folder, folder / "elsewhere"), 1):
+        (place / "other.toml").write_text(f"[run]\nseed = {seed}\n")
+        machine = {**DEFAULT.machine, "cores": seed}
+        write_tuning(place / "tuning.json", DEFAULT._replace(machine=machine))
+    calls = [
+        ["train", "--out", str(folder / name), *words, *TINY, "--set", "run.sample=0"]
+        for name, words in (("dp 4", ["--dp", "4"]), ("dp 2 x tp 2", ["--dp", "2", "--tp", "2"]))
+    ] + [["train", *words] for words, *_ in REFUSED]
+    done = python_ranks(4, PROGRAM.format(calls=calls), folder)
+    parts = re.split(r"^=== (.*)\n", done.stderr, flags=re.MULTILINE)
+    assert len(parts) == 2 * len(calls) + 1, done.stderr
+    return folder, [*zip(map(literal_eval, parts[1::2]), parts[0::2], strict=False)]
+
+
+def test_a_configuration_is_parsed_once_on_each_rank(start):
+    assert [ended for ended, _ in start[1][: len(AGREED)]] == [[(0, 1)] * 4] * len(AGREED)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_a_file_that_differs_or_is_missing_on_one_rank_is_refused_on_every_rank(number, start):
+    ended, said = start[1][len(AGREED) + number]
+    assert [code for code, _ in ended] == [2] * 4
+    assert said.count("ConfigError: ") == 1 and all(part in said for part in REFUSED[number][1:])
+
+
+@pytest.mark.parametrize("layout", AGREED)
+def test_ranks_agree_at_most_eight_times_before_the_first_step(layout, start):
+    folder, _ = start
+    trace = read_trace(folder / layout / "trace/rank-00000")
+    first = trace.records[trace.records["kind"] == STEP][0]["number"]
+    waits = trace.records[(trace.records["kind"] == WAIT) & (trace.records["number"] < first)]
+    found = [trace.names[name] for name in waits["what"]]
+    assert {what for what, _ in found} == {"words of all ranks"}, "no barrier, no message"
+    assert [tuple(ranks) for _, ranks in found if len(ranks) > 1] == AGREED[layout]
+    assert len(AGREED[layout]) <= 8

@@ -1,0 +1,257 @@
+"""Update rules with sums over whole tensors train on every layout as on one rank, from state of any layout."""
+
+import numpy as np
+import pytest
+
+from mpitrain.optim import RULES
+from mpitrain.parallel.grid import Axes, Grid
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.transport.threads import run_ranks
+from tests.cases.rules import TOYS
+from tests.saving import load, save
+from tests.training import TINY, configured
+
+pytestmark = pytest.mark.slow
+STEPS = 4
+ZERO, TIED = "replication.zero=", "model.tied=true"
+LAYOUTS = [
+    (2, []),
+    (2, [ZERO + "1", "replication.overlap=false"]),
+    (3, [ZERO + "2", "batch.micro_batches=2"]),
+    (2, ["layout.tp=2"]),
+    (5, [ZERO + "3"]),
+    (4, ["layout.tp=2", ZERO + "1"]),
+    (2, ["layout.pp=2", "batch.micro_batches=2"]),
+    (4, ["layout.tp=2", "layout.sequence_parallel=true", ZERO + "2"]),
+    (4, ["layout.pp=2", "pipeline.schedule=gpipe", "batch.micro_batches=2", ZERO + "3"]),
+    (3, ["replication.mode=server", "replication.servers=2"]),
+    (2, ["replication.mode=master"]),
+    (4, [ZERO + "2", "replication.shard=host"]),
+    (1, []),
+]
+"""In the order in which one loads what the one before it has written."""
+
+
+@pytest.fixture(autouse=True)
+def _toys(monkeypatch):
+    for name, rule in TOYS.items():
+        monkeypatch.setitem(RULES, name, rule)
+
+
+def trained(transport, settings, folder, first=0, stop=STEPS, path=None):
+    """Losses and norms of some steps from a checkpoint, the same checkpoint as this layout writes it, and the last one."""
+    config = configured(*TINY, "precision.compute=float64", *settings)
+    trainer, source, _ = build(transport, config)
+    again = None
+    if path:
+        load(path, trainer)
+        again = save(folder, trainer, Done(first, 12 * first, "run"), 9)
+    mode, found = trainer.replication, []
+    for index in range(first, stop):
+        own = None
+        for number in mode.steps(index, lambda: False):
+            own = trainer.step(number, *mode.batch(source, number))
+        outcome = mode.outcome(index, own)
+        found.append((outcome.loss, outcome.grad_norm))
+    return np.array(found), again, save(folder, trainer, Done(stop, 12 * stop, "run"), 9)
+
+
+def everything(path, settings):
+    """All parameters and state of a checkpoint by tensor: as one rank loads them."""
+
+    def run(transport):
+        trainer = build(
+            transport, configured(*TINY, "precision.compute=float64", *settings)
+        ).trainer
+        load(path, trainer)
+        return {
+            (one.name, entry.name): entry.view(one.array).copy()
+            for one in trainer.replication.kept()
+            for entry in one.entries or trainer.storage.entries
+        }
+
+    return run_ranks(1, run)[0]
+
+
+def close(one, other):
+    return np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+
+
+@pytest.mark.parametrize("rule, tied", [("normalised", []), ("factored", []), ("factored", [TIED])])
+def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(rule, tied, tmp_path):
+    own = [f"optimizer.name={rule}", *tied]
+    curve, _, before = run_ranks(1, trained, own, tmp_path / "start", 0, 2)[0]
+    alone, _, end = run_ranks(1, trained, own, tmp_path / "end", 2, STEPS, before)[0]
+    assert np.ptp([*curve[:, 0], *alone[:, 0]]) > 0.05, "the loss must move"
+    wanted = everything(end, own)
+    assert {name for name, _ in wanted} == {"parameters", *RULES[rule].state}
+    for number, (ranks, settings) in enumerate(LAYOUTS):
+        hosts = "aabb" if "replication.shard=host" in settings else None
+        results = run_ranks(
+            ranks,
+            trained,
+            [*own, *settings],
+            tmp_path / str(number),
+            2,
+            STEPS,
+            before,
+            hosts=hosts,
+        )
+        assert all(close(alone, found) for found, *_ in results), settings
+        _, before, end = results[0]
+        found = everything(end, own)
+        assert found.keys() == wanted.keys()
+        for key, array in wanted.items():
+            assert close(array, found[key]), (key, settings)
+
+
+def stepped(transport, *settings, steps=2):
+    """A trainer after some steps, with its traffic of the last one."""
+    trainer, source, _ = build(transport, configured(*TINY, *settings))
+    mode = trainer.replication
+    for index in range(steps):
+        before = trainer.transport.traffic.messages, trainer.transport.traffic.nbytes
+        trainer.step(index, *mode.batch(source, index))
+    after = trainer.transport.traffic.messages, trainer.transport.traffic.nbytes
+    trainer.sync_parameters()
+    return trainer, np.subtract(after, before), trainer.arena.allocations
+
+
+@pytest.mark.parametrize("compute", ("float64", "bfloat16"))
+@pytest.mark.parametrize(
+    "ranks, hosts, settings",
+    [
+        (3, "aab", [ZERO + "2"]),
+        (4, "aaab", ["layout.tp=2", ZERO + "1"]),
+        (6, "aaabbb", ["layout.pp=2", "batch.micro_batches=2", TIED, ZERO + "1"]),
+        (4, "abbb", ["layout.tp=2", "layout.pp=2", "batch.micro_batches=2", TIED]),
+    ],
+)
+def test_holders_of_the_same_elements_have_the_same_bits_of_parameters_and_state(
+    ranks, hosts, settings, compute
+):
+    def run(transport):
+        trainer, *_ = stepped(
+            transport, "optimizer.name=factored", f"precision.compute={compute}", *settings
+        )
+        own = {
+            (one.name, entry.name): entry.view(one.array).tobytes()
+            for one in trainer.replication.kept()
+            for entry in one.entries
+        }
+        return (
+            own,
+            {name: array.tobytes() for name, array in trainer.tensors().items()},
+            ({e.name for e in trainer.storage.entries if e.parameter.slices is None}),
+        )
+
+    states, tensors = {}, {}
+    for own, parameters, whole in run_ranks(ranks, run, hosts=hosts):
+        for key, bits in own.items():
+            assert states.setdefault(key, bits) == bits, key
+        for name in whole:
+            assert tensors.setdefault(name, parameters[name]) == parameters[name], name
+    assert len(states) > 10 and tensors
+
+
+@pytest.mark.parametrize(
+    "ranks, settings, sharing", [(3, [], 1), (4, [ZERO + "1"], 4), (4, ["layout.tp=2"], 2)]
+)
+def test_each_round_is_one_all_reduce_of_its_sums_and_nothing_is_allocated_later(
+    ranks, settings, sharing
+):
+    def run(transport, rule):
+        trainer, traffic, early = stepped(transport, f"optimizer.name={rule}", *settings)
+        tensors = [entry.parameter.shape for entry in trainer.storage.entries]
+        return (
+            traffic,
+            early,
+            tensors,
+            stepped(transport, f"optimizer.name={rule}", *settings, steps=4)[2],
+        )
+
+    plain, found = (run_ranks(ranks, run, rule) for rule in ("sgd", "factored"))
+    for (before, *_), (after, early, tensors, late) in zip(plain, found, strict=True):
+        numbers = [int(np.prod(shape[:-1])) + int(np.prod(shape[-1:])) for shape in tensors]
+        doublings = sharing.bit_length() - 1
+        assert [*(after - before)] == [
+            2 * doublings,
+            8 * doublings * (sum(numbers) + len(tensors)),
+        ]
+        assert early == late
+
+
+@pytest.mark.parametrize("schedule", ("async", "async-2bw"))
+def test_stages_that_update_by_themselves_sum_over_their_tensor_parallel_group(schedule):
+    settings = ["layout.pp=2", f"pipeline.schedule={schedule}", "batch.micro_batches=2"]
+
+    def run(transport, tp):
+        trainer, *_ = stepped(
+            transport,
+            "optimizer.name=factored",
+            "precision.compute=float64",
+            f"layout.tp={tp}",
+            *settings,
+        )
+        return {
+            (one.name, entry.name): entry.view(one.array).copy()
+            for one in trainer.replication.kept()
+            for entry in one.entries
+        }
+
+    alone, together = (
+        {key: array for own in run_ranks(2 * tp, run, tp) for key, array in own.items()}
+        for tp in (1, 2)
+    )
+    assert alone.keys() == together.keys() and len(alone) > 10
+    for key, array in alone.items():
+        assert close(array, together[key]), key
+
+
+@pytest.mark.parametrize("mode", ("local", "gossip"))
+def test_workers_that_average_their_parameters_start_from_the_mean_of_their_state(mode, tmp_path):
+    own = ["optimizer.name=factored", f"replication.mode={mode}", "replication.period=2"]
+    before = run_ranks(2, trained, own, tmp_path / "two", 0, 3)[0][2]
+    one = everything(before, ["optimizer.name=factored"])
+
+    def run(transport):
+        config = configured(*TINY, "precision.compute=float64", *own)
+        trainer = build(transport, config).trainer
+        load(before, trainer)
+        return {
+            (state.name, entry.name): entry.view(state.array)
+            for state in trainer.replication.kept()
+            for entry in state.entries
+        }
+
+    first, second = run_ranks(2, run)
+    assert len(first) > 10
+    for key in first:
+        assert close((first[key] + second[key]) / 2, one[key]), key
+
+
+def test_on_a_device_the_sums_are_reduced_in_its_memory():
+    settings = ["device.kind=cuda-sim", "model.layers=1", ZERO + "1", "layout.dp=2"]
+
+    def run(transport, *more):
+        trainer, *_ = stepped(transport, "optimizer.name=normalised", "model.layers=1", *more)
+        return np.concatenate([array.reshape(-1) for array in trainer.tensors().values()])
+
+    (one,), two = run_ranks(1, run), run_ranks(2, run, *settings)
+    assert np.array_equal(*two) and np.abs(one - two[0]).max() < 1e-5
+
+
+@pytest.mark.parametrize("ranks, hosts", [(3, "aab"), (5, "aabba"), (6, "ababab")])
+def test_a_sum_of_facts_has_the_same_bits_at_any_offset_and_on_all_ranks(ranks, hosts):
+    def run(transport):
+        grid = Grid(transport, Axes(dp=ranks))
+        mine, found = np.random.default_rng(transport.rank).standard_normal(90), []
+        for offset, length in ((0, 90), (33, 200), (7, 101)):
+            vector = np.zeros(length)
+            vector[offset : offset + 90] = mine
+            grid.fact_sums(grid.dp, grid.tp).bind(vector)()
+            found.append(vector[offset : offset + 90].tobytes())
+        return found
+
+    assert len({bits for found in run_ranks(ranks, run, hosts=hosts) for bits in found}) == 1

@@ -1,0 +1,165 @@
+"""Layers that a user writes train in any layout as on one rank: random numbers by row, outputs of several widths."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.layers.now import Now
+from mpitrain.layers.plain import Plain
+from mpitrain.ops import host
+from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.trainer import Trainer, replicas_equal
+from mpitrain.transport.threads import run_ranks
+from tests.cases.own_layers import units
+from tests.saving import load, save
+from tests.training import configured
+
+MODEL = {"vocab": 11, "context": 6, "width": 24, "heads": 6, "kv_heads": 3, "depth": 2}
+STEPS, ROWS, HELD_OUT = 3, 7, 5
+BASE = [
+    "model.context=6",
+    "model.width=24",
+    "model.heads=6",
+    f"batch.size={ROWS}",
+    f"run.steps={STEPS}",
+    "precision.compute=float64",
+    "optimizer.warmup=0",
+    "optimizer.lr=0.01",
+    "run.eval_rows=5",
+]
+
+
+class Tokens:
+    """Rows of random tokens, the same in every layout."""
+
+    held_out = HELD_OUT
+
+    def batch(self, step):
+        return np.random.default_rng([3, step]).integers(11, size=(ROWS, MODEL["context"] + 1))
+
+    def held_out_rows(self, rows):
+        found = np.random.default_rng(9).integers(11, size=(HELD_OUT, MODEL["context"] + 1))
+        return found[list(rows), :-1], found[list(rows), 1:]
+
+
+def trained(transport, drops, settings, folder=None):
+    """Losses and norms, an evaluation, {name: (description, this rank's region)}, and a checkpoint."""
+    trainer = Trainer(transport, partial(units, drops=drops, **MODEL), configured(*BASE, *settings))
+    source, losses = Tokens(), []
+    for step in range(STEPS):
+        mine = trainer.share()
+        rows = source.batch(step)[mine.start : mine.stop]
+        outcome = trainer.step(step, rows[:, :-1], rows[:, 1:])
+        losses.append((outcome.loss, outcome.grad_norm))
+    losses.append(trainer.evaluate(source))
+    assert losses[-1] == trainer.evaluate(source) and replicas_equal(trainer)
+    path = save(folder, trainer, Done(STEPS, 0, "run"), keep=1) if folder else None
+    tensors = trainer.tensors()
+    found = {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}
+    return np.array(losses), found, path
+
+
+def check_as_one_rank(ranks, drops, *settings):
+    ((truth, whole, _),) = run_ranks(1, trained, drops, [])
+    for losses, tensors, _ in run_ranks(ranks, trained, drops, settings):
+        assert np.all(np.abs(losses - truth) <= 1e-9 * (1 + np.abs(truth))), losses - truth
+        for name, (parameter, values) in tensors.items():
+            right = parameter.part_of(whole[name][1])
+            assert values.shape == right.shape, name
+            assert np.all(np.abs(values - right) <= 1e-9), name
+
+
+LAYOUTS = {
+    "micro-batches": (1, ["batch.micro_batches=3"]),
+    "dp 2": (2, ["batch.micro_batches=2"]),
+    "tp 3": (3, ["layout.tp=3", "batch.micro_batches=2"]),
+    "rows divided": (3, ["layout.tp=3", "layout.sequence_parallel=true"]),
+    "pp 2": (2, ["layout.pp=2", "batch.micro_batches=3"]),
+    "interleaved halves": (
+        2,
+        ["layout.pp=2", "batch.micro_batches=3", "pipeline.schedule=zero-bubble"],
+    ),
+    "zero 3": (2, ["replication.zero=3"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layer_with_random_numbers_trains_in_any_layout_as_on_one_rank(name):
+    ranks, settings = LAYOUTS[name]
+    check_as_one_rank(ranks, True, *settings)
+
+
+def test_dropout_changes_training_and_leaves_evaluation_without_it():
+    ((dropped, _, _),) = run_ranks(1, trained, True, [])
+    ((whole, _, _),) = run_ranks(1, trained, False, [])
+    assert np.all(dropped[:STEPS, 0] != whole[:STEPS, 0])
+    ((still, _, _),) = run_ranks(1, trained, True, ["optimizer.lr=1e-30"])
+    ((as_still, _, _),) = run_ranks(1, trained, False, ["optimizer.lr=1e-30"])
+    assert np.array_equal(still[-1], as_still[-1])
+
+
+@pytest.mark.parametrize("name", ["async", "async-2bw"])
+def test_backward_sees_the_rows_of_its_forward_while_steps_overlap(name):
+    settings = [f"pipeline.schedule={name}", "layout.pp=2", "batch.micro_batches=3"]
+    first, second = run_ranks(2, trained, True, settings)
+    assert np.isfinite(first[0][1:]).all()  # the loss of a step is known one step later
+    assert np.array_equal(first[0], second[0], equal_nan=True)
+
+
+def test_grouped_heads_train_in_any_layout_as_on_one_rank_and_a_checkpoint_fits_all(tmp_path):
+    check_as_one_rank(3, False, "layout.tp=3")
+    saved = run_ranks(3, trained, False, ["layout.tp=3"], tmp_path / "three")
+
+    def read(transport):
+        trainer = Trainer(transport, partial(units, drops=False, **MODEL), configured(*BASE))
+        load(saved[0][2], trainer)
+        trainer.sync_parameters()
+        return trainer.tensors()
+
+    ((tensors),) = run_ranks(1, read)
+    assert tensors["0.attention.qkv.weight"].shape == (24 + 2 * 12, 24)
+    for _, mine, _ in saved:
+        for name, (parameter, values) in mine.items():
+            assert np.array_equal(values, parameter.part_of(tensors[name])), name
+
+
+def test_ranks_that_do_not_divide_the_shared_heads_are_refused():
+    def make(transport):
+        Trainer(
+            transport,
+            partial(units, drops=False, **{**MODEL, "kv_heads": 2, "heads": 6}),
+            configured(*BASE, "layout.tp=3"),
+        )
+
+    with pytest.raises(ConfigError, match="ranks share the heads"):
+        run_ranks(3, make)
+
+
+def test_as_many_shared_heads_as_heads_are_the_layer_without_them():
+    plain = Plain(host)
+    draw = np.random.default_rng(0).standard_normal
+    assert plain.qkv(12, 3, draw, 3).parameters() == plain.qkv(12, 3, draw).parameters()
+    assert plain.qkv(12, 3, draw).parameters()[0].shape == (36, 12)
+
+
+@pytest.mark.parametrize(
+    ("make", "law"),
+    [
+        (lambda plain: plain.qkv(12, 6, None, 4), "4 key and value heads do not divide 6"),
+        (lambda plain: plain.qkv(12, 6, None, 0), "0 key and value heads"),
+        (lambda plain: plain.attention(12, 6, 2), "of 6 heads there are 2"),
+    ],
+)
+def test_shared_heads_that_cannot_be_are_refused(make, law):
+    with pytest.raises(ConfigError, match=law):
+        make(Plain(host))
+
+
+def test_rows_that_no_pipeline_has_set_are_refused():
+    with pytest.raises(ConfigError, match=r"now\.step"):
+        _ = Plain(host).now.step
+    now = Now()
+    now.set(4, 10, 2, True)
+    assert now.numbers(6) == range(30, 36)

@@ -1,0 +1,153 @@
+"""Rows of the table of update rules: what they read and hold, and what [optimizer] may say with each."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpitrain
+from mpitrain.config import Optimizer, parse, with_settings
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Parameter
+from mpitrain.ops import Ops
+from mpitrain.optim import RULES, checked
+from mpitrain.optim.rule import ElementWise, TensorWise, columns, elements, rows, scalar
+from mpitrain.optim.rules import EVERY
+from mpitrain.optim.tensors import blocks
+from mpitrain.run.run_dir import configuration, look
+from tests.cases.rules import TOYS
+from tests.unit.run.test_run_dir import TINY, trained
+
+
+@pytest.fixture(autouse=True)
+def _toys(monkeypatch):
+    for name, rule in TOYS.items():
+        monkeypatch.setitem(RULES, name, rule)
+
+
+def config_of(*settings):
+    return parse(with_settings({}, list(settings)))
+
+
+def optimizer_of(*settings):
+    return checked(config_of(*settings)).optimizer
+
+
+@pytest.mark.parametrize("name", [*RULES, *TOYS])
+def test_a_row_names_keys_operations_and_shapes_that_exist(name):
+    rule, matrix = RULES[name], Parameter("matrix", (3, 5), None, True)
+    assert rule.help and not rule.help.endswith(".")
+    assert {*rule.reads} <= {*Optimizer.model_fields} - {*EVERY}
+    assert {*rule.defaults} <= {*rule.reads, "lr"}
+    assert all(shape(matrix) in ((3, 5), (3,), (5,), ()) for shape in rule.state.values())
+    if isinstance(rule.step, ElementWise):
+        assert rule.step.op in Ops.__annotations__
+        assert {*rule.state.values()} <= {elements}, "an element has no state of other elements"
+    else:
+        assert isinstance(rule.step, TensorWise) and callable(rule.step.apply)
+
+
+def test_memory_estimates_and_the_page_know_the_state_of_a_parameter():
+    found = {name: 4 * rule.per_parameter for name, rule in RULES.items() if name not in TOYS}
+    assert found == {"sgd": 0, "momentum": 4, "adamw": 8}
+    page = (Path(mpitrain.__file__).parent / "parallel/README.md").read_text()
+    for name, nbytes in found.items():
+        assert re.search(rf"`{name}` +\| {nbytes} \|", page), name
+    assert RULES["factored"].per_parameter == 1 and RULES["normalised"].per_parameter == 0
+
+
+@pytest.mark.parametrize(
+    "settings, read, ways",
+    [
+        (("name=adamw", "momentum=0.5"), "beta1", "momentum."),
+        (("name=sgd", "momentum=0.5"), "weight_decay", "momentum."),
+        (("name=momentum", "beta1_delayed=0.1"), "momentum", "adamw."),
+        (("name=sgd", "epsilon=0.1"), "weight_decay", "adamw or normalised."),
+    ],
+)
+def test_a_key_that_the_rule_does_not_read_is_refused_with_those_that_it_reads(
+    settings, read, ways
+):
+    with pytest.raises(ConfigError) as raised:
+        optimizer_of(*(f"optimizer.{setting}" for setting in settings))
+    assert f"but optimizer.{settings[1].replace('=', ' is ')}." in raised.value.law
+    assert read in raised.value.law and raised.value.way_out.endswith(f"optimizer.name to {ways}")
+
+
+def test_a_key_at_its_default_is_not_set():
+    everything = parse({}).model_dump()
+    everything["optimizer"]["name"] = "sgd"
+    assert checked(parse(everything)).model_dump() == everything
+
+
+def test_a_rule_has_its_own_defaults_which_a_setting_overrides_and_a_run_keeps():
+    own = "optimizer.name=normalised"
+    found = checked(config_of(own))
+    assert found.optimizer.epsilon == 1e-7 and parse({}).optimizer.epsilon == 1e-8
+    assert optimizer_of(own, "optimizer.epsilon=1e-8").epsilon == 1e-8
+    assert checked(parse(found.model_dump())) == found
+
+
+def test_a_name_that_is_no_rule_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"'sgd', .* mean adamw\?"):
+        optimizer_of("optimizer.name=adam")
+
+
+def test_a_rule_refuses_in_its_own_words():
+    assert optimizer_of("optimizer.name=whole").name == "whole"
+    with pytest.raises(ConfigError, match="whole matrices"):
+        optimizer_of("optimizer.name=whole", "layout.tp=2")
+
+
+def test_a_run_of_an_earlier_version_opens_though_it_says_keys_that_had_no_effect(tmp_path):
+    folder = tmp_path / "run"
+    trained(folder, "optimizer.name=sgd")
+    text = (folder / "config.toml").read_text()
+    assert "\nmomentum = 0.9\n" in text and "\nbeta2 = 0.95\n" in text, "all keys are listed"
+    config = config_of(*TINY, "optimizer.name=sgd", f'run.out="{folder}"')
+    assert look(config, "yes", 1).changed == {}
+    (folder / "config.toml").write_text(text.replace("momentum = 0.9\n", "momentum = 0.5\n"))
+    assert configuration(folder).optimizer.momentum == 0.9
+    assert look(config, "yes", 1).changed == {}
+    assert len(trained(folder, "run.steps=4", resume="yes")) == 4
+
+
+QKV = tuple((slice(start, start + 2), slice(0, 5)) for start in (0, 4, 8))
+REGIONS = {
+    "whole": ((7, 5), None),
+    "three rectangles": ((12, 5), QKV),
+    "columns": ((7, 6), ((slice(0, 7), slice(3, 6)),)),
+    "vector": ((11,), None),
+    "part of a vector": ((11,), ((slice(2, 9),),)),
+    "scalar": ((), None),
+    "three dims": ((3, 2, 4), None),
+    "one column": ((4, 1), None),
+    "no row": ((0, 4), None),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_blocks_are_all_elements_of_a_piece_with_their_rows_and_columns_in_the_whole_tensor(region):
+    shape, slices = REGIONS[region]
+    tensor = Parameter("tensor", shape, None, True, slices)
+    whole = np.arange(float(np.prod(shape))).reshape(shape)
+    local, width = tensor.part_of(whole).reshape(-1), (*shape, 1)[len(shape) - 1] if shape else 1
+    for start in range(len(local) + 1):
+        for stop in range(start, len(local) + 1):
+            found = blocks(tensor, start, stop)
+            values = [
+                (block.rows[:, None] * width + block.columns).reshape(-1).astype(float)
+                for block in found
+            ]
+            assert len(found) <= 3
+            assert np.array_equal(np.concatenate([[], *values]), local[start:stop])
+            ends = [0, *(block.stop for block in found)]
+            assert [block.start for block in found] == ends[:-1] and ends[-1] == stop - start
+
+
+def test_shapes_of_sums_leave_out_dims():
+    for shape, by_row, by_column in (((3, 5), (3,), (5,)), ((4,), (), (4,)), ((), (), ())):
+        tensor = Parameter("tensor", shape, None, True)
+        found = [kind(tensor) for kind in (elements, rows, columns, scalar)]
+        assert found == [shape, by_row, by_column, ()]
