@@ -51,6 +51,14 @@ GEMM = click.option(
     metavar="WHO",
     help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
 )
+PLUGINS = click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    metavar="FILE",
+    callback=lambda context, option, files: list(files) or None,
+    help="A plugin that the run was trained with (repeatable): its run.plugins.",
+)
 
 
 def changes(settings: tuple[str, ...], **options: Any) -> list[str]:

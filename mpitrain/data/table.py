@@ -9,6 +9,7 @@ from mpitrain.data.source import Form, Request, Scan, Source, Unopened
 from mpitrain.data.token_files import as_it_is, largest_token
 from mpitrain.data.tokens import BYTES, TokenSource, open_pydocs, open_text, open_tokens
 from mpitrain.errors import ConfigError
+from mpitrain.tables import Table
 
 
 class SourceKind(NamedTuple):
@@ -40,13 +41,15 @@ def _refuse(request: Request) -> Source:
     )
 
 
-SOURCES: dict[str, SourceKind] = {
-    "pydocs": SourceKind(open_pydocs, "tokens", is_text=True),
-    "digits": SourceKind(open_digits, "samples", module="sklearn"),
-    "text": SourceKind(open_text, "tokens", ":FILE", is_text=True),
-    "tokens": SourceKind(open_tokens, "tokens", ":FILE", "flat uint16", is_token_file=True),
-    "idx": SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
-}
+SOURCES: Table[str, SourceKind] = Table(
+    {
+        "pydocs": SourceKind(open_pydocs, "tokens", is_text=True),
+        "digits": SourceKind(open_digits, "samples", module="sklearn"),
+        "text": SourceKind(open_text, "tokens", ":FILE", is_text=True),
+        "tokens": SourceKind(open_tokens, "tokens", ":FILE", "flat uint16", is_token_file=True),
+        "idx": SourceKind(open_idx, "samples", ":DIR", "MNIST files"),
+    }
+)
 """Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
 
 Configuration, help texts and commands read this table, so a new source needs only one entry.

@@ -3,43 +3,51 @@
 from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.optim.rule import ElementWise, Rule, TorchClass, elements
+from mpitrain.tables import Table
 
 SETTINGS = config.Optimizer.model_fields
 EVERY = ("name", "lr", "clip", "warmup", "schedule")
 """The keys of [optimizer] that the training step reads with every rule."""
 
-RULES: dict[str, Rule] = {
-    "sgd": Rule(
-        "stochastic gradient descent",
-        ("weight_decay",),
-        {},
-        ElementWise("sgd", lambda update: {}),
-    ),
-    "momentum": Rule(
-        "SGD with heavy-ball momentum (Polyak 1964)",
-        ("weight_decay", "momentum"),
-        {"momentum": elements},
-        ElementWise("momentum", lambda update: {"beta": update.settings.momentum}),
-    ),
-    "adamw": Rule(
-        "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
-        ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon"),
-        {"first_moment": elements, "second_moment": elements},
-        ElementWise(
-            "adamw",
-            lambda update: {
-                "beta1": update.settings.beta1_delayed if update.delayed else update.settings.beta1,
-                "beta2": update.settings.beta2,
-                "eps": update.settings.epsilon,
-                "step": update.number,
-            },
+RULES: Table[str, Rule] = Table(
+    {
+        "sgd": Rule(
+            "stochastic gradient descent",
+            ("weight_decay",),
+            {},
+            ElementWise("sgd", lambda update: {}),
         ),
-        torch=TorchClass(
-            "AdamW",
-            lambda settings: {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon},
+        "momentum": Rule(
+            "SGD with heavy-ball momentum (Polyak 1964)",
+            ("weight_decay", "momentum"),
+            {"momentum": elements},
+            ElementWise("momentum", lambda update: {"beta": update.settings.momentum}),
         ),
-    ),
-}
+        "adamw": Rule(
+            "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
+            ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon"),
+            {"first_moment": elements, "second_moment": elements},
+            ElementWise(
+                "adamw",
+                lambda update: {
+                    "beta1": update.settings.beta1_delayed
+                    if update.delayed
+                    else update.settings.beta1,
+                    "beta2": update.settings.beta2,
+                    "eps": update.settings.epsilon,
+                    "step": update.number,
+                },
+            ),
+            torch=TorchClass(
+                "AdamW",
+                lambda settings: {
+                    "betas": (settings.beta1, settings.beta2),
+                    "eps": settings.epsilon,
+                },
+            ),
+        ),
+    }
+)
 """Update rules by optimizer.name. Configuration, help, memory estimates and checkpoints read the
 rows.
 """

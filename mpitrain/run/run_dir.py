@@ -28,7 +28,7 @@ import tomli_w
 
 from mpitrain.collectives.selection.tuning import tuning_text
 from mpitrain.config import PATHS, Config, Data, check_text, keys, read_toml
-from mpitrain.config.plugins import check_named, digests, entries, imported
+from mpitrain.config.plugins import check_named, digests, entries, imported, load
 from mpitrain.data import (
     TENTH,
     Scan,
@@ -377,8 +377,8 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     if config.device.tiles:
         tables["device"]["tiles"] = TILES
     for section, key in PATHS:  # An absolute path may have parts that are not UTF-8.
-        check_text(f"{section}.{key}", tables[section][key])
-    return tables
+        check_text(f"{section}.{key}", "".join(tables[section][key]))
+    return dict(load(tables))
 
 
 def _schedule(name: str) -> str:

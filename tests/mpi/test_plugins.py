@@ -16,6 +16,7 @@ def test_a_run_with_a_plugin_trains_resumes_and_is_evaluated_with_the_same_file_
         "model = {layers = 1, width = 16, heads = 2, context = 16}\n"
         'replication = {mode = "toy", algorithm = "toy-ring"}\n'
         'pipeline = {schedule = "toy-gpipe"}\n'
+        'optimizer = {name = "toy-sgd"}\n'
     )
     start = ["train", tmp_path / "run.toml", "--out", tmp_path / "run", "--dp", 2]
 

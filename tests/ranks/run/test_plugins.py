@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from mpitrain.bench.training.compare import settings_by_mode
+from mpitrain.machine.backend import HostBackend
+from mpitrain.ops import bodies
 from mpitrain.run import choices
 from mpitrain.run.choices import keys as described_keys
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws
+from tests.laws.operations import OperationLaws
+from tests.laws.transport import laws_of
 from tests.rows import added_rows
 from tests.training import TINY, configured, curve, curves
 from tests.unit.machine.test_memory import check_held
@@ -58,6 +62,17 @@ def test_training_has_the_curve_of_one_rank(settings):
     for found in run_ranks(3, curve, configured(*small, *settings)):
         for one, other in zip(alone, found[:2], strict=True):
             assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+
+
+def test_an_operation_is_the_base_of_an_optimizer():
+    """Its step at twice the learning rate is that of gradient descent without decay."""
+    for law in laws_of(OperationLaws):
+        getattr(OperationLaws(), law)(bodies.host(), HostBackend())
+    small = [*TINY, "precision.compute=float64", "optimizer.lr=0.01"]
+    others = ["optimizer.name=sgd", "optimizer.weight_decay=0", "optimizer.lr=0.005"]
+    halved = curves(2, *small, "optimizer.name=toy-sgd", "replication.zero=1")
+    for one, other in zip(curves(1, *small, *others), halved, strict=True):
+        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
 
 
 def test_a_mode_holds_what_its_row_says_and_is_compared():

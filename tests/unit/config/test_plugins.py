@@ -8,9 +8,9 @@ import pytest
 from mpitrain.config import Config, Run, parse, plugins, read_toml
 from mpitrain.errors import ConfigError
 from mpitrain.run import choices
+from mpitrain.run.given import agree_on
 from mpitrain.run.run_dir import configuration
 from mpitrain.tables import Table
-from mpitrain.transport.agreement import check_same, from_all_ranks
 from mpitrain.transport.threads import run_ranks
 from tests.rows import added_rows
 
@@ -126,11 +126,13 @@ def test_ranks_without_the_same_plugin_are_refused_together(broken, tmp_path):
             odd = {"raises": "raise OSError\n", "differs": "pass\n"}.get(broken, "")
             written(tmp_path, odd if rank == 1 else "", f"{rank}.py")
 
+    def configured(rank):
+        run = named(paths[rank]).run
+        return Config(run=Run(plugins=plugins.digests(run.plugins)))
+
     def start(transport):
         with pytest.raises(ConfigError) as raised:
-            entries = from_all_ranks(transport, lambda: named(paths[transport.rank]).run.plugins)
-            facts = [{"run.plugins": plugins.digests(entry)} for entry in entries]
-            check_same("configuration", facts, transport.hosts)
+            agree_on(transport, lambda: configured(transport.rank))
         assert raised.value.agreed and raised.value.exit_code == 2
         return raised.value.law
 

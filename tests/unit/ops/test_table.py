@@ -19,6 +19,7 @@ from mpitrain.ops.host.rounded import rounded
 from mpitrain.ops.operands import dims, operands
 from tests.laws.operations import PRIME, OperationLaws, computed, drawn
 from tests.laws.transport import laws_of
+from tests.rows import replaced
 
 KERNELS = Kernels(launch_overhead.Nothing(takes_plain=True))
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -114,9 +115,9 @@ def test_half_precision_rounds_the_operand_that_the_row_names_and_no_other(dtype
             np.testing.assert_array_equal(found[operand], truth[operand], f"{name}: {operand}")
 
 
-def test_a_row_that_rounds_no_operand_is_refused_in_words(monkeypatch):
-    monkeypatch.setitem(OPERATIONS, "gelu", OPERATIONS["gelu"]._replace(rounds="second"))
-    with pytest.raises(ConfigError) as caught:
+def test_a_row_that_rounds_no_operand_is_refused_in_words():
+    row = OPERATIONS["gelu"]._replace(rounds="second")
+    with replaced(OPERATIONS, "gelu", row), pytest.raises(ConfigError) as caught:
         rounded("bfloat16")
     message = (
         "ConfigError: In half precision an operation rounds one of its operands or nothing, but "

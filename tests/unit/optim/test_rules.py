@@ -15,8 +15,7 @@ from mpitrain.optim import RULES, checked
 from mpitrain.optim.rule import ElementWise, TensorWise, columns, elements, rows, scalar
 from mpitrain.optim.rules import EVERY
 from mpitrain.optim.tensors import blocks
-from mpitrain.run.run_dir import configuration, find
-from mpitrain.transport.threads import run_ranks
+from mpitrain.run.run_dir import configuration, look
 from tests.cases.rules import TOYS
 from tests.unit.run.test_run_dir import TINY, trained
 
@@ -107,10 +106,10 @@ def test_a_run_of_an_earlier_version_opens_though_it_says_keys_that_had_no_effec
     text = (folder / "config.toml").read_text()
     assert "\nmomentum = 0.9\n" in text and "\nbeta2 = 0.95\n" in text, "all keys are listed"
     config = config_of(*TINY, "optimizer.name=sgd", f'run.out="{folder}"')
-    assert run_ranks(1, find, config, "yes")[0].changed == {}
+    assert look(config, "yes", 1).changed == {}
     (folder / "config.toml").write_text(text.replace("momentum = 0.9\n", "momentum = 0.5\n"))
     assert configuration(folder).optimizer.momentum == 0.9
-    assert run_ranks(1, find, config, "yes")[0].changed == {}
+    assert look(config, "yes", 1).changed == {}
     assert len(trained(folder, "run.steps=4", resume="yes")) == 4
 
 
